@@ -82,15 +82,16 @@ def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     mesh = mesh_lib.make_mesh()
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
-    reduced = {
-        collective.dtypes: collective for collective in found if collective.kind == "all-reduce"
-    }
-    # The integer is the vote. The floats are two metrics, two partial sums of norms, and for each gradient the number
-    # of its elements that are not finite. No gradient is all-reduced, since all of them are cut.
-    assert reduced.keys() == {("s32",), ("f32",)} and reduced["s32",].bytes == 4
-    # Slots that are not cut have a fingerprint of their own.
-    assert reduced["f32",].bytes == 4 * (2 + 2 + 8 + fingerprints(mesh, kinds=4))
-    assert len(reduced) == sum(collective.kind == "all-reduce" for collective in found)
+    reduced = [collective for collective in found if collective.kind == "all-reduce"]
+    assert [collective.dtypes for collective in reduced] == [("f32",), ("pred",), ("f32",)]
+    first, vote, last = reduced
+    # The last bias has ten numbers, which eight replicas do not divide: its gradient is summed whole, with the metrics.
+    assert first.bytes == 4 * (10 + 2 + 1)
+    # Whether each of the seven other gradients is finite.
+    assert vote.bytes == 7
+    # Two partial sums of norms, less one that is reduced before, and for each of the seven gradients the number of its
+    # elements that are not finite; slots that are not cut have a fingerprint of their own.
+    assert last.bytes == 4 * (1 + 7 + fingerprints(mesh, kinds=4))
 
 
 def barriers_hold(mesh):
@@ -123,14 +124,15 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
                 counts[collective.kind, *collective.dtypes] += collective.times
         budgets[config.experiment.rpartition(".")[2]] = counts
     # Outside of loops too an array is gathered forward and backward, unless the CPU compiler removes the second gather.
-    # Six small arrays are updated in shards and gathered after the update. The all-reduce of integers is the vote.
+    # Five small arrays are updated in shards and gathered after the update; the last bias, which 8 does not divide, is whole.
+    # The all-reduce of booleans is the vote.
     outside = 2 if barriers_hold(mesh) else 1
     assert budgets["Digits"] == {
         ("all-gather", "f16"): 2 * outside,
-        ("all-gather", "f32"): 6,
-        ("reduce-scatter", "f32"): 8,
-        ("all-reduce", "s32"): 1,
-        ("all-reduce", "f32"): 1,
+        ("all-gather", "f32"): 5,
+        ("reduce-scatter", "f32"): 7,
+        ("all-reduce", "pred"): 1,
+        ("all-reduce", "f32"): 2,
     }
     layers, arrays, norms = 2, 4, 3
     assert budgets["LanguageModel"] == {
@@ -138,7 +140,7 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
         ("all-gather", "f16"): 2 * layers * arrays + 1 + outside,
         ("all-gather", "f32"): norms,
         ("reduce-scatter", "f32"): layers * arrays + 2 + norms,
-        ("all-reduce", "s32"): 1,
+        ("all-reduce", "pred"): 1,
         # Clipping needs the norm of the gradients early. The metrics are reduced later, with the parameters' norm.
         ("all-reduce", "f32"): 2,
     }

@@ -19,7 +19,6 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
-from xshard.stored import conversion
 
 VARIANTS = {
     "groups": {
@@ -143,8 +142,7 @@ def trained(name, **changes):
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
     for _ in range(3):
         state, metrics = apply(state, next(train))
-    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
-    return jax.device_get((dataclasses.replace(whole, rng=None), metrics))
+    return jax.device_get((dataclasses.replace(state, rng=None), metrics))
 
 
 @pytest.mark.sample(1, of="learners")

@@ -55,8 +55,8 @@ def _written(x):
         (lambda x: jax.lax.psum(x, "replica", axis_index_groups=GROUPS), R | S),
         (lambda x: jax.lax.ppermute(psum(x), "replica", [(0, 1)]), R),
         (lambda x: jax.lax.psum_scatter(jnp.ones(4) * psum(x), "replica"), R),
-        (lambda x: varying.equal_on_replicas(x, given=x), R | S),
-        (lambda x: varying.equal_on_replicas(x, given=psum(x)), frozenset()),
+        (lambda x: xshard.equal_on_replicas(x, given=x), R | S),
+        (lambda x: xshard.equal_on_replicas(x, given=psum(x)), frozenset()),
         (lambda x: jax.pure_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), np.float32)), G | R | S),
         (_written, R | S),
         (lambda x: psum(x) + jnp.float32(jax.lax.axis_index("replica")), R),
@@ -65,7 +65,7 @@ def _written(x):
         (lambda x: jax.jit(psum)(x), frozenset()),
         (lambda x: jax.jit(jnp.sin)(x), R | S),
         (jax.checkpoint(lambda x: jnp.sin(psum(x))), frozenset()),
-        (lambda x: varying.equal_on_replicas(x), frozenset()),
+        (lambda x: xshard.equal_on_replicas(x), frozenset()),
         # The carried value is equal at first, and differs after a few iterations.
         (
             lambda x: jax.lax.scan(lambda c, _: ((c[1], c[2], x), None), (0.0, 0.0, 0.0), None, 4)[0][0],

@@ -58,6 +58,6 @@ def final_state(directory, config):
     experiment = experiment_lib.load(config.experiment)(config)
     mesh = experiment_lib.mesh_of(config)
     example = preflight.train_batches(experiment, mesh).example
-    target = state_lib.abstract_state(experiment, mesh, config.seed, example, whole=True)
+    target = state_lib.abstract_state(experiment, mesh, config.seed, example)
     manager = checkpoint.Manager(directory / "checkpoints", checkpoint.Keep(1))
     return manager.restore(target).state

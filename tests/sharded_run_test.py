@@ -29,15 +29,15 @@ def config(**changes):
 
 
 def train(directory, **changes):
-    """Trains a run; returns the run, its final state, and that state in the form that a checkpoint stores."""
+    """Trains a run; returns the run and its final state."""
     run = loop.Run(config(**changes), str(directory))
     with run.opened():
         state, _ = run.train()
-    return run, state, run.checkpoints.states.converter.to_whole(state)
+    return run, state
 
 
 # With 16 hidden units, every array but the last bias has a dimension that 8, 4 and 2 divide. With 20, 8 divides no
-# dimension, so the arrays are flattened and padded.
+# dimension, so each replica holds the arrays whole.
 # With 1024 hidden units, all parameters but the last bias are held in shards.
 HELD = {"shard_params": True, "hidden": 1024}
 DIVIDED = {"shard_params": True, "hidden": 128, "model_parallel": 2}
@@ -61,7 +61,7 @@ SHAPES = [
 def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}
     runs = {"sharded": {**shape, "shard_update": True}, "replicated": replicated}
-    ends = [train(tmp_path / name, **changes)[2] for name, changes in runs.items()]
+    ends = [train(tmp_path / name, **changes)[1] for name, changes in runs.items()]
     (sharded, replicated) = ({"state": dataclasses.replace(end, rng=None)} for end in ends)
     # No norms are computed here, so only the order of the sums over replicas differs.
     harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
@@ -107,13 +107,13 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     tmp_path, hidden, kind, saved_with
 ):
     of_kind = {"hidden": hidden, "experiment": f"tests.toy.{kind}"}
-    run, state, whole = train(tmp_path, **saved_with, **of_kind)
+    run, state = train(tmp_path, **saved_with, **of_kind)
     names = lambda tree: {
         jax.tree_util.keystr(path): (x.shape, x.dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     }
     replicated = loop.Run(config(**of_kind), str(tmp_path / "other"))
-    assert names(replicated._target) == names(run._target) == names(whole)
+    assert names(replicated._target) == names(run._target) == names(state)
     for changes in (
         {"shard_update": False},
         {"shard_update": True},
@@ -125,7 +125,7 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     ):
         again = loop.Run(config(**of_kind, **changes), str(tmp_path))
         restored = again.resume_or_init().state
-        harness.assert_equal(again.checkpoints.states.converter.to_whole(restored), whole)
+        harness.assert_equal(restored, state)
     harness.assert_equal(run.resume_or_init().state, state)
 
 
@@ -135,9 +135,9 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
     ids=str,
 )  # fmt: skip
 def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, shape):
-    _, _, whole = train(tmp_path / "one", shard_update=True, **shape)
+    _, whole = train(tmp_path / "one", shard_update=True, **shape)
     train(tmp_path / "two", shard_update=True, steps=5, **shape)
-    _, _, again = train(tmp_path / "two", shard_update=True, **shape)
+    _, again = train(tmp_path / "two", shard_update=True, **shape)
     harness.assert_equal(again, whole)
 
 
@@ -158,11 +158,11 @@ TURNS = {**HELD, "experiment": "tests.turns.Turns", "overflow_above": 2.0}
     ids=["Wide", "Turns"],
 )
 def test_a_run_resumes_with_shards_and_then_without(tmp_path, kind, between):
-    _, _, whole = train(tmp_path / "one", **kind)
+    _, whole = train(tmp_path / "one", **kind)
     parts = [{}, *between, {}]
     for number, changes in enumerate(parts, 1):
         steps = 12 * number // len(parts)
-        _, _, again = train(tmp_path / "two", **{"steps": steps, **kind, **changes})
+        _, again = train(tmp_path / "two", **{"steps": steps, **kind, **changes})
     harness.assert_close(
         dataclasses.replace(again, rng=None),
         dataclasses.replace(whole, rng=None),
@@ -173,7 +173,7 @@ def test_a_run_resumes_with_shards_and_then_without(tmp_path, kind, between):
 
 def test_a_sharded_run_starts_from_a_replicated_run_s_parameters(tmp_path):
     kind = {**TURNS, "steps": 1}
-    _, state, _ = train(tmp_path, **{**kind, "shard_params": False})
+    _, state = train(tmp_path, **{**kind, "shard_params": False})
     experiment = turns.Turns(config(**kind))
     fresh = state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
     initialized = checkpoint.init_from(checkpoint.Source(str(tmp_path)), fresh, print)
@@ -205,21 +205,6 @@ def test_int8_without_slices_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="slice_dtype='int8' with one slice"):
         loop.Run(config(slice_dtype="int8"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-
-
-def test_reshaping_a_state_again_compiles_nothing(tmp_path):
-    run, state, whole = train(tmp_path, shard_update=True, hidden=20)
-    run.checkpoints.states.converter.from_whole(whole)
-    count = harness.compile_count()
-    for _ in range(3):
-        harness.assert_equal(
-            run.checkpoints.states.converter.from_whole(
-                run.checkpoints.states.converter.to_whole(state)
-            ),
-            state,
-        )
-    assert harness.compile_count() == count
-    assert run.checkpoints.states.converter.from_whole(state) is state
 
 
 def test_an_optimizer_that_does_not_reduce_over_slices_is_refused(tmp_path):

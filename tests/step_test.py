@@ -17,7 +17,6 @@ from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import run_context
 from xshard.optimizers import inspection
-from xshard.stored import conversion
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -355,17 +354,16 @@ def test_averages_are_evaluated_beside_the_parameters(changes):
     evaluate = jax.jit(step.make_eval_step(experiment, the_mesh))
     batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     sums = jax.device_get(evaluate(state, batch))
-    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
-    averages = whole.experiment.opt_state["MovingAverageOptimizer"]
+    averages = state.experiment.opt_state["MovingAverageOptimizer"]
     params = jax.tree_util.tree_map_with_path(
         lambda path, _: averages[
             "average/" + jax.tree_util.keystr(path, simple=True, separator="/")
         ],
-        whole.experiment.params,
+        state.experiment.params,
     )
-    whole = dataclasses.replace(whole, experiment=whole.experiment.replace(params=params))
-    wanted = jax.device_get(evaluate(whole, batch))
-    # Here the averages replace the parameters, in the form that a checkpoint stores.
+    averaged = dataclasses.replace(state, experiment=state.experiment.replace(params=params))
+    wanted = jax.device_get(evaluate(averaged, batch))
+    # Here the averages replace the parameters.
     np.testing.assert_allclose(sums["average/error"], wanted["error"], rtol=1e-6)
     np.testing.assert_allclose(sums["average/error"], wanted["average/error"], rtol=1e-6)
     assert np.all(sums["average/error"] != sums["error"])

@@ -23,7 +23,7 @@ from .optimizers.loss_scale import (
 )
 from .optimizers.moving_average import MovingAverageOptimizer
 from .optimizers.optax import OptaxOptimizer
-from .optimizers.varying import equal_on_replicas
+from .optimizers.replica_map import equal_on_replicas, per_replica, vmap_replicas
 from .samples import Histogram, Image
 from .state import TrainState, abstract_state, init
 from .step import make_eval_step, make_train_step
@@ -63,4 +63,6 @@ __all__ = [
     "make_eval_step",
     "make_mesh",
     "make_train_step",
+    "per_replica",
+    "vmap_replicas",
 ]

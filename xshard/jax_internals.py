@@ -18,8 +18,7 @@ from jax.extend import core, source_info_util
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-# The classes of traced programs. A sharded update evaluates a rule's program on shards, and the checks before a run read
-# the program of its step; JAX has no public classes for either.
+# The classes of traced programs, which the checks before a run read; JAX has no public ones.
 Jaxpr = core.Jaxpr
 Literal = core.Literal
 Primitive = core.Primitive
@@ -46,6 +45,24 @@ def opened(program: Any) -> Jaxpr:
 def as_function(program: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns the function of a program: from the list of its arguments to the list of its results."""
     return core.jaxpr_as_fun(program)
+
+
+def with_constants_as_arguments(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose first arguments are the constants of the given one."""
+    jaxpr = program.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs), [])
+
+
+def without_mesh(x: jax.Array) -> jax.Array:
+    """Returns the same array, which JAX no longer types as one on a mesh.
+
+    JAX gives each value in a trace the mesh that it lies on, and a program traced for values on a mesh does not accept
+    one device's part of them. It can go when `jax.shard_map` accepts such programs.
+    """
+    unchanged = jax.jit(lambda x: x)
+    program = jax.make_jaxpr(unchanged)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return as_function(program)(x)[0]
 
 
 def inner_programs(eqn: Any) -> Iterator[Jaxpr]:

@@ -26,7 +26,6 @@ from xshard.pod import origin as origin_lib
 from xshard.pod import processes, status
 from xshard.run import ending, nonfinite, preflight, replication, resuming, roll_backs, saving
 from xshard.run import schedule as schedule_lib
-from xshard.stored import conversion
 
 
 class Run:
@@ -97,8 +96,7 @@ class Run:
 
     def _check_programs(self) -> None:
         """Traces every program that the run will use, so that mistakes surface before training."""
-        stored = conversion.as_stored(self.experiment, self.mesh, self._target)
-        inputs = stored, self.batches.shapes(), self.batches.rehearsal()
+        inputs = self._target, self.batches.shapes(), self.batches.rehearsal()
         train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
         # With several processes, one that compiles longer than the others for this would keep them waiting in a collective.
         if isinstance(train_step, logical.Program) and jax.process_count() == 1:
@@ -106,7 +104,7 @@ class Run:
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
         self._copies = replication.Monitor(self.experiment, self.mesh)
-        metrics = self._evaluation.check(stored, self.config.checkpoint)
+        metrics = self._evaluation.check(self._target, self.config.checkpoint)
         # A separate exchange: the checkpoint manager's is used by background saves.
         meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
         self._evaluations = callbacks.Evaluations(self.experiment.callbacks, metrics, meet)

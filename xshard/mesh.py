@@ -258,11 +258,16 @@ def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) ->
     """Maps a function over the replicas of all groups, by `jax.shard_map` with these specs."""
     # `check_vma` is off: values that differ between groups always have a dimension of groups, so it would find
     # nothing, and it does not support sums over groups.
-    manual = {GROUP, *REPLICAS}
-    if mesh.shape[MODEL] == 1:
-        # Otherwise XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas.
-        manual.add(MODEL)
-    return jax.shard_map(f, mesh=mesh, axis_names=manual, check_vma=False, **specs)
+    names = manual_axes(mesh, BATCH)
+    return jax.shard_map(f, mesh=mesh, axis_names=names, check_vma=False, **specs)
+
+
+def manual_axes(mesh: AnyMesh, axes: Sequence[str]) -> set[str]:
+    """Returns the axes to map by `jax.shard_map`, if it should map these: also all others of size 1.
+
+    XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas and an axis is left to its partitioner.
+    """
+    return {axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1}
 
 
 def put(mesh: jax.sharding.Mesh, array: np.ndarray, spec: jax.P) -> jax.Array:

@@ -4,7 +4,7 @@ With several groups the experiment's state has a leading dimension of groups, si
 `PerReplica` and `PerExample` arrays have a dimension of replicas after it, ordered slice by slice.
 
 If a learner's rule shards its update, each slot is sharded over `replica` along one of its dimensions, and so is each parameter
-held in shards. A slot without such a dimension is stored flat and padded; `StateConverter` converts it to the shape in checkpoints.
+held in shards. A slot without a dimension that the replicas divide is whole on each of them.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def init(
     >>> print(state.experiment.params['linear']['w'].shape, state.experiment.global_step, state.step)
     (2, 1, 1) [0 0] 0
     """
-    build = functools.partial(_build, experiment, mesh, seed, example, whole=False)
+    build = functools.partial(_build, experiment, mesh, seed, example)
     shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
     # The program runs once. At this level XLA for CPUs compiles it in less than half the time, to the same bits.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -100,7 +100,6 @@ def abstract_state(
     seed: int,
     example: Batch,
     *,
-    whole: bool = False,
     all_slots: bool = False,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of the state that `init` returns for the same first arguments.
@@ -110,12 +109,11 @@ def abstract_state(
       mesh: the run's mesh.
       seed: the seed of all randomness.
       example: a few examples.
-      whole: whether the state has the shapes of a checkpoint, as from `Storage.to_whole`.
       all_slots: whether frozen parameters have slots too, as in checkpoints of older versions.
     """
-    how = {"whole": whole, "all_slots": all_slots}
-    shapes = jax.eval_shape(lambda: _build(experiment, mesh, seed, example, **how))
-    return placed(shapes, shardings_of(experiment, mesh, shapes, whole=whole))
+    build = functools.partial(_build, experiment, mesh, seed, example, all_slots=all_slots)
+    shapes = jax.eval_shape(build)
+    return placed(shapes, shardings_of(experiment, mesh, shapes))
 
 
 def placed(shapes: TrainState, shardings: TrainState) -> TrainState:
@@ -155,10 +153,9 @@ def _build(
     seed: int,
     example: Batch,
     *,
-    whole: bool,
     all_slots: bool = False,
 ) -> TrainState:
-    """Creates the first state; with `whole`, in the shapes of a checkpoint."""
+    """Creates the first state."""
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
@@ -173,8 +170,7 @@ def _build(
     own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
     logical.check_even(experiment.config, mesh, contract.describe_method(experiment.init), own)
     # State that differs from slice to slice was created for one slice.
-    change = layouts_lib.for_each_slice if whole else layouts_lib.stored
-    return map_rules_state(change, experiment, mesh, state)
+    return map_rules_state(layouts_lib.for_each_slice, experiment, mesh, state)
 
 
 def _init_group(
@@ -262,7 +258,7 @@ def map_sharded(
 def layouts_of(
     experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
 ) -> Layouts:
-    """Returns how the rules' state is sharded over the (logical) replicas; `state` may be whole or as stored."""
+    """Returns how the rules' state is sharded over the (logical) replicas."""
     skip = len(mesh_lib.group_axes(mesh))
     shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
@@ -270,6 +266,11 @@ def layouts_of(
     of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
     slices, of_params = mesh_lib.num_slices(on), dict(state.rules.sharding) or of_params
     return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
+
+
+def shards_update(state: TrainState) -> bool:
+    """Returns whether the rule of any learner shards its update."""
+    return any(x.rules.shards_update for x in learners(state).values())
 
 
 def specs(
@@ -280,20 +281,26 @@ def specs(
     manual: bool = False,
     whole: bool = False,
 ) -> TrainState:
-    """Returns the spec of each leaf: with `manual`, without the axes left to XLA; with `whole`, of the rules' state whole."""
+    """Returns the spec of each leaf.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      state: the state, or its shapes.
+      manual: whether to leave out the axes that are left to XLA.
+      whole: whether to have each replica's slots whole, as where each replica evaluates the whole step.
+    """
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
-    of_rules = functools.partial(opt_specs, experiment, mesh, manual=manual, whole=whole)
     copied = layout_of_copies(learners(state).values())
 
     def of(path: Any, x: Any) -> Any:
         if is_learner(x):
-            layouts = layouts_of(experiment, mesh, x)
             held = gathering.specs(x.rules.sharding, group, manual=manual)
             return x.replace(
                 params=trees.replace(place(x.params), held),
                 net_state=place(x.net_state, slots=True),
-                opt_state=of_rules(layouts, x.opt_state),
+                opt_state=_opt_specs(experiment, mesh, x, manual=manual, whole=whole),
                 global_step=jax.P(*group),
             )
         if experiment_lib.is_own(x):
@@ -311,28 +318,43 @@ def specs(
     return TrainState(jax.P(), inner, jax.P())
 
 
-def opt_specs(
+def mapped_specs(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> TrainState:
+    """Returns, for each leaf, the axes along which its values are of groups, of slices or of replicas.
+
+    Shards, which lie along `replica` too, do not count: they are parts of global arrays.
+    """
+    found = specs(experiment, mesh, state, manual=True)
+    is_own = experiment_lib.is_own
+
+    def without_shards(x: Any) -> Any:
+        if is_own(x):
+            return x
+        return jax.P(*(None if axis == mesh_lib.REPLICA else axis for axis in x))
+
+    inner = jax.tree.map(without_shards, found.experiment, is_leaf=is_own)
+    return dataclasses.replace(found, experiment=inner)
+
+
+def _opt_specs(
     experiment: experiment_lib.Experiment,
     mesh: mesh_lib.AnyMesh,
-    layouts: Layouts,
-    opt_state: Any,
+    state: LearnerState,
     *,
-    manual: bool = False,
-    whole: bool = False,
+    manual: bool,
+    whole: bool,
 ) -> Any:
-    """Returns the specs of the rules' state; it takes the arguments of `specs`."""
+    """Returns the specs of a learner's rules' state; it takes the arguments of `specs`."""
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
-    replicas = logical.axes_of_shards(experiment.config, mesh)
+    layouts = layouts_of(experiment, mesh, state)
 
     def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
-        if layout is None:
+        if layout is None or (whole and not layout.copies):
             return spec
-        if layout.flat and whole:
-            # No dimension of its shape divides, so each replica holds it whole while it is saved or restored.
-            layout = dataclasses.replace(layout, dim=None)
-        return jax.P(*group, *layout.spec(replicas, mesh_lib.SLICE, manual=manual))
+        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
 
-    places = _tree_specs(mesh, () if manual else rules, opt_state, slots=True)
+    places = _tree_specs(mesh, () if manual else rules, state.opt_state, slots=True)
     return layouts_lib.map_state(spec_of, layouts, places)
 
 
@@ -344,12 +366,8 @@ def _tree_specs(
 
 
 def shardings_of(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: TrainState,
-    *,
-    whole: bool = False,
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
-    """Returns the sharding of each leaf; it takes the arguments of `specs`."""
+    """Returns the sharding of each leaf."""
     place = lambda spec: mesh_lib.sharding(mesh, *spec)
-    return jax.tree.map(place, specs(experiment, mesh, state, whole=whole))
+    return jax.tree.map(place, specs(experiment, mesh, state))

@@ -1,7 +1,8 @@
 """The training, evaluation and prediction steps: pure functions, not jitted.
 
 A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`, so an experiment's
-methods see one replica of one group.
+methods see one replica of one group. If a rule shards its update, `jax.vmap` maps a training step over these axes instead, so
+that XLA can partition the update: see `xshard.optimizers.replica_map`.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from xshard.learners import learner as learner_lib
 from xshard.learners import run_context
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
-from xshard.optimizers import trees
-from xshard.stored import conversion, fingerprint, shard_usage
+from xshard.optimizers import replica_map, trees
+from xshard.stored import fingerprint, shard_usage
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
@@ -89,9 +90,44 @@ def make_watched_step(
 
     # The name of this function appears in profiles and in the compilation cache.
     def train_step(state: TrainState, batch: Batch) -> Stepped:
+        if not updates_in_shards(mesh, state):
+            return mapped(state, batch).on(mesh)(state, batch)
+        begun = None
+        every = experiment.config.get("fingerprint_every_steps", 0)
+        if every:
+            begun = fingerprint.program(experiment, mesh, every_steps=every)(state)
+        of_replica = mapped(state, batch)
+        state_specs = state_lib.mapped_specs(experiment, mesh, state)
+        on_all = replica_map.vmap_replicas(
+            of_replica.function,
+            mesh,
+            in_specs=(state_specs, jax.P(mesh_lib.BATCH)),
+            out_specs=of_replica.out_specs._replace(state=state_specs),
+            axis_names=mesh_lib.BATCH,
+        )
+        return on_all(state, batch)._replace(begun=begun)
+
+    return train_step
+
+
+def make_analyzed_step(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState, Batch], Stepped]:
+    """Returns the function of `make_watched_step` as one `jax.shard_map`, for an analysis of its program.
+
+    It differs from that if a rule shards its update: here, each replica updates whole arrays.
+    """
+    mapped = on_replicas(experiment, mesh)
+
+    def train_step(state: TrainState, batch: Batch) -> Stepped:
         return mapped(state, batch).on(mesh)(state, batch)
 
     return train_step
+
+
+def updates_in_shards(mesh: jax.sharding.Mesh, state: TrainState) -> bool:
+    """Returns whether each replica updates its shards of global arrays in a step."""
+    return mesh_lib.num_replicas(mesh) > 1 and state_lib.shards_update(state)
 
 
 def on_replicas(
@@ -104,9 +140,9 @@ def on_replicas(
     def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
         old = _local(state, grouped)
         begun = None
-        if every:
+        if every and not updates_in_shards(mesh, shapes):
             # Computed inside the step so that XLA merges its collective with the step's own reductions.
-            is_due = every == 1 or (state.step + 1) % every == 0
+            is_due = fingerprint.is_due(state.step, every)
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
@@ -114,7 +150,9 @@ def on_replicas(
         key = _group_key(jax.random.fold_in(old.rng, old.step))
         args = old.experiment, batch, _key_of_replica(key)
         with run_context.equal_keys(key):
-            returned = shard_usage.call(experiment.train_step, mesh, experiment, shapes, *args)
+            returned = shard_usage.call(
+                experiment.train_step, mesh, experiment, shapes, *args, steps=True
+            )
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -125,7 +163,7 @@ def on_replicas(
 
     def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
         del batch
-        state_spec = state_lib.specs(experiment, mesh, state, manual=True)
+        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
         per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
         return logical.Mapped(
             functools.partial(local_step, state),
@@ -154,32 +192,29 @@ def make_eval_step(
     >>> print(sums['count'], sums['error'] > 10)
     60.0 True
     """
-    mapped = evaluation_on_replicas(experiment, mesh, whole=True)
+    mapped = evaluation_on_replicas(experiment, mesh)
 
     def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
-        whole = conversion.to_whole(experiment, mesh, state)
-        return mapped(whole, batch, number).on(mesh)(whole, batch, number)
+        return mapped(state, batch, number).on(mesh)(state, batch, number)
 
     return eval_step
 
 
 def evaluation_on_replicas(
-    experiment: experiment_lib.Experiment, mesh: Any, *, whole: bool = False
+    experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[..., logical.Mapped]:
-    """Returns one replica's computation in an evaluation of `make_eval_step`, of a state that is already whole or in shards."""
+    """Returns one replica's computation in an evaluation of `make_eval_step`, given its arguments."""
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_eval(
         shapes: TrainState, state: TrainState, batch: Batch, number: Any
     ) -> tuple[Any, Any]:
-        if not whole:
-            state = conversion.gathered(experiment, mesh, shapes, state)
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
         args = local.experiment, batch, key
-        values = shard_usage.call(experiment.eval_step, mesh, experiment, shapes, *args, whole=True)
+        values = shard_usage.call(experiment.eval_step, mesh, experiment, shapes, *args)
         arrays = experiment_lib.overrides(experiment, "summarize")
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -192,8 +227,8 @@ def evaluation_on_replicas(
 
     def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
         del batch, number
-        specs = _whole_specs if whole else functools.partial(state_lib.specs, manual=True)
-        in_specs = specs(experiment, mesh, state), jax.P(mesh_lib.REPLICAS), jax.P()
+        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
+        in_specs = state_spec, jax.P(mesh_lib.REPLICAS), jax.P()
         join = lambda sums: {**sums[0], **sums[1]}
         local = functools.partial(local_eval, state)
         return logical.Mapped(local, in_specs, (per_group, jax.P()), join)
@@ -214,25 +249,15 @@ def make_predict(
         shapes: TrainState, state: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
     ) -> Any:
         args = _local(state, grouped).experiment, batch, *keys
-        return shard_usage.call(experiment.predict, mesh, experiment, shapes, *args, whole=True)
+        return shard_usage.call(experiment.predict, mesh, experiment, shapes, *args)
 
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
-        whole = conversion.to_whole(experiment, mesh, state)
-        in_specs = (_whole_specs(experiment, mesh, whole), jax.P(), jax.P())
-        local = functools.partial(local_predict, whole)
-        return logical.Mapped(local, in_specs, jax.P()).on(mesh)(whole, batch, keys)
+        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
+        local = functools.partial(local_predict, state)
+        mapped = logical.Mapped(local, (state_spec, jax.P(), jax.P()), jax.P())
+        return mapped.on(mesh)(state, batch, keys)
 
     return predict
-
-
-def _whole_specs(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
-) -> TrainState:
-    """Returns the specs of a state in a step, but with the rules' state whole on each replica."""
-    per_group = jax.P(*mesh_lib.group_axes(mesh))
-    found = state_lib.specs(experiment, mesh, state, manual=True)
-    whole = lambda tree: jax.tree.map(lambda _: per_group, tree)
-    return state_lib.map_learners(lambda _, x: x.replace(opt_state=whole(x.opt_state)), found)
 
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
@@ -326,11 +351,17 @@ def _replica_key(key: jax.Array) -> jax.Array:
 
 
 def _group_key(key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, lax.axis_index(mesh_lib.GROUP))
+    return jax.random.fold_in(key, _index((mesh_lib.GROUP,)))
 
 
 def _key_of_replica(group_key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(group_key, lax.axis_index(mesh_lib.REPLICAS))
+    return jax.random.fold_in(group_key, _index(mesh_lib.REPLICAS))
+
+
+def _index(axes: tuple[str, ...]) -> Any:
+    """The replica's index along some axes; a constant where there is only one replica, which needs no value of its own."""
+    long = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return lax.axis_index(long) if long else 0
 
 
 def _local(state: TrainState, grouped: bool) -> TrainState:

@@ -23,14 +23,6 @@ _STEPS = 6
 _COUNT = 4
 _HALF = "params=float32,compute=float16,output=float32"
 _OWN = "tests.logical.trajectory_test.Own"
-# With 10 hidden units no array divides evenly by 8, so the shards are parts of flattened arrays.
-_SHARDS = {
-    "experiment": "tests.logical.trajectory_test.Clipped",
-    "logical_replicas": 8,
-    "hidden": 10,
-    "shard_update": True,
-    "fingerprint_every_steps": 2,
-}
 
 
 class Own(toy.Wide):
@@ -91,7 +83,6 @@ def config(**changes):
     run_config.experiment = changes.pop("experiment", "tests.toy.Wide")
     run_config.logical_replicas = _COUNT
     run_config.reduction.arithmetic = changes.pop("arithmetic", "exact")
-    run_config.reduction.shard_update = changes.pop("shard_update", False)
     # Some steps overflow, and a dynamic loss scale skips them.
     run_config.overflow_above = 1.98
     run_config.group_assignment = changes.pop("group_assignment", ())
@@ -167,33 +158,31 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
     ],
     ids=["whole", "half", "groups"],
 )
-def test_a_sharded_update_does_not_depend_on_the_devices(changes, places):
-    first, *others = [trajectory(**{**_SHARDS, **changes, **place}) for place in places]
+def test_a_rule_with_norms_does_not_depend_on_the_devices(changes, places):
+    clipped = {
+        "experiment": "tests.logical.trajectory_test.Clipped",
+        "logical_replicas": 8,
+        "hidden": 10,
+        "fingerprint_every_steps": 2,
+    }
+    first, *others = [trajectory(**{**clipped, **changes, **place}) for place in places]
     assert 0 < first[-1] < 2 * _STEPS
     for other in others:
         assert other == first
 
 
 def test_only_exchanges_communicate_between_devices():
-    of = config(**_SHARDS)
+    of = config(logical_replicas=8, fingerprint_every_steps=2)
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
     batches = preflight.train_batches(experiment, mesh)
     state = state_lib.abstract_state(experiment, mesh, of.seed, batches.example)
     stages = preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
-    # Each device computes four of the eight replicas before each of three exchanges.
-    assert [stage.times for stage in stages] == [1, 4, 1, 4, 1, 4, 1, 1, 1]
     names = ("all_reduce", "reduce_scatter", "all_gather")
     crosses = [any(name in stage.program.as_text() for name in names) for stage in stages]
-    assert crosses == [False, False, True, False, True, False, True, False, False]
-
-
-@pytest.mark.sample(3, of="steps")
-def test_a_sharded_update_equals_a_whole_one_within_rounding():
-    evaluated = lambda devices, **changes: trajectory(devices, **{**_SHARDS, **changes})[2]
-    exact = evaluated(2)
-    for changes in ({"shard_update": False}, {"arithmetic": "float"}):
-        assert evaluated(2, **changes) == pytest.approx(exact, rel=1e-4)
+    # Each device computes four of the eight replicas before each exchange, and only an exchange crosses devices.
+    assert [stage.times for stage in stages if stage.times > 1] == [4] * sum(crosses)
+    assert sum(crosses) >= 1
 
 
 @pytest.mark.sample(3, of="steps")
@@ -312,36 +301,11 @@ def test_per_replica_state_resumes_on_other_numbers_of_devices(tmp_path, use_dev
     assert run("moved", 4, 2, 1) == run("stayed", 2)
 
 
-@pytest.mark.sample(1, of="resumes")
-def test_a_sharded_run_resumes_on_other_numbers_of_devices(tmp_path, use_devices):
-    def run(name, *places):
-        for i, (count, shards) in enumerate(places, 1):
-            use_devices(count)
-            steps = _STEPS * i // len(places)
-            of = config(**{**_SHARDS, "shard_update": shards}, steps=steps)
-            assert loop.run(of, str(tmp_path / name), "") == 0
-        end = loop.Run(of, str(tmp_path / name))
-        state = end.checkpoints.manager.restore(end._target).state
-        # A checkpoint stores whole arrays.
-        assert state.experiment.opt_state["adam"]["1/0/mu/mlp/~/linear_0/w"].shape == (3, 10)
-        return digest(state), rows.results(tmp_path / name)["eval"]
-
-    assert run("moved", (8, True), (1, True)) == run("stayed", (4, True))
-    # Without sharding, a run works on any number of devices.
-    run("whole", (3, False), (2, True))
-
-
-@pytest.mark.parametrize(
-    "changes, path", [({"experiment": _OWN}, "drawn/.*"), ({"shard_update": True}, "opt_state/.*")]
-)
-def test_state_that_differs_by_replica_needs_even_shares_of_devices(
-    tmp_path, use_devices, changes, path
-):
+def test_state_that_differs_by_replica_needs_even_shares_of_devices(tmp_path, use_devices):
     use_devices(3)
-    with pytest.raises(
-        errors.UserError, match=f"{path}differs between replicas.*one of \\[1, 2, 4\\]"
-    ):
-        loop.Run(config(**changes), str(tmp_path / "run"))
+    match = r"drawn/.*differs between replicas.*one of \[1, 2, 4\]"
+    with pytest.raises(errors.UserError, match=match):
+        loop.Run(config(experiment=_OWN), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -352,12 +316,16 @@ def test_predict_may_not_read_per_replica_state_on_shared_devices(tmp_path, use_
         loop.Run(run_config, str(tmp_path / "run"))
 
 
-def test_exact_sums_cannot_be_used_with_shard_params(tmp_path):
-    run_config = config().copy_and_resolve_references()
+@pytest.mark.parametrize("key", ["shard_update", "shard_params"])
+@pytest.mark.parametrize("arithmetic", ["exact", "float"])
+def test_logical_replicas_cannot_be_used_with_shards(tmp_path, key, arithmetic):
+    run_config = config(arithmetic=arithmetic).copy_and_resolve_references()
     run_config.unlock()
-    run_config.reduction.shard_params = True
-    with pytest.raises(errors.UserError, match="shard_params=True cannot be used with.*exact"):
+    run_config.reduction[key] = True
+    match = f"reduction.{key}=True cannot be used with logical_replicas"
+    with pytest.raises(errors.UserError, match=match):
         loop.Run(run_config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.sample(2)

@@ -503,9 +503,7 @@ def test_an_unused_parameter_keeps_its_value_and_its_existing_slots(shard_update
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     assert state["adam"][f"0/mu/{W1}"].shape == (4, 2)
-    sharded, store, whole = harness.sharded(step, make, 4)
-    (_, new, n), after = jax.jit(sharded)(params, store(state), x)
-    after = whole(after)
+    (_, new, n), after = harness.sharded(step, make, 4)(params, state, x)
     assert int(n) == 1
     harness.assert_equal(new["mlp/linear_1"], params["mlp/linear_1"])
     assert np.any(np.asarray(new["mlp/linear_0"]["w"]) != params["mlp/linear_0"]["w"])

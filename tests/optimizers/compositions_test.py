@@ -11,20 +11,12 @@ import optax
 import pytest
 from optax import contrib
 
-from tests.optimizers import harness
+from tests.optimizers import harness, written
 from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
 # These tests trace many rules. Coverage would double their time, and other tests measure it.
 pytestmark = pytest.mark.no_cover
-
-STEPS = 4
-# The step whose batch contains a NaN.
-BAD_STEP = 2
-
-
-def path_name(path):
-    return "/".join(key.key for key in path)
 
 
 def by_optax(transformation, name):
@@ -46,7 +38,7 @@ class Momentum(base.Optimizer):
         def step(path, p, g):
             if g is None:
                 return p
-            name = f"momentum/{path_name(path)}"
+            name = f"momentum/{written.path_name(path)}"
             m = hk.get_state(name, p.shape, p.dtype, jnp.zeros)
             if not hk.running_init():
                 m = 0.9 * m + g
@@ -57,49 +49,6 @@ class Momentum(base.Optimizer):
             return p - 0.1 * m - 1e-3 * noise
 
         return jax.tree_util.tree_map_with_path(step, params, grads)
-
-
-class ByLayer(base.Optimizer):
-    """Applies one rule to the first layer and another to the rest; not an OptimizerWrapper."""
-
-    def __init__(self, first, rest, name):
-        super().__init__(name=name)
-        self.rules = {"first": first, "rest": rest}
-
-    def update(self, grads, params):
-        is_first = lambda path: path[0].key == "mlp/linear_0"
-        select = lambda wanted: jax.tree_util.tree_map_with_path(
-            lambda path, g: g if is_first(path) == wanted else None, grads
-        )
-        return self.rules["rest"].update(
-            select(False), self.rules["first"].update(select(True), params)
-        )
-
-
-class Lookahead(base.OptimizerWrapper):
-    """Updates slow copies of the parameters every second step."""
-
-    def __init__(self, opt, name):
-        super().__init__(name=name)
-        self.opt = opt
-
-    def update(self, grads, params):
-        fast = self.opt.update(grads, params)
-        n = hk.get_state("n", [], jnp.int32, jnp.zeros) + 1
-
-        def update_leaf(path, new, old):
-            name = f"slow/{path_name(path)}"
-            slow = hk.get_state(name, old.shape, old.dtype, lambda *_: jnp.array(old, copy=True))
-            if hk.running_init():
-                return new
-            slow = jnp.where(n % 2 == 0, slow + 0.5 * (new - slow), slow)
-            hk.set_state(name, slow)
-            return jnp.where(n % 2 == 0, slow, new)
-
-        new = jax.tree_util.tree_map_with_path(update_leaf, fast, params)
-        if not hk.running_init():
-            hk.set_state("n", n)
-        return new
 
 
 class Clipped(base.OptimizerWrapper):
@@ -166,16 +115,16 @@ def compose(seed, shard_update):
     def local(depth):
         kind = draw.choice(["leaf", "leaf", "by layer", "lookahead"]) if depth else "leaf"
         if kind == "by layer":
-            return ByLayer(local(depth - 1), local(depth - 1), next(names))
+            return written.ByLayer(local(depth - 1), local(depth - 1), next(names))
         if kind == "lookahead":
-            return Lookahead(local(depth - 1), next(names))
+            return written.Lookahead(local(depth - 1), next(names))
         return LEAVES[draw.choice(sorted(LEAVES))](next(names))
 
     rule = local(2)
     reducing = functools.partial(cross_shard.CrossShardOptimizer, shard_update=shard_update)
     scaling = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
     averaging = lambda opt: moving_average.MovingAverageOptimizer(opt, 0.9, "count")
-    looking_ahead = lambda opt: Lookahead(opt, "outer")
+    looking_ahead = lambda opt: written.Lookahead(opt, "outer")
     wrappers = [reducing, scaling, draw.choice([averaging, looking_ahead])]
     draw.shuffle(wrappers)
     # A rule that reads the group's gradients must be outside the rule that reduces them.
@@ -187,52 +136,21 @@ def compose(seed, shard_update):
     return rule
 
 
-def train(make, x, replicas, start=None):
-    """Returns `(params, update count, whole state)` after each of STEPS steps; `start` is such a triple or None."""
-    transformed = harness.transform_step(make)
-    params = harness.params(np.float64)
-    _, state = transformed.init(jax.random.key(0), params, x)
-    rules = hk.transform(lambda: base.all_rules(make())).apply({}, None)
-    sharding = layouts.StateSharding(state, params, replicas)
-    sharded = any(getattr(rule, "shard_update", False) for rule in rules)
-    specs = sharding.specs if sharded else jax.tree.map(lambda _: jax.P(), state)
-
-    def local(params, state, x, n, key):
-        (_, params, n), state = transformed.apply({}, state, key, params, x, n)
-        return params, state, n
-
-    run = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=harness.mesh(replicas),
-            in_specs=(jax.P(), specs, jax.P("replica"), jax.P(), jax.P()),
-            out_specs=(jax.P(), specs, jax.P()),
-            check_vma=False,
-        )
-    )
-    params, n, state = jax.device_get(start) or (params, jnp.int32(0), state)
-    state, results = sharding.store(state) if sharded else state, []
-    for step in range(STEPS):
-        inputs = x.at[3, 1].set(jnp.nan) if step == BAD_STEP else x
-        params, state, n = run(params, state, inputs, n, jax.random.key(step))
-        results.append((params, n, sharding.whole(state) if sharded else state))
-    return results
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(8))
 def test_any_composition_trains_sharded_as_it_does_replicated(seed):
-    # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.
+    # 4 divides a dimension of every array; 8 replicas hold the (3, 4) array whole.
     replicas = 4 if seed % 2 else 8
     with jax.enable_x64(True):
         x = harness.batch(np.float64)
         whole, sharded = (
-            train(functools.partial(compose, seed, shard), x, replicas) for shard in (False, True)
+            written.train(functools.partial(compose, seed, shard), x, replicas)
+            for shard in (False, True)
         )
         for wanted, got in zip(whole, sharded, strict=True):
             # Sums are in another order, and the rules divide by norms and by roots of second moments.
             harness.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
-        before, after = sharded[BAD_STEP - 1], sharded[BAD_STEP]
+        before, after = sharded[written.BAD_STEP - 1], sharded[written.BAD_STEP]
         harness.assert_equal(after[:2], before[:2])
         # A voting rule, if there is one, counts the steps that it leaves out.
         kept = {m for m in after[2] if m not in ("votes",) and "scale" not in m}
@@ -257,16 +175,9 @@ def test_one_rule_may_update_two_networks():
     for shard_update in (False, True):
         step = hk.transform_with_state(functools.partial(two_networks, shard_update=shard_update))
         _, state = step.init(None, params, x)
-        sharding = layouts.StateSharding(state, params, 4)
-        specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
-        run = jax.shard_map(
-            lambda state, x, step=step: step.apply({}, state, None, params, x)[0],
-            mesh=harness.mesh(4),
-            in_specs=(specs, jax.P("replica")),
-            out_specs=jax.P(),
-            check_vma=False,
-        )
-        ends.append(jax.jit(run)(sharding.store(state) if shard_update else state, x))
+        update = lambda state, x, step=step: step.apply({}, state, None, params, x)[0]
+        run = harness.vmapped(update, (jax.P(), jax.P("replica")), jax.P(), 4)
+        ends.append(run(harness.placed(state, params, 4), x))
     assert not np.array_equal(ends[0]["mlp/linear_1"]["w"], params["mlp/linear_1"]["w"])
     harness.assert_close(*ends, rtol=1e-5)
 
@@ -274,10 +185,12 @@ def test_one_rule_may_update_two_networks():
 def muon_and_adafactor(shard_update):
     """Returns Muon for one layer and Adafactor for the rest, in wrappers."""
     adafactor = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    rule = ByLayer(
+    rule = written.ByLayer(
         by_optax(contrib.muon(0.1), "muon"), by_optax(adafactor, "adafactor"), "by_layer"
     )
-    rule = cross_shard.CrossShardOptimizer(Lookahead(rule, "outer"), shard_update=shard_update)
+    rule = cross_shard.CrossShardOptimizer(
+        written.Lookahead(rule, "outer"), shard_update=shard_update
+    )
     return loss_scale.MixedPrecisionLossScaleOptimizer(rule, "dynamic")
 
 
@@ -287,15 +200,17 @@ def test_rules_that_mix_elements_train_sharded_as_they_do_replicated():
     with jax.enable_x64(True):
         x, wanted, got = harness.batch(np.float64), None, None
         for replicas, shard_update in ((4, False), (4, True), (8, True), (4, False)):
-            wanted = train(lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1])
+            wanted = written.train(lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1])
             make = functools.partial(muon_and_adafactor, shard_update)
-            got = train(make, x, replicas, got and got[-1])
+            got = written.train(make, x, replicas, got and got[-1])
             for ends in zip(got, wanted, strict=True):
                 # Sums are in another order, and the rules divide by norms and by roots of second moments.
                 harness.assert_close(*ends, rtol=1e-8, atol=1e-10)
             for module in ("muon", "adafactor", "outer"):
-                harness.assert_equal(got[BAD_STEP][2][module], got[BAD_STEP - 1][2][module])
-            harness.assert_equal(got[BAD_STEP][:2], got[BAD_STEP - 1][:2])
+                harness.assert_equal(
+                    got[written.BAD_STEP][2][module], got[written.BAD_STEP - 1][2][module]
+                )
+            harness.assert_equal(got[written.BAD_STEP][:2], got[written.BAD_STEP - 1][:2])
 
 
 class Holder(base.Optimizer):
@@ -326,13 +241,13 @@ def test_a_held_rule_whose_phase_is_not_called_is_refused(phase, shard_update):
         step.init(None, harness.params(), harness.batch())
 
 
-def test_state_named_without_its_parameters_path_is_refused():
+def test_state_named_without_its_parameters_path_is_whole_and_right():
     class Nameless(base.Optimizer):
         def update(self, grads, params):
             def step(i, p, g):
                 m = hk.get_state(f"m{i}", p.shape, p.dtype, jnp.zeros) + g
                 hk.set_state(f"m{i}", m)
-                return p - m
+                return p - 0.1 * m / jnp.linalg.norm(m)
 
             leaves, structure = jax.tree.flatten(params)
             results = [
@@ -341,14 +256,14 @@ def test_state_named_without_its_parameters_path_is_refused():
             ]
             return jax.tree.unflatten(structure, results)
 
-    step = harness.transform_step(
-        lambda: cross_shard.CrossShardOptimizer(Nameless(), shard_update=True)
-    )
-    with pytest.raises(
-        ValueError,
-        match="the state 'm0' of .*nameless has the shape of 'mlp/linear_0/b', but its name",
-    ):
-        step.init(None, harness.params(), harness.batch())
+    make = lambda shard: cross_shard.CrossShardOptimizer(Nameless(), shard_update=shard)
+    with jax.enable_x64(True):
+        x = harness.batch(np.float64)
+        whole, sharded = (
+            written.train(functools.partial(make, shard), x, 4)[: written.BAD_STEP]
+            for shard in (False, True)
+        )
+        harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-10)
 
 
 def test_init_creates_the_state_without_a_loss():
@@ -371,65 +286,20 @@ def test_only_trained_parameters_get_slots():
     assert sorted(state["adam"]) == ["0/count", "0/mu/mlp/linear_1/w", "0/nu/mlp/linear_1/w"]
 
 
-def test_each_group_shards_its_own_state():
-    groups = [[0, 3], [1, 2]]
-
-    def step(params, x, **options):
-        opt = cross_shard.CrossShardOptimizer(by_optax(optax.adam(0.1), "adam"), **options)
-        return opt.minimize(lambda p: harness.loss(p, x), params)[1]
-
-    alone = hk.transform_with_state(step)
-    rules = hk.transform_with_state(
-        functools.partial(step, group_assignment=groups, shard_update=True)
-    )
-    params, x = harness.params(), harness.batch()
-    _, state = rules.init(None, params, x)
-    sharding = layouts.StateSharding(state, params, 4, group_assignment=groups)
-    twice = jax.tree.map(lambda a: jnp.stack([a, a]), state)
-
-    def local(params, state, x):
-        params, state = jax.tree.map(lambda a: a[0], (params, state))
-        return jax.tree.map(lambda a: a[None], rules.apply({}, state, None, params, x))
-
-    run = jax.shard_map(
-        local,
-        mesh=harness.mesh(4),
-        in_specs=(jax.P("replica"), sharding.specs, jax.P("replica")),
-        out_specs=(jax.P("replica"), sharding.specs),
-        check_vma=False,
-    )
-    new, after = jax.jit(run)(harness.stack(params, 4), sharding.store(twice), x)
-    after = sharding.whole(after)
-    for g, group in enumerate(groups):
-        mine = jnp.concatenate([x.reshape(4, 4, 3)[i] for i in group])
-        wanted, wanted_state = alone.apply({}, state, None, params, mine)
-        for i in group:
-            harness.assert_close(jax.tree.map(lambda a, i=i: a[i], new), wanted, 1e-4, 1e-6)
-        harness.assert_close(jax.tree.map(lambda a, g=g: a[g], after), wanted_state, 1e-4, 1e-6)
-
-
 def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
-    """Returns the results of `step_of(rule, params, x)` for each input, and the whole state (None if not sharded)."""
+    """Returns the results of `step_of(rule, params, x)` for each input, and the state (None if not sharded)."""
     rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
     _, state = rules.init(key, params, inputs[0])
     held = hk.transform(lambda: base.all_rules(make())).apply({}, None)
     if not any(getattr(rule, "shard_update", False) for rule in held):
         return [rules.apply({}, state, key, params, x)[0] for x in inputs], None
-    sharding = layouts.StateSharding(state, params, replicas)
-    run = jax.jit(
-        jax.shard_map(
-            lambda state, x: rules.apply({}, state, key, params, x),
-            mesh=harness.mesh(replicas),
-            in_specs=(sharding.specs, jax.P()),
-            out_specs=(jax.P(), sharding.specs),
-            check_vma=False,
-        )
-    )
-    results, state = [], sharding.store(state)
+    update = lambda state, x: rules.apply({}, state, key, params, x)
+    run = harness.vmapped(update, jax.P(), jax.P(), replicas)
+    results, state = [], harness.placed(state, params, replicas)
     for x in inputs:
         out, state = run(state, x)
         results.append(out)
-    return results, sharding.whole(state)
+    return results, state
 
 
 def scaled(opt, shard_update):
@@ -454,18 +324,10 @@ def test_a_skipped_step_restores_state_that_the_loss_wrote(shard_update):
     make = lambda: scaled(by_optax(optax.adam(0.1), "adam"), shard_update)
     rules = hk.transform_with_state(lambda x: step(make(), PARAMS, x))
     _, state = rules.init(None, 1.0)
-    sharding = layouts.StateSharding(state, PARAMS, 4)
-    specs = sharding.specs if shard_update else jax.tree.map(lambda _: jax.P(), state)
-    run = jax.shard_map(
-        lambda state, x: rules.apply({}, state, None, x),
-        mesh=harness.mesh(4),
-        in_specs=(specs, jax.P()),
-        out_specs=(jax.P(), specs),
-        check_vma=False,
-    )
-    counts, state = [], sharding.store(state) if shard_update else state
+    run = harness.vmapped(lambda state, x: rules.apply({}, state, None, x), jax.P(), jax.P(), 4)
+    counts, state = [], harness.placed(state, PARAMS, 4)
     for x in (1.0, np.nan, 1.0):
-        n, state = jax.jit(run)(state, x)
+        n, state = run(state, x)
         counts.append(int(n))
     assert counts == [1, 1, 2]
 
@@ -554,10 +416,16 @@ class ByAttribute(base.OptimizerWrapper):
         return self.opt.update(jax.tree.map(lambda g: g / self.norm, grads), params)
 
 
-def test_a_phase_that_stores_a_value_in_an_attribute_is_refused():
-    make = lambda: ByAttribute(cross_shard.CrossShardOptimizer(optax.sgd(0.1), shard_update=True))
-    with pytest.raises(ValueError, match="by_attribute cannot be sharded: .* 'norm'"):
-        harness.transform_step(make).init(None, harness.params(), harness.batch())
+def test_a_phase_may_store_a_value_in_an_attribute():
+    sgd = lambda: by_optax(optax.sgd(0.1), "sgd")
+    make = lambda shard: ByAttribute(cross_shard.CrossShardOptimizer(sgd(), shard_update=shard))
+    with jax.enable_x64(True):
+        x = harness.batch(np.float64)
+        whole, sharded = (
+            written.train(functools.partial(make, shard), x, 4)[: written.BAD_STEP]
+            for shard in (False, True)
+        )
+        harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-10)
 
 
 class Transparent(base.OptimizerWrapper):

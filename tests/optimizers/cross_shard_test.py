@@ -374,13 +374,8 @@ def test_complex_gradients_are_summed_in_full_precision_or_refused(options):
 
     step = hk.transform_with_state(step)
     params = {"m": {"w": jnp.zeros(4, jnp.complex64)}}
-    run = jax.shard_map(
-        lambda x: step.apply({}, {}, None, params, x[0])[0],
-        mesh=harness.mesh(4),
-        in_specs=jax.P("replica"),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
+    local = lambda x: step.apply({}, {}, None, params, x[0])[0]
+    run = harness.vmapped(local, jax.P("replica"), jax.P(), 4)
     x = jnp.asarray(np.arange(4) * (1 + 2j), jnp.complex64)
     if "reduce_dtype" in options:
         with pytest.raises(ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"):

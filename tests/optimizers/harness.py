@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import xshard
 from xshard.optimizers import base
 from xshard.optimizers import layouts as layouts_lib
 
@@ -101,42 +102,45 @@ def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Call
     )
 
 
+def vmapped(f: Any, in_specs: Any, out_specs: Any, replicas: int = REPLICAS) -> Any:
+    """Returns a function of one replica, mapped by `xshard.vmap_replicas` and jitted."""
+    on_all = xshard.vmap_replicas(f, mesh(replicas), in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(on_all)
+
+
+def placed(state: Any, of_params: Any, replicas: int = REPLICAS) -> Any:
+    """Returns the state of rules that shard their update, on the devices in shards."""
+    specs = layouts_lib.StateSharding(state, of_params, replicas).specs
+    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh(replicas), spec))
+    return jax.tree.map(place, state, specs)
+
+
 def sharded(
     step: hk.TransformedWithState, make_optimizer: Callable[[], Any], replicas: int = REPLICAS
-) -> tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any], Any]]:
-    """Returns a step like that of `replicated` with sharded slots, and `store` and `whole` to convert a state."""
+) -> Callable[..., Any]:
+    """As `replicated`, with slots in shards if a rule shards its update."""
 
-    def sharding(state: Any) -> layouts_lib.StateSharding | None:
-        rules = hk.transform(lambda: base.all_rules(make_optimizer())).apply({}, None)
-        shards = any(getattr(rule, "shard_update", False) for rule in rules)
-        return layouts_lib.StateSharding(state, params(), replicas) if shards else None
+    def local(p: Any, s: Any, x: Any, n: Any) -> Any:
+        (value, p, n), s = step.apply({}, s, None, p, x, n)
+        return (jax.lax.pmean(value, MESH_AXIS), p, n), s
 
-    def store(state: Any) -> Any:
-        placement = sharding(state)
-        return placement.store(state) if placement else state
-
-    def whole(state: Any) -> Any:
-        placement = sharding(state)
-        return placement.whole(state) if placement else state
+    whole = jax.P()
+    specs: Any = (whole, whole, jax.P(MESH_AXIS), whole)
+    on_all = xshard.vmap_replicas(local, mesh(replicas), in_specs=specs, out_specs=whole)
+    place = lambda spec: jax.NamedSharding(mesh(replicas), spec)
 
     def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
-        placement = sharding(s)
-        specs = placement.specs if placement else jax.tree.map(lambda _: jax.P(), s)
-        none, split = jax.P(), jax.P(MESH_AXIS)
+        rules = hk.transform(lambda: base.all_rules(make_optimizer())).apply({}, None)
+        of_state: Any = place(whole)
+        if any(getattr(rule, "shard_update", False) for rule in rules):
+            sharding = layouts_lib.StateSharding(s, params(), replicas)
+            of_state = jax.tree.map(place, sharding.specs)
+        shardings = place(whole), of_state, place(jax.P(MESH_AXIS)), place(whole)
+        given = jax.device_put((p, s, x, jnp.asarray(n, jnp.int32)), shardings)
+        jitted = jax.jit(on_all, out_shardings=(place(whole), of_state))
+        return jitted(*given)
 
-        def local(p: Any, s: Any, x: Any, n: Any) -> Any:
-            (value, p, n), s = step.apply({}, s, None, p, x, n)
-            return (jax.lax.pmean(value, MESH_AXIS), p, n), s
-
-        return jax.shard_map(
-            local,
-            mesh=mesh(replicas),
-            in_specs=(none, specs, split, none),
-            out_specs=(none, specs),
-            check_vma=False,
-        )(p, s, x, jnp.asarray(n, jnp.int32))
-
-    return run, store, whole
+    return run
 
 
 def stack(tree: Any, replicas: int = REPLICAS) -> Any:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.optimizers import harness
 from xshard.optimizers import base, cross_shard, gradients, loss_scale
-from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
 MAX = float(np.finfo(np.float32).max)
@@ -385,17 +384,13 @@ def test_a_skipped_step_in_a_loop_restores_sharded_slots():
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(minimized, shard_update=True)
     _, state = many.init(None, params, xs)
-    sharding = layouts_lib.StateSharding(state, params, 4)
-    specs, stored = sharding.specs, sharding.store(state)
-    run = jax.jit(
-        jax.shard_map(
-            lambda s, xs: (lambda out, s: (out, s["adam"]))(*many.apply({}, s, None, params, xs)),
-            mesh=harness.mesh(4),
-            in_specs=(specs, jax.P(None, "replica")),
-            out_specs=(jax.P(), specs["adam"]),
-            check_vma=False,
-        )
-    )
+
+    def steps(state, xs):
+        out, state = many.apply({}, state, None, params, xs)
+        return out, state["adam"]
+
+    run = harness.vmapped(steps, (jax.P(), jax.P(None, "replica")), jax.P(), 4)
+    stored = harness.placed(state, params, 4)
     (new, ns), slots = run(stored, xs)
     np.testing.assert_array_equal(ns, [1, 1, 2])
     (expected, _), expected_slots = run(stored, xs[::2])

@@ -63,10 +63,10 @@ def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
     with jax.enable_x64(True):
         make = lambda: both_rules(name, options)
         step = harness.transform_step(make)
-        run, store, _ = harness.sharded(step, make, replicas)
+        run = harness.sharded(step, make, replicas)
         params, x = harness.params(np.float64), harness.batch(np.float64)
         _, state = step.init(None, params, x)
-        state, run, count = store(state), jax.jit(run), 0
+        count = 0
         for _ in range(STEPS):
             (_, params, count), state = run(params, state, x, count)
         expected = on_the_whole_batch(name, replicas if mode == "sum" else 1)

@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 
+import xshard
 from tests.optimizers import harness
-from xshard.optimizers import cross_shard, loss_scale, moving_average, shards
+from xshard.optimizers import cross_shard, loss_scale, moving_average
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -138,9 +139,8 @@ def test_a_skipped_step_changes_no_bit(place, shard_update):
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    run, store, _ = harness.sharded(step, make)
-    run = jax.jit(run)
-    (_, params, n), state = run(params, store(state), x)
+    run = harness.sharded(step, make, 4)
+    (_, params, n), state = run(params, state, x)
     (_, new, new_n), after = run(params, state, x.at[3, 0].set(jnp.inf), n)
     harness.assert_equal((new, new_n, after[NAME]), (params, n, state[NAME]))
     assert int(after[NAME]["num_updates"]) == 1
@@ -152,26 +152,24 @@ def test_a_skipped_step_changes_no_bit(place, shard_update):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("place, replicas", [*zip(PLACES, (4, 8, 8, 4), strict=True)])
 def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
-    # 4 divides a dimension of every array; with 8 replicas the (3, 4) array is flattened and padded.
+    # 4 divides a dimension of every array; 8 replicas hold the (3, 4) array whole.
     ends = []
     for shard_update in (False, True):
         make = functools.partial(nest, place, shard_update)
         step = harness.transform_step(make)
         params, x = harness.params(), harness.batch()
         _, state = step.init(None, params, x)
-        run, store, whole = harness.sharded(step, make, replicas)
-        run, state = jax.jit(run), store(state)
+        run = harness.sharded(step, make, replicas)
         for _ in range(4):
             (_, params, _), state = run(params, state, x)
-        ends.append((params, whole(state)[NAME]))
-        partition = shards.Partition(layouts_lib.of_params(params, replicas), replicas, "replica")
-        sharded_state = partition.state_layouts({NAME: ends[-1][1]})
-        sharded_paths = {
-            path for path, layout in partition.layouts.items() if layout.dim is not None
-        }
-        assert sharded_state[NAME].keys() == {f"average/{p}" for p in sharded_paths}
+        ends.append((params, state[NAME]))
+        of_params = layouts_lib.of_params(params, replicas)
+        sharded_state = layouts_lib.of_state(of_params, {NAME: ends[-1][1]})
+        sharded_paths = {path for path, layout in of_params.items() if layout.dim is not None}
+        found = sharded_state.get(NAME, {}).keys()
+        assert found == {f"average/{path}" for path in sharded_paths}
         average_spec = state[NAME][f"average/{W1}"].sharding.spec
-        assert any(average_spec) == shard_update
+        assert any(average_spec) == (shard_update and bool(sharded_paths))
     # float32 sums are in another order in each of four steps of Adam.
     harness.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
 
@@ -189,14 +187,9 @@ def test_averages_between_two_reductions_with_the_outer_one_sharded():
         lambda: make().apply_gradients({"m": {"w": jnp.ones(8)}}, params)
     )
     _, state = step.init(None)
-    specs = layouts_lib.StateSharding(state, params, 4).specs
-    run = jax.shard_map(
-        lambda state: step.apply({}, state, None),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=(jax.P(), specs),
-        check_vma=False,
-    )
+    whole = jax.P()
+    update = lambda state: step.apply({}, state, None)
+    run = xshard.vmap_replicas(update, mesh, in_specs=whole, out_specs=whole)
     new, state = jax.jit(run)(state)
     # Adam's first step has the size of the learning rate, whatever the gradient.
     np.testing.assert_allclose(new["m"]["w"], np.full(8, -0.1), rtol=1e-5)
@@ -260,13 +253,3 @@ def test_nested_averages_and_an_invalid_opt_are_refused():
         hk.testing.transform_and_run(lambda: Averaged(nest("inside")))()
     with pytest.raises(ValueError, match="opt must be an xshard Optimizer or an optax"):
         hk.testing.transform_and_run(lambda: Averaged("adam"))()
-
-
-def test_a_state_that_is_not_mapped_as_it_is_sharded_is_refused():
-    # The inner rule has no state that would be refused first.
-    make = lambda: cross_shard.CrossShardOptimizer(Averaged(optax.sgd(0.1)), shard_update=True)
-    step = harness.transform_step(make)
-    params, x = harness.params(), harness.batch()
-    _, state = step.init(None, params, x)
-    with pytest.raises(ValueError, match="The state 'average/mlp/linear_.*xshard.StateSharding"):
-        harness.replicated(step, replicas=4)(params, state, x)

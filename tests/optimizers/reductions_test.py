@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+import xshard
 from tests.optimizers import harness
-from xshard.optimizers import cross_shard, int8, loss_scale, shards
+from xshard.optimizers import base, cross_shard, int8, loss_scale
 from xshard.optimizers import layouts as layouts_lib
 
 MESH = (2, 4)
@@ -42,13 +43,22 @@ def runner(make_optimizer):
         new, state = rules.apply({}, state, None, w[0], jnp.ones(3))
         return jax.tree.map(lambda x: x[None], new), state
 
-    run = jax.shard_map(
-        local,
-        mesh=make_mesh(),
-        in_specs=(sharding.specs, jax.P(AXES)),
-        out_specs=(jax.P(AXES), sharding.specs),
-        check_vma=False,
-    )
+    rules_of = hk.transform(lambda: base.all_rules(make_optimizer()))
+    if any(getattr(rule, "shard_update", False) for rule in rules_of.apply({}, None)):
+        run = xshard.vmap_replicas(
+            local,
+            make_mesh(),
+            in_specs=(sharding.mapped, jax.P(AXES)),
+            out_specs=(jax.P(), sharding.mapped),
+        )
+    else:
+        run = jax.shard_map(
+            local,
+            mesh=make_mesh(),
+            in_specs=(sharding.specs, jax.P(AXES)),
+            out_specs=(jax.P(AXES), sharding.specs),
+            check_vma=False,
+        )
     return jax.jit(run), sharding.store(state)
 
 
@@ -297,21 +307,30 @@ def test_parameters_without_a_gradient_are_not_sent(more):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, jnp.ones(()))
-    partition = shards.Partition(
-        layouts_lib.of_params(PARAMS, MESH[1]), MESH[1], "replica", copies=MESH[0]
-    )
-    layouts = partition.state_layouts(state)
-    # Each device holds rounding errors of 0.25.
-    with_error = lambda layout, x: jnp.full((1, *layout.shard_shape), 0.25) if layout else x
+    layouts = layouts_lib.of_state(layouts_lib.of_params(PARAMS, MESH[1]), state, MESH[0])
+    # Each slice has rounding errors of 0.25.
+    with_error = lambda layout, x: jnp.full((MESH[0], *layout.shape), 0.25) if layout else x
     state = layouts_lib.map_state(with_error, layouts, state)
-    run = jax.shard_map(
-        lambda x: jax.tree.map(lambda x: x[None], rules.apply({}, state, None, x[0])),
-        mesh=make_mesh(),
-        in_specs=jax.P(AXES),
-        out_specs=jax.P(AXES),
-        check_vma=False,
+    sharding = layouts_lib.StateSharding(
+        state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
     )
-    new, after = jax.jit(run)(jnp.ones(8))
+    local = lambda state, x: rules.apply({}, state, None, x[0])
+    if "shard_update" in more:
+        run = xshard.vmap_replicas(
+            local,
+            make_mesh(),
+            in_specs=(sharding.mapped, jax.P(AXES)),
+            out_specs=(jax.P(), sharding.mapped),
+        )
+    else:
+        run = jax.shard_map(
+            local,
+            mesh=make_mesh(),
+            in_specs=(sharding.specs, jax.P(AXES)),
+            out_specs=(jax.P(), sharding.specs),
+            check_vma=False,
+        )
+    new, after = jax.jit(run)(state, jnp.ones(8))
     # Each of the two slices adds its error once.
     lost = 0.5 if "slice_dtype" in more else 0.0
     for leaf in jax.tree.leaves(new):

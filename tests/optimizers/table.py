@@ -118,10 +118,6 @@ def public_list() -> set[str]:
     return names
 
 
-# Optimizers with a state array that its name does not identify as a slot, and the beginning of that name.
-CANNOT_BE_SHARDED = {"sm3": "0/mu/mlp/linear_0"}
-
-
 def bare(name: str) -> Any:
     """Returns the optax transformation in one optimizer of the table."""
     return OPTIMIZERS[WRAPPED[name][0] if name in WRAPPED else name]()

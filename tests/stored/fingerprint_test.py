@@ -18,7 +18,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.optimizers import trees
 from xshard.run import preflight
-from xshard.stored import conversion, fingerprint, hashing
+from xshard.stored import fingerprint, hashing
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -49,9 +49,8 @@ def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     actual = jax.jit(fingerprint.program(experiment, the_mesh))(state)
     assert not np.any(actual.parted)
-    whole = conversion.StateConverter(experiment, the_mesh).to_whole(state)
     arrays = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(whole):
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         arrays[trees.path_name(path)] = np.asarray(jax.random.key_data(x) if is_key else x)
     values = {kind: hashing.text(value) for kind, value in actual.values.items()}

@@ -96,7 +96,7 @@ def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
     """Returns the selected arrays of the state, by path, on the host."""
-    leaves = checkpoint.flatten(program.whole(trained))
+    leaves = checkpoint.flatten(trained.state)
     paths = checkpoint.selected(select, leaves, "--select")
     if not paths:
         raise errors.UserError(

@@ -18,18 +18,12 @@ from xshard.data import batches
 from xshard.learners import run_context
 from xshard.optimizers import varying
 from xshard.run import preflight
-from xshard.stored import conversion, replica_state
+from xshard.stored import replica_state
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # The mark of a batch array in the analysis of what the outputs depend on.
 _READ = frozenset(["read"])
 _Shapes = dict[str, jax.ShapeDtypeStruct]
-
-
-def whole(trained: trained_lib.Trained) -> state_lib.TrainState:
-    """Returns the state with all arrays in the shapes of a checkpoint."""
-    mesh = trained.state.step.sharding.mesh
-    return conversion.StateConverter(trained.experiment, mesh).to_whole(trained.state)
 
 
 def export(
@@ -51,7 +45,7 @@ def export(
         batch = preflight.samples_batch(experiment) or experiment_lib.example(experiment)
     shapes = batches.shapes_of(batch)
     # No prediction uses the run's random key, so a constant replaces it.
-    state = whole(trained)
+    state = trained.state
     state = jax.device_get(state_lib.TrainState(state.step, state.experiment, jnp.int32(0)))
     _check_own(trained, shapes)
     rows = batch_size or max(x.shape[0] for x in shapes.values())
@@ -111,7 +105,7 @@ def _predict_one(
 ) -> Any:
     own = lambda x: x.local() if experiment_lib.is_own(x) else x
     state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
-    with run_context.run_on(mesh, experiment.sharding_rules(), whole=True):
+    with run_context.run_on(mesh, experiment.sharding_rules()):
         return experiment.predict(state, batch)
 
 

@@ -29,10 +29,11 @@ from xshard.optimizers import (
     layouts,
     moving_average,
     phases,
+    replica_map,
     trees,
     varying,
 )
-from xshard.optimizers.varying import equal_on_replicas
+from xshard.optimizers.replica_map import equal_on_replicas
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -210,11 +211,12 @@ class Learner:
             rules_key = jax.random.fold_in(rules_key, state.global_step)
         with contract.loss_errors(loss), phases.update_key(rules_key):
             update, opt_state = self._rules.apply({}, state.opt_state, key, state, loss, batch)
-        # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
-        # collective shows that in the program, so they are declared equal here.
         equal = {"params": update.params, "opt_state": opt_state, "global_step": update.global_step}
-        before = gathering.unsharded(state.params, state.rules.sharding), state.global_step
-        equal = equal_on_replicas(varying.marked(varying.UPDATED, equal), given=before)
+        if not replica_map.is_current():
+            # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
+            # collective shows that in the program, so they are declared equal here.
+            before = gathering.unsharded(state.params, state.rules.sharding), state.global_step
+            equal = equal_on_replicas(varying.marked(varying.UPDATED, equal), given=before)
         applied = equal["global_step"] != state.global_step
         # Averaged together, in one collective.
         bad = update.nonfinite
@@ -235,19 +237,14 @@ class Learner:
         """Returns the parameters' averages from a `MovingAverageOptimizer`, as a tree with the parameters' structure.
 
         Args:
-          state: a state with whole arrays, as `Experiment.eval_step` and `predict` receive it. In a training step
-            with a sharded update, each replica holds only shards of the averages.
+          state: a state with whole arrays, as the methods of an experiment receive it. The loss of an update with
+            `shard_params` receives shards.
         """
         name = state.rules.averages_module
         if name is None:
             raise errors.UserError(
                 f"{contract.describe_method(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
                 "MovingAverageOptimizer."
-            )
-        if state.rules.shards_update and not run_context.current().whole:
-            raise errors.UserError(
-                "Averages are available only in eval_step and predict; in a training step with shard_update each "
-                "replica holds shards of them."
             )
         return moving_average.averages(state.opt_state[name], state.params)
 
@@ -271,6 +268,8 @@ class Learner:
         for rule in inspection.reducing(opt):
             if rule.shard_update:
                 rules = dataclasses.replace(rules, shards_update=True)
+                count = run.mesh.shape[mesh_lib.REPLICA]
+                layouts.log_whole(layouts.of_params(params, count, run.sharding_rules))
             if rule.shard_params:
                 inspection.check_shards_params(opt, run.mesh, clips=self._clips)
                 held = gathering.layouts_of(params, requested, run.mesh, run.sharding_rules)

@@ -20,7 +20,6 @@ class RunContext(NamedTuple):
     mesh: jax.sharding.Mesh
     sharding_rules: mesh_lib.Rules
     all_slots: bool
-    whole: bool
 
 
 _CURRENT: contextvars.ContextVar[RunContext] = contextvars.ContextVar("run")
@@ -42,7 +41,6 @@ def run_on(
     sharding_rules: mesh_lib.Rules = (),
     *,
     all_slots: bool = False,
-    whole: bool = False,
 ) -> Iterator[None]:
     """Tells the learners that are called in its body on which mesh they run, while they are traced.
 
@@ -50,9 +48,8 @@ def run_on(
       mesh: a mesh of `xshard.mesh.make_mesh`.
       sharding_rules: the rules for parameters that lie along the mesh axis 'model'.
       all_slots: whether to create slots for frozen parameters too, as old checkpoints contain them.
-      whole: whether the rules' state is whole even with a sharded update, as in evaluations.
     """
-    token = _CURRENT.set(RunContext(mesh, sharding_rules, all_slots, whole))
+    token = _CURRENT.set(RunContext(mesh, sharding_rules, all_slots))
     try:
         yield
     finally:

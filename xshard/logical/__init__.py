@@ -7,7 +7,6 @@ of its devices, except by rounding. With exact sums, a run ends in the same bits
 from xshard.logical.program import Program, Stage
 from xshard.logical.replicas import (
     Replicas,
-    axes_of_shards,
     check_even,
     is_exact,
     mesh_of,
@@ -21,7 +20,6 @@ __all__ = [
     "Program",
     "Replicas",
     "Stage",
-    "axes_of_shards",
     "check_even",
     "is_exact",
     "mesh_of",

@@ -1,7 +1,7 @@
 """Logical replicas and their places on the devices of a mesh."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ _LIMBS = {"exact": 1, "exact_wide": 2}
 
 # The only values of other keys of `reduction` that exact sums support.
 _EXACT_ONLY_WITH = {
-    "shard_params": False,
     "reduce_dtype": "float32",
     "slice_dtype": "float32",
 }
@@ -96,6 +95,7 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
             f"logical_replicas={count} cannot be used with model_parallel={mesh.shape[mesh_lib.MODEL]}: a logical replica "
             "is computed on one device. Set model_parallel to 1, or logical_replicas to 0."
         )
+    _check_whole(config.get("reduction", {}))
     if is_exact(config):
         _check_exact(config.reduction)
     return Replicas(count, mesh, _limbs(config))
@@ -119,11 +119,6 @@ def own_spec(
     return jax.P(*group, mesh_lib.REPLICAS)
 
 
-def axes_of_shards(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> Any:
-    """The axes along which an array's shards lie, one for each replica of a slice. Logical replicas form one slice."""
-    return mesh_lib.REPLICA if of_config(config, mesh) is None else mesh_lib.REPLICAS
-
-
 def check_even(
     config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, what: str, own: Sequence[str]
 ) -> None:
@@ -139,8 +134,8 @@ def check_even(
     if own and replicas is not None and replicas.places != replicas.count:
         good = [n for n in range(1, replicas.count + 1) if replicas.count % n == 0]
         raise errors.UserError(
-            f"{what} creates {own[0]!r}, which differs between replicas (xshard.PerReplica, xshard.PerExample, or a slot "
-            "with reduction.shard_update). All devices must hold equal parts of such state, but the "
+            f"{what} creates {own[0]!r}, which differs between replicas (xshard.PerReplica, xshard.PerExample). All devices "
+            "must hold equal parts of such state, but the "
             f"{mesh_lib.num_replicas(mesh)} devices of a group do not divide "
             f"logical_replicas={replicas.count}. Use another number of devices for each group, one of {good}."
         )
@@ -161,10 +156,20 @@ def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:
     return mesh if replicas is None else replicas.mesh
 
 
+def _check_whole(reduction: Mapping[str, Any]) -> None:
+    """Raises UserError if arrays are in shards over the replicas of a group, of which each logical replica needs all."""
+    for key in ("shard_update", "shard_params"):
+        if reduction.get(key, False):
+            raise errors.UserError(
+                f"reduction.{key}=True cannot be used with logical_replicas, which share devices and make the same update on each "
+                f"of these: set {key} to False, or logical_replicas to 0."
+            )
+
+
 def _check_exact(reduction: ml_collections.ConfigDict) -> None:
     for key, only in _EXACT_ONLY_WITH.items():
         if reduction.get(key, only) != only:
             raise errors.UserError(
                 f"reduction.{key}={reduction[key]!r} cannot be used with reduction.arithmetic={reduction.arithmetic!r}, which sums "
-                f"float32 arrays and needs whole parameters on all replicas: set it to {only!r}, or arithmetic to 'float'."
+                f"float32 arrays: set it to {only!r}, or arithmetic to 'float'."
             )

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import errors
 from xshard import mesh as mesh_lib
 from xshard.logical import split as split_lib
 from xshard.logical import sums
@@ -104,7 +103,6 @@ class SegmentedProgram:
 
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
         """Traces the function of one replica, and splits its program at the exchanges."""
-        _check_whole(what, jax.tree.leaves(mapped.out_specs))
         axes, groups = dict(replicas.mesh.shape), mesh_lib.group_axes(replicas.on)
         self.on, self.rounds = replicas.on, replicas.rounds
         self._replicas, self._args = replicas, args
@@ -248,15 +246,6 @@ def _is_own(spec: jax.P) -> bool:
 def _dim(spec: jax.P) -> int:
     """The dimension along the replicas."""
     return next(dim for dim, entry in enumerate(spec) if _is_own(jax.P(entry)))
-
-
-def _check_whole(what: str, specs: Sequence[jax.P]) -> None:
-    """Raises UserError if parameters are in shards, since own values must lie along both replica axes together."""
-    if any(_is_own(spec) and not {mesh_lib.REPLICAS, mesh_lib.BATCH} & {*spec} for spec in specs):
-        raise errors.UserError(
-            f"{what} has parameters in shards over the replicas (shard_params); with logical_replicas they must be whole on "
-            "each device. Set logical_replicas to 0, or reduction.shard_params to False; reduction.shard_update may be True."
-        )
 
 
 def placed_on(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:

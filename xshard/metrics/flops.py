@@ -68,7 +68,7 @@ def forward(
     key = jax.eval_shape(lambda: jax.random.key(0))
     rules = experiment.sharding_rules()
     example = _example(batch)
-    state = state_lib.abstract_state(experiment, mesh, 0, example, whole=True).experiment
+    state = state_lib.abstract_state(experiment, mesh, 0, example).experiment
     if mesh_lib.num_groups(mesh) > 1:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
 

@@ -22,7 +22,6 @@ from xshard.metrics import log, terminal, writers
 from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice, processes
 from xshard.run import saving, states
-from xshard.stored import conversion
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each look costs money.
@@ -64,8 +63,7 @@ class ContinuousEvaluator:
         self._checkpoints = self._states.manager
         self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
         processes.check_equal_data({"evaluation": self._evaluation.summary})
-        stored = conversion.as_stored(experiment, mesh, self._states.target)
-        self._evaluation.check(stored, config.checkpoint)
+        self._evaluation.check(self._states.target, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
         self._terminal = terminal.Terminal(config.steps, show)

@@ -7,10 +7,9 @@ A wrapper may override any of the phases:
    decide alike.
 3. `update` computes new parameters and slots from the gradients. It is local, and only it is conditional.
 
-A sharded update (`elementwise`) traces all three phases on whole arrays and whole Haiku state, then evaluates
-them on this replica's shards, so a rule declares nothing. It gathers the shards of the new parameters at the
-end. `update` may then contain collectives, such as those of a norm. It therefore always runs, and its result
-is selected afterwards.
+In a sharded update the sums that `aggregate` returns are global arrays, of which each replica holds a shard. XLA partitions
+what `vote` and `update` compute from them, so a rule declares nothing. The new parameters are gathered at the end. `update`
+may then contain collectives, such as those of a norm. It therefore always runs, and its result is selected afterwards.
 
 No collective is conditional. Groups may skip different steps, and a collective that only some devices
 reach never returns.
@@ -22,14 +21,15 @@ import collections
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors
-from xshard.optimizers import gradients, phases, shards, skips, trees
+from xshard import errors, mesh
+from xshard.optimizers import gradients, phases, replica_map, shards, skips, trees
+from xshard.optimizers import layouts as layouts_lib
 
 _Rule = TypeVar("_Rule", bound="Optimizer")
 
@@ -47,6 +47,8 @@ def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "compute_gradients" and replica_map.is_current():
+            return _on_each_replica(call, self, *args, **kwargs)
         scope = hk.experimental.current_name()
 
         def check(context: Any) -> None:
@@ -74,6 +76,109 @@ def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
 
     return call
+
+
+def _on_each_replica(
+    method: Callable[..., Any],
+    rule: Any,
+    loss: Any,
+    params: trees.Params,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, trees.Gradients]:
+    """Calls `compute_gradients` of a rule on each replica by itself, where `vmap_replicas` maps the replicas.
+
+    The state that the loss writes, the random keys that are drawn, and the values that rules keep as attributes for
+    the phases of this step become results of that call.
+    """
+    rules = all_rules(rule)
+    specs: dict[str, jax.P] = {}
+    for each in rules:
+        for path, layout in each.held_in_shards().items():
+            specs[path] = layout.spec(mesh.REPLICA, manual=True)
+    before = skips.current_state()
+    written_before = [each._written for each in rules]
+    attributes_before = [dict(vars(each)) for each in rules]
+    kept: dict[tuple[int, str], _Kept] = {}
+
+    def with_keys(keys: Any, params: trees.Params) -> Any:
+        if keys is not None:
+            hk.replace_rng_sequence_state(keys)
+        result = method(rule, loss, params, *args, **kwargs)
+        kept.update(_kept_attributes(rules, attributes_before))
+        arrays = [one.arrays for one in kept.values()]
+        return result, arrays, hk.maybe_get_rng_sequence_state()
+
+    def of_replica(params: trees.Params, keys: Any) -> Any:
+        # A separate transform turns the state and the keys that the loss uses into arguments and results.
+        key = None if keys is None else jax.random.key(0)
+        run = hk.transform_with_state(with_keys).apply
+        results, after = run(hk.get_params(), skips.by_module(before), key, keys, params)
+        written = {}
+        for name, x in skips.by_name(after).items():
+            if x is not before[name]:
+                written[name] = x
+        return *results, written
+
+    def specs_of(tree: Any) -> Any:
+        return trees.rebuild(tree, {path: specs.get(path, jax.P()) for path in trees.present(tree)})
+
+    def of_results(returned: Any) -> Any:
+        (_, grads), *_ = returned
+        return (jax.P(), specs_of(grads)), jax.P(), jax.P(), jax.P()
+
+    call = replica_map.per_replica(
+        of_replica, in_specs=(specs_of(params), jax.P()), out_specs=of_results
+    )
+    result, arrays, keys, written = call(params, hk.maybe_get_rng_sequence_state())
+    if keys is not None:
+        hk.replace_rng_sequence_state(keys)
+    skips.write(written)
+    for (index, name), one, of_one in zip(kept, kept.values(), arrays, strict=True):
+        setattr(rules[index], name, one.joined(of_one))
+    for each, earlier in zip(rules, written_before, strict=True):
+        # The arrays that were written are others here than on a replica.
+        if each._written is not earlier:
+            each._written = skips.merge_writes(before, skips.current_state(), earlier)
+    return result
+
+
+class _Kept(NamedTuple):
+    """An attribute of a rule that holds arrays of the step.
+
+    Attributes:
+      structure: the structure of its value.
+      leaves: the leaves of its value, with None in place of each array.
+      arrays: these arrays.
+    """
+
+    structure: Any
+    leaves: list[Any]
+    arrays: list[jax.Array]
+
+    def joined(self, arrays: Sequence[jax.Array]) -> Any:
+        """The attribute's value with other arrays."""
+        given = iter(arrays)
+        leaves = [next(given) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _kept_attributes(
+    rules: Sequence[Any], before: Sequence[Mapping[str, Any]]
+) -> dict[tuple[int, str], _Kept]:
+    """The new attributes of rules that hold traced arrays, by the rule's number and the attribute's name."""
+    is_traced = lambda leaf: isinstance(leaf, jax.core.Tracer)
+    kept = {}
+    for index, (rule, old) in enumerate(zip(rules, before, strict=True)):
+        for name, value in vars(rule).items():
+            if value is old.get(name) or name == "_written":
+                continue
+            leaves, structure = jax.tree.flatten(value)
+            arrays = list(filter(is_traced, leaves))
+            if arrays:
+                others = [None if is_traced(leaf) else leaf for leaf in leaves]
+                kept[index, name] = _Kept(structure, others, arrays)
+    return kept
 
 
 def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +231,7 @@ class Optimizer(hk.Module):
             setattr(cls, name, hk.transparent(_without_state(vars(cls)[name])))
 
     @hk.transparent
+    @_without_state
     def compute_gradients(
         self,
         loss: gradients.Loss | Sequence[gradients.Loss],
@@ -279,11 +385,7 @@ class Optimizer(hk.Module):
         return (value, result) if global_step is None else (value, *result)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: computes the group's gradients from each replica's. All collectives are here.
-
-        Pass values to a later phase as Haiku state, not as attributes: a sharded update traces each phase as
-        a separate program, and more than once.
-        """
+        """Phase 1: computes the group's gradients from each replica's. All collectives are here."""
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
@@ -302,6 +404,10 @@ class Optimizer(hk.Module):
         del params
         return None
 
+    def held_in_shards(self) -> layouts_lib.Layouts:
+        """Returns the layouts of the parameters of which this rule lets each replica hold only a shard, by path."""
+        return {}
+
     def settle(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if this step is not applied."""
         # Cleared, so that the next step restores only what losses write after this one.
@@ -313,10 +419,7 @@ class Optimizer(hk.Module):
         return self.name
 
     def get_slot(self, var: str, name: str) -> Any:
-        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
-
-        In a step with a sharded update, the result is this replica's shard.
-        """
+        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
         del var, name
         return None
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors, mesh
-from xshard.optimizers import axes, base, elementwise, int8, layouts, shards, slots, trees, values
+from xshard.optimizers import axes, base, int8, layouts, replica_map, shards, slots, trees
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
@@ -122,7 +122,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             as state and added to the next step's gradients.
           arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with `config.logical_replicas` supports.
           shard_update: whether each replica updates only its shard of each array, holds only that shard's
-            slots, and then gathers the shards of the new parameters.
+            slots, and then gathers the shards of the new parameters. In a custom step this needs `xshard.vmap_replicas`.
           shard_params: whether each replica also holds only its shard of the parameters between steps, and a network
             gathers each parameter where it asks for it. Implies `shard_update`. Only a run's `Learner` supports it.
           scatter_steps: sizes whose product is the number of replicas. Sums are scattered in one step for each
@@ -144,11 +144,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
         self._layouts: layouts.Layouts | None = None
+        self._is_in_run = False
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
-        # No axis need be mapped while state is created. The update is then rehearsed for this many replicas.
-        self._replicas = 2
         known = _OF_TENSORFLOW.get(reduction, reduction)
         self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
         self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
@@ -168,12 +167,17 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           rules: the new `sharding_rules`.
           held: with `shard_params`, the layouts of parameters and slots, from `xshard.optimizers.gathering.layouts_of`.
         """
+        if self.shard_update and not isinstance(on, jax.sharding.Mesh):
+            raise errors.UserError(
+                f"{self.name} shards its update, which logical replicas cannot: they share devices, and make the same update on "
+                "each of these. Set shard_update and shard_params to False, or config.logical_replicas to 0."
+            )
         self._layouts = held
+        self._is_in_run = True
         self._needs_run = False
         self.sharding_rules = rules
         if self.axis_name == mesh.REPLICA:
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
-            self._replicas = max(2, on.shape[mesh.REPLICA])
 
     def _check_axes(self) -> None:
         if not isinstance(self.axis_name, str) or not isinstance(self.slice_axis_name, str | None):
@@ -245,8 +249,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
         lost = self._lost(grads)
-        if elementwise.is_traced():
-            totals, lost = elementwise.call(self._reduce_shards, (grads, lost))
+        if replica_map.is_current():
+            totals, lost = self._reduce_mapped(grads, lost)
         else:
             totals, lost = self._reduce(grads, lost)
         for path, error in lost.items():
@@ -274,11 +278,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
         """The whole sums and their new rounding errors, given the old errors."""
+        if hk.running_init():
+            return grads, lost
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
         self._check_slices()
         try:
-            if self._num_slices() == 1:
+            if self._num_slices() == 1 and not self.shard_params:
                 return self._sum(grads), lost
             # Each replica sends only its shard to the other slices.
             partition = self._make_partition(grads)
@@ -291,26 +297,39 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "no sums over groups where it checks which values vary, nor under vmap."
             ) from e
 
-    def _reduce_shards(
-        self, partition: shards.Partition, arguments: Any
-    ) -> tuple[trees.Gradients, dict[str, Any]]:
-        """Does the same as `_reduce` in a sharded update: returns a `Shard` of each sum and of each error."""
-        grads, lost = arguments
-        if self.shard_update:
-            _check_own(grads)
-        if isinstance(partition, shards.Rehearsal):
-            if self.shard_update:
-                own = partition.own(jax.tree.map(values.raw, grads))
-                grads = partition.map(values.shard, own)
-            return grads, lost
-        if not self.shard_update:
-            # This rule has no slices, since only the rule that shards may have them. So there are no errors.
-            arrays, _ = self._reduce(jax.tree.map(values.raw, grads), {})
-            return jax.tree.map(values.like, grads, arrays), lost
-        self._check_slices()
-        summands = jax.tree.map(values.raw, grads)
-        arrays, after = self._scatter(partition, summands, jax.tree.map(values.raw, lost))
-        return partition.map(values.shard, arrays), jax.tree.map(values.like, lost, after)
+    def _reduce_mapped(
+        self, grads: trees.Gradients, lost: dict[str, jax.Array]
+    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+        """Does the same as `_reduce` where replicas are mapped by `vmap_replicas`: the sums are global arrays.
+
+        With `shard_update` each lies in shards on the replicas. The gradient of a parameter that is held in shards does so
+        already, and is summed over `axis_name`.
+        """
+        partition = self._make_partition(grads)
+        summands = trees.present(grads)
+        of_summands = {}
+        for path in summands:
+            layout = partition.layouts[path]
+            is_held = layout.shards_param
+            of_summands[path] = partition.spec(layout, manual=True) if is_held else jax.P()
+        of_lost = {}
+        for path in lost:
+            of_lost[path] = jax.P(None, *partition.spec(partition.layouts[path], manual=True))
+        of_sums: Any = jax.P()
+        reduce = self._reduce
+        if self.shard_update and partition.count > 1:
+            of_sums = {
+                path: partition.spec(partition.layouts[path], manual=True) for path in summands
+            }
+            reduce = functools.partial(self._scatter, partition)
+        elif self.slice_axis_name is not None:
+            # The program does not show that what is gathered in steps is equal.
+            reduce = _declared_equal(reduce)
+        call = replica_map.per_replica(
+            reduce, in_specs=(of_summands, of_lost), out_specs=(of_sums, of_lost)
+        )
+        sums, lost = call(summands, lost)
+        return trees.replace(grads, sums), lost
 
     def _scatter(
         self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
@@ -321,13 +340,21 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if self.slice_axis_name is None or self._num_slices() == 1:
             return sums, lost
         if self.slice_dtype == "int8":
-            return int8.all_reduce_tree(sums, lost, self.slice_axis_name)
+            sums, lost = int8.all_reduce_tree(sums, lost, self.slice_axis_name)
+            # All arrays are sent in one message, so the program does not show which of them are equal on all replicas.
+            declare = replica_map.equal_on_replicas
+            return partition.map(lambda at, x: declare(x) if at.dim is None else x, sums), lost
         psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
         return jax.tree.map(lambda x: shards.summed(psum, x, self.slice_dtype), sums), lost
 
     def _check_slices(self) -> None:
         if self._num_slices() == 1 and self.slice_dtype == "int8" and not hk.running_init():
             raise ValueError(NOTHING_BETWEEN_SLICES)
+
+    def held_in_shards(self) -> layouts.Layouts:
+        """Implements `Optimizer.held_in_shards`: the parameters in shards with `shard_params`, in a run."""
+        held = self._layouts or {}
+        return {path: layout for path, layout in held.items() if layout.shards_param}
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Implements `Optimizer.partition`: shards with `shard_update` and more than one replica."""
@@ -337,9 +364,18 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             raise ValueError(
                 "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
             )
-        if hk.running_init():
-            return shards.Rehearsal(self._layouts_of(params, self._replicas), self._replicas)
-        return self._make_partition(params) if self._group_size() > 1 else None
+        if hk.running_init() or self._group_size() == 1:
+            return None
+        if self.group_assignment is not None:
+            raise ValueError(
+                "shard_update and group_assignment exclude each other: give groups a mapped axis of their own."
+            )
+        if not replica_map.is_current() and not self._is_in_run:
+            raise ValueError(
+                "shard_update needs the replicas to be mapped by xshard.vmap_replicas, so that XLA can partition the update. "
+                "jax.shard_map maps them here: use xshard.vmap_replicas with the same specs, or set shard_update=False."
+            )
+        return self._make_partition(params)
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
         """The sums over the group."""
@@ -365,8 +401,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             self._layouts_of(tree, self._group_size()),
             self._group_size(),
             self.axis_name,
-            self.group_assignment,
-            copies=self._num_slices(),
             scatter_steps=self.scatter_steps,
             gather_steps=self.gather_steps,
         )
@@ -378,23 +412,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return axes.group_size(self.axis_name, self.group_assignment)
 
 
-def _check_own(grads: trees.Gradients) -> None:
-    """Raises UserError if a summand is a shard: a rule has combined a replica's own gradient with a slot.
+def _declared_equal(reduce: Any) -> Any:
+    def call(grads: Any, lost: Any) -> tuple[Any, Any]:
+        sums, lost = reduce(grads, lost)
+        return replica_map.equal_on_replicas(sums), lost
 
-    A replica holds all of its own gradient, but of a slot it holds one shard. What an elementwise operation makes of the
-    two is a shard, which lacks the rest of the gradient.
-    """
-    leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, values.Shard))
-    for leaf in leaves:
-        if not isinstance(leaf, values.Shard) or isinstance(leaf, values.Summed):
-            continue
-        path = leaf.layout.path
-        raise errors.UserError(
-            f"An aggregate computes what a replica adds to the sum of gradients of {path!r} from a slot. In a sharded update "
-            "a replica holds only its shard of a slot, but all of its own gradient. Use the slot after the sum, as in "
-            "grads = self.opt.aggregate(grads); keep what each replica needs of its own beside the rule, as "
-            "xshard.PerReplica; or set shard_update=False."
-        )
+    return call
 
 
 def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

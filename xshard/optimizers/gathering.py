@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from xshard import errors, jax_internals, mesh
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import remat, shards, trees, varying
+from xshard.optimizers import remat, replica_map, shards, trees, varying
 
 # The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer costs more than it saves.
 _SMALLEST = 128
@@ -77,7 +77,7 @@ def layouts_of(
         free = [False] * first + layout.free[first:]
         dim = layouts_lib.divisible(layout.shape, count, free)
         if dim is not None:
-            found[path] = dataclasses.replace(layout, dim=dim, flat=False, shards_param=True)
+            found[path] = dataclasses.replace(layout, dim=dim, shards_param=True)
     return found
 
 
@@ -113,7 +113,15 @@ def gather_params(
 ) -> dict[str, jax.Array]:
     """Gathers each parameter that is held in shards, by path. Arguments as for `gathering_apply`."""
     gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
-    return {path: gather(layouts[path], x) for path, x in sharded(params, layouts).items()}
+
+    def gather_all(shards: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: gather(layouts[path], x) for path, x in shards.items()}
+
+    if not replica_map.is_current():
+        return gather_all(sharded(params, layouts))
+    held = specs(layouts, (), manual=True)
+    arrays = {path: x for path, x in trees.present(params).items() if path in held}
+    return replica_map.per_replica(gather_all, in_specs=(held,))(arrays)
 
 
 def gathering_apply(

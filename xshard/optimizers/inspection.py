@@ -89,6 +89,11 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
                 f"{type(rule).__name__}, which overrides compute_gradients: there, a replica has shards of the parameters and "
                 "of gradients that are summed already, so a norm or a clip would be another one. Implement update instead"
             )
+        elif not type(rule).aggregate.__module__.startswith("xshard."):
+            why = (
+                f"{type(rule).__name__}, which overrides aggregate: what it is given is no replica's own gradient, because "
+                "differentiating a network returns the sum. Implement update instead, which gets the sum"
+            )
     if why:
         raise errors.UserError(
             f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."

@@ -1,12 +1,14 @@
-"""The sharding of arrays over replicas, and the form in which all shards of an array are stored."""
+"""The sharding of arrays over replicas."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax import lax
 
 from xshard import mesh
@@ -14,27 +16,20 @@ from xshard.optimizers import trees
 
 # The first word in the names of the state arrays that hold rounding errors.
 ERROR = "error"
-# The largest array that 32-bit indices can address when it is flattened.
-_LARGEST_FLAT = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The sharding of one array into `count` equal shards.
 
-    An array is sharded along a dimension that `count` divides. An array without such a dimension is flattened
-    and padded with zeros to a multiple of `count`. All its stored dimensions but the last are then 1, so that
-    rules which depend on the number of dimensions see the same number.
-
-    Each replica holds the whole of a scalar, of an array with fewer than `count` elements, and of an array that
-    would have to be flattened but has more than 2**31 - 1 - `count` elements.
+    An array is sharded along a dimension that `count` divides. Each replica holds the whole of an array without such a
+    dimension, and of one with fewer than `count` elements.
 
     Attributes:
       path: the array's name, for messages.
       shape: the shape of the whole array.
       count: the number of shards.
-      dim: the dimension of `stored_shape` that is sharded, or None.
-      flat: whether the array is stored flattened.
+      dim: the dimension that is sharded, or None.
       along: the other mesh axes that the dimensions of `shape` lie along.
       copies: the size of a leading dimension, for arrays that differ by slice; 0 if there is none.
       shards_param: whether each replica also holds only its shard of the parameter itself between steps.
@@ -44,7 +39,6 @@ class Layout:
     shape: tuple[int, ...]
     count: int
     dim: int | None
-    flat: bool = False
     along: tuple[Any, ...] = ()
     copies: int = 0
     shards_param: bool = False
@@ -60,30 +54,17 @@ class Layout:
         return [axis is None for axis in self.spec(axis_name=None)]
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of all shards together, without the leading dimension of copies."""
-        if not self.flat:
-            return self.shape
-        padded = math.ceil(self.size / self.count) * self.count
-        return (*[1] * (len(self.shape) - 1), padded)
-
-    @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of one shard."""
-        shape = list(self.stored_shape)
+        shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] //= self.count
         return tuple(shape)
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of one shard, with a leading dimension of size 1 if the array differs by slice."""
-        return (1, *self.shard_shape) if self.copies else self.shard_shape
-
     def spec(
         self, axis_name: Any, slice_axis_name: str | None = None, *, manual: bool = False
     ) -> jax.P:
-        """The mesh axes that the stored array lies along, starting with the dimension of copies.
+        """The mesh axes that the array lies along, starting with the dimension of copies.
 
         Args:
           axis_name: the axis of the replicas, or a tuple of axes.
@@ -99,46 +80,16 @@ class Layout:
             dims.insert(0, slice_axis_name)
         return jax.P(*dims)
 
-    def store(self, x: Any) -> jax.Array:
-        """Converts a whole array to its stored form, all shards together in `stored_shape`."""
-        if not self.flat:
-            return jnp.asarray(x)
-        padded = jnp.pad(jnp.ravel(x), (0, self.stored_shape[-1] - self.size))
-        return padded.reshape(self.stored_shape)
-
-    def whole(self, stored: Any) -> jax.Array:
-        """The inverse of `store`."""
-        if not self.flat:
-            return stored
-        return jnp.ravel(stored)[: self.size].reshape(self.shape)
-
     def shard(self, x: Any, index: Any) -> jax.Array:
         """Shard `index` of a whole array. The shard of a parameter held in shards is returned as it is."""
         if self.dim is None or self.is_param_shard(x):
             return jnp.asarray(x)
         size = self.shard_shape[self.dim]
-        return lax.dynamic_slice_in_dim(self.store(x), index * size, size, self.dim)
+        return lax.dynamic_slice_in_dim(x, index * size, size, self.dim)
 
     def is_param_shard(self, x: Any) -> bool:
         """Returns whether an array is the shard of a parameter that is held in shards."""
         return self.shards_param and x.shape == self.shard_shape
-
-    def without(self, dims: Sequence[int]) -> "Layout":
-        """The layout of the array after a reduction over `dims`, which must not include the sharded dimension."""
-        left = [dim for dim in range(len(self.shape)) if dim not in dims]
-        along = tuple(self.along[dim] for dim in left if dim < len(self.along))
-        shape = tuple(self.shape[dim] for dim in left)
-        dim = None if self.dim is None else left.index(self.dim)
-        return dataclasses.replace(self, shape=shape, dim=dim, along=along)
-
-    def mask(self, shard: jax.Array, index: Any, filling: Any) -> jax.Array:
-        """A shard with `filling` where it holds no element of the whole array."""
-        if not self.flat or self.size == self.stored_shape[-1]:
-            return shard
-        # The padding is at the end, in the last shard or the last few.
-        number = lax.broadcasted_iota(jnp.int32, shard.shape, shard.ndim - 1)
-        number = number + jnp.int32(index * self.shard_shape[-1])
-        return jnp.where(number < self.size, shard, jnp.full_like(shard, filling))
 
 
 Layouts = Mapping[str, Layout]
@@ -152,17 +103,38 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
       shape: its shape.
       count: the number of shards.
       spec: the mesh axis that each dimension already lies along, or None. A dimension with an axis is not
-        sharded again, and an array with such a dimension is not flattened.
+        sharded again.
     """
     whole = Layout(path, shape, count, None, along=tuple(spec))
     if not shape or whole.size < count:
         return whole
-    dim = divisible(shape, count, whole.free)
-    if dim is not None:
-        return dataclasses.replace(whole, dim=dim)
-    if not all(whole.free) or whole.size + count > _LARGEST_FLAT:
-        return whole
-    return Layout(path, shape, count, len(shape) - 1, flat=True)
+    return dataclasses.replace(whole, dim=divisible(shape, count, whole.free))
+
+
+def log_whole(layouts: Mapping[str, Layout]) -> None:
+    """Logs which arrays each replica holds whole although they have enough elements for a shard each."""
+    whole = []
+    for path, layout in sorted(layouts.items()):
+        if layout.dim is None and layout.size >= layout.count > 1:
+            whole.append((path, layout.shape))
+    if whole:
+        _log_whole(next(iter(layouts.values())).count, *whole)
+
+
+@functools.cache
+def _log_whole(count: int, *arrays: tuple[str, tuple[int, ...]]) -> None:
+    """Logs this once for each set of arguments, because a run creates its state several times."""
+    size = sum(math.prod(shape) for _, shape in arrays)
+    shown = ", ".join(f"{path} {shape}" for path, shape in arrays[:8])
+    logging.info(
+        "Each of the %d replicas updates these arrays, of %.3g million elements together, and holds their slots whole, since "
+        "no free dimension is a multiple of %d: %s%s.",
+        count,
+        size / 1e6,
+        count,
+        shown,
+        ", ..." if len(arrays) > 8 else "",
+    )
 
 
 def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int | None:
@@ -205,7 +177,7 @@ def of_state(
 
     Args:
       params: the layouts of the parameters.
-      state: the rules' state, or its shapes, in whole or in stored form.
+      state: the rules' state, or its shapes.
       copies: the number of slices, each of which keeps its own rounding errors.
       slots: whether the update is sharded; if not, only rounding errors are.
     """
@@ -225,12 +197,11 @@ def _of_slot(
         layout = params.get(path)
         if layout is None:
             continue
-        shapes = (layout.shape, layout.stored_shape)
         # A rounding error has a leading dimension of slices.
         is_of_slices = len(shape) == len(layout.shape) + 1
-        if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] in shapes:
+        if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] == layout.shape:
             return dataclasses.replace(layout, copies=copies)
-        if shape in shapes:
+        if shape == layout.shape:
             return layout if slots and layout.dim is not None else None
     return None
 
@@ -238,11 +209,11 @@ def _of_slot(
 class StateSharding:
     """The sharding of the state of rules with `shard_update=True`, for a custom training step.
 
-    With several groups (`group_assignment`), a whole state has a leading dimension of groups, and a stored state
-    a leading dimension of replicas. Each replica's step takes its own entry of that dimension.
-
     Attributes:
-      specs: the mesh axes that each stored array lies along, a tree of `jax.P` with the state's structure.
+      specs: the mesh axes that each array lies along, a tree of `jax.P` with the state's structure, for the shardings of
+        `jax.jit`.
+      mapped: those of them that `vmap_replicas` maps: the axis of slices for the rounding errors of sums over slices, of
+        which each slice keeps its own.
     """
 
     def __init__(
@@ -252,7 +223,6 @@ class StateSharding:
         replicas: int,
         axis_name: str = "replica",
         *,
-        group_assignment: Sequence[Sequence[int]] | None = None,
         slices: int = 1,
         slice_axis_name: str | None = None,
         sharding_rules: mesh.Rules = (),
@@ -260,79 +230,37 @@ class StateSharding:
         """Decides how each array is sharded.
 
         Args:
-          state: the whole state of one group's rules, or its shapes, as `Optimizer.init` creates it.
-          params: the parameters of one group, or their shapes.
+          state: the rules' state, or its shapes, as `Optimizer.init` creates it.
+          params: the parameters, or their shapes.
           replicas: the size of the mapped axis of replicas.
           axis_name: the name of that axis.
-          group_assignment: as for `CrossShardOptimizer`.
           slices: the size of the mapped axis of slices, if there is one.
           slice_axis_name: the name of that axis.
           sharding_rules: as for `CrossShardOptimizer`.
         """
-        self._groups = group_assignment or ()
-        count = replicas if group_assignment is None else len(group_assignment[0])
-        self._layouts = of_state(of_params(params, count, sharding_rules), state, slices)
+        self._layouts = of_state(of_params(params, replicas, sharding_rules), state, slices)
 
         def spec(layout: Layout | None, x: Any) -> jax.P:
             del x
-            if group_assignment is not None:
-                return jax.P(axis_name)
-            if layout is None:
-                return jax.P()
-            return layout.spec(axis_name, slice_axis_name)
+            return jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+
+        def mapped(layout: Layout | None, x: Any) -> jax.P:
+            del x
+            return jax.P() if layout is None or not layout.copies else jax.P(slice_axis_name)
 
         self.specs = map_state(spec, self._layouts, state)
+        self.mapped = map_state(mapped, self._layouts, state)
 
     def store(self, state: Any) -> Any:
-        """Converts a whole state to the stored form that a step takes."""
-        each = self._store_groups if self._groups else stored
-        return map_state(each, self._layouts, state)
-
-    def whole(self, state: Any) -> Any:
-        """The inverse of `store`."""
-        each = self._whole_groups if self._groups else whole
-        return map_state(each, self._layouts, state)
-
-    def _store_groups(self, layout: Layout | None, x: Any) -> jax.Array:
-        """Stacks each replica's shard of an array that has one entry for each group."""
-        shards: dict[int, Any] = {}
-        for group, replicas in enumerate(self._groups):
-            for index, replica in enumerate(replicas):
-                shards[replica] = x[group] if layout is None else layout.shard(x[group], index)
-        return jnp.stack([shards[replica] for replica in range(len(shards))])
-
-    def _whole_groups(self, layout: Layout | None, x: Any) -> jax.Array:
-        """The inverse of `_store_groups`."""
-        groups = []
-        for replicas in self._groups:
-            shards = [x[replica] for replica in replicas]
-            if layout is None or layout.dim is None:
-                groups.append(shards[0])
-            else:
-                groups.append(layout.whole(jnp.concatenate(shards, layout.dim)))
-        return jnp.stack(groups)
+        """Repeats the arrays of which each slice keeps its own, and which were created for one."""
+        return map_state(for_each_slice, self._layouts, state)
 
 
-def stored(layout: Layout | None, x: Any) -> Any:
-    """Converts a whole state array to its stored form, repeated for each slice where slices keep their own."""
-    if layout is None:
-        return x
-    each = for_each_slice(layout, x)
-    return jax.vmap(layout.store)(each) if layout.copies else layout.store(each)
-
-
-def for_each_slice(layout: Layout, x: Any) -> Any:
-    """A whole state array, repeated if it was created for one slice but each slice keeps its own."""
-    if not layout.copies or len(x) == layout.copies:
+def for_each_slice(layout: Layout | None, x: Any) -> Any:
+    """A state array, repeated if it was created for one slice but each slice keeps its own."""
+    if layout is None or not layout.copies or len(x) == layout.copies:
         return x
     return jnp.repeat(x, layout.copies, axis=0)
-
-
-def whole(layout: Layout | None, x: Any) -> Any:
-    """The inverse of `stored`, except that an array of slices keeps one entry for each."""
-    if layout is None:
-        return x
-    return jax.vmap(layout.whole)(x) if layout.copies else layout.whole(x)
 
 
 def map_state(

@@ -120,6 +120,28 @@ class OptaxOptimizer(base.Optimizer):
             )
         return self.transformation.update(grads, state, params, value=loss)
 
+    def state(self, params: trees.Params) -> Any:
+        """Returns the transformation's state in optax's own structure, such as a tuple with a `ScaleByAdamState`.
+
+        Functions of optax that read a state, such as `optax.tree.get`, take it.
+
+        Args:
+          params: the parameters, or their shapes, that the state was created for. Those without slots, which are not
+            trained, have `optax.MaskedNode` in their place.
+
+        >>> def step(params):
+        ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
+        ...     params = opt.minimize(lambda p: jnp.sum(p['linear']['w'] ** 2), params)[1]
+        ...     return optax.tree.get(opt.state(params), 'count')
+        >>> params = {'linear': {'w': jnp.ones(2)}}
+        >>> step = hk.transform_with_state(step)
+        >>> count, _ = step.apply({}, step.init(None, params)[1], None, params)
+        >>> print(count)
+        1
+        """
+        wide = jax.tree.map(trees.widen, trees.as_arrays(params))
+        return self._get_state(set(trees.leaves_by_path(wide)), wide)
+
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`. If several slots share a name, pass the slot's path instead.
 

@@ -1,19 +1,17 @@
-"""The three phases of a step, evaluated on whole arrays or on this replica's shards."""
+"""The three phases of a step, on whole arrays or on global arrays in shards."""
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import sharded_calls, shards, skips, trees, values
+from xshard.optimizers import replica_map, shards, skips, trees
 
 # The random key of updates, equal on all replicas of a group; None where the caller's own keys serve.
 _UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar("update_key", default=None)
@@ -64,27 +62,40 @@ class Step:
         self._duties = duties
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
-        """Aggregates, votes and updates; on shards, if a rule returns a partition."""
+        """Aggregates, votes and updates; on global arrays in shards, if a rule returns a partition."""
+        before = skips.current_state()
         partition = self._partition(params)
-        if partition is None or hk.running_init():
-            # State is created whole. The caller that stores it (a run or `StateSharding`) cuts it into shards.
+        if partition is None:
             applied, grads, new = self._on_whole(grads, params)
-            if isinstance(partition, shards.Rehearsal):
-                self._rehearse(grads, params, partition)
-            return Applied(new, applied, None, grads, new, None)
-        shape_of_whole = lambda layout, x: jax.ShapeDtypeStruct(layout.shape, x.dtype)
-        whole = partition.map(shape_of_whole, params)
-        state = self._state_shapes(grads, whole)
-        applied, grads, new = self._on_shards(grads, params, partition, state)
+            done = Applied(new, applied, None, grads, new, None)
+        elif replica_map.is_current():
+            done = self._on_shards(grads, params, partition)
+        else:
+            done = self._on_replica(grads, params, partition)
+        self._check_equal(before, done)
+        return done
 
-        def gather(layout: layouts_lib.Layout, grad: Any, x: jax.Array) -> jax.Array:
-            # `map` skips the parameters without a gradient: they are unchanged on all replicas, so nothing is sent.
-            del grad
-            return x if layout.shards_param else partition.gather(layout, x)
+    def _check_equal(self, before: skips.State, done: Applied) -> None:
+        """Raises UserError if `vmap_replicas` maps the replicas and the step depends on a replica's own values."""
+        arrays = {}
+        if done.applied is not True:
+            arrays["its vote"] = done.applied
+        arrays |= {repr(path): x for path, x in trees.present(done.params).items()}
+        modules = {rule.module_name for rule in self._rules}
+        for key, (_, x) in skips.merge_writes(before, skips.current_state(), {}).items():
+            module, name = key
+            # Each slice keeps its own rounding errors.
+            if module in modules and not name.startswith(f"{layouts_lib.ERROR}/"):
+                arrays[f"{name!r} in the state of {module}"] = x
 
-        gathered = partition.map(gather, grads, new)
-        params = trees.replace(params, trees.leaves_by_path(gathered))
-        return Applied(params, applied, None, grads, new, partition)
+        def error(name: str) -> Exception:
+            return errors.UserError(
+                f"{self._rule.name} computes {name} from a value of a replica's own: its loss, its part of the batch, its key or "
+                "its index. Each replica would make another update. Make the value equal where the rule takes it, as with "
+                "jax.lax.pmean(value, 'replica') in compute_gradients; or use it only before the sum of gradients."
+            )
+
+        replica_map.check_equal(arrays, error)
 
     def _partition(self, params: trees.Params) -> shards.Partition | None:
         for rule in self._rules:
@@ -105,44 +116,45 @@ class Step:
         return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
 
     def _on_shards(
-        self,
-        grads: trees.Gradients,
-        params: trees.Params,
-        partition: shards.Partition,
-        state: Any,
-    ) -> tuple[Any, trees.Gradients, trees.Params]:
-        """Does the same on this replica's shards. The returned gradients and parameters are shards, too."""
-        names = [rule.name for rule in self._rules]
-        calls = sharded_calls.ShardedCalls(partition, state, names)
-        grads = partition.map(functools.partial(_given, partition), grads)
-        grads, applied = self._decide_on_shards(calls, grads)
+        self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
+    ) -> Applied:
+        """Does the same on global arrays, whose shards lie on the replicas; XLA partitions what the rules compute."""
+        lie: Callable[..., Any] = lambda layout, x: replica_map.lying(x, partition.spec(layout))
+        trained = trees.present(grads)
+        old = trees.leaves_by_path(params)
+        moved = partition.map(lie, {path: old[path] for path in trained})
+        grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
-        old = partition.own(params)
-        update = _with_own_keys(self._rule.update, _UPDATE_KEY.get())
-        new = calls(update, grads, partition.map(values.shard, old), applied=applied)
-        new = trees.rebuild(params, trees.leaves_by_path(new))
-        new = partition.map(calls.own, new)
+        before = skips.current_state()
+        update = _with_own_keys(self._update, _UPDATE_KEY.get())
+        updated = trees.leaves_by_path(update(grads, trees.replace(params, moved)))
         # The update may contain collectives, so it always runs, and a skipped step selects the old values.
-        new = jax.tree.map(lambda new, old: skips.select(applied, new, old), new, old)
-        return applied, partition.map(calls.own, grads), new
+        new = {}
+        for path in trained:
+            new[path] = skips.select(applied, updated[path], moved[path])
+        written = skips.merge_writes(before, skips.current_state(), skips.NO_WRITES)
+        skips.restore_unless_applied(applied, written)
+        new = partition.map(lie, new)
+        whole = trees.replace(params, partition.gather_global(new))
+        return Applied(whole, applied, None, grads, trees.rebuild(params, new), partition)
 
-    def _decide_on_shards(
-        self, calls: sharded_calls.ShardedCalls, grads: trees.Gradients
-    ) -> tuple[trees.Gradients, Any]:
-        def decide(grads: trees.Gradients) -> Any:
-            # A traced function returns only arrays and None, so None stands for the constant True.
-            grads, applied = self._decide(grads)
-            return grads, None if applied is True else applied
+    def _on_replica(
+        self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
+    ) -> Applied:
+        """Does the same on one replica, with whole arrays: for an analysis of the step or a replay, not for a run.
 
-        before = _traced_attributes(self._rules)
-        grads, applied = calls(_with_own_keys(decide), grads)
-        for (rule, name), value in _traced_attributes(self._rules).items():
-            if value is not before.get((rule, name)):
-                raise ValueError(
-                    f"{rule} cannot be sharded: its aggregate or vote sets the attribute '{name}' to a value of the "
-                    "step, but each phase is traced separately. Keep the value as Haiku state (hk.set_state)."
-                )
-        return grads, True if applied is None else applied
+        Of parameters that are held in shards, the replica has its shards.
+        """
+        whole = partition.map(partition.whole, params)
+        applied, grads, new = self._on_whole(grads, whole)
+
+        def keep(layout: layouts_lib.Layout, old: Any, x: jax.Array) -> jax.Array:
+            return layout.shard(x, partition.index) if layout.is_param_shard(old) else x
+
+        kept = partition.map(keep, params, new)
+        return Applied(
+            trees.rebuild(params, trees.leaves_by_path(kept)), applied, None, grads, new, None
+        )
 
     def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
         """Runs the first two phases: returns the aggregated gradients, and whether to apply them."""
@@ -165,59 +177,6 @@ class Step:
         for rule in self._rules:
             rule.settle(applied)
 
-    def _state_shapes(self, grads: trees.Gradients, params: trees.Params) -> Any:
-        """The shapes and types of the rules' whole state."""
-        paths = trees.leaves_by_path(params).keys()
-        trained = set(trees.present(grads))
-        # A phase may also read state that other modules created. Its name ends in no parameter's path, so it is not a
-        # slot and is already whole.
-        others = {}
-        for key, x in skips.current_state().items():
-            _, name = key
-            ends = paths & trees.endings(name)
-            trained |= ends
-            if not ends:
-                others[key] = x
-
-        def make(others: Any, params: trees.Params) -> None:
-            skips.write(others)
-            leaves = trees.leaves_by_path(params)
-            # Only shapes matter here, so the parameters serve as their own gradients.
-            grads, _ = self._decide(trees.rebuild(params, {path: leaves[path] for path in trained}))
-            self._update(grads, params)
-
-        init = hk.transform_with_state(make).init
-        parameters, state = jax.eval_shape(init, jax.random.key(0), others, params)
-        if parameters:
-            names = sorted(trees.leaves_by_path(parameters))
-            raise ValueError(
-                f"{self._rule.name} cannot be sharded: its aggregate, vote or update calls hk.get_parameter for "
-                f"{names}, but on shards each phase is traced separately, with access to Haiku's state only. Keep "
-                "these arrays as Haiku state (hk.get_state, hk.set_state), or set shard_update=False."
-            )
-        return state
-
-    def _rehearse(
-        self, grads: trees.Gradients, params: trees.Params, partition: shards.Rehearsal
-    ) -> None:
-        """Raises ValueError if the rules cannot update these parameters on shards; logs what the update gathers."""
-        whole = self._state_shapes(grads, params)
-
-        def of_shard(layout: layouts_lib.Layout | None, x: Any) -> Any:
-            return x if layout is None else jax.ShapeDtypeStruct(layout.local_shape, x.dtype)
-
-        def update(grads: trees.Gradients, params: trees.Params) -> Any:
-            _, grads, new = self._on_shards(grads, params, partition, whole)
-            return grads, new
-
-        state = layouts_lib.map_state(of_shard, partition.state_layouts(whole), whole)
-        step = hk.transform_with_state(update)
-        # A rule may use a mapped axis, which only a step has: JAX then raises NameError.
-        with contextlib.suppress(NameError):
-            jax.eval_shape(step.apply, {}, state, jax.random.key(0), grads, params)
-        if partition.gathered:
-            _log_gathered(sum(partition.gathered.values()), *sorted(partition.gathered))
-
     @contextlib.contextmanager
     def _all_reached(self) -> Iterator[None]:
         """Raises ValueError on exit unless each rule in `duties` has had its phase called meanwhile."""
@@ -237,33 +196,6 @@ class Step:
                     f"would have no effect. Derive {holder} from OptimizerWrapper, which forwards {phase} to "
                     f"`opt`, or call it in its {phase}(grads)."
                 )
-
-
-@functools.cache
-def _log_gathered(size: int, *paths: str) -> None:
-    """Logs this once for each set of arguments, because a run creates its state several times."""
-    more = ", ..." if len(paths) > 8 else ""
-    logging.info(
-        "Besides the new parameters, the sharded update gathers %.3g MB in each step, because its rules need these "
-        "arrays whole: %s%s.", size / 1e6, ", ".join(paths[:8]), more,
-    )  # fmt: skip
-
-
-def _given(partition: shards.Partition, layout: layouts_lib.Layout, grad: Any) -> Any:
-    """A gradient as a rule receives it; `Summed` for a parameter held in shards, whose gradient is summed already."""
-    if not layout.shards_param:
-        return grad
-    return values.Summed(trees.widen(layout.shard(grad, partition.index)), layout)
-
-
-def _traced_attributes(rules: Sequence[Any]) -> dict[tuple[str, str], Any]:
-    """The attributes of rules that hold JAX tracers, by the names of the rule and of the attribute."""
-    traced = {}
-    for rule in rules:
-        for name, value in vars(rule).items():
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-                traced[rule.name, name] = value
-    return traced
 
 
 def _check_vote(rule: Any, applied: Any) -> None:

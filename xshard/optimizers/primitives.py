@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from xshard import jax_internals
 
 # Primitives that compute each element of their result only from the operands' elements at the same index.
@@ -22,7 +20,6 @@ ELEMENTWISE = {
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
     "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
-REDUCTIONS = {f"reduce_{kind}": kind for kind in ("sum", "max", "min", "and", "or")}
 # Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has no closed_call.
 CALLS = {
     "jit": "jaxpr",
@@ -84,44 +81,3 @@ def bind(eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
         params["sharding"] = None
     results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def reduces_layers(eqn: Any) -> bool:
-    """Returns whether an equation reduces all dimensions but the first."""
-    return reduces(eqn) and sorted(eqn.params["axes"]) == list(range(1, eqn.invars[0].aval.ndim))
-
-
-def reduces_all(eqn: Any) -> bool:
-    """Returns whether an equation reduces all elements: any dimensions that it leaves are of size 1."""
-    aval = eqn.invars[0].aval
-    return reduces(eqn) and all(
-        size == 1 or dim in eqn.params["axes"] for dim, size in enumerate(aval.shape)
-    )
-
-
-def reduces(eqn: Any) -> bool:
-    """Returns whether an equation reduces some or all dimensions. Bitwise 'and' and 'or' of integers do not count."""
-    name = eqn.primitive.name
-    if name in ("reduce_and", "reduce_or"):
-        return bool(eqn.invars[0].aval.dtype == jnp.bool_)
-    return name in REDUCTIONS
-
-
-def contracts_all(eqn: Any) -> bool:
-    """Returns whether an equation is the scalar product of two arrays of one shape."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (left, right), batch = eqn.params["dimension_numbers"]
-    first, second = (atom.aval.shape for atom in eqn.invars)
-    return first == second and left == right and len(left) == len(first) and not any(batch)
-
-
-def keeps_the_order(eqn: Any) -> bool:
-    """Returns whether an equation only reshapes an array and keeps its elements in order, so its shard is unchanged."""
-    name = eqn.primitive.name
-    if name == "squeeze":
-        return True
-    if name == "reshape":
-        return eqn.params["dimensions"] is None
-    # A broadcast that repeats no element only adds dimensions of size 1.
-    return name == "broadcast_in_dim" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size

@@ -50,20 +50,6 @@ def marked(name: str, tree: Any, given: Any = ()) -> Any:
     return jax.jit(_Mark(name))(tree, given)
 
 
-def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
-    """The same tree, declared equal on all replicas of a group where the program does not show that it is.
-
-    Use it for the result of a custom computation that makes values equal, or of a gather in steps among some replicas
-    at a time. The declaration is not proved: a run compares fingerprints of the replicas' state every
-    `fingerprint_every_steps` steps and before each save, and stops or rolls back if copies differ.
-
-    Args:
-      tree: arrays.
-      given: arrays that the tree depends on. If these differ between replicas, so does the tree.
-    """
-    return marked(EQUAL, tree, given)
-
-
 def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
     """The one equation of a program on all replicas that maps a replica's program: its `jax.shard_map`."""
     (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
@@ -82,9 +68,9 @@ def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
     return outputs(jax_internals.opened(mapped["jaxpr"]), inputs), declared
 
 
-def mapped_axes(eqn: Any) -> Axes:
-    """The axes of groups and replicas over which an equation is a collective, or of which it is an index."""
-    return ALL.intersection(primitives.mapped_axes(eqn))
+def mapped_axes(eqn: Any, axes: Axes = ALL) -> Axes:
+    """The axes, of those of groups and replicas, over which an equation is a collective, or of which it is an index."""
+    return axes.intersection(primitives.mapped_axes(eqn))
 
 
 def of_spec(spec: jax.P) -> Axes:
@@ -93,7 +79,10 @@ def of_spec(spec: jax.P) -> Axes:
 
 
 def outputs(
-    jaxpr: jax_internals.Jaxpr, inputs: Sequence[Axes], special: Special | None = None
+    jaxpr: jax_internals.Jaxpr,
+    inputs: Sequence[Axes],
+    special: Special | None = None,
+    axes: Axes = ALL,
 ) -> list[Axes]:
     """The axes along which each result of a replica's program differs.
 
@@ -101,58 +90,62 @@ def outputs(
       jaxpr: the program.
       inputs: the axes along which each of its inputs differs.
       special: called first for each equation. It may also return notes that are not axes.
+      axes: the mapped axes.
     """
-    axes: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda x: _NONE if isinstance(x, jax_internals.Literal) else axes.get(x, _NONE)
+    noted: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
+    read = lambda x: _NONE if isinstance(x, jax_internals.Literal) else noted.get(x, _NONE)
     for eqn in jaxpr.eqns:
         read_axes = [read(x) for x in eqn.invars]
-        results = of_equation(eqn, read_axes, special)
-        axes.update(zip(eqn.outvars, results, strict=True))
+        results = of_equation(eqn, read_axes, special, axes)
+        noted.update(zip(eqn.outvars, results, strict=True))
         if eqn.effects:
             # An effect may write any input into a mutable reference, from which later equations read it.
             for x in eqn.invars:
                 if not isinstance(x, jax_internals.Literal) and "Ref" in type(x.aval).__name__:
-                    axes[x] = read(x).union(*read_axes)
+                    noted[x] = read(x).union(*read_axes)
     return [read(x) for x in jaxpr.outvars]
 
 
-def of_equation(eqn: Any, inputs: list[Axes], special: Special | None = None) -> list[Axes]:
+def of_equation(
+    eqn: Any, inputs: list[Axes], special: Special | None = None, axes: Axes = ALL
+) -> list[Axes]:
     """The axes along which each result of an equation differs, with the arguments of `outputs`."""
     name, params = eqn.primitive.name, eqn.params
     known = None if special is None else special(eqn, inputs)
     if known is not None:
         return known
     if name == "axis_index":
-        return [mapped_axes(eqn)]
+        return [mapped_axes(eqn, axes)]
     if name in EQUALISING:
         return _of_collective(eqn, inputs)
     if name == "scan":
-        return _of_scan(eqn, inputs, special)
+        return _of_scan(eqn, inputs, special, axes)
     if name == "while":
-        return _of_while(params, inputs, special)
+        return _of_while(params, inputs, special, axes)
     if name == "cond":
-        return _of_cond(params, inputs, special)
+        return _of_cond(params, inputs, special, axes)
     if params.get("name") == EQUAL:
         given = inputs[len(eqn.outvars) :]
         # Notes that are not axes pass through: the mark makes values equal only along axes.
-        others = [x - ALL for x in inputs]
+        of_replicas = axes - {mesh_lib.GROUP}
+        others = [x - of_replicas for x in inputs]
         return [_NONE.union(*given, *others) for _ in eqn.outvars]
     if params.get("name") == GATHERED:
         # Each gather may be among some replicas only, but after all of its steps the result is equal on all.
         return [_NONE.union(*inputs) - {mesh_lib.REPLICA} for _ in eqn.outvars]
     if "callback" in name:
         # The host may compute a different number on each replica.
-        return [ALL.union(*inputs) for _ in eqn.outvars]
+        return [axes.union(*inputs) for _ in eqn.outvars]
     inner = list(jax_internals.inner_programs(eqn))
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
-        results = outputs(inner[0], inputs, special)
+        results = outputs(inner[0], inputs, special, axes)
         if len(results) == len(eqn.outvars):
             return results
     # The results of any other equation differ along the axes of all its inputs, and along those that arise in its inner
     # programs. Those of any other collective, such as ppermute, differ along its axes even if its inputs are equal.
-    within = [_NONE.union(*outputs(x, [_NONE] * len(x.invars))) for x in inner]
-    axes = mapped_axes(eqn).union(*inputs, *within)
-    return [axes for _ in eqn.outvars]
+    within = [_NONE.union(*outputs(x, [_NONE] * len(x.invars), axes=axes)) for x in inner]
+    noted = mapped_axes(eqn, axes).union(*inputs, *within)
+    return [noted for _ in eqn.outvars]
 
 
 def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
@@ -164,21 +157,21 @@ def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
     return [_NONE.union(*inputs) for _ in eqn.outvars]
 
 
-def _of_scan(eqn: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
+def _of_scan(eqn: Any, inputs: list[Axes], special: Special | None, axes: Axes) -> list[Axes]:
     consts, carries = jax_internals.scan_counts(eqn)
     body = jax_internals.opened(eqn.params["jaxpr"])
     fixed, carry = inputs[:consts], inputs[consts : consts + carries]
     scanned = inputs[consts + carries :]
     # Each round may make more of the carry differ, so this repeats until nothing changes.
     while True:
-        results = outputs(body, [*fixed, *carry, *scanned], special)
+        results = outputs(body, [*fixed, *carry, *scanned], special, axes)
         joined = [old | new for old, new in zip(carry, results[:carries], strict=True)]
         if joined == carry:
             return [*carry, *results[carries:]]
         carry = joined
 
 
-def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
+def _of_while(params: Any, inputs: list[Axes], special: Special | None, axes: Axes) -> list[Axes]:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
     carry = inputs[of_cond + of_body :]
@@ -186,17 +179,18 @@ def _of_while(params: Any, inputs: list[Axes], special: Special | None) -> list[
     body = jax_internals.opened(params["body_jaxpr"])
     while True:
         # If the number of rounds differs between replicas, so do all results.
-        rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special))
-        results = outputs(body, [*body_consts, *carry], special)
+        rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special, axes))
+        results = outputs(body, [*body_consts, *carry], special, axes)
         joined = [old | new | rounds for old, new in zip(carry, results, strict=True)]
         if joined == carry:
             return carry
         carry = joined
 
 
-def _of_cond(params: Any, inputs: list[Axes], special: Special | None) -> list[Axes]:
+def _of_cond(params: Any, inputs: list[Axes], special: Special | None, axes: Axes) -> list[Axes]:
     which, *operands = inputs
     branches = [
-        outputs(jax_internals.opened(branch), operands, special) for branch in params["branches"]
+        outputs(jax_internals.opened(branch), operands, special, axes)
+        for branch in params["branches"]
     ]
     return [which.union(*results) for results in zip(*branches, strict=True)]

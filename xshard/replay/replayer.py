@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import checkpoint, data, errors, evaluation, logical
+from xshard import checkpoint, data, errors, evaluation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -83,9 +83,7 @@ class Replayer:
 
     def single_program(self) -> Any:
         """Returns the training step as one jitted program, for analysis; raises UserError like `preflight.single_program`."""
-        if isinstance(self.step_program, logical.Program):
-            return preflight.single_program(self.experiment, self.mesh)
-        return self.step_program
+        return preflight.single_program(self.experiment, self.mesh)
 
     def _changes(self) -> list[str]:
         old = jsonfile.read_if_exists(self._workdir.origin) or {}

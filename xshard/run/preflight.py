@@ -68,11 +68,16 @@ def programs(
       UserError: if a method of the experiment does not fit, or if a value that must be equal on all replicas differs.
     """
     train_step = jitted_step(experiment, mesh)
+    analyzed_step = train_step
+    if step.updates_in_shards(mesh, state):
+        analyzed_step = jax.jit(step.make_analyzed_step(experiment, mesh))
     with cross_shard.recording() as rules:
-        traced_step = train_step.trace(state, batch)
+        traced_step = analyzed_step.trace(state, batch)
     _check_reduction(experiment, rules)
     _check_equal(experiment, mesh, state, traced_step)
     _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
+    if analyzed_step is not train_step:
+        train_step.trace(state, batch)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
     trace = lambda batch, *keys: predict.trace(state, batches.shapes_of(batch, whole), *keys)
@@ -167,7 +172,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
 
 
 def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the training step as one jitted program with one replica on each device, for inspection.
+    """Returns the training step as one jitted `jax.shard_map` with one replica on each device, for analysis.
 
     Raises:
       UserError: if the number of devices for each group differs from the config's number of logical replicas.
@@ -179,7 +184,7 @@ def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mes
             f"The config has logical_replicas={replicas.count}, but there are {mesh_lib.num_replicas(mesh)} devices for each "
             f"group. To inspect a step, each replica needs its own device: on CPUs, give --cpu_devices={devices}."
         )
-    return jax.jit(step.make_watched_step(experiment, mesh))
+    return jax.jit(step.make_analyzed_step(experiment, mesh))
 
 
 def jitted_predict(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xshard import checkpoint, errors
@@ -14,8 +15,10 @@ from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
+from xshard.learners.state import LearnerState
 from xshard.metrics import formatting, writers
 from xshard.metrics import log as log_lib
+from xshard.optimizers import moving_average, trees
 from xshard.run import nonfinite, resuming, states
 
 # The key of a checkpoint's metadata for the number of rows that the run had logged when it saved.
@@ -176,11 +179,9 @@ class Checkpoints:
     def _init_from(
         self, source: checkpoint.Source, state: state_lib.TrainState
     ) -> state_lib.TrainState:
-        # The source's arrays have the whole shapes of a checkpoint; this state's arrays may be in shards.
-        converter = self.states.converter
-        whole = converter.to_whole(state)
-        taken = checkpoint.init_from(source, whole)
-        return converter.from_whole(converter.begin_averages(taken, whole))
+        old = state_lib.learners(state)
+        taken = checkpoint.init_from(source, state)
+        return state_lib.map_learners(lambda name, x: _begin_averages(x, old[name]), taken)
 
     def add_late_evaluation(self, step: int, metrics: Mapping[str, Any], log: log_lib.Log) -> None:
         """Adds the metrics of an evaluation to the checkpoint of its step, which was saved before.
@@ -214,7 +215,7 @@ class Checkpoints:
         with self._tolerated():
             self.manager.save(
                 step,
-                self.states.converter.to_whole(state),
+                state,
                 {**self._metadata, **noted, _ROWS: log.rows},
                 data=self._batches.position(step),
                 metrics=_numbers(metrics),
@@ -292,3 +293,23 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def number(value: Any) -> float:
     """Returns a metric as one number: the mean over groups if there are several."""
     return float(np.mean(jax.device_get(value)))
+
+
+def _begin_averages(state: LearnerState, before: LearnerState) -> LearnerState:
+    """Restarts averages of parameters at the parameters' values, after parameters were taken from elsewhere.
+
+    Args:
+      state: the state of a learner.
+      before: the state before some of its arrays were replaced. Averages that were replaced, too, are kept.
+    """
+    name = state.rules.averages_module
+    if name is None:
+        return state
+    slots, old = dict(state.opt_state[name]), before.opt_state[name]
+    for path, param in trees.leaves_by_path(state.params).items():
+        key = f"{moving_average.SLOT}/{path}"
+        if key in slots and slots[key] is old[key]:
+            # The average is a copy, because a step that donates the state may not get one buffer twice.
+            copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
+            slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
+    return state.replace(opt_state={**state.opt_state, name: slots})

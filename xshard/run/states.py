@@ -17,7 +17,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import workdir
-from xshard.stored import conversion, replica_state
+from xshard.stored import replica_state
 
 
 class States:
@@ -26,7 +26,6 @@ class States:
     Attributes:
       manager: the checkpoints.
       target: the shapes, types and shardings of a state in a checkpoint.
-      converter: converts a state to the shapes of a checkpoint, and back.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class States:
         self._args = experiment, mesh, experiment.config.seed, example
         config = experiment.config
         options, rules = config.checkpoint, keep(config.checkpoint)
-        target = state_lib.abstract_state(*self._args, whole=True)
+        target = state_lib.abstract_state(*self._args)
         # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
         if config.on_nonfinite == config_lib.ROLL_BACK:
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
@@ -69,7 +68,6 @@ class States:
             committed=committed,
         )
         self.target = target
-        self.converter = conversion.StateConverter(experiment, mesh)
         self._mesh = mesh
 
     def init(self) -> state_lib.TrainState:
@@ -77,7 +75,7 @@ class States:
         return state_lib.init(*self._args)
 
     def restore(self, step: int | None = None, *, fits: bool = False) -> checkpoint.Restored:
-        """Reads a checkpoint, and returns it with the state in the form that a step takes.
+        """Reads a checkpoint.
 
         Args:
           step: the step to restore; the newest by default.
@@ -89,9 +87,8 @@ class States:
         target = (
             functools.partial(replica_state.fit, self.target, self._mesh) if fits else self.target
         )
-        older = lambda: state_lib.abstract_state(*self._args, whole=True, all_slots=True)
-        restored = self.manager.restore(target, step, may_hold=older)
-        return restored._replace(state=self.converter.from_whole(restored.state))
+        older = lambda: state_lib.abstract_state(*self._args, all_slots=True)
+        return self.manager.restore(target, step, may_hold=older)
 
 
 def _must_be_finite(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:

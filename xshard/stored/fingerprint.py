@@ -6,7 +6,6 @@ change goes unnoticed with a probability of 2**-64.
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,7 @@ from jax import lax
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners.state import LearnerState, is_learner
-from xshard.optimizers import layouts as layouts_lib
+from xshard.learners.state import is_learner
 from xshard.optimizers import trees, varying
 from xshard.stored import hashing
 
@@ -69,21 +67,13 @@ class _Place(NamedTuple):
       cell: the cell to whose fingerprint the array contributes.
       path: the array's path.
       axes: for each dimension, the manual mesh axes along which it is sharded.
-      sizes: for each dimension, the size of the whole array, without padding.
+      sizes: for each dimension, the size of the whole array.
     """
 
     cell: Cell
     path: str
     axes: tuple[tuple[str, ...], ...]
     sizes: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Description:
-    """The kind and the layout of an array of the state. It is not a pytree, so that it is a leaf of a tree."""
-
-    kind: str
-    layout: layouts_lib.Layout | None = None
 
 
 def cells(
@@ -98,7 +88,11 @@ def cells(
 
 
 def program(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, *, each: bool = False
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    *,
+    each: bool = False,
+    every_steps: int = 1,
 ) -> Callable[[state_lib.TrainState], Fingerprints]:
     """Returns a function from a state, as `xshard.init` returns it, to its fingerprints. The function is not jitted.
 
@@ -106,12 +100,14 @@ def program(
       experiment: the experiment.
       mesh: the run's mesh.
       each: whether each array has its own fingerprint, by its path, instead of one for each kind of arrays.
+      every_steps: for which steps to compute them, as for `is_due`.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def fingerprints(state: state_lib.TrainState) -> Fingerprints:
         def local(state_of_replica: state_lib.TrainState) -> Fingerprints:
-            of_group = of_replica(experiment, mesh, state, state_of_replica, each=each)
+            due = is_due(state_of_replica.step, every_steps)
+            of_group = of_replica(experiment, mesh, state, state_of_replica, due, each=each)
             return jax.tree.map(lambda x: x[None], of_group) if grouped else of_group
 
         specs = state_lib.specs(experiment, mesh, state, manual=True)
@@ -119,6 +115,11 @@ def program(
         return mesh_lib.on_replicas(local, mesh, in_specs=(specs,), out_specs=per_group)(state)
 
     return fingerprints
+
+
+def is_due(step: Any, every_steps: int) -> Any:
+    """Returns whether to compute the fingerprints of the state after a number of steps, before the next one."""
+    return every_steps == 1 or (step + 1) % every_steps == 0
 
 
 def of_replica(
@@ -187,43 +188,32 @@ def _places(
     """Returns the place of each leaf of a state."""
     groups = mesh_lib.group_axes(mesh)
     specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
-    described = jax.tree.leaves(jax.tree.broadcast(_described(experiment, mesh, state), state))
+    kinds = jax.tree.leaves(jax.tree.broadcast(_kinds(state), state))
     places = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), spec, of_leaf in zip(leaves, specs, described, strict=True):
+    for (path, leaf), spec, kind in zip(leaves, specs, kinds, strict=True):
         name = trees.path_name(path)
         skip = len(groups)
         if name in ("step", "rng"):
             skip = 0
         sizes = list(leaf.shape[skip:])
-        if of_leaf.layout is not None and of_leaf.layout.flat:
-            sizes[-1] = of_leaf.layout.size
         entries = [*spec[skip:], *[None] * len(sizes)][: len(sizes)]
         axes = tuple(tuple(mesh_lib.axes_of([entry])) for entry in entries)
         own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
-        places.append(_Place(Cell(name if each else of_leaf.kind, own), name, axes, tuple(sizes)))
+        places.append(_Place(Cell(name if each else kind, own), name, axes, tuple(sizes)))
     return places
 
 
-def _described(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
-) -> state_lib.TrainState:
-    """Returns a prefix of the state's tree with a description of each leaf, or of all leaves below a node."""
-    other = _Description(OTHER)
+def _kinds(state: state_lib.TrainState) -> state_lib.TrainState:
+    """Returns a prefix of the state's tree with the kind of each leaf, or of all leaves below a node."""
 
-    def of_learner(x: LearnerState) -> LearnerState:
-        layouts = state_lib.layouts_of(experiment, mesh, x)
-        slot = lambda layout, _: _Description(SLOTS, layout)
-        return x.replace(
-            params=_Description(PARAMS),
-            net_state=_Description(NET_STATE),
-            opt_state=layouts_lib.map_state(slot, layouts, x.opt_state),
-            global_step=other,
-        )
+    def of(x: Any) -> Any:
+        if not is_learner(x):
+            return OTHER
+        return x.replace(params=PARAMS, net_state=NET_STATE, opt_state=SLOTS, global_step=OTHER)
 
-    of = lambda x: of_learner(x) if is_learner(x) else other
     inner = jax.tree.map(of, state.experiment, is_leaf=is_learner)
-    return state_lib.TrainState(other, inner, other)
+    return state_lib.TrainState(OTHER, inner, OTHER)
 
 
 def _of_small(arrays: Sequence[tuple[str, jax.Array]]) -> jax.Array:
@@ -245,23 +235,17 @@ def _of_array(place: _Place, words: jax.Array, shards: Mapping[Any, jax.Array]) 
     # An element of several words has extra trailing dimensions, which number its words.
     sizes = (*place.sizes, *words.shape[len(place.sizes) :])
     number = jnp.zeros(words.shape, jnp.uint32)
-    is_padding = None
     for dim, size in enumerate(sizes):
         here = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
         if dim < len(place.axes) and place.axes[dim]:
             here = here + shards[place.axes[dim]] * jnp.uint32(words.shape[dim])
-            count = lax.axis_size(place.axes[dim])
-            if count * words.shape[dim] != size:
-                is_padding = here >= jnp.uint32(size)
         number = number * jnp.uint32(size) + here
-    return _sums(words, hashing.keys(number, place.path, jnp), is_padding)
+    return _sums(words, hashing.keys(number, place.path, jnp))
 
 
-def _sums(words: jax.Array, keys: jax.Array, is_padding: jax.Array | None = None) -> jax.Array:
-    """Mixes words with keys, and sums the two results over all words that are not padding."""
+def _sums(words: jax.Array, keys: jax.Array) -> jax.Array:
+    """Mixes words with keys, and sums the two results over all words."""
     lanes: Any = hashing.mixed(words, keys, jnp)
-    if is_padding is not None:
-        lanes = tuple(jnp.where(is_padding, jnp.uint32(0), x) for x in lanes)
     # Both sums are computed in one pass, because reading the words is limited by memory bandwidth.
     zeros = (jnp.uint32(0), jnp.uint32(0))
     both = lambda x, y: (x[0] + y[0], x[1] + y[1])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from xshard import contract, errors, jax_internals, supervised
 from xshard import experiment as experiment_lib
@@ -18,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.learners import run_context, update_stub
 from xshard.learners.state import is_learner, layout_of_copies
-from xshard.optimizers import layouts, primitives, trees, varying
+from xshard.optimizers import layouts, primitives, replica_map, trees, varying
 
 _NONE: varying.Axes = frozenset()
 # Marks on a value, beside the mesh axes along which it differs: it is computed elementwise from shards of a parameter
@@ -34,7 +35,7 @@ def call(
     experiment: experiment_lib.Experiment,
     shapes: state_lib.TrainState,
     *args: Any,
-    whole: bool = False,
+    steps: bool = False,
 ) -> Any:
     """Calls a method of an experiment on a replica, and checks its use of sharded parameters.
 
@@ -44,7 +45,7 @@ def call(
       experiment: the experiment.
       shapes: the shapes of the run's state, as it is stored.
       *args: the method's arguments.
-      whole: whether the optimizer state is whole, as in an evaluation.
+      steps: whether the method's first result is the experiment's new state.
 
     Returns:
       The method's result.
@@ -53,13 +54,27 @@ def call(
       UserError: if the method uses a replica's shard of a parameter as if it were the whole parameter.
     """
     layouts_of = _layouts_of(shapes)
-    with run_context.run_on(mesh, experiment.sharding_rules(), whole=whole):
+    with run_context.run_on(mesh, experiment.sharding_rules()):
         with _explained(layouts_of):
             returned = method(*args)
         if layouts_of and not supervised.leaves_state_alone(experiment):
-            with run_context.analysis_only():
-                _UsageChecker(method, layouts_of, args).check(steps=not whole)
+            with run_context.analysis_only(), replica_map.not_mapped():
+                local = _as_shards(layouts_of, args)
+                _UsageChecker(method, layouts_of, local).check(steps=steps)
     return returned
+
+
+def _as_shards(held: Mapping[str, layouts.Layout], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the shapes of a method's arguments where a replica has shards of the arrays in `held`."""
+    state, *others = args
+
+    def of(path: Any, x: Any) -> Any:
+        layout = held.get(trees.path_name(path))
+        shape = x.shape if layout is None else layout.shard_shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), tuple(others))
+    return jax.tree_util.tree_map_with_path(of, state), *shapes
 
 
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
