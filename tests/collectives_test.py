@@ -83,12 +83,11 @@ def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
     reduced = [collective for collective in found if collective.kind == "all-reduce"]
-    assert [collective.dtypes for collective in reduced] == [("f32",), ("pred",), ("f32",)]
-    first, vote, last = reduced
+    assert [collective.dtypes for collective in reduced] == [("s32",), ("f32",), ("f32",)]
+    vote, first, last = reduced
     # The last bias has ten numbers, which eight replicas do not divide: its gradient is summed whole, with the metrics.
     assert first.bytes == 4 * (10 + 2 + 1)
-    # Whether each of the seven other gradients is finite.
-    assert vote.bytes == 7
+    assert vote.bytes == 4
     # Two partial sums of norms, less one that is reduced before, and for each of the seven gradients the number of its
     # elements that are not finite; slots that are not cut have a fingerprint of their own.
     assert last.bytes == 4 * (1 + 7 + fingerprints(mesh, kinds=4))
@@ -125,13 +124,13 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
         budgets[config.experiment.rpartition(".")[2]] = counts
     # Outside of loops too an array is gathered forward and backward, unless the CPU compiler removes the second gather.
     # Five small arrays are updated in shards and gathered after the update; the last bias, which 8 does not divide, is whole.
-    # The all-reduce of booleans is the vote.
+    # The all-reduce of integers is the vote.
     outside = 2 if barriers_hold(mesh) else 1
     assert budgets["Digits"] == {
         ("all-gather", "f16"): 2 * outside,
         ("all-gather", "f32"): 5,
         ("reduce-scatter", "f32"): 7,
-        ("all-reduce", "pred"): 1,
+        ("all-reduce", "s32"): 1,
         ("all-reduce", "f32"): 2,
     }
     layers, arrays, norms = 2, 4, 3
@@ -140,7 +139,7 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
         ("all-gather", "f16"): 2 * layers * arrays + 1 + outside,
         ("all-gather", "f32"): norms,
         ("reduce-scatter", "f32"): layers * arrays + 2 + norms,
-        ("all-reduce", "pred"): 1,
+        ("all-reduce", "s32"): 1,
         # Clipping needs the norm of the gradients early. The metrics are reduced later, with the parameters' norm.
         ("all-reduce", "f32"): 2,
     }

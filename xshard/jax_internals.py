@@ -4,6 +4,7 @@ JAX changes its private modules and `jax.extend`, `jax.interpreters` and `jax.ex
 file imports them. xshard runs on JAX 0.10, 0.11 and 0.12. Each item says what it is for, and what makes it superfluous.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -60,9 +61,14 @@ def without_mesh(x: jax.Array) -> jax.Array:
     JAX gives each value in a trace the mesh that it lies on, and a program traced for values on a mesh does not accept
     one device's part of them. It can go when `jax.shard_map` accepts such programs.
     """
-    unchanged = jax.jit(lambda x: x)
-    program = jax.make_jaxpr(unchanged)(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return as_function(program)(x)[0]
+    return _unchanged(x.shape, x.dtype)(x)[0]
+
+
+# A step calls it for each array.
+@functools.lru_cache(maxsize=4096)
+def _unchanged(shape: tuple[int, ...], dtype: Any) -> Callable[..., list[Any]]:
+    program = jax.make_jaxpr(jax.jit(lambda x: x))(jax.ShapeDtypeStruct(shape, dtype))
+    return as_function(program)
 
 
 def inner_programs(eqn: Any) -> Iterator[Jaxpr]:

@@ -65,6 +65,20 @@ def test_each_replica_calls_a_function_by_itself(shape):
     harness.assert_equal(got, wanted)
 
 
+def test_numbers_and_keywords_keep_their_types():
+    def local(x, factor, *, shift):
+        assert factor.weak_type and shift.dtype == jnp.int32
+        return x * factor + shift.astype(x.dtype)
+
+    def f(x):
+        return xshard.per_replica(local)(x, 0.5, shift=jax.lax.axis_index("replica"))
+
+    specs = {"in_specs": ROWS, "out_specs": ROWS}
+    mapped = xshard.vmap_replicas(f, make_mesh((1, 1, 8)), **specs)
+    got = jax.jit(mapped)(jnp.ones(8, jnp.bfloat16))
+    harness.assert_equal(got, 0.5 + jnp.arange(8, dtype=jnp.bfloat16))
+
+
 def test_what_a_function_closes_over_may_be_mapped():
     def f(x):
         mean = jax.lax.pmean(x, "replica")

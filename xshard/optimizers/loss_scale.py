@@ -8,7 +8,6 @@ Sources: Micikevicius et al., "Mixed Precision Training", 2018, https://arxiv.or
 `tf.compat.v1.mixed_precision.{FixedLossScale, DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
 """
 
-import functools
 import math
 import numbers
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors
-from xshard.optimizers import base, skips, trees
+from xshard.optimizers import base, shards, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -244,11 +243,7 @@ def get(identifier: Any) -> LossScale:
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
     """Returns whether all elements of all gradients are finite, a boolean scalar; True, as in TensorFlow, if there are none."""
-    if not jax.tree.leaves(grads):
-        return jnp.asarray(True)
-    finite = [jnp.all(jnp.isfinite(grad)) for grad in jax.tree.leaves(grads)]
-    # Reduced one by one: a sharded update joins such a chain of scalars into one collective.
-    return functools.reduce(jnp.logical_and, finite)
+    return shards.holds_for_all(lambda grad: jnp.all(jnp.isfinite(grad)), grads)
 
 
 def _times(weight: Any, scale: jax.Array) -> jax.Array:

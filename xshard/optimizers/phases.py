@@ -123,7 +123,8 @@ class Step:
         trained = trees.present(grads)
         old = trees.leaves_by_path(params)
         moved = partition.map(lie, {path: old[path] for path in trained})
-        grads, applied = _with_own_keys(self._decide)(grads)
+        with shards.in_effect(partition):
+            grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
         before = skips.current_state()
         update = _with_own_keys(self._update, _UPDATE_KEY.get())

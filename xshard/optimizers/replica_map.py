@@ -121,6 +121,7 @@ def vmap_replicas(
 
     def of_all(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
+        leaves = list(map(jnp.asarray, leaves))
         specs = _leaf_specs(in_specs, args)
         divided = [_divide(replicas, spec, x) for spec, x in zip(specs, leaves, strict=True)]
 
@@ -145,7 +146,7 @@ def vmap_replicas(
             )
         # Traced without the arguments' meshes: JAX does not let a program that was traced for arrays on a mesh run on
         # one replica's part of them, as `per_replica` does.
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in divided]
+        shapes = [_shape_of(x, x.shape) for x in divided]
         with _mapped_over(replicas):
             program, returned = _explained(jax.make_jaxpr(mapped, return_shape=True))(shapes)
         results = jax_internals.as_function(program)(*divided)
@@ -168,7 +169,7 @@ def per_replica(
     already; wrap other such code yourself.
 
     Args:
-      f: a function of arrays. It may use collectives over the mapped axes.
+      f: a function of arrays, which may use collectives over the mapped axes. What it closes over may be arrays, too.
       in_specs: how whole arguments lie along the mapped axes, a prefix of the arguments' tree. The function gets its
         replica's shard of them. All others are a replica's own, or whole.
       out_specs: the same for results, a prefix of their tree, or a function from the results' shapes to that.
@@ -186,19 +187,23 @@ def per_replica(
     """
 
     @functools.wraps(f)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         replicas = _CURRENT.get()
         if replicas is None:
-            return f(*args)
-        leaves, structure = jax.tree.flatten(args)
-        specs = _leaf_specs(in_specs, args)
+            return f(*args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves = list(map(jnp.asarray, leaves))
+        specs = _leaf_specs(in_specs, args) + _leaf_specs(_WHOLE, kwargs)
         shards = []
         for spec, x in zip(specs, leaves, strict=True):
             shape = _scaled(x.shape, spec, lambda size, axis: size // replicas.mesh.shape[axis])
-            shards.append(jax.ShapeDtypeStruct(shape, x.dtype))
-        trace = jax.make_jaxpr(
-            lambda leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
-        )
+            shards.append(_shape_of(x, shape))
+
+        def of_leaves(leaves: Sequence[Any]) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return f(*args, **kwargs)
+
+        trace = jax.make_jaxpr(of_leaves, return_shape=True)
         # As within the `jax.shard_map` that calls it: a collective may ask which axes are left to XLA.
         with not_mapped(), jax.sharding.use_abstract_mesh(replicas.inside):
             program, returned = trace(shards)
@@ -209,7 +214,7 @@ def per_replica(
         island = _Island(
             replicas,
             closed,
-            [jax.P()] * (len(constants) + 1) + specs,
+            [_WHOLE] * (len(constants) + 1) + specs,
             _leaf_specs(of_results, returned),
         )
         # The replica's number differs along all axes, so that each of them calls the rule below.
@@ -422,6 +427,11 @@ def _bind_name(f: Callable[[list[Any]], Any], axis: str) -> Callable[[list[Any]]
     """The function, where an axis of size 1 has this name. No array is mapped along it."""
     mapped = jax.vmap(f, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
     return lambda divided: jax.tree.map(lambda x: x[0], mapped(divided))
+
+
+def _shape_of(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The shape and type of an array without its mesh, or of its part."""
+    return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
 def _leaf_specs(specs: Any, tree: Any) -> list[jax.P]:

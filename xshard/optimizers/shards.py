@@ -4,9 +4,11 @@ Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Pa
 https://arxiv.org/abs/2004.13336.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,6 +114,27 @@ class Partition:
             x = _in_place(gather, layout)(x)
         return x.astype(shard.dtype)
 
+    def holds_for_all(self, test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
+        """Returns whether a test holds for all elements of global arrays; see the function of this name."""
+        sharded, whole, specs = [], [], []
+        for path, x in trees.present(arrays).items():
+            layout = self.layouts[path]
+            if layout.dim is None:
+                whole.append(x)
+            else:
+                sharded.append(x)
+                specs.append(self.spec(layout, manual=True))
+
+        def of_replica(shards: list[jax.Array]) -> jax.Array:
+            # JAX has no collectives of booleans, so this one counts.
+            failed = ~_all_hold(test, shards)
+            return lax.psum(failed.astype(jnp.int32), **self._axis) == 0
+
+        held = _all_hold(test, whole)
+        if sharded:
+            held &= replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        return held
+
     def gather_global(self, tree: Any) -> Any:
         """Makes global arrays whole on each replica, but those of parameters that are held in shards."""
 
@@ -162,6 +185,41 @@ class Partition:
 
         share = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
         return share, trees.sum_of_squares(whole)
+
+
+# The partition in which the rules of a step find global arrays.
+_IN_EFFECT: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
+    "partition", default=None
+)
+
+
+@contextlib.contextmanager
+def in_effect(partition: Partition) -> Iterator[None]:
+    """Tells the rules that are called in its body how the global arrays lie that they are given."""
+    token = _IN_EFFECT.set(partition)
+    try:
+        yield
+    finally:
+        _IN_EFFECT.reset(token)
+
+
+def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
+    """Returns whether a test, which reduces an array to a boolean, holds for all arrays of a tree; None leaves do not count.
+
+    XLA would reduce each array in shards over the replicas by itself, and on CPUs repeat the conjunction of all results
+    wherever it is used, which takes long to compile for many arrays. So the replicas' own conjunctions are reduced, once.
+    """
+    partition = _IN_EFFECT.get()
+    if partition is not None:
+        return partition.holds_for_all(test, arrays)
+    return _all_hold(test, jax.tree.leaves(arrays))
+
+
+def _all_hold(test: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+    held = jnp.asarray(True)
+    for x in arrays:
+        held &= test(x)
+    return held
 
 
 def _in_place(
