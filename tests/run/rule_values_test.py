@@ -211,8 +211,11 @@ def test_an_update_with_a_replicas_own_value_is_refused(tmp_path, rule, mode):
         "Ruled.optimizer .* a value of a replica's own|differs between the replicas|"
         "shard_params=True cannot be used with Noisy, which overrides aggregate"
     )
-    with pytest.raises(errors.UserError, match=match):
+    with pytest.raises(errors.UserError, match=match) as e:
         start(tmp_path, rule, mode)
+    if "a value of a replica's own" in str(e.value):
+        why = {"own keys": "key", "own index": "index"}.get(rule, "part of the batch and its key")
+        assert f"which depends on its {why}. Each" in str(e.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -4,6 +4,7 @@ A value differs between replicas if it depends on the replica's part of the batc
 passed through a collective that makes it equal. Values of different groups also differ by the groups' states.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,15 @@ EQUAL, UPDATED, SHARD_INDEX = "equal_on_replicas", "updated", "shard_index"
 SLICES_ERROR = "slices_error"
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
+# Notes on why a value differs between replicas, and the words for that.
+OF_BATCH, OF_STATE, OF_INDEX, OF_KEY = "of batch", "of state", "of index", "of key"
+_WORDS = {
+    OF_BATCH: "its part of the batch",
+    OF_STATE: "state of its own",
+    OF_INDEX: "its index",
+    OF_KEY: "its key",
+}
+_CAUSES: Axes = frozenset(_WORDS)
 # A function of an equation and its inputs' axes that returns its results' axes, or None to treat it like any other.
 Special = Callable[[Any, list[Axes]], list[Axes] | None]
 
@@ -56,16 +66,62 @@ def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
     return mapped
 
 
-def mapped_outputs(jaxpr: jax_internals.Jaxpr) -> tuple[list[Axes], list[Axes]]:
+def mapped_outputs(
+    jaxpr: jax_internals.Jaxpr, causes: Sequence[str] = ()
+) -> tuple[list[Axes], list[Axes]]:
     """The axes along which each result of a program on all replicas differs, and the axes that its spec declares.
 
     Args:
       jaxpr: the program, which contains one `jax.shard_map`. All computation before that is on whole arrays.
+      causes: for each of the last inputs, the note on what depends on it where it differs: OF_BATCH or OF_STATE. Results
+        then have such notes, too.
     """
     mapped = mapped_equation(jaxpr).params
-    inputs = list(map(of_spec, mapped["in_specs"]))
+    inputs = with_causes(list(map(of_spec, mapped["in_specs"])), causes)
     declared = list(map(of_spec, mapped["out_specs"]))
-    return outputs(jax_internals.opened(mapped["jaxpr"]), inputs), declared
+    long = frozenset(axis for axis in ALL if mapped["mesh"].shape.get(axis, 1) > 1)
+    special = functools.partial(of_cause, long)
+    return outputs(jax_internals.opened(mapped["jaxpr"]), inputs, special), declared
+
+
+def with_causes(inputs: Sequence[Axes], causes: Sequence[str]) -> list[Axes]:
+    """The axes along which inputs differ, with the note on what depends on them, if they do."""
+    # The constants of a program come before its arguments.
+    known = [""] * (len(inputs) - len(causes)) + list(causes)
+    return [
+        axes | {cause} if axes and cause else axes
+        for axes, cause in zip(inputs, known, strict=True)
+    ]
+
+
+def of_cause(long: Axes, eqn: Any, inputs: list[Axes]) -> list[Axes] | None:
+    """Notes that a value depends on a replica's index or on a key that was made from it, as a `Special`.
+
+    Args:
+      long: the axes of a size above 1. A value that is equal along them differs for no cause.
+      eqn: the equation.
+      inputs: the notes of its inputs.
+    """
+    name = eqn.primitive.name
+    if name == "axis_index":
+        return [mapped_axes(eqn) | {OF_INDEX}]
+    if name in EQUALISING:
+        return [x if x & long else x - _CAUSES for x in _of_collective(eqn, inputs)]
+    if name.startswith("random_") and any(OF_INDEX in x for x in inputs):
+        results = of_equation(eqn, inputs)
+        return [x - {OF_INDEX} | {OF_KEY} if OF_INDEX in x else x for x in results]
+    return None
+
+
+def without_causes(noted: Axes) -> Axes:
+    """The notes without those on why a value differs."""
+    return noted - _CAUSES
+
+
+def because(noted: Axes) -> str:
+    """The causes in a value's notes as words, such as 'its index'."""
+    words = [text for note, text in _WORDS.items() if note in noted]
+    return " and ".join(words) or "its part of the batch, its key or its index"
 
 
 def mapped_axes(eqn: Any, axes: Axes = ALL) -> Axes:

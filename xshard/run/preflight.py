@@ -74,7 +74,7 @@ def programs(
     with cross_shard.recording() as rules:
         traced_step = analyzed_step.trace(state, batch)
     _check_reduction(experiment, rules)
-    _check_equal(experiment, mesh, state, traced_step)
+    _check_equal(experiment, mesh, state, batch, traced_step)
     _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
     if analyzed_step is not train_step:
         train_step.trace(state, batch)
@@ -196,6 +196,7 @@ def _check_equal(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
+    batch: Any,
     traced: Any,
 ) -> None:
     """Raises UserError if outputs of the step may differ between replicas without being declared as such.
@@ -207,9 +208,11 @@ def _check_equal(
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state.
+      batch: the shapes of a batch.
       traced: the traced step.
     """
-    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr)
+    inputs = _labeled(state, varying.OF_STATE) + _labeled(batch, varying.OF_BATCH)
+    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, inputs)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
@@ -225,8 +228,8 @@ def _check_equal(
         if kind != "state":
             continue
         why = (
-            f"{name!r}, of type {leaf.dtype}, which differs between the replicas: it depends on each replica's part of the "
-            "batch, key or index"
+            f"{name!r}, of type {leaf.dtype}, which differs between the replicas: on each of them it depends on "
+            f"{varying.because(axes)}"
         )
         for learner in state_lib.learners(state):
             if name.removeprefix(f"{learner}/").startswith("net_state/"):
@@ -250,12 +253,18 @@ def _check_rules(
     jaxpr: jax_internals.ClosedJaxpr,
 ) -> None:
     """Raises UserError if a rule's update depends on a replica's own values; see `rule_values`."""
-    none = jax.tree.map(lambda _: False, state)
-    of_learners = state_lib.map_learners(lambda _, x: jax.tree.map(lambda _: True, x), none)
-    inputs = jax.tree.leaves((of_learners, jax.tree.map(lambda _: False, batch)))
+    label = lambda note: lambda tree: jax.tree.map(lambda _: note, tree)
+    others = label(varying.OF_STATE)(state)
+    of_learners = state_lib.map_learners(lambda _, x: label(rule_values.LEARNER)(x), others)
+    inputs = jax.tree.leaves(of_learners) + _labeled(batch, varying.OF_BATCH)
     # Supervised has a method that makes its rule; other experiments make theirs where they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
     rule_values.check(jaxpr.jaxpr, inputs, _long(mesh), contract.describe_method(maker))
+
+
+def _labeled(tree: Any, note: str) -> list[str]:
+    """Returns the note for each leaf of a tree."""
+    return [note] * len(jax.tree.leaves(tree))
 
 
 def _long(mesh: jax.sharding.Mesh) -> varying.Axes:

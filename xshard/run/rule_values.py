@@ -18,12 +18,14 @@ from xshard.optimizers import varying
 _OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
 _SHARD = {axis: f"a shard along {axis}" for axis in mesh_lib.REPLICAS}
 _ALL_OWN: varying.Axes = frozenset(_OWN.values())
+# The note on an input that is state of a learner.
+LEARNER = "of a learner"
 _REDUCING = varying.EQUALISING | {"reduce_scatter"}
 
 
 def check(
     jaxpr: jax_internals.Jaxpr,
-    inputs: Sequence[bool],
+    inputs: Sequence[str],
     several: varying.Axes,
     where: str,
 ) -> None:
@@ -31,7 +33,7 @@ def check(
 
     Args:
       jaxpr: a training step, which contains one `jax.shard_map`.
-      inputs: for each argument of the step, whether it is state of a learner.
+      inputs: for each argument of the step, what depends on it: a note of `varying`, or LEARNER for state of a learner.
       several: the mesh axes along which there are several replicas.
       where: the method that updates, for the error.
     """
@@ -40,15 +42,11 @@ def check(
         # One replica has no values of its own, and its program shows no sums.
         return
     mapped = varying.mapped_equation(jaxpr).params
-    # The constants of the program come before its arguments.
-    specs = mapped["in_specs"]
-    constants = [False] * (len(specs) - len(inputs))
     noted = []
-    for is_learners, spec in zip([*constants, *inputs], specs, strict=True):
-        axes = varying.of_spec(spec)
-        if is_learners:
+    for axes in varying.with_causes(list(map(varying.of_spec, mapped["in_specs"])), inputs):
+        if LEARNER in axes:
             # Shards lie along the replicas. What lies along slices is the rounding errors of each slice's sums.
-            noted.append(axes | _notes(_SHARD, axes & {mesh_lib.REPLICA}))
+            noted.append(axes - {LEARNER} | _notes(_SHARD, axes & {mesh_lib.REPLICA}))
         else:
             noted.append(axes | _notes(_OWN, axes))
     updated: list[tuple[str, varying.Axes]] = []
@@ -59,29 +57,34 @@ def check(
             updated.extend(zip(jax_internals.argument_names(eqn), notes, strict=True))
             return notes
         if name == varying.SHARD_INDEX:
-            return [note - _ALL_OWN | _notes(_SHARD, note) for note in notes]
+            return [_without_own(note) | _notes(_SHARD, note) for note in notes]
         if name == varying.SLICES_ERROR:
-            return [note - _ALL_OWN for note in notes]
+            return [_without_own(note) for note in notes]
         if name == varying.EQUAL:
             # What is declared equal is not a replica's own.
-            declared = varying.of_equation(eqn, notes) or []
-            return [note - _ALL_OWN for note in declared]
+            return [_without_own(note) for note in varying.of_equation(eqn, notes)]
         if eqn.primitive.name == "axis_index":
             axes = varying.mapped_axes(eqn)
-            return [axes | _notes(_OWN, axes)]
+            return [axes | _notes(_OWN, axes) | {varying.OF_INDEX}]
         if eqn.primitive.name in _REDUCING:
-            return _of_collective(eqn, notes)
-        return None
+            reduced = _of_collective(eqn, notes)
+            return [note if note & own else _without_own(note) for note in reduced]
+        return varying.of_cause(several, eqn, notes)
 
     varying.outputs(jax_internals.opened(mapped["jaxpr"]), noted, of_equation)
     for name, note in updated:
         if note & own:
             path = "/".join(re.findall(r"'(.*?)'", name))
             raise errors.UserError(
-                f"The rule of {where} updates {path!r} with a value of a replica's own: its loss, its part of the batch, its key or its "
-                "index. Each replica would make another update. Make the value equal where the rule takes it, as with "
+                f"The rule of {where} updates {path!r} with a value of a replica's own, which depends on {varying.because(note)}. "
+                "Each replica would make another update. Make the value equal where the rule takes it, as with "
                 "jax.lax.pmean(value, ('slice', 'replica')) in compute_gradients; or use it only before the sum of gradients."
             )
+
+
+def _without_own(note: varying.Axes) -> varying.Axes:
+    """The notes of a value that is no replica's own any more, so that it does not matter why it was."""
+    return varying.without_causes(note - _ALL_OWN)
 
 
 def _notes(kind: dict[str, str], axes: varying.Axes) -> varying.Axes:
