@@ -130,3 +130,19 @@ def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
     assert names.isdisjoint(
         {"early.rate", "optimizer.learning_rate", "width", "hidden", "batch_size"}
     )
+
+
+@pytest.mark.parametrize("hidden, groups", [(16, ()), (20, ()), (18, ((0, 1, 2, 3), (4, 5, 6, 7)))])
+def test_arrays_that_no_dimension_divides_are_named(tmp_path, capsys, hidden, groups):
+    config = make_config("tests.toy.Wide", shard_update=True)
+    config.update({"hidden": hidden, "steps": 1, "group_assignment": groups})
+    assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "are updated whole" in line]
+    # The last bias is one number, which needs no mention.
+    all_others = 5 * hidden
+    if hidden == 16:
+        assert not said
+        return
+    (line,) = said
+    assert f"note: of {all_others + 1} parameters, {all_others} are updated whole" in line
+    assert f"arrays: mlp/~/linear_0/w (3, {hidden}), mlp/~/linear_0/b ({hidden},)" in line

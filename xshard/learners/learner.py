@@ -268,8 +268,6 @@ class Learner:
         for rule in inspection.reducing(opt):
             if rule.shard_update:
                 rules = dataclasses.replace(rules, shards_update=True)
-                count = run.mesh.shape[mesh_lib.REPLICA]
-                layouts.log_whole(layouts.of_params(params, count, run.sharding_rules))
             if rule.shard_params:
                 inspection.check_shards_params(opt, run.mesh, clips=self._clips)
                 held = gathering.layouts_of(params, requested, run.mesh, run.sharding_rules)

@@ -1,14 +1,12 @@
 """The sharding of arrays over replicas."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax import lax
 
 from xshard import mesh
@@ -109,32 +107,6 @@ def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = 
     if not shape or whole.size < count:
         return whole
     return dataclasses.replace(whole, dim=divisible(shape, count, whole.free))
-
-
-def log_whole(layouts: Mapping[str, Layout]) -> None:
-    """Logs which arrays each replica holds whole although they have enough elements for a shard each."""
-    whole = []
-    for path, layout in sorted(layouts.items()):
-        if layout.dim is None and layout.size >= layout.count > 1:
-            whole.append((path, layout.shape))
-    if whole:
-        _log_whole(next(iter(layouts.values())).count, *whole)
-
-
-@functools.cache
-def _log_whole(count: int, *arrays: tuple[str, tuple[int, ...]]) -> None:
-    """Logs this once for each set of arguments, because a run creates its state several times."""
-    size = sum(math.prod(shape) for _, shape in arrays)
-    shown = ", ".join(f"{path} {shape}" for path, shape in arrays[:8])
-    logging.info(
-        "Each of the %d replicas updates these arrays, of %.3g million elements together, and holds their slots whole, since "
-        "no free dimension is a multiple of %d: %s%s.",
-        count,
-        size / 1e6,
-        count,
-        shown,
-        ", ..." if len(arrays) > 8 else "",
-    )
 
 
 def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int | None:

@@ -17,7 +17,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.optimizers import cross_shard, trees, varying
+from xshard.optimizers import cross_shard, layouts, trees, varying
 from xshard.run import rule_values
 from xshard.stored import replica_state as stored
 
@@ -114,6 +114,35 @@ def warnings(
             "effect."
         )
     yield from _warning_of_averages(state)
+    yield from _note_of_whole_arrays(experiment, state)
+
+
+def _note_of_whole_arrays(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+) -> Iterator[str]:
+    """Yields a line about arrays that a sharded update leaves whole, if they are more than a hundredth of all."""
+    mesh = state.step.sharding.mesh
+    skip = len(mesh_lib.group_axes(mesh))
+    count = mesh.shape[mesh_lib.REPLICA]
+    whole = []
+    total = 0
+    for name, learner in state_lib.learners(state).items():
+        if not learner.rules.shards_update:
+            continue
+        for path, x in trees.leaves_by_path(learner.params).items():
+            spec = mesh_lib.spec_of(path, experiment.sharding_rules())
+            layout = layouts.layout(trees.join(name, path), x.shape[skip:], count, spec)
+            total += layout.size
+            if layout.dim is None and layout.size >= count:
+                whole.append(layout)
+    size = sum(layout.size for layout in whole)
+    if size * 100 > total:
+        largest = sorted(whole, key=lambda layout: -layout.size)
+        named = ", ".join(f"{layout.path} {layout.shape}" for layout in largest[:5])
+        yield (
+            f"note: of {total:,} parameters, {size:,} are updated whole on each replica, since {count} replicas divide no free "
+            f"dimension of their arrays: {named}{', ...' if len(largest) > 5 else ''}."
+        )
 
 
 def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
