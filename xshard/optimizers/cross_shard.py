@@ -373,7 +373,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if not replica_map.is_current() and not self._is_in_run:
             raise ValueError(
                 "shard_update needs the replicas to be mapped by xshard.vmap_replicas, so that XLA can partition the update. "
-                "jax.shard_map maps them here: use xshard.vmap_replicas with the same specs, or set shard_update=False."
+                "Something else maps them here, as jax.shard_map does: use xshard.vmap_replicas with the same specs, or set "
+                "shard_update=False."
             )
         return self._make_partition(params)
 
