@@ -195,6 +195,22 @@ def test_a_decorated_function_decides_where_it_is_called():
     assert calls == [False]
 
 
+def test_a_jitted_function_is_traced_for_each_way_to_map():
+    calls = []
+
+    @jax.jit
+    def inner(x):
+        calls.append(replica_map.is_current())
+        return xshard.per_replica(lambda x: 2 * x)(x)
+
+    x = jnp.arange(8.0)
+    jax.vmap(inner, axis_name="replica")(x[:, None])
+    for f in (inner, lambda x: xshard.per_replica(inner)(x)):
+        mapped = xshard.vmap_replicas(f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=ROWS)
+        np.testing.assert_array_equal(jax.jit(mapped)(x), 2 * x)
+    assert calls == [False, True, False]
+
+
 class Perturbed(xshard.OptimizerWrapper):
     """Keeps values of a step as attributes, draws keys, and differentiates twice."""
 

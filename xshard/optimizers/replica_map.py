@@ -10,10 +10,9 @@ should be scattered rather than made whole. `per_replica` calls such parts in a 
 """
 
 import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,30 +54,24 @@ class _Replicas(NamedTuple):
         return tuple(axis for axis in self.axes if self.mesh.shape[axis] > 1)
 
 
-_CURRENT: contextvars.ContextVar[_Replicas | None] = contextvars.ContextVar(
-    "replicas", default=None
-)
+# The replicas that the function being traced is mapped over, or None. A user context, so that JAX's caches never reuse
+# the trace of a jitted function from one value for another.
+_MAPPED_OVER = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def _mapped_over(replicas: _Replicas | None) -> Iterator[None]:
-    token = _CURRENT.set(replicas)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+def _current() -> _Replicas | None:
+    replicas: _Replicas | None = _MAPPED_OVER.value
+    return replicas
 
 
-@contextlib.contextmanager
-def not_mapped() -> Iterator[None]:
+def not_mapped() -> contextlib.AbstractContextManager[None]:
     """Traces a function of one replica in its body, where `vmap_replicas` maps the replicas."""
-    with _mapped_over(None):
-        yield
+    return _MAPPED_OVER(None)
 
 
 def is_current() -> bool:
     """Returns whether the function being traced is mapped by `vmap_replicas`, so that its sums are global arrays."""
-    return _CURRENT.get() is not None
+    return _current() is not None
 
 
 def vmap_replicas(
@@ -147,7 +140,7 @@ def vmap_replicas(
         # Traced without the arguments' meshes: JAX does not let a program that was traced for arrays on a mesh run on
         # one replica's part of them, as `per_replica` does.
         shapes = [_shape_of(x, x.shape) for x in divided]
-        with _mapped_over(replicas):
+        with _MAPPED_OVER(replicas):
             program, returned = _explained(jax.make_jaxpr(mapped, return_shape=True))(shapes)
         results = jax_internals.as_function(program)(*divided)
         specs = _leaf_specs(out_specs, returned)
@@ -188,7 +181,7 @@ def per_replica(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        replicas = _CURRENT.get()
+        replicas = _current()
         if replicas is None:
             return f(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
@@ -372,7 +365,7 @@ def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) ->
 
 def _resolved(resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any]) -> list[Any]:
     """The arrays, of which those that are mapped along replicas are replaced by what `resolve(index, all copies)` returns."""
-    replicas = _CURRENT.get()
+    replicas = _current()
     assert replicas is not None
     long = replicas.long
 
@@ -397,7 +390,7 @@ def _resolved(resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any])
 
 def lying(x: jax.Array, spec: jax.P) -> jax.Array:
     """A whole array of a function that `vmap_replicas` maps, which lies on the devices by a spec."""
-    replicas = _CURRENT.get()
+    replicas = _current()
     assert replicas is not None
     place = jax.NamedSharding(replicas.mesh, spec)
     return jax_internals.without_mesh(lax.with_sharding_constraint(x, place))
