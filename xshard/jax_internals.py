@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import clusters, distributed
+from jax._src import core as core_lib
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core, source_info_util
@@ -112,6 +113,14 @@ def without_dead_code(
 def at_line_of(eqn: Any) -> AbstractContextManager[None]:
     """Gives what is traced in the context the line of an equation in the user's code."""
     return source_info_util.user_context(eqn.source_info.traceback)
+
+
+def is_of_current_trace(x: Any) -> bool:
+    """Returns whether a traced value belongs to the innermost trace in progress, not to one around it.
+
+    JAX has no public function for it.
+    """
+    return isinstance(x, jax.core.Tracer) and x._trace is core_lib.trace_ctx.trace
 
 
 def mapped_axis_names() -> list[Any]:

@@ -280,6 +280,7 @@ def specs(
     *,
     manual: bool = False,
     whole: bool = False,
+    params_whole: bool = False,
 ) -> TrainState:
     """Returns the spec of each leaf.
 
@@ -288,7 +289,8 @@ def specs(
       mesh: the run's mesh.
       state: the state, or its shapes.
       manual: whether to leave out the axes that are left to XLA.
-      whole: whether to have each replica's slots whole, as where each replica evaluates the whole step.
+      whole: whether to have each replica's slots whole.
+      params_whole: whether to have each replica's parameters whole, too.
     """
     group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
     place = functools.partial(_tree_specs, mesh, () if manual else rules)
@@ -297,6 +299,8 @@ def specs(
     def of(path: Any, x: Any) -> Any:
         if is_learner(x):
             held = gathering.specs(x.rules.sharding, group, manual=manual)
+            if params_whole:
+                held = {}
             return x.replace(
                 params=trees.replace(place(x.params), held),
                 net_state=place(x.net_state, slots=True),
@@ -309,7 +313,7 @@ def specs(
             return jax.tree.map(own, x)
         name = trees.path_name(path)
         layout = copied(name, x)
-        if layout is None:
+        if layout is None or params_whole:
             return place({name: x}, slots=True)[name]
         return jax.P(*group, *layout.spec(mesh_lib.REPLICA, manual=manual))
 

@@ -23,7 +23,7 @@ from xshard.learners import run_context
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
 from xshard.optimizers import replica_map, trees
-from xshard.stored import fingerprint, shard_usage
+from xshard.stored import fingerprint, sharded_params
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
@@ -150,9 +150,7 @@ def on_replicas(
         key = _group_key(jax.random.fold_in(old.rng, old.step))
         args = old.experiment, batch, _key_of_replica(key)
         with run_context.equal_keys(key):
-            returned = shard_usage.call(
-                experiment.train_step, mesh, experiment, shapes, *args, steps=True
-            )
+            returned = sharded_params.call(experiment.train_step, mesh, experiment, shapes, *args)
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -163,7 +161,8 @@ def on_replicas(
 
     def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
         del batch
-        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
+        how = {"manual": True, "whole": True, "params_whole": True}
+        state_spec = state_lib.specs(experiment, mesh, state, **how)
         per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
         return logical.Mapped(
             functools.partial(local_step, state),
@@ -214,7 +213,7 @@ def evaluation_on_replicas(
         local = _local(state, grouped)
         key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
         args = local.experiment, batch, key
-        values = shard_usage.call(experiment.eval_step, mesh, experiment, shapes, *args)
+        values = sharded_params.call(experiment.eval_step, mesh, experiment, shapes, *args)
         arrays = experiment_lib.overrides(experiment, "summarize")
         values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -249,7 +248,7 @@ def make_predict(
         shapes: TrainState, state: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
     ) -> Any:
         args = _local(state, grouped).experiment, batch, *keys
-        return shard_usage.call(experiment.predict, mesh, experiment, shapes, *args)
+        return sharded_params.call(experiment.predict, mesh, experiment, shapes, *args)
 
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
         state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)

@@ -191,12 +191,3 @@ class Supervised(experiment.Experiment):
 
     def _together(self, outputs: Any) -> Any:
         return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))
-
-
-def leaves_state_alone(of: experiment.Experiment) -> bool:
-    """Returns whether only a learner reads the state: the class overrides no method that receives it."""
-    own = type(of)
-    methods = ("train_step", "training_loss", "eval_step", "predict")
-    return isinstance(of, Supervised) and all(
-        getattr(own, name) is getattr(Supervised, name) for name in methods
-    )

@@ -361,12 +361,6 @@ class Clips(Network):
         return jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
 
 
-class Penalized(Network):
-    def training_loss(self, state, batch, key):
-        value, *rest = super().training_loss(state, batch, key)
-        return value + sum(jnp.sum(w**2) for w in jax.tree.leaves(state.params)), *rest
-
-
 class ClipsOwn(base.OptimizerWrapper):
     """Clips each replica's gradients before they are summed."""
 
@@ -419,7 +413,6 @@ class PerturbsInRule(Network):
     "changes, match",
     [
         ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has its own gradients"),
-        ({"cls": Penalized}, r"uses 'params/mlp/~/linear_0/w' as if it were whole, by reduce_sum \(\S*gathering_test.py:\d+\)"),
         ({"cls": AppliesItself}, "cannot be used with Own, which overrides apply_gradients"),
         ({"cls": PerturbsInRule}, "cannot be used with SharpnessAware, which overrides compute_gradients"),
         ({"cls": ClipsInRule}, "cannot be used with ClipsOwn, which overrides aggregate"),

@@ -19,7 +19,7 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import contract, errors
 from xshard import mesh as mesh_lib
-from xshard.learners import run_context, update_stub
+from xshard.learners import run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -142,15 +142,17 @@ class Learner:
           **kwargs: the network's keyword arguments, likewise.
         """
         args, kwargs = self._cast(self._policy.cast_to_compute, args, kwargs)
-        held, call = gathering.sharded(state.params, state.rules.sharding), self._network.apply
+        call = self._network.apply
+        shards = run_context.shards_of(trees.leaves_by_path(state.params))
+        held = {path: shard.array for path, shard in shards.items()}
         params = trees.replace(self._policy.cast_to_compute(state.params), held)
         if held:
+            ready = {path: x.gathered for path, x in shards.items() if x.gathered is not None}
             call = gathering.gathering_apply(
                 self._function,
                 *self._how_gathered(state),
                 state.rules.reduce_dtype,
-                outside_update=run_context.is_analysis_only(),
-                ready=run_context.gathered(held),
+                ready=ready,
             )
         with contract.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
@@ -201,10 +203,6 @@ class Learner:
           contains 'loss', 'skipped', 'global_step', 'loss_scale' if the rule scales losses, 'gradient_norm',
           'parameter_norm' and the values of the rule's schedules (see `OptaxOptimizer`).
         """
-        if run_context.is_analysis_only():
-            updated = lambda: self.update(state, loss, batch, key)
-            part = jax.tree.map(lambda x: x[: len(x) // self._micro_batches], batch)
-            return update_stub.update(state, self._call(state, loss, part, key), batch, updated)
         rules_key = run_context.next_equal_key()
         if rules_key is not None:
             # A step may update a learner several times, in a loop too.
@@ -215,7 +213,7 @@ class Learner:
         if not replica_map.is_current():
             # The rule reduced the gradients, so these are equal on all replicas if they were before. With one replica no
             # collective shows that in the program, so they are declared equal here.
-            before = gathering.unsharded(state.params, state.rules.sharding), state.global_step
+            before = state.params, state.global_step
             equal = equal_on_replicas(varying.marked(varying.UPDATED, equal), given=before)
         applied = equal["global_step"] != state.global_step
         # Averaged together, in one collective.
@@ -237,8 +235,7 @@ class Learner:
         """Returns the parameters' averages from a `MovingAverageOptimizer`, as a tree with the parameters' structure.
 
         Args:
-          state: a state with whole arrays, as the methods of an experiment receive it. The loss of an update with
-            `shard_params` receives shards.
+          state: the learner's state.
         """
         name = state.rules.averages_module
         if name is None:
@@ -337,8 +334,16 @@ class Learner:
             ready = gathering.gather_params(state.params, *self._how_gathered(state))
 
         def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
-            with run_context.with_gathered(params, ready):
-                returned = loss(state.replace(params=params), *inputs)
+            # The loss gets whole arrays. Where it applies the network to them, their shards are gathered as it asks.
+            held = gathering.sharded(params, state.rules.sharding)
+            run = run_context.current()
+            rules = state.rules
+            whole = gathering.whole(held, run.mesh, rules.sharding, rules.reduce_dtype)
+            shards = [
+                (x, run_context.Shard(held[path], ready.get(path))) for path, x in whole.items()
+            ]
+            with run_context.with_shards(shards):
+                returned = loss(state.replace(params=trees.replace(params, whole)), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of the mean.
             return value / parts, rest

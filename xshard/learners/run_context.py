@@ -4,14 +4,13 @@ import contextlib
 import contextvars
 import itertools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from xshard import errors
+from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
-from xshard.optimizers import trees
 
 
 class RunContext(NamedTuple):
@@ -23,16 +22,14 @@ class RunContext(NamedTuple):
 
 
 _CURRENT: contextvars.ContextVar[RunContext] = contextvars.ContextVar("run")
-# The shard and the whole array of each gathered parameter, by path.
-_GATHERED: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
-    "gathered", default=types.MappingProxyType({})
+# Whole arrays and their shards, by the identity of the whole array.
+_SHARDS: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar(
+    "shards", default=types.MappingProxyType({})
 )
 # A random key that is equal on all replicas of a group, and the numbers of the keys drawn from it.
 _EQUAL_KEYS: contextvars.ContextVar[tuple[jax.Array, Iterator[int]] | None] = (
     contextvars.ContextVar("equal_keys", default=None)
 )
-# A user context, so that JAX's caches never reuse a trace from one value for the other.
-_ANALYSIS_ONLY = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -87,37 +84,42 @@ def next_equal_key() -> jax.Array | None:
     return jax.random.fold_in(key, 2**32 - 1 - next(numbers))
 
 
+class Shard(NamedTuple):
+    """A replica's shard of a parameter.
+
+    Attributes:
+      array: the shard.
+      gathered: the whole array in the type that networks compute in, if it is gathered already; None otherwise.
+    """
+
+    array: jax.Array
+    gathered: jax.Array | None = None
+
+
 @contextlib.contextmanager
-def with_gathered(params: Any, whole: Mapping[str, jax.Array]) -> Iterator[None]:
-    """Provides learners with parameters in shards that are already gathered.
+def with_shards(shards: Iterable[tuple[jax.Array, Shard]]) -> Iterator[None]:
+    """Lets learners that are called in its body use a replica's shards in place of whole arrays.
 
     Args:
-      params: the parameters that learners receive in its body.
-      whole: the gathered arrays, by path.
+      shards: pairs of a whole array and the shard from which it was gathered.
     """
-    leaves = trees.leaves_by_path(params)
-    token = _GATHERED.set({path: (leaves[path], x) for path, x in whole.items()})
+    token = _SHARDS.set({id(whole): (whole, shard) for whole, shard in shards})
     try:
         yield
     finally:
-        _GATHERED.reset(token)
+        _SHARDS.reset(token)
 
 
-def gathered(params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The gathered arrays of exactly these parameter arrays, by path. Arrays computed from them have none."""
-    arrays = {}
-    for path, (shard, whole) in _GATHERED.get().items():
-        # Compared by identity: a parameter that the loss has replaced must be gathered again.
-        if params.get(path) is shard:
-            arrays[path] = whole
-    return arrays
+def shards_of(params: Mapping[str, Any]) -> dict[str, Shard]:
+    """The shards of exactly these parameter arrays, by path. Arrays computed from them have none.
 
-
-def analysis_only(is_so: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Tells learners whether the current trace is only analyzed and never run: see `xshard.stored.shard_usage`."""
-    return _ANALYSIS_ONLY(is_so)
-
-
-def is_analysis_only() -> bool:
-    """Returns whether the current trace is only analyzed and never run."""
-    return bool(_ANALYSIS_ONLY.value)
+    Neither has an array that a branch, a loop or a derivative within the step uses from outside: a gather there may be
+    reached by some replicas only.
+    """
+    known = _SHARDS.get()
+    found = {}
+    for path, x in params.items():
+        # Compared by identity: the entry keeps the array, so that no other has its number.
+        if id(x) in known and jax_internals.is_of_current_trace(x):
+            found[path] = known[id(x)][1]
+    return found

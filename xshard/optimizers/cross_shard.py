@@ -278,13 +278,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
         """The whole sums and their new rounding errors, given the old errors."""
-        if hk.running_init():
-            return grads, lost
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
         self._check_slices()
         try:
-            if self._num_slices() == 1 and not self.shard_params:
+            if self._num_slices() == 1:
                 return self._sum(grads), lost
             # Each replica sends only its shard to the other slices.
             partition = self._make_partition(grads)
@@ -370,13 +368,16 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             raise ValueError(
                 "shard_update and group_assignment exclude each other: give groups a mapped axis of their own."
             )
-        if not replica_map.is_current() and not self._is_in_run:
+        if replica_map.is_current():
+            return self._make_partition(params)
+        # A run's step under `jax.shard_map` is only analyzed, or repeated to observe its values.
+        if not self._is_in_run:
             raise ValueError(
                 "shard_update needs the replicas to be mapped by xshard.vmap_replicas, so that XLA can partition the update. "
                 "Something else maps them here, as jax.shard_map does: use xshard.vmap_replicas with the same specs, or set "
                 "shard_update=False."
             )
-        return self._make_partition(params)
+        return None
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
         """The sums over the group."""

@@ -27,12 +27,6 @@ from xshard.optimizers import remat, replica_map, shards, trees, varying
 # The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer costs more than it saves.
 _SMALLEST = 128
 
-_OUTSIDE_UPDATE = (
-    "A network is differentiated with respect to its parameters outside of Learner.update. With shard_params=True the result "
-    "is a replica's shard of the sum over all replicas, and not its own gradient. Pass the loss to Learner.update, or set "
-    "reduction.shard_params to False."
-)
-
 # Prefixes of notes on a value: it is computed from the shard of a path; and it has entered a loop or a branch since.
 _SHARD, _WITHIN = "shard:", "within:"
 
@@ -87,12 +81,6 @@ def sharded(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
     return {path: x for path, x in leaves if path in layouts and layouts[path].is_param_shard(x)}
 
 
-def unsharded(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
-    """The parameters that are held whole, by path."""
-    shares = sharded(params, layouts)
-    return {path: x for path, x in trees.leaves_by_path(params).items() if path not in shares}
-
-
 def specs(
     layouts: layouts_lib.Layouts, of_groups: Sequence[str], *, manual: bool
 ) -> dict[str, jax.P]:
@@ -108,19 +96,34 @@ def specs(
     return {path: jax.P(*of_groups, *place(layout)) for path, layout in shares.items()}
 
 
+def whole(
+    shards: Mapping[str, jax.Array],
+    on: jax.sharding.Mesh,
+    layouts: layouts_lib.Layouts,
+    reduce_dtype: str,
+) -> dict[str, jax.Array]:
+    """The whole arrays of a replica's shards, by path; their gradients are the replica's shards of sums.
+
+    Arrays that are not used cost nothing. Other arguments as for `gathering_apply`.
+    """
+    partition = _partition(on, layouts)
+    arrays = {}
+    for path, x in shards.items():
+        arrays[path] = _gather(partition, x.dtype, reduce_dtype, layouts[path], x)
+    return arrays
+
+
 def gather_params(
     params: Any, on: jax.sharding.Mesh, layouts: layouts_lib.Layouts, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Gathers each parameter that is held in shards, by path. Arguments as for `gathering_apply`."""
-    gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32", False)
-
-    def gather_all(shards: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {path: gather(layouts[path], x) for path, x in shards.items()}
-
-    if not replica_map.is_current():
-        return gather_all(sharded(params, layouts))
+    """Gathers each parameter that is held in shards, by path, given global arrays. Arguments as for `gathering_apply`."""
     held = specs(layouts, (), manual=True)
     arrays = {path: x for path, x in trees.present(params).items() if path in held}
+
+    def gather_all(shards: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32")
+        return {path: gather(layouts[path], x) for path, x in shards.items()}
+
     return replica_map.per_replica(gather_all, in_specs=(held,))(arrays)
 
 
@@ -131,7 +134,6 @@ def gathering_apply(
     dtype: Any,
     reduce_dtype: str,
     *,
-    outside_update: bool = False,
     ready: Mapping[str, jax.Array] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
     """The `apply` of a network, as `hk.transform_with_state` returns it, that also accepts shards of parameters.
@@ -142,13 +144,12 @@ def gathering_apply(
       layouts: the layouts that `layouts_of` returns.
       dtype: the type to gather in.
       reduce_dtype: the type to sum gradients in, as for `Partition.scatter`.
-      outside_update: whether differentiating by parameters would bypass `Learner.update`, so that it raises UserError.
       ready: arrays that `gather_params` has returned for some of these parameters; they are not gathered again.
     """
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
         partition = _partition(on, layouts)
-        gather = functools.partial(_gather, partition, dtype, reduce_dtype, outside_update)
+        gather = functools.partial(_gather, partition, dtype, reduce_dtype)
         asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
@@ -246,7 +247,6 @@ def _gather(
     partition: shards.Partition,
     dtype: Any,
     reduce_dtype: str,
-    outside_update: bool,
     layout: layouts_lib.Layout,
     shard: jax.Array,
     ready: jax.Array | None = None,
@@ -259,8 +259,6 @@ def _gather(
         return partition.gather(layout, shard.astype(sent)) if ready is None else ready
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array, None]:
-        if outside_update:
-            raise errors.UserError(_OUTSIDE_UPDATE)
         total = partition.scatter(layout, trees.widen(grad), reduce_dtype)
         return total.astype(shard.dtype), None
 

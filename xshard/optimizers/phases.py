@@ -68,10 +68,8 @@ class Step:
         if partition is None:
             applied, grads, new = self._on_whole(grads, params)
             done = Applied(new, applied, None, grads, new, None)
-        elif replica_map.is_current():
-            done = self._on_shards(grads, params, partition)
         else:
-            done = self._on_replica(grads, params, partition)
+            done = self._on_shards(grads, params, partition)
         self._check_equal(before, done)
         return done
 
@@ -138,24 +136,6 @@ class Step:
         new = partition.map(lie, new)
         whole = trees.replace(params, partition.gather_global(new))
         return Applied(whole, applied, None, grads, trees.rebuild(params, new), partition)
-
-    def _on_replica(
-        self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
-    ) -> Applied:
-        """Does the same on one replica, with whole arrays: for an analysis of the step or a replay, not for a run.
-
-        Of parameters that are held in shards, the replica has its shards.
-        """
-        whole = partition.map(partition.whole, params)
-        applied, grads, new = self._on_whole(grads, whole)
-
-        def keep(layout: layouts_lib.Layout, old: Any, x: jax.Array) -> jax.Array:
-            return layout.shard(x, partition.index) if layout.is_param_shard(old) else x
-
-        kept = partition.map(keep, params, new)
-        return Applied(
-            trees.rebuild(params, trees.leaves_by_path(kept)), applied, None, grads, new, None
-        )
 
     def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
         """Runs the first two phases: returns the aggregated gradients, and whether to apply them."""

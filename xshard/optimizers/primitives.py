@@ -1,25 +1,10 @@
-"""Classification of JAX's primitives by how they move elements, and evaluation of programs equation by equation."""
+"""The equations of a program: what they call, the axes of their collectives, and their evaluation one by one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from xshard import jax_internals
 
-# Primitives that compute each element of their result only from the operands' elements at the same index.
-# JAX 0.10 has no log2, one_minus_square and polynomial, and computes them by others.
-ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
-    "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex",
-    "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
-    "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma",
-    "log", "log1p", "log2", "logistic", "lt", "max", "min", "mul", "mulhi", "ne", "neg",
-    "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial",
-    "population_count", "pow", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
-}  # fmt: skip
 # Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has no closed_call.
 CALLS = {
     "jit": "jaxpr",

@@ -17,7 +17,7 @@ from jax import lax
 
 from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import replica_map, trees, varying
+from xshard.optimizers import replica_map, trees
 
 # Values of a `dtype` argument that stand for the array's own type.
 _AS_IT_IS = (None, "float32")
@@ -53,11 +53,6 @@ class Partition:
         self._axis: dict[str, Any] = {"axis_name": axis_name}
         self._scatters = self._in_steps(scatter_steps)
         self._gathers = self._in_steps(gather_steps)
-
-    @functools.cached_property
-    def index(self) -> Any:
-        """The index of this replica's shards. Cached, since a partition belongs to one trace."""
-        return varying.marked(varying.SHARD_INDEX, lax.axis_index(self._axis["axis_name"]))
 
     def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """The axis arguments of the collective of each step, between replicas that differ in one digit of `sizes`."""
@@ -152,10 +147,6 @@ class Partition:
 
         whole = replica_map.per_replica(gather, in_specs=(specs,))(arrays)
         return trees.replace(tree, whole)
-
-    def whole(self, layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
-        """Gathers a parameter that is held in shards, on one replica; any other array is whole already."""
-        return self.gather(layout, x) if layout.is_param_shard(x) else x
 
     def spec(self, layout: layouts_lib.Layout, *, manual: bool = False) -> jax.P:
         """The mesh axes that an array lies along, as for `Layout.spec`."""

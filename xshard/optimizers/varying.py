@@ -20,9 +20,9 @@ _NONE: Axes = frozenset()
 ALL: Axes = frozenset(mesh_lib.BATCH)
 # Collectives after which all replicas along an axis hold the same value.
 EQUALISING = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
-# The names of marks in a program: on values declared equal, on the results of a learner's update, on the index of the
-# shards that a replica holds, and on the rounding errors that each slice keeps of its own sums.
-EQUAL, UPDATED, SHARD_INDEX = "equal_on_replicas", "updated", "shard_index"
+# The names of marks in a program: on values declared equal, on the results of a learner's update, and on the rounding
+# errors that each slice keeps of its own sums.
+EQUAL, UPDATED = "equal_on_replicas", "updated"
 SLICES_ERROR = "slices_error"
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"

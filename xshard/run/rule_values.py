@@ -56,8 +56,6 @@ def check(
         if name == varying.UPDATED:
             updated.extend(zip(jax_internals.argument_names(eqn), notes, strict=True))
             return notes
-        if name == varying.SHARD_INDEX:
-            return [_without_own(note) | _notes(_SHARD, note) for note in notes]
         if name == varying.SLICES_ERROR:
             return [_without_own(note) for note in notes]
         if name == varying.EQUAL:
