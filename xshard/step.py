@@ -87,11 +87,12 @@ def make_watched_step(
 ) -> Callable[[TrainState, Batch], Stepped]:
     """Returns the function of `make_train_step` that also returns the observations and fingerprints a run checks."""
     mapped = on_replicas(experiment, mesh)
+    on_whole_arrays = make_analyzed_step(experiment, mesh)
 
     # The name of this function appears in profiles and in the compilation cache.
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         if not updates_in_shards(mesh, state):
-            return mapped(state, batch).on(mesh)(state, batch)
+            return on_whole_arrays(state, batch)
         begun = None
         every = experiment.config.get("fingerprint_every_steps", 0)
         if every:

@@ -241,6 +241,17 @@ def test_a_held_rule_whose_phase_is_not_called_is_refused(phase, shard_update):
         step.init(None, harness.params(), harness.batch())
 
 
+def assert_equal_in_shards(make):
+    """Asserts that a rule, made by whether it shards its update, trains alike either way."""
+    with jax.enable_x64(True):
+        x = harness.batch(np.float64)
+        whole, sharded = (
+            written.train(functools.partial(make, shard), x, 4)[: written.BAD_STEP]
+            for shard in (False, True)
+        )
+        harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-10)
+
+
 def test_state_named_without_its_parameters_path_is_whole_and_right():
     class Nameless(base.Optimizer):
         def update(self, grads, params):
@@ -257,13 +268,7 @@ def test_state_named_without_its_parameters_path_is_whole_and_right():
             return jax.tree.unflatten(structure, results)
 
     make = lambda shard: cross_shard.CrossShardOptimizer(Nameless(), shard_update=shard)
-    with jax.enable_x64(True):
-        x = harness.batch(np.float64)
-        whole, sharded = (
-            written.train(functools.partial(make, shard), x, 4)[: written.BAD_STEP]
-            for shard in (False, True)
-        )
-        harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-10)
+    assert_equal_in_shards(make)
 
 
 def test_init_creates_the_state_without_a_loss():
@@ -419,13 +424,7 @@ class ByAttribute(base.OptimizerWrapper):
 def test_a_phase_may_store_a_value_in_an_attribute():
     sgd = lambda: by_optax(optax.sgd(0.1), "sgd")
     make = lambda shard: ByAttribute(cross_shard.CrossShardOptimizer(sgd(), shard_update=shard))
-    with jax.enable_x64(True):
-        x = harness.batch(np.float64)
-        whole, sharded = (
-            written.train(functools.partial(make, shard), x, 4)[: written.BAD_STEP]
-            for shard in (False, True)
-        )
-        harness.assert_close(sharded, whole, rtol=1e-8, atol=1e-10)
+    assert_equal_in_shards(make)
 
 
 class Transparent(base.OptimizerWrapper):

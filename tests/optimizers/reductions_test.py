@@ -26,8 +26,11 @@ def make_mesh():
     return jax.make_mesh(MESH, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def runner(make_optimizer):
-    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial state."""
+def runner(make_optimizer, *, by_vmap=False):
+    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial state.
+
+    `jax.vmap` maps the replicas if asked for, or if a rule shards its update.
+    """
 
     def step(w, b):
         opt = make_optimizer()
@@ -44,22 +47,27 @@ def runner(make_optimizer):
         return jax.tree.map(lambda x: x[None], new), state
 
     rules_of = hk.transform(lambda: base.all_rules(make_optimizer()))
-    if any(getattr(rule, "shard_update", False) for rule in rules_of.apply({}, None)):
-        run = xshard.vmap_replicas(
+    in_shards = any(getattr(rule, "shard_update", False) for rule in rules_of.apply({}, None))
+    run = on_replicas(local, sharding, by_vmap or in_shards, jax.P(AXES))
+    return jax.jit(run), sharding.store(state)
+
+
+def on_replicas(local, sharding, by_vmap, spec):
+    """Maps a step of a rule's state and of numbers, whose first result has a spec under `jax.shard_map`."""
+    if by_vmap:
+        return xshard.vmap_replicas(
             local,
             make_mesh(),
             in_specs=(sharding.mapped, jax.P(AXES)),
             out_specs=(jax.P(), sharding.mapped),
         )
-    else:
-        run = jax.shard_map(
-            local,
-            mesh=make_mesh(),
-            in_specs=(sharding.specs, jax.P(AXES)),
-            out_specs=(jax.P(AXES), sharding.specs),
-            check_vma=False,
-        )
-    return jax.jit(run), sharding.store(state)
+    return jax.shard_map(
+        local,
+        mesh=make_mesh(),
+        in_specs=(sharding.specs, jax.P(AXES)),
+        out_specs=(spec, sharding.specs),
+        check_vma=False,
+    )
 
 
 def options(**more):
@@ -96,6 +104,15 @@ def test_the_error_of_each_type_is_within_its_rounding_bound(more, bound, shard_
     assert error <= bound * np.abs(GRADS).sum(axis=0).max()
     # The error also shows that the sum is rounded to that type.
     assert error > 0 and (not more or error > 1e-5)
+
+
+def test_sums_that_are_gathered_in_steps_are_equal_under_vmap_too():
+    """JAX cannot see that what is gathered in steps is equal, so the rule declares it."""
+    steps = options(scatter_steps=(2, 2), gather_steps=(2, 2))
+    make = lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **steps)
+    run, state = runner(make, by_vmap=True)
+    new, _ = run(state, GRADS)
+    np.testing.assert_array_equal(-np.asarray(new["m"]["w"][0]), reduced(**steps))
 
 
 def collectives_of(**more):
@@ -315,21 +332,7 @@ def test_parameters_without_a_gradient_are_not_sent(more):
         state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
     )
     local = lambda state, x: rules.apply({}, state, None, x[0])
-    if "shard_update" in more:
-        run = xshard.vmap_replicas(
-            local,
-            make_mesh(),
-            in_specs=(sharding.mapped, jax.P(AXES)),
-            out_specs=(jax.P(), sharding.mapped),
-        )
-    else:
-        run = jax.shard_map(
-            local,
-            mesh=make_mesh(),
-            in_specs=(sharding.specs, jax.P(AXES)),
-            out_specs=(jax.P(), sharding.specs),
-            check_vma=False,
-        )
+    run = on_replicas(local, sharding, "shard_update" in more, jax.P())
     new, after = jax.jit(run)(state, jnp.ones(8))
     # Each of the two slices adds its error once.
     lost = 0.5 if "slice_dtype" in more else 0.0

@@ -190,7 +190,12 @@ def test_layouts_of_arrays(shape, count, spec, dim, part):
     layout = layouts_lib.layout("w", shape, count, spec)
     assert (layout.dim, layout.shard_shape) == (dim, part)
     x = jnp.arange(float(np.prod(shape, dtype=int))).reshape(shape)
-    parts = [layout.shard(x, i) for i in range(count)]
+    mesh = jax.sharding.Mesh(jax.devices()[:count], ("replica",))
+    place = jax.NamedSharding(mesh, layout.spec("replica", manual=True))
+    lying = jax.device_put(x, place).addressable_shards
+    parts = [shard.data for shard in sorted(lying, key=lambda shard: shard.device.id)]
+    parts = [jax.device_put(part, jax.devices()[0]) for part in parts]
+    assert all(x.shape == part for x in parts)
     harness.assert_equal(parts[0] if dim is None else jnp.concatenate(parts, dim), x)
 
 

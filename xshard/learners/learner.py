@@ -339,10 +339,7 @@ class Learner:
             run = run_context.current()
             rules = state.rules
             whole = gathering.whole(held, run.mesh, rules.sharding, rules.reduce_dtype)
-            shards = [
-                (x, run_context.Shard(held[path], ready.get(path))) for path, x in whole.items()
-            ]
-            with run_context.with_shards(shards):
+            with run_context.with_shards(whole, held, ready):
                 returned = loss(state.replace(params=trees.replace(params, whole)), *inputs)
             value, *rest = contract.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of the mean.

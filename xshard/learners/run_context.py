@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -93,17 +93,26 @@ class Shard(NamedTuple):
     """
 
     array: jax.Array
-    gathered: jax.Array | None = None
+    gathered: jax.Array | None
 
 
 @contextlib.contextmanager
-def with_shards(shards: Iterable[tuple[jax.Array, Shard]]) -> Iterator[None]:
+def with_shards(
+    whole: Mapping[str, jax.Array],
+    shards: Mapping[str, jax.Array],
+    gathered: Mapping[str, jax.Array] = types.MappingProxyType({}),
+) -> Iterator[None]:
     """Lets learners that are called in its body use a replica's shards in place of whole arrays.
 
     Args:
-      shards: pairs of a whole array and the shard from which it was gathered.
+      whole: the whole arrays, by path.
+      shards: the shards from which they were gathered, by path.
+      gathered: the arrays that are gathered already in the type that networks compute in, by path.
     """
-    token = _SHARDS.set({id(whole): (whole, shard) for whole, shard in shards})
+    known = {}
+    for path, x in whole.items():
+        known[id(x)] = x, Shard(shards[path], gathered.get(path))
+    token = _SHARDS.set(known)
     try:
         yield
     finally:

@@ -288,7 +288,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             partition = self._make_partition(grads)
             scattered, lost = self._scatter(partition, grads, lost)
             gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
-            return partition.map(gather, scattered), lost
+            # The program does not show that what is gathered in steps is equal.
+            return replica_map.equal_on_replicas(partition.map(gather, scattered)), lost
         except NotImplementedError as e:
             raise ValueError(
                 f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
@@ -305,24 +306,18 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """
         partition = self._make_partition(grads)
         summands = trees.present(grads)
+        of_shards = {}
         of_summands = {}
         for path in summands:
             layout = partition.layouts[path]
-            is_held = layout.shards_param
-            of_summands[path] = partition.spec(layout, manual=True) if is_held else jax.P()
-        of_lost = {}
-        for path in lost:
-            of_lost[path] = jax.P(None, *partition.spec(partition.layouts[path], manual=True))
+            of_shards[path] = partition.spec(layout, manual=True)
+            of_summands[path] = of_shards[path] if layout.shards_param else jax.P()
+        of_lost = {path: jax.P(None, *of_shards[path]) for path in lost}
         of_sums: Any = jax.P()
         reduce = self._reduce
         if self.shard_update and partition.count > 1:
-            of_sums = {
-                path: partition.spec(partition.layouts[path], manual=True) for path in summands
-            }
+            of_sums = of_shards
             reduce = functools.partial(self._scatter, partition)
-        elif self.slice_axis_name is not None:
-            # The program does not show that what is gathered in steps is equal.
-            reduce = _declared_equal(reduce)
         call = replica_map.per_replica(
             reduce, in_specs=(of_summands, of_lost), out_specs=(of_sums, of_lost)
         )
@@ -412,14 +407,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
     def _group_size(self) -> int:
         return axes.group_size(self.axis_name, self.group_assignment)
-
-
-def _declared_equal(reduce: Any) -> Any:
-    def call(grads: Any, lost: Any) -> tuple[Any, Any]:
-        sums, lost = reduce(grads, lost)
-        return replica_map.equal_on_replicas(sums), lost
-
-    return call
 
 
 def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:

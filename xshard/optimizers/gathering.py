@@ -101,15 +101,24 @@ def whole(
     on: jax.sharding.Mesh,
     layouts: layouts_lib.Layouts,
     reduce_dtype: str,
+    dtype: Any = None,
 ) -> dict[str, jax.Array]:
     """The whole arrays of a replica's shards, by path; their gradients are the replica's shards of sums.
 
-    Arrays that are not used cost nothing. Other arguments as for `gathering_apply`.
+    Arrays that are not used cost nothing.
+
+    Args:
+      shards: the replica's shards, by path.
+      on: a mesh of `xshard.mesh.make_mesh`.
+      layouts: the layouts of these arrays.
+      reduce_dtype: the type to sum gradients in, as for `Partition.scatter`.
+      dtype: the type to gather in; each array's own by default.
     """
     partition = _partition(on, layouts)
     arrays = {}
     for path, x in shards.items():
-        arrays[path] = _gather(partition, x.dtype, reduce_dtype, layouts[path], x)
+        sent = x.dtype if dtype is None else dtype
+        arrays[path] = _gather(partition, sent, reduce_dtype, layouts[path], x)
     return arrays
 
 
@@ -121,8 +130,7 @@ def gather_params(
     arrays = {path: x for path, x in trees.present(params).items() if path in held}
 
     def gather_all(shards: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        gather = functools.partial(_gather, _partition(on, layouts), dtype, "float32")
-        return {path: gather(layouts[path], x) for path, x in shards.items()}
+        return whole(shards, on, layouts, "float32", dtype)
 
     return replica_map.per_replica(gather_all, in_specs=(held,))(arrays)
 

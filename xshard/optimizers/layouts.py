@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xshard import mesh
 from xshard.optimizers import trees
@@ -77,13 +76,6 @@ class Layout:
         if self.copies:
             dims.insert(0, slice_axis_name)
         return jax.P(*dims)
-
-    def shard(self, x: Any, index: Any) -> jax.Array:
-        """Shard `index` of a whole array. The shard of a parameter held in shards is returned as it is."""
-        if self.dim is None or self.is_param_shard(x):
-            return jnp.asarray(x)
-        size = self.shard_shape[self.dim]
-        return lax.dynamic_slice_in_dim(x, index * size, size, self.dim)
 
     def is_param_shard(self, x: Any) -> bool:
         """Returns whether an array is the shard of a parameter that is held in shards."""

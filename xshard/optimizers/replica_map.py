@@ -212,7 +212,7 @@ def per_replica(
         )
         # The replica's number differs along all axes, so that each of them calls the rule below.
         number = lax.axis_index(replicas.long) if replicas.long else jnp.int32(0)
-        results = island.call([])(number, *constants, *leaves)
+        results = island.call([], [()] * len(program.out_avals))(number, *constants, *leaves)
         return jax.tree.unflatten(jax.tree.structure(returned), results)
 
     return call
@@ -238,23 +238,26 @@ class _Island:
         self._in_specs = in_specs
         self._out_specs = out_specs
 
-    def call(self, mapped: list[list[bool]]) -> Callable[..., list[Any]]:
+    def call(
+        self, mapped: list[list[bool]], along: list[tuple[str, ...]]
+    ) -> Callable[..., list[Any]]:
         """Returns the function of all replicas along the innermost axes.
 
         Args:
           mapped: for each of these axes, the innermost first, which arguments have a leading dimension along it.
+          along: for each result, along which of these axes it has one.
         """
         long = self._replicas.long
         if not long:
             # Hidden from the `jax.vmap` of an axis of size 1, which would map the collectives once more.
-            return jax.custom_batching.sequential_vmap(self._on_devices([]))
+            return jax.custom_batching.sequential_vmap(self._on_devices(mapped, along))
         if len(mapped) == len(long):
-            return self._on_devices(mapped)
+            return self._on_devices(mapped, along)
         axis = long[-1 - len(mapped)]
 
         def shapes_only(*leaves: Any) -> list[Any]:
             del leaves
-            return self._empty_results(mapped)
+            return self._empty_results(along)
 
         # `custom_vmap` takes the results' shapes from this function, which never runs: the number is always mapped.
         mappable = jax.custom_batching.custom_vmap(shapes_only)
@@ -263,8 +266,8 @@ class _Island:
         def rule(size: int, is_mapped: Sequence[bool], *leaves: Any) -> tuple[list[Any], Any]:
             del size
             now = [*mapped, list(is_mapped)]
-            along = self._mapped_along(now)
-            return self.call(now)(*leaves), [axis in axes for axes in along]
+            now_along = self._mapped_along(now)
+            return self.call(now, now_along)(*leaves), [axis in axes for axes in now_along]
 
         return mappable
 
@@ -286,19 +289,19 @@ class _Island:
             results.append(tuple(axis for axis in inner if axis in own))
         return results
 
-    def _empty_results(self, mapped: Sequence[Sequence[bool]]) -> list[Any]:
+    def _empty_results(self, along: Sequence[tuple[str, ...]]) -> list[Any]:
         sizes = self._replicas.mesh.shape
         results = []
-        along = self._mapped_along(mapped)
         for aval, spec, axes in zip(self._program.out_avals, self._out_specs, along, strict=True):
             shape = _scaled(aval.shape, spec, lambda size, axis: size * sizes[axis])
             shape = (*(sizes[axis] for axis in axes), *shape)
             results.append(jnp.zeros(shape, aval.dtype))
         return results
 
-    def _on_devices(self, mapped: Sequence[Sequence[bool]]) -> Callable[..., list[Any]]:
+    def _on_devices(
+        self, mapped: Sequence[Sequence[bool]], along: Sequence[tuple[str, ...]]
+    ) -> Callable[..., list[Any]]:
         long = self._replicas.long
-        along = self._mapped_along(mapped)
         leading: list[tuple[str, ...]] = []
         in_specs = []
         for index, spec in enumerate(self._in_specs):

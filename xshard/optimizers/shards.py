@@ -111,14 +111,7 @@ class Partition:
 
     def holds_for_all(self, test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
         """Returns whether a test holds for all elements of global arrays; see the function of this name."""
-        sharded, whole, specs = [], [], []
-        for path, x in trees.present(arrays).items():
-            layout = self.layouts[path]
-            if layout.dim is None:
-                whole.append(x)
-            else:
-                sharded.append(x)
-                specs.append(self.spec(layout, manual=True))
+        sharded, specs, whole = self._divide(arrays)
 
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             # JAX has no collectives of booleans, so this one counts.
@@ -162,7 +155,19 @@ class Partition:
           For the sharded arrays each replica's own number, whose mean over the replicas is their sum of squares; and the sum
           of squares of the other arrays.
         """
-        sharded, whole, specs = [], [], []
+        sharded, specs, whole = self._divide(arrays)
+
+        def of_replica(shards: list[jax.Array]) -> jax.Array:
+            return self.count * trees.sum_of_squares(shards)
+
+        share = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        return share, trees.sum_of_squares(whole)
+
+    def _divide(self, arrays: Any) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:
+        """The sharded arrays of a tree, the specs of these, and the arrays that are whole on each replica."""
+        sharded: list[jax.Array] = []
+        specs: list[jax.P] = []
+        whole: list[jax.Array] = []
         for path, x in trees.present(arrays).items():
             layout = self.layouts[path]
             if layout.dim is None:
@@ -170,12 +175,7 @@ class Partition:
             else:
                 sharded.append(x)
                 specs.append(self.spec(layout, manual=True))
-
-        def of_replica(shards: list[jax.Array]) -> jax.Array:
-            return self.count * trees.sum_of_squares(shards)
-
-        share = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
-        return share, trees.sum_of_squares(whole)
+        return sharded, specs, whole
 
 
 # The partition in which the rules of a step find global arrays.

@@ -240,7 +240,7 @@ def _check_equal(
       batch: the shapes of a batch.
       traced: the traced step.
     """
-    inputs = _labeled(state, varying.OF_STATE) + _labeled(batch, varying.OF_BATCH)
+    inputs = jax.tree.leaves((_labeled(state, varying.OF_STATE), _labeled(batch, varying.OF_BATCH)))
     differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, inputs)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
@@ -282,18 +282,17 @@ def _check_rules(
     jaxpr: jax_internals.ClosedJaxpr,
 ) -> None:
     """Raises UserError if a rule's update depends on a replica's own values; see `rule_values`."""
-    label = lambda note: lambda tree: jax.tree.map(lambda _: note, tree)
-    others = label(varying.OF_STATE)(state)
-    of_learners = state_lib.map_learners(lambda _, x: label(rule_values.LEARNER)(x), others)
-    inputs = jax.tree.leaves(of_learners) + _labeled(batch, varying.OF_BATCH)
+    others = _labeled(state, varying.OF_STATE)
+    of_state = state_lib.map_learners(lambda _, x: _labeled(x, rule_values.LEARNER), others)
+    inputs = jax.tree.leaves((of_state, _labeled(batch, varying.OF_BATCH)))
     # Supervised has a method that makes its rule; other experiments make theirs where they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
     rule_values.check(jaxpr.jaxpr, inputs, _long(mesh), contract.describe_method(maker))
 
 
-def _labeled(tree: Any, note: str) -> list[str]:
-    """Returns the note for each leaf of a tree."""
-    return [note] * len(jax.tree.leaves(tree))
+def _labeled(tree: Any, note: str) -> Any:
+    """Returns a tree with the note in place of each leaf."""
+    return jax.tree.map(lambda _: note, tree)
 
 
 def _long(mesh: jax.sharding.Mesh) -> varying.Axes:

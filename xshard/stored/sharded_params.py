@@ -42,8 +42,7 @@ def call(
         whole = gathering.whole(held, mesh, layouts_of, "float32")
         of = lambda path, x: whole.get(trees.path_name(path), x)
         state = jax.tree_util.tree_map_with_path(of, state)
-        shards = [(x, run_context.Shard(held[path])) for path, x in whole.items()]
-        with run_context.with_shards(shards):
+        with run_context.with_shards(whole, held):
             return method(state, *args)
 
 
