@@ -1,11 +1,14 @@
-"""Measures the cost of a checkpoint against orbax and against bare writes, each in a fresh process.
+"""Measures the cost of a checkpoint against orbax and against bare writes, each in a
+fresh process.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.checkpoint [--rounds=5] [--megabytes=1024] [--arrays=24,2000]
+    JAX_PLATFORMS=cpu python -m benchmarks.checkpoint [--rounds=5] [--megabytes=1024]
+    [--arrays=24,2000]
 
-A save includes fsync, the merge, the description and COMMIT; for orbax, its metadata and finalization. A restore starts
-with a cold page cache, and ends when the arrays are on the device. `waits` is how long a second save blocks its caller.
-`copies` is how long NumPy takes to copy the same arrays. `memory` is the peak of the process above its earlier memory.
-The comparison, and nothing else, needs orbax-checkpoint.
+A save includes fsync, the merge, the description and COMMIT; for orbax, its metadata
+and finalization. A restore starts with a cold page cache, and ends when the arrays are
+on the device. `waits` is how long a second save blocks its caller. `copies` is how long
+NumPy takes to copy the same arrays. `memory` is the peak of the process above its
+earlier memory. The comparison, and nothing else, needs orbax-checkpoint.
 """
 
 import concurrent.futures
@@ -39,7 +42,9 @@ _DIRECTORY = flags.DEFINE_string(
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 _CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
-_BUDGET = flags.DEFINE_integer("budget_megabytes", 4096, "xshard's budget of host memory.", 1)
+_BUDGET = flags.DEFINE_integer(
+    "budget_megabytes", 4096, "xshard's budget of host memory.", 1
+)
 
 
 def make_state(count: int, megabytes: int) -> dict[str, jax.Array]:
@@ -144,8 +149,8 @@ _ORBAX, _RAW = "orbax StandardCheckpointer", "raw fsync by 8 threads"
 SIDES: dict[str, Any] = {
     "xshard": Xshard, _ORBAX: Orbax, "orbax uncompressed": OrbaxUncompressed, _RAW: Raw,
 }  # fmt: skip
-# The targets: the largest ratio to a peer's time, by number of arrays. They hold for a gigabyte, because fixed costs
-# dominate smaller states.
+# The targets: the largest ratio to a peer's time, by number of arrays. They hold for a
+# gigabyte, because fixed costs dominate smaller states.
 TARGETS = {
     ("save", _ORBAX, 24): 1 / 2.3, ("save", _ORBAX, 2000): 1 / 2.3,
     ("save", _RAW, 24): 1.4, ("save", _RAW, 2000): 1.4,
@@ -156,7 +161,9 @@ FIGURES = [("save", "s", 1), ("restore", "s", 1), ("waits", "ms", 1e3), ("copies
 _NO_ORBAX = "orbax-checkpoint is not installed: pip install '.[dev]'"
 
 
-def child(task: str, side: str, count: int, directory: pathlib.Path) -> dict[str, float]:
+def child(
+    task: str, side: str, count: int, directory: pathlib.Path
+) -> dict[str, float]:
     """Saves or restores once, in this process."""
     state = make_state(count, _MEGABYTES.value)
     peer = SIDES[side](directory)
@@ -218,13 +225,18 @@ def _memory(key: str, reset: bool = False) -> float:
 
 def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
     """Yields the rows of one number of arrays."""
-    # "orbax" is a namespace package that other distributions share, so its presence alone proves nothing.
-    found = importlib.util.find_spec("orbax") and importlib.util.find_spec("orbax.checkpoint")
+    # "orbax" is a namespace package that other distributions share, so its presence
+    # alone proves nothing.
+    found = importlib.util.find_spec("orbax") and importlib.util.find_spec(
+        "orbax.checkpoint"
+    )
     tried = [side for side in SIDES if found or "orbax" not in side]
 
     def saved_and_restored(side: str) -> dict[str, float]:
         folder = directory / side.replace(" ", "_")
-        children = [_start_child(task, side, count, folder) for task in ("save", "restore")]
+        children = [
+            _start_child(task, side, count, folder) for task in ("save", "restore")
+        ]
         shutil.rmtree(folder)
         return children[0] | children[1]
 
@@ -237,7 +249,9 @@ def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
     where = f"{_MEGABYTES.value} MiB in {count} arrays"
     for task in ("save", "restore"):
         for side in [name for name in SIDES if name != "xshard"]:
-            target = TARGETS.get((task, side, count)) if _MEGABYTES.value >= 1000 else None
+            target = (
+                TARGETS.get((task, side, count)) if _MEGABYTES.value >= 1000 else None
+            )
             row = measure.Row(f"{task} {where}", side, at_most=target)
             if side in seen:
                 times = seen["xshard"][task], seen[side][task]
@@ -250,7 +264,9 @@ def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
             yield measure.figure(f"{key}, {side}, {where}", figures, unit)
 
 
-def _start_child(task: str, side: str, count: int, folder: pathlib.Path) -> dict[str, float]:
+def _start_child(
+    task: str, side: str, count: int, folder: pathlib.Path
+) -> dict[str, float]:
     command = [
         sys.executable, "-m", "benchmarks.checkpoint", "--verbosity=-1", f"--child={task},{side},{count}",
         f"--directory={folder}", f"--megabytes={_MEGABYTES.value}",

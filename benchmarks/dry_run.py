@@ -1,9 +1,11 @@
-"""Compares a sharded update with the replicated one on pods, without the hardware: as compiled for them.
+"""Compares a sharded update with the replicated one on pods, without the hardware: as
+compiled for them.
 
     python -m benchmarks.dry_run [--topology=v5e:16x16] [--topology=v5p:8x8x16]
 
-`xshard.dryrun` compiles the step of benchmarks/layers.py with libtpu. There are two counts of the bytes that a chip
-moves: XLA's own "bytes accessed", and the dry run's, which leaves out data that stays in the chip's vector memory.
+`xshard.dryrun` compiles the step of benchmarks/layers.py with libtpu. There are two
+counts of the bytes that a chip moves: XLA's own "bytes accessed", and the dry run's,
+which leaves out data that stays in the chip's vector memory.
 """
 
 import importlib.util
@@ -29,31 +31,52 @@ _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 def result(topology: str, shard_update: bool, scale: bool) -> dict[str, Any]:
     """Returns the JSON output of a dry run."""
     command = [
-        *(sys.executable, "-m", "xshard.dryrun", "--config=benchmarks/layers.py", "--json"),
+        *(
+            sys.executable,
+            "-m",
+            "xshard.dryrun",
+            "--config=benchmarks/layers.py",
+            "--json",
+        ),
         f"--topology={topology}",
         f"--config.reduction.shard_update={shard_update}",
         f"--config.loss_scale={scale}",
     ]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    )
 
 
 def compare(topology: str, scale: str) -> Iterator[measure.Row]:
     """Yields the rows of a topology, with a dynamic loss scale or without."""
-    sharded, replicated = (result(topology, on, scale == "dynamic") for on in (True, False))
+    sharded, replicated = (
+        result(topology, on, scale == "dynamic") for on in (True, False)
+    )
     memory = lambda name: lambda found: found["memory"][name]
-    ici = lambda found: next(each["amount"] for each in found["bounds"] if each["name"] == "ICI")
-    hbm = lambda found: next(each["amount"] for each in found["bounds"] if each["name"] == "memory")
+    ici = lambda found: next(
+        each["amount"] for each in found["bounds"] if each["name"] == "ICI"
+    )
+    hbm = lambda found: next(
+        each["amount"] for each in found["bounds"] if each["name"] == "memory"
+    )
     where = f", {topology}, {scale} loss scale"
     for what, of, at_most in (
-        # Slightly above 1/chips, because every chip holds the counters and the scale in full, which are a few bytes.
-        ("optimizer state a chip", memory("optimizer_state"), 1.001 / replicated["chips"]),
+        # Slightly above 1/chips, because every chip holds the counters and the scale in
+        # full, which are a few bytes.
+        (
+            "optimizer state a chip",
+            memory("optimizer_state"),
+            1.001 / replicated["chips"],
+        ),
         ("XLA's bytes accessed a step", lambda found: found["xla_bytes_accessed"], 0.5),
         ("bytes of HBM a step", hbm, None),
         ("bytes sent a step", ici, None),
         ("peak memory", memory("peak"), None),
     ):
         pair = [float(of(found)) for found in (sharded, replicated)]
-        yield measure.ratio(f"{what}, sharded{where}", "replicated", pair[:1], pair[1:], at_most)
+        yield measure.ratio(
+            f"{what}, sharded{where}", "replicated", pair[:1], pair[1:], at_most
+        )
 
 
 def main(argv: list[str]) -> None:

@@ -1,9 +1,12 @@
-"""Measures the cost per step of exact sums over logical replicas, against float sums in one program.
+"""Measures the cost per step of exact sums over logical replicas, against float sums in
+one program.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.exact [--rounds=11] [--steps=5] [--devices=8] [--replicas=8]
+    JAX_PLATFORMS=cpu python -m benchmarks.exact [--rounds=11] [--steps=5] [--devices=8]
+    [--replicas=8]
 
-The model is a perceptron of two sizes. With fewer devices than replicas, a device computes its replicas one after the
-other. Float sums of as many micro-batches do the same, and are then a third peer.
+The model is a perceptron of two sizes. With fewer devices than replicas, a device
+computes its replicas one after the other. Float sums of as many micro-batches do the
+same, and are then a third peer.
 """
 
 from collections.abc import Iterator
@@ -38,13 +41,13 @@ def compare() -> Iterator[measure.Row]:
             for title, of in {**peers, "exact": exact}.items()
         }
         seconds = models.in_turn(sides, _STEPS.value, _ROUNDS.value)
-        what = (
-            f"exact sums of {_REPLICAS.value} replicas on {_DEVICES.value} device(s); {name} model"
-        )
+        what = f"exact sums of {_REPLICAS.value} replicas on {_DEVICES.value} device(s); {name} model"
         for peer in peers:
             yield measure.ratio(what, peer, seconds["exact"], seconds[peer], _AT_MOST)
         first = [[sides[title].first] for title in ("exact", "float")]
-        yield measure.ratio(f"first step, compiled; {name} model, exact", "float", *first)
+        yield measure.ratio(
+            f"first step, compiled; {name} model, exact", "float", *first
+        )
         step = f"a step of the {name} model, sums"
         yield from models.absolute(seconds, lambda title, step=step: f"{step} {title}")
 

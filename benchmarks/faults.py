@@ -1,15 +1,19 @@
-"""Makes each file operation of a run fail once, and ends the run before each one: the long form of tests/faults.
+"""Makes each file operation of a run fail once, and ends the run before each one: the
+long form of tests/faults.
 
-    python -m benchmarks.faults [--where=disk,power,gcs,s3] [--results=FOLDER] [--jobs=2]
+    python -m benchmarks.faults [--where=disk,power,gcs,s3] [--results=FOLDER]
+    [--jobs=2]
 
-The commands are a short run, its resuming, its last start, an evaluation job, and the checkpoint tool's `ls` and
-`verify`. Each of their file operations, and each request to a stand-in for GCS or S3 (moto), fails once. Each command is
-also ended before every operation that changes something, by SIGKILL and by a loss of power. The loss of power needs
-root and a loop device.
+The commands are a short run, its resuming, its last start, an evaluation job, and the
+checkpoint tool's `ls` and `verify`. Each of their file operations, and each request to
+a stand-in for GCS or S3 (moto), fails once. Each command is also ended before every
+operation that changes something, by SIGKILL and by a loss of power. The loss of power
+needs root and a loop device.
 
-A point is good in two cases: the result has the same bits and rows as without the fault; or one message names the
-failure, nothing has changed, and the same command given again produces the same bits and rows. The folder of results
-records the points that were tried, so that the same command continues. Exit code 1: a point was bad.
+A point is good in two cases: the result has the same bits and rows as without the
+fault; or one message names the failure, nothing has changed, and the same command given
+again produces the same bits and rows. The folder of results records the points that
+were tried, so that the same command continues. Exit code 1: a point was bad.
 """
 
 import os
@@ -21,14 +25,22 @@ from tests.faults import campaign, power, shim
 
 _WHERE = flags.DEFINE_list("where", list(campaign.WHERE), "What fails.")
 _RESULTS = flags.DEFINE_string("results", "faults", "A folder for what has been tried.")
-_JOBS = flags.DEFINE_integer("jobs", os.cpu_count(), "How many points are tried at once.", 1)
-_SAMPLE = flags.DEFINE_integer("sample", 0, "So many points of each are drawn; 0: all.", 0)
-_CUTS = flags.DEFINE_integer("cuts", 200, "How often the power is cut; 0: before each call.", 0)
+_JOBS = flags.DEFINE_integer(
+    "jobs", os.cpu_count(), "How many points are tried at once.", 1
+)
+_SAMPLE = flags.DEFINE_integer(
+    "sample", 0, "So many points of each are drawn; 0: all.", 0
+)
+_CUTS = flags.DEFINE_integer(
+    "cuts", 200, "How often the power is cut; 0: before each call.", 0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of what is drawn.")
 
 
 def main(argv: list[str]) -> int:
-    """Tries all points of each kind of fault, and prints a table; returns the exit code."""
+    """Tries all points of each kind of fault, and prints a table; returns the exit
+    code.
+    """
     del argv
     folder = pathlib.Path(_RESULTS.value)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +60,9 @@ def main(argv: list[str]) -> int:
 
 
 def missing(where: str) -> str:
-    """Returns the requirements for a kind of fault that are missing on this machine, in words; empty if none."""
+    """Returns the requirements for a kind of fault that are missing on this machine, in
+    words; empty if none.
+    """
     if where not in ("disk", "power"):
         return ""
     if not shim.compiler():

@@ -1,9 +1,12 @@
-"""Measures the cost per step of fingerprints of the state: in every step, in every tenth step, and without any.
+"""Measures the cost per step of fingerprints of the state: in every step, in every
+tenth step, and without any.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40] [--devices=1] [--size="1 ms"]
+    JAX_PLATFORMS=cpu python -m benchmarks.fingerprint [--rounds=21] [--steps=40]
+    [--devices=1] [--size="1 ms"]
 
-The model is a perceptron with AdamW's two slots for each parameter, which is much state for few examples.
-If a step takes longer for the same amount of state, the relative cost is smaller.
+The model is a perceptron with AdamW's two slots for each parameter, which is much state
+for few examples. If a step takes longer for the same amount of state, the relative cost
+is smaller.
 """
 
 from collections.abc import Iterator
@@ -40,7 +43,10 @@ def compare() -> Iterator[measure.Row]:
     names = {0: "none", 1: "each step", 10: "each 10 steps"}
     for name in _SIZES.value:
         size = models.sizes()[name]
-        sides = {title: models.RunStep(Wide, size, {key: every}) for every, title in names.items()}
+        sides = {
+            title: models.RunStep(Wide, size, {key: every})
+            for every, title in names.items()
+        }
         seconds = models.in_turn(sides, _STEPS.value, _ROUNDS.value)
         for title in ("each step", "each 10 steps"):
             what = f"fingerprint in {title}; {name} model"

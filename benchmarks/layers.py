@@ -1,7 +1,9 @@
-"""The experiment of the dry run's benchmark: eight layers of 2048 x 2048 in bfloat16, AdamW, a dynamic loss scale.
+"""The experiment of the dry run's benchmark: eight layers of 2048 x 2048 in bfloat16,
+AdamW, a dynamic loss scale.
 
-python -m xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16
-python -m xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16 --config.reduction.shard_update=True
+python -m xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16 python -m
+xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16
+--config.reduction.shard_update=True
 """
 
 from typing import Any
@@ -32,7 +34,9 @@ class Layers(xshard.Supervised):
         del is_training
         x = batch["x"]
         for i in range(self.config.layers):
-            x = jnp.tanh(hk.Linear(self.config.width, with_bias=False, name=f"layer_{i}")(x))
+            x = jnp.tanh(
+                hk.Linear(self.config.width, with_bias=False, name=f"layer_{i}")(x)
+            )
         return x
 
     def loss(self, outputs, batch):
@@ -43,7 +47,9 @@ class Layers(xshard.Supervised):
     def optimizer(self):
         """Returns AdamW, with a dynamic loss scale if the config asks for one."""
         opt: Any = xshard.OptaxOptimizer(optax.adamw(1e-3), name="adamw")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         scale = self.config.loss_scale
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic") if scale else opt
 

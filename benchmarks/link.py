@@ -1,11 +1,13 @@
-"""Measures the bytes that a step sends and the time that it takes over a slow link: replicated, and in shards.
+"""Measures the bytes that a step sends and the time that it takes over a slow link:
+replicated, and in shards.
 
     python -m benchmarks.link [--rate=1gbit] [--rounds=3] [--width=512]
 
-Two processes with one device each run as hosts, each in its own network namespace. tc limits the rate at which a host
-sends, which needs root and Debian's iproute2. The model is `configs/lm_tiny.py`. The bytes of a step are the difference
-between two runs with different numbers of steps. They include the overhead of packets and of the pod itself, and are
-compared with the count from the compiled step's collectives.
+Two processes with one device each run as hosts, each in its own network namespace. tc
+limits the rate at which a host sends, which needs root and Debian's iproute2. The model
+is `configs/lm_tiny.py`. The bytes of a step are the difference between two runs with
+different numbers of steps. They include the overhead of packets and of the pod itself,
+and are compared with the count from the compiled step's collectives.
 """
 
 import contextlib
@@ -29,9 +31,13 @@ from xshard import state as state_lib
 from xshard.dryrun import collectives
 from xshard.run import preflight
 
-_RATE = flags.DEFINE_string("rate", "1gbit", "What a host sends at most, in words of tc.")
+_RATE = flags.DEFINE_string(
+    "rate", "1gbit", "What a host sends at most, in words of tc."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each side runs.", 1)
-_STEPS = flags.DEFINE_integer("steps", 40, "Of the shorter run; the other makes twice as many.", 10)
+_STEPS = flags.DEFINE_integer(
+    "steps", 40, "Of the shorter run; the other makes twice as many.", 10
+)
 _WIDTH = flags.DEFINE_integer("width", 128, "Of the model.", 4)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
@@ -60,14 +66,21 @@ def compare() -> Iterator[measure.Row]:
         hosts = network.Hosts(stack, scratch, 2)
         for index in range(2):
             hosts.limit(index, _RATE.value)
-        turns = {name: lambda name=name: turn(hosts, scratch, _SIDES[name]) for name in _SIDES}
+        turns = {
+            name: lambda name=name: turn(hosts, scratch, _SIDES[name])
+            for name in _SIDES
+        }
         measured = measure.in_turn(turns, _ROUNDS.value, warm_up=False)
-    seconds = {name: [each["seconds"] for each in rounds] for name, rounds in measured.items()}
+    seconds = {
+        name: [each["seconds"] for each in rounds] for name, rounds in measured.items()
+    }
     for name, rounds in measured.items():
         sent = [each["bytes"] for each in rounds]
         what = f"{name}: bytes a step sends over {_RATE.value}"
         yield measure.ratio(what, "the count", sent, [counted[name]] * len(sent))
-        yield measure.figure(f"{name}: sent a step, counted", [counted[name] / 1e6], "MB")
+        yield measure.figure(
+            f"{name}: sent a step, counted", [counted[name] / 1e6], "MB"
+        )
         yield measure.figure(f"{name}: a step", [1e3 * x for x in seconds[name]], "ms")
     for name in list(_SIDES)[1:]:
         what = f"a step over {_RATE.value}, {name}"
@@ -75,7 +88,9 @@ def compare() -> Iterator[measure.Row]:
 
 
 def count(reduction: dict[str, bool]) -> int:
-    """Returns the bytes that each of two devices sends in a step, counted in the compiled program."""
+    """Returns the bytes that each of two devices sends in a step, counted in the
+    compiled program.
+    """
     config = lm_tiny.get_config()
     config.model.width = _WIDTH.value
     config.reduction.update(reduction)
@@ -83,14 +98,21 @@ def count(reduction: dict[str, bool]) -> int:
     train = preflight.train_batches(made, mesh)
     state = state_lib.abstract_state(made, mesh, 0, train.example)
     compiled = preflight.jitted_step(made, mesh).lower(state, next(train)).compile()
-    return sum(one.times * collectives.sent(mesh, one) for one in collectives.of(compiled))
+    return sum(
+        one.times * collectives.sent(mesh, one) for one in collectives.of(compiled)
+    )
 
 
-def turn(hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]) -> dict[str, Any]:
-    """Returns the bytes that a host sends per additional step, and the seconds of a step."""
+def turn(
+    hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]
+) -> dict[str, Any]:
+    """Returns the bytes that a host sends per additional step, and the seconds of a
+    step.
+    """
     keys = [f"--config.reduction.{key}={value}" for key, value in reduction.items()]
     sent, seconds = [], []
-    # The difference of two runs cancels the bytes that a run sends besides its steps, such as at its start.
+    # The difference of two runs cancels the bytes that a run sends besides its steps,
+    # such as at its start.
     for steps in (_STEPS.value, 2 * _STEPS.value):
         with tempfile.TemporaryDirectory(dir=scratch) as directory:
             before = hosts.bytes_sent(0)
@@ -99,7 +121,10 @@ def turn(hosts: network.Hosts, scratch: pathlib.Path, reduction: dict[str, bool]
             rows = (pathlib.Path(directory) / "metrics.jsonl").read_text().splitlines()
         rates = [json.loads(row).get("perf/steps_per_second") for row in rows]
         seconds += [1 / rate for rate in rates[1:] if rate]
-    return {"bytes": (sent[1] - sent[0]) / _STEPS.value, "seconds": statistics.median(seconds)}
+    return {
+        "bytes": (sent[1] - sent[0]) / _STEPS.value,
+        "seconds": statistics.median(seconds),
+    }
 
 
 def train(hosts: network.Hosts, directory: str, options: list[str]) -> None:
@@ -110,7 +135,9 @@ def train(hosts: network.Hosts, directory: str, options: list[str]) -> None:
         f"--config.log_every_steps={_EVERY}", "--config.eval_every_steps=100000", "--config.sample.length=0",
         f"--config.model.width={_WIDTH.value}", *options, *harness.PATIENT,
     ]  # fmt: skip
-    processes = [hosts.start(index, *command, f"--process_id={index}") for index in range(2)]
+    processes = [
+        hosts.start(index, *command, f"--process_id={index}") for index in range(2)
+    ]
     with contextlib.ExitStack() as stack:
         for process in processes:
             stack.enter_context(harness.running(process))

@@ -1,16 +1,20 @@
-"""Measures the cost of the training loop against a bare `for` over the same jitted step.
+"""Measures the cost of the training loop against a bare `for` over the same jitted
+step.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500] [--size="1 ms"] [--arrays=10,500]
+    JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500] [--size="1
+    ms"] [--arrays=10,500]
 
-The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log, hooks, and checkpoints in the
-background. The bare loops log nothing. One waits for each step. Another keeps two in flight, as the loop does. Both
-use the run's batches. The third, also with two in flight, makes batches as one would by hand, without checks.
+The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log,
+hooks, and checkpoints in the background. The bare loops log nothing. One waits for each
+step. Another keeps two in flight, as the loop does. Both use the run's batches. The
+third, also with two in flight, makes batches as one would by hand, without checks.
 
-Timed is the steady state: the first steps, up to the first row and the first save, are not. What a run does only once
-in these steps has its own row.
+Timed is the steady state: the first steps, up to the first row and the first save, are
+not. What a run does only once in these steps has its own row.
 
-The host's time is the CPU time of the main thread for each part of a step, in a run of its own. It contains no waits
-and nothing that other threads compute, but the caches are as the computation of the steps leaves them.
+The host's time is the CPU time of the main thread for each part of a step, in a run of
+its own. It contains no waits and nothing that other threads compute, but the caches are
+as the computation of the steps leaves them.
 """
 
 import collections
@@ -40,7 +44,9 @@ _SIZES = flags.DEFINE_multi_enum(
     "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
 )
 _ARRAYS = flags.DEFINE_list(
-    "arrays", ["10", "500"], "The numbers of parameter arrays for which the host is timed."
+    "arrays",
+    ["10", "500"],
+    "The numbers of parameter arrays for which the host is timed.",
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
@@ -49,7 +55,8 @@ _SAVE_EVERY = 500
 _UNTIMED = _SAVE_EVERY + 50
 # The bare loops do nothing for the first time but compile.
 _BARE_UNTIMED = 20
-# The timed share of the steps of --steps, and the largest ratio to a bare loop, by size.
+# The timed share of the steps of --steps, and the largest ratio to a bare loop, by
+# size.
 _SHARES = {"1 ms": 1.0, "20 ms": 0.2}
 _TARGETS = {"1 ms": 1.05, "20 ms": 1.01}
 # The steps for which the host's time is measured.
@@ -57,7 +64,9 @@ _HOST_STEPS = 1000
 
 
 class Clock(monitor.PodMonitor):
-    """A run's watch that also records when the first step has been made, and when the timed steps begin."""
+    """A run's watch that also records when the first step has been made, and when the
+    timed steps begin.
+    """
 
     first = 0.0
     begin = 0.0
@@ -65,7 +74,9 @@ class Clock(monitor.PodMonitor):
     end_time = 0.0
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the status as `PodMonitor.doing` does, and starts the clock at the first timed step."""
+        """Sets the status as `PodMonitor.doing` does, and starts the clock at the first
+        timed step.
+        """
         if what == "training" and more["step"] == 1:
             self.first = time.perf_counter()
         if what == "training" and more["step"] == _UNTIMED:
@@ -75,10 +86,14 @@ class Clock(monitor.PodMonitor):
 
 
 def make_config(size: models.Size, steps: int) -> Any:
-    """Returns the config of a run with this many timed steps, a row every 100 steps and a checkpoint every 500."""
+    """Returns the config of a run with this many timed steps, a row every 100 steps and
+    a checkpoint every 500.
+    """
     config = toy.get_config()
     config.experiment = "benchmarks.models.Wide"
-    config.update({"width": size.width, "layers": size.layers, "examples": 100 * size.batch})
+    config.update(
+        {"width": size.width, "layers": size.layers, "examples": 100 * size.batch}
+    )
     config.update({"batch_size": size.batch, "steps": _UNTIMED + steps})
     config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
     # The default of runs, which the toy's config changes.
@@ -87,8 +102,11 @@ def make_config(size: models.Size, steps: int) -> Any:
     return config
 
 
-def make_run(config: Any, prepare: Callable[[loop.Run], None] = lambda run: None) -> Clock:
-    """Makes a run, in a new directory; returns its watch when the last step has been made.
+def make_run(
+    config: Any, prepare: Callable[[loop.Run], None] = lambda run: None
+) -> Clock:
+    """Makes a run, in a new directory; returns its watch when the last step has been
+    made.
 
     Args:
       config: the run's config.
@@ -102,13 +120,16 @@ def make_run(config: Any, prepare: Callable[[loop.Run], None] = lambda run: None
             jax.block_until_ready(state)
             clock.end_time = time.perf_counter()
     if stop is not None:
-        # The watch takes Ctrl-C, so that the run saves and returns; this raises it again.
+        # The watch takes Ctrl-C, so that the run saves and returns; this raises it
+        # again.
         raise KeyboardInterrupt
     return clock
 
 
 def of_the_loop(config: Any, steps: int) -> tuple[float, float]:
-    """Returns the seconds per step of the loop, and the seconds that the steps before took longer than these."""
+    """Returns the seconds per step of the loop, and the seconds that the steps before
+    took longer than these.
+    """
     clock = make_run(config)
     seconds = (clock.end_time - clock.begin) / steps
     return seconds, clock.begin - clock.first - (_UNTIMED - 1) * seconds
@@ -135,10 +156,14 @@ class Bare:
             shuffled = order.permutation(count)
             for begin in range(0, count - size + 1, size):
                 rows = shuffled[begin : begin + size]
-                yield jax.device_put({name: x[rows] for name, x in data.items()}, sharding)
+                yield jax.device_put(
+                    {name: x[rows] for name, x in data.items()}, sharding
+                )
 
     def seconds(self, in_flight: int, *, by_hand: bool = False) -> float:
-        """Returns the seconds per step, if after each dispatch at most `in_flight` steps may be in flight."""
+        """Returns the seconds per step, if after each dispatch at most `in_flight`
+        steps may be in flight.
+        """
         run = self._run
         batches = self.by_hand() if by_hand else run.batches
         state = state_lib.init(run.experiment, run.mesh, 0, run.batches.example)
@@ -174,7 +199,9 @@ def compare(name: str) -> Iterator[measure.Row]:
     for title, seconds in results.items():
         yield measure.ratio(what, title, ours, seconds, _TARGETS[name])
     for title, seconds in {"the loop": ours, **results}.items():
-        yield measure.figure(f"a {name} step in {title}", [1e3 * value for value in seconds], "ms")
+        yield measure.figure(
+            f"a {name} step in {title}", [1e3 * value for value in seconds], "ms"
+        )
     first = f"only once, in the first {_UNTIMED} {name} steps"
     yield measure.figure(first, [1e3 * value for value in once], "ms")
 
@@ -227,7 +254,9 @@ def of_the_host(config: Any) -> dict[str, float]:
     host = HostTime()
     clock = make_run(config, host.prepare)
     # `make_run` returns in the thread that made the steps.
-    host.seconds["rest"] = time.thread_time() - clock.begin_cpu - sum(host.seconds.values())
+    host.seconds["rest"] = (
+        time.thread_time() - clock.begin_cpu - sum(host.seconds.values())
+    )
     return {part: 1e6 * seconds / _HOST_STEPS for part, seconds in host.seconds.items()}
 
 
@@ -244,7 +273,9 @@ def of_hosts(arrays: int) -> Iterator[measure.Row]:
     yield measure.figure(f"{where}: all", totals, "us")
     yield measure.figure(f"{where}: all but JAX's call of the step", ours, "us")
     for part in rounds[0]:
-        yield measure.figure(f"{where}: {part}", [parts[part] for parts in rounds], "us")
+        yield measure.figure(
+            f"{where}: {part}", [parts[part] for parts in rounds], "us"
+        )
 
 
 def main(argv: list[str]) -> None:

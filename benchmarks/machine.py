@@ -14,11 +14,22 @@ from typing import Any
 import jax
 from absl import app
 
-_PACKAGES = ("jax", "jaxlib", "dm-haiku", "optax", "jmp", "flax", "orbax-checkpoint", "libtpu")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "dm-haiku",
+    "optax",
+    "jmp",
+    "flax",
+    "orbax-checkpoint",
+    "libtpu",
+)
 
 
 def describe() -> dict[str, Any]:
-    """Returns a description of the machine, its accelerators and its software; starts JAX's backend."""
+    """Returns a description of the machine, its accelerators and its software; starts
+    JAX's backend.
+    """
     return {
         "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         "RAM": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
@@ -33,7 +44,9 @@ def describe() -> dict[str, Any]:
 def _cpu() -> str:
     # Only Linux has this file, and `platform` knows less about the CPU.
     path = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", path.read_text()) if path.exists() else None
+    found = (
+        re.search(r"model name\s*: (.*)", path.read_text()) if path.exists() else None
+    )
     return found[1] if found else platform.processor() or platform.machine()
 
 

@@ -15,7 +15,8 @@ class Row:
 
     Attributes:
       what: the name of the measurement.
-      against: the peer by whose value this one was divided; empty for an absolute figure.
+      against: the peer by whose value this one was divided; empty for an absolute
+        figure.
       median: the median of the rounds; None if nothing was measured.
       low: the lower end of the middle half of the rounds.
       high: the upper end of the middle half of the rounds.
@@ -41,8 +42,11 @@ def ratio(
     theirs: Sequence[float],
     at_most: float | None = None,
 ) -> Row:
-    """Returns the row of a ratio: in each round, the value of our side divided by the peer's."""
-    # Ratios within a round, because a machine that is slow for a while slows both sides of the round.
+    """Returns the row of a ratio: in each round, the value of our side divided by the
+    peer's.
+    """
+    # Ratios within a round, because a machine that is slow for a while slows both sides
+    # of the round.
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Row(what, against, *_spread(ratios), at_most=at_most)
 
@@ -62,10 +66,11 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
 def in_turn(
     sides: Mapping[str, Callable[[], Any]], rounds: int, *, warm_up: bool = True
 ) -> dict[str, list[Any]]:
-    """Returns the results of each side in each round. A first round, to warm up, does not count.
+    """Returns the results of each side in each round. A first round, to warm up, does
+    not count.
 
-    The order of the sides changes from round to round, because each side finds the caches and clock rates as the side
-    before it left them.
+    The order of the sides changes from round to round, because each side finds the
+    caches and clock rates as the side before it left them.
     """
     names, results = list(sides), {name: [] for name in sides}
     for number in range(0 if warm_up else 1, rounds + 1):
@@ -79,9 +84,13 @@ def in_turn(
 
 
 def emit(rows: Iterable[Row], as_json: bool) -> None:
-    """Prints the rows of a part: as tables, or as one line of JSON for `benchmarks.run`."""
+    """Prints the rows of a part: as tables, or as one line of JSON for
+    `benchmarks.run`.
+    """
     rows = list(rows)
-    print(json.dumps([dataclasses.asdict(row) for row in rows]) if as_json else show(rows))
+    print(
+        json.dumps([dataclasses.asdict(row) for row in rows]) if as_json else show(rows)
+    )
 
 
 def parse(output: str) -> list[Row]:
@@ -90,30 +99,46 @@ def parse(output: str) -> list[Row]:
 
 
 def show(rows: Iterable[Row]) -> str:
-    """Returns a table of the ratios with their targets, a table of absolute figures, and what was not measured."""
+    """Returns a table of the ratios with their targets, a table of absolute figures,
+    and what was not measured.
+    """
     ratios, figures, missing = [], [], {}
     for row in rows:
         if row.median is None:
             missing.setdefault(row.missing, {})[row.what] = None
         if row.against:
-            line = {"what": row.what, "against": row.against, "measured": _measured(row)}
+            line = {
+                "what": row.what,
+                "against": row.against,
+                "measured": _measured(row),
+            }
             ratios.append(line | {"target": _target(row), "met": _met(row)})
         else:
             figures.append({"absolute": row.what, "measured": _measured(row)})
     tables = [formatting_lib.table(lines) for lines in (ratios, figures) if lines]
-    reasons = [f"not measured: {'; '.join(names)}\n  {why}" for why, names in missing.items()]
+    reasons = [
+        f"not measured: {'; '.join(names)}\n  {why}" for why, names in missing.items()
+    ]
     return "\n\n".join(tables + reasons)
 
 
 def _measured(row: Row) -> str:
     if row.median is None:
         return "not measured"
-    median, low, high = (_number(value, row.unit) for value in (row.median, row.low, row.high))
+    median, low, high = (
+        _number(value, row.unit) for value in (row.median, row.low, row.high)
+    )
     return f"{median}{'' if row.unit == 'x' else ' '}{row.unit} ({low} to {high})"
 
 
 def _number(value: float, unit: str) -> str:
-    return f"{value:.3f}" if unit == "x" else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return (
+        f"{value:.3f}"
+        if unit == "x"
+        else f"{value:.3g}"
+        if value < 100
+        else f"{value:.0f}"
+    )
 
 
 def _target(row: Row) -> str:

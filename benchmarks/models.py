@@ -1,4 +1,6 @@
-"""The models that are timed: perceptrons of two sizes, and an experiment that trains one."""
+"""The models that are timed: perceptrons of two sizes, and an experiment that trains
+one.
+"""
 
 import functools
 import time
@@ -40,8 +42,12 @@ def sizes() -> dict[str, Size]:
     return _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
 
 
-def make(size: Size, dtype: Any) -> tuple[Callable[[Any, jax.Array], jax.Array], Callable[[], Any]]:
-    """Returns the loss, a function of parameters and input computed in `dtype`, and the parameters' initializer."""
+def make(
+    size: Size, dtype: Any
+) -> tuple[Callable[[Any, jax.Array], jax.Array], Callable[[], Any]]:
+    """Returns the loss, a function of parameters and input computed in `dtype`, and the
+    parameters' initializer.
+    """
     network = hk.without_apply_rng(
         hk.transform(lambda x: hk.nets.MLP([size.width] * size.layers + [1])(x)[:, 0])
     )
@@ -54,12 +60,16 @@ def make(size: Size, dtype: Any) -> tuple[Callable[[Any, jax.Array], jax.Array],
 
 
 class Wide(toy.Toy):
-    """The toy experiment with a larger network, so that a step takes longer than the call's overhead."""
+    """The toy experiment with a larger network, so that a step takes longer than the
+    call's overhead.
+    """
 
     def forward(self, batch: Any, *, is_training: bool) -> jax.Array:
         """Returns the outputs of a perceptron."""
         del is_training
-        return hk.nets.MLP([self.config.width] * self.config.layers + [1])(batch["x"])[:, 0]
+        return hk.nets.MLP([self.config.width] * self.config.layers + [1])(batch["x"])[
+            :, 0
+        ]
 
 
 class RunStep:
@@ -69,10 +79,16 @@ class RunStep:
       first: the seconds of the first step, including compilation.
     """
 
-    def __init__(self, experiment: type[toy.Toy], size: Size, changes: Mapping[str, Any]):
-        """Compiles the step, without fingerprints, and with the given changes of the config."""
+    def __init__(
+        self, experiment: type[toy.Toy], size: Size, changes: Mapping[str, Any]
+    ):
+        """Compiles the step, without fingerprints, and with the given changes of the
+        config.
+        """
         config = toy.get_config()
-        config.update({"width": size.width, "layers": size.layers, "examples": 4 * size.batch})
+        config.update(
+            {"width": size.width, "layers": size.layers, "examples": 4 * size.batch}
+        )
         config.update({"batch_size": size.batch, "fingerprint_every_steps": 0})
         config.update_from_flattened_dict(dict(changes))
         made, mesh = experiment(config), experiment_lib.mesh_of(config)
@@ -83,7 +99,9 @@ class RunStep:
         self.first = self.seconds(1)
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds per step of this many steps, including the wait for the last one."""
+        """Returns the seconds per step of this many steps, including the wait for the
+        last one.
+        """
         begin = time.perf_counter()
         for _ in range(steps):
             self._state, *rest = self._step(self._state, self._batch)
@@ -91,13 +109,21 @@ class RunStep:
         return (time.perf_counter() - begin) / steps
 
 
-def in_turn(sides: Mapping[str, RunStep], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds per step of each side in each round; a turn has `steps` steps."""
-    turns = {title: functools.partial(side.seconds, steps) for title, side in sides.items()}
+def in_turn(
+    sides: Mapping[str, RunStep], steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Returns the seconds per step of each side in each round; a turn has `steps`
+    steps.
+    """
+    turns = {
+        title: functools.partial(side.seconds, steps) for title, side in sides.items()
+    }
     return measure.in_turn(turns, rounds)
 
 
-def absolute(sides: Mapping[str, list[float]], what: Callable[[str], str]) -> Iterator[measure.Row]:
+def absolute(
+    sides: Mapping[str, list[float]], what: Callable[[str], str]
+) -> Iterator[measure.Row]:
     """Yields a row with the milliseconds of each side, named by `what`."""
     for title, values in sides.items():
         yield measure.figure(what(title), [1e3 * value for value in values], "ms")

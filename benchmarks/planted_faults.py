@@ -1,10 +1,12 @@
-"""Plants faults of random kinds, in random layers and for random examples, and checks that a replay finds each one.
+"""Plants faults of random kinds, in random layers and for random examples, and checks
+that a replay finds each one.
 
     python -m benchmarks.planted_faults [--count=300] [--examples=3] [--seed=0]
 
-A fault counts as found if the replay names the step, the line, the replica, the example, forward or backward, and
-whether the cause is the loss scale, the precision or neither. With JAX_COMPILATION_CACHE_DIR a fault is compiled once
-for all of its examples. Exit code 1: a fault was not found.
+A fault counts as found if the replay names the step, the line, the replica, the
+example, forward or backward, and whether the cause is the loss scale, the precision or
+neither. With JAX_COMPILATION_CACHE_DIR a fault is compiled once for all of its
+examples. Exit code 1: a fault was not found.
 """
 
 import collections
@@ -23,12 +25,16 @@ from tests.replay import planted
 from xshard.metrics import formatting
 
 _COUNT = flags.DEFINE_integer("count", 300, "How many faults.", 1)
-_EXAMPLES = flags.DEFINE_integer("examples", 3, "For how many examples each is tried.", 1)
+_EXAMPLES = flags.DEFINE_integer(
+    "examples", 3, "For how many examples each is tried.", 1
+)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of what is drawn.")
 
 
 def main(argv: list[str]) -> int:
-    """Tries the faults one after the other, and prints a table by kind; returns the exit code."""
+    """Tries the faults one after the other, and prints a table by kind; returns the
+    exit code.
+    """
     del argv
     jax.config.update("jax_num_cpu_devices", 8)
     rng = np.random.default_rng(_SEED.value)
@@ -39,17 +45,29 @@ def main(argv: list[str]) -> int:
     for number, fault in enumerate(faults[: _COUNT.value]):
         wrong, seconds = _try(fault)
         tried[fault.kind].append((not wrong, seconds))
-        print(f"{number} {'wrong' if wrong else 'named'} {seconds:.1f} s {fault}", flush=True)
+        print(
+            f"{number} {'wrong' if wrong else 'named'} {seconds:.1f} s {fault}",
+            flush=True,
+        )
         for text in wrong:
             print(f"  {text}", flush=True)
-    print(formatting.table([_row(kind, tried[kind]) for kind in planted.KINDS if tried[kind]]))
-    return int(not all(is_named for of_kind in tried.values() for is_named, _ in of_kind))
+    print(
+        formatting.table(
+            [_row(kind, tried[kind]) for kind in planted.KINDS if tried[kind]]
+        )
+    )
+    return int(
+        not all(is_named for of_kind in tried.values() for is_named, _ in of_kind)
+    )
 
 
 def _try(fault: planted.Fault) -> tuple[list[str], float]:
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             planted.train(fault, directory)
         begin = time.perf_counter()
         wrong = planted.wrong(fault, directory)

@@ -2,9 +2,11 @@
 
     python -m benchmarks.pod --trials=20 --seed=0 --processes=4 --counts=2,4,8
 
-A trial trains the toy experiment with `python -m launch`, and at a random instant sends SIGTERM or SIGKILL to a random
-process. The launcher starts the pod again. Its final state must equal an undisturbed run's, bit by bit. The measured
-time is from the signal to the end of the pod: after SIGTERM, until the last process has left with its state saved.
+A trial trains the toy experiment with `python -m launch`, and at a random instant sends
+SIGTERM or SIGKILL to a random process. The launcher starts the pod again. Its final
+state must equal an undisturbed run's, bit by bit. The measured time is from the signal
+to the end of the pod: after SIGTERM, until the last process has left with its state
+saved.
 """
 
 import os
@@ -21,7 +23,9 @@ from absl import app, flags
 
 from tests.launch import harness
 
-_TRIALS = flags.DEFINE_integer("trials", 20, "How often a process is ended by each signal.", 0)
+_TRIALS = flags.DEFINE_integer(
+    "trials", 20, "How often a process is ended by each signal.", 0
+)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of the instants.")
 _PROCESSES = flags.DEFINE_integer("processes", 4, "Of a pod that is disturbed.", 2)
 _COUNTS = flags.DEFINE_list("counts", ["2", "4", "8"], "The pods whose start is timed.")
@@ -52,20 +56,26 @@ def main(argv: list[str]) -> None:
 def start(directory: pathlib.Path, count: int) -> "subprocess.Popen[str]":
     """Starts the pod of a run."""
     command = [*harness.TOY, f"--workdir={directory}", *_OPTIONS]
-    return harness.launch(f"--num_processes={count}", "--cpu_devices=2", command=command)
+    return harness.launch(
+        f"--num_processes={count}", "--cpu_devices=2", command=command
+    )
 
 
 def startup(directory: pathlib.Path, count: int) -> float:
     """Returns the seconds from the command to the first step's row."""
     begin = time.monotonic()
     command = [*harness.TOY, f"--workdir={directory}", "--config.log_every_steps=1"]
-    process = harness.launch(f"--num_processes={count}", "--cpu_devices=1", command=command)
+    process = harness.launch(
+        f"--num_processes={count}", "--cpu_devices=1", command=command
+    )
     with harness.running(process):
         harness.read_until(process, "step  1/12")
         return time.monotonic() - begin
 
 
-def disturb(scratch: pathlib.Path, undisturbed: pathlib.Path, number: signal.Signals) -> None:
+def disturb(
+    scratch: pathlib.Path, undisturbed: pathlib.Path, number: signal.Signals
+) -> None:
     """Runs the trials of one signal, and prints their results."""
     choose = random.Random(_SEED.value)
     steps, seconds = [], []
@@ -73,7 +83,9 @@ def disturb(scratch: pathlib.Path, undisturbed: pathlib.Path, number: signal.Sig
         directory = scratch / f"{number.name}{trial}"
         process = start(directory, _PROCESSES.value)
         with harness.running(process):
-            harness.read_until(process, f"step {choose.randrange(1, _STEPS // 10 - 5) * 10:>3}/")
+            harness.read_until(
+                process, f"step {choose.randrange(1, _STEPS // 10 - 5) * 10:>3}/"
+            )
             time.sleep(choose.random())
             pid = harness.status(directory)[choose.randrange(_PROCESSES.value)]["pid"]
             os.kill(pid, number)
@@ -82,7 +94,9 @@ def disturb(scratch: pathlib.Path, undisturbed: pathlib.Path, number: signal.Sig
             seconds.append(time.monotonic() - begin)
             code, output = harness.finish(process)
         assert code == 0, output
-        steps.append(int(re.search(r"resumed from the checkpoint of step (\d+)", output)[1]))
+        steps.append(
+            int(re.search(r"resumed from the checkpoint of step (\d+)", output)[1])
+        )
         harness.assert_same_end(directory, undisturbed, _STEPS)
         print(
             f"{number.name} {trial}: left after {seconds[-1]:.1f} s, resumed from {steps[-1]}",

@@ -1,11 +1,13 @@
-"""Runs all parts, and prints one table: each measurement beside its peers, the targets, and the machine.
+"""Runs all parts, and prints one table: each measurement beside its peers, the targets,
+and the machine.
 
     python -m benchmarks.run [--quick] [--only=step,loop] [--json=FILE]
 
-Each part runs in its own processes, one at a time. If JAX finds an accelerator, they run on it in half precision, and
-also report their memory. Otherwise, or with JAX_PLATFORMS=cpu, they run on the CPU, with 1 and with 8 virtual devices.
-A measurement that is not possible becomes a row with the reason. Exit codes: 0; 1 if a part failed; 130 after Ctrl-C,
-which prints the rows measured until then.
+Each part runs in its own processes, one at a time. If JAX finds an accelerator, they
+run on it in half precision, and also report their memory. Otherwise, or with
+JAX_PLATFORMS=cpu, they run on the CPU, with 1 and with 8 virtual devices. A measurement
+that is not possible becomes a row with the reason. Exit codes: 0; 1 if a part failed;
+130 after Ctrl-C, which prints the rows measured until then.
 """
 
 import contextlib
@@ -35,8 +37,8 @@ class Part:
     """One part of the benchmarks.
 
     Attributes:
-      commands: returns the commands to run, each a module and its flags, given whether to be quick and whether there
-        is an accelerator.
+      commands: returns the commands to run, each a module and its flags, given whether
+        to be quick and whether there is an accelerator.
       left_out: the measurements that --quick leaves out.
     """
 
@@ -48,7 +50,10 @@ def _step(quick: bool, accelerator: bool) -> Commands:
     rounds = f"--rounds={3 if quick else 41}"
     if not accelerator:
         small = ["--size=1 ms"] if quick else []
-        return [["step", rounds, "--devices=1"], ["step", rounds, "--devices=8", *small]]
+        return [
+            ["step", rounds, "--devices=1"],
+            ["step", rounds, "--devices=8", *small],
+        ]
     # A process has one peak of memory, so each side gets its own process.
     return [
         ["step", f"--precision={precision}", *more]
@@ -68,7 +73,9 @@ def _loop(quick: bool, accelerator: bool) -> Commands:
 
 def _fingerprint(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["fingerprint", *(("--rounds=3", "--steps=5", "--size=1 ms") if quick else ())]]
+    return [
+        ["fingerprint", *(("--rounds=3", "--steps=5", "--size=1 ms") if quick else ())]
+    ]
 
 
 def _start(quick: bool, accelerator: bool) -> Commands:
@@ -89,7 +96,9 @@ def _checkpoint(quick: bool, accelerator: bool) -> Commands:
 
 def _dry_run(quick: bool, accelerator: bool) -> Commands:
     del accelerator
-    return [["dry_run", *(("--topology=v5e:16x16", "--loss_scale=no") if quick else ())]]
+    return [
+        ["dry_run", *(("--topology=v5e:16x16", "--loss_scale=no") if quick else ())]
+    ]
 
 
 PARTS = {
@@ -105,12 +114,17 @@ PARTS = {
     ),
 }
 
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer rounds and smaller sizes: about three minutes.")
-_ONLY = flags.DEFINE_list("only", [], f"The parts to run, of {', '.join(PARTS)}; all by default.")
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "Fewer rounds and smaller sizes: about three minutes."
+)
+_ONLY = flags.DEFINE_list(
+    "only", [], f"The parts to run, of {', '.join(PARTS)}; all by default."
+)
 _JSON = flags.DEFINE_string("json", None, "A file for all that is printed, as JSON.")
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Longer than any part takes: XLA's CPU collectives can deadlock, and the other parts are still worth running.
+# Longer than any part takes: XLA's CPU collectives can deadlock, and the other parts
+# are still worth running.
 _LIMIT_SECONDS = 3600
 
 
@@ -124,7 +138,8 @@ def measured(command: Sequence[str], directory: str) -> list[measure.Row]:
 
 
 def output_of(command: Sequence[str], directory: str) -> str:
-    """Returns the output of one of the benchmarks' modules; its temporary files are in `directory`.
+    """Returns the output of one of the benchmarks' modules; its temporary files are in
+    `directory`.
 
     Raises:
       RuntimeError: if it fails or takes too long.
@@ -137,7 +152,8 @@ def output_of(command: Sequence[str], directory: str) -> str:
         text=True,
         cwd=_ROOT,
         env={**os.environ, "TMPDIR": directory},
-        # A process group of its own, so that it can be killed together with its children.
+        # A process group of its own, so that it can be killed together with its
+        # children.
         start_new_session=True,
     ) as process:
         try:
@@ -146,7 +162,9 @@ def output_of(command: Sequence[str], directory: str) -> str:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(e, subprocess.TimeoutExpired):
-                raise RuntimeError(f"not done after {_LIMIT_SECONDS // 60} minutes") from e
+                raise RuntimeError(
+                    f"not done after {_LIMIT_SECONDS // 60} minutes"
+                ) from e
             raise
     if process.returncode:
         print(said, file=sys.stderr)
@@ -169,13 +187,19 @@ def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measur
             print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
-def show(machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[str]) -> str:
-    """Returns the text of the tables, the machine, the number of targets met, and the notes."""
+def show(
+    machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[str]
+) -> str:
+    """Returns the text of the tables, the machine, the number of targets met, and the
+    notes.
+    """
     lines = [{"machine": name, "": value} for name, value in machine.items()]
     judged = [row for row in rows if row.at_most is not None and row.median is not None]
     met = sum(row.median <= row.at_most for row in judged)
     summary = (
-        f"{met} of {len(judged)} targets met" if judged else "nothing with a target was measured"
+        f"{met} of {len(judged)} targets met"
+        if judged
+        else "nothing with a target was measured"
     )
     missing = sum(row.median is None for row in rows)
     if missing:
@@ -199,7 +223,8 @@ def main(argv: list[str]) -> int:
     notes = [f"--quick: no {PARTS[name].left_out}" for name in names
              if _QUICK.value and PARTS[name].left_out]  # fmt: skip
     machine: dict[str, Any] = {}
-    # SIGTERM is handled as Ctrl-C, so that the processes that are being measured end too.
+    # SIGTERM is handled as Ctrl-C, so that the processes that are being measured end
+    # too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as directory:
@@ -220,7 +245,11 @@ def main(argv: list[str]) -> int:
         )
     print(f"\n{show(machine, rows, notes)}")
     if _JSON.value:
-        content = {"machine": machine, "rows": list(map(dataclasses.asdict, rows)), "notes": notes}
+        content = {
+            "machine": machine,
+            "rows": list(map(dataclasses.asdict, rows)),
+            "notes": notes,
+        }
         disk.replace(pathlib.Path(_JSON.value), jsonfile.dumps(content, 1).encode())
     return code
 

@@ -1,9 +1,11 @@
-"""One training step, with xshard's rules and by hand: AdamW, with the mean of the gradients over all devices.
+"""One training step, with xshard's rules and by hand: AdamW, with the mean of the
+gradients over all devices.
 
-The sides differ in who writes the step, and in the dynamic loss scale: none, by hand, `jmp.DynamicLossScale`, or
-`flax.training.dynamic_scale.DynamicScale`, each used as its documentation shows. A side takes a loss and returns two
-functions. The first maps parameters to the first state. The second maps a state and a device's part of a batch to the
-next state and the loss, on each device.
+The sides differ in who writes the step, and in the dynamic loss scale: none, by hand,
+`jmp.DynamicLossScale`, or `flax.training.dynamic_scale.DynamicScale`, each used as its
+documentation shows. A side takes a loss and returns two functions. The first maps
+parameters to the first state. The second maps a state and a device's part of a batch to
+the next state and the loss, on each device.
 """
 
 import functools
@@ -22,9 +24,11 @@ Local = Callable[[Any, jax.Array], Any]
 Loss = Callable[[Any, jax.Array], jax.Array]
 Side = tuple[Callable[[Any], Any], Local]
 
-# The learning rate is so low that even the widest model, which is not tuned, stays finite in float16.
+# The learning rate is so low that even the widest model, which is not tuned, stays
+# finite in float16.
 ADAM = optax.adamw(1e-5)
-# The scale is low enough for float16, because a skipped step would do less work than the steps to be timed.
+# The scale is low enough for float16, because a skipped step would do less work than
+# the steps to be timed.
 FIRST_SCALE, PERIOD = 2.0**10, 2000
 
 
@@ -36,7 +40,9 @@ def by_rules(loss: Loss, scale: bool) -> Side:
         if scale:
             dynamic = xshard.DynamicLossScale(FIRST_SCALE, PERIOD)
             opt = xshard.MixedPrecisionLossScaleOptimizer(opt, dynamic)
-        return opt.minimize(lambda p: loss(p, x), params, gate_gradients=xshard.Optimizer.GATE_NONE)
+        return opt.minimize(
+            lambda p: loss(p, x), params, gate_gradients=xshard.Optimizer.GATE_NONE
+        )
 
     rules = hk.transform_with_state(step)
 
@@ -62,13 +68,17 @@ def unscaled_by_hand(loss: Loss) -> Side:
 
 
 def by_hand(loss: Loss, conditional: bool) -> Side:
-    """Returns the step written by hand, with a dynamic loss scale that skips a step by `cond` or by `where`."""
+    """Returns the step written by hand, with a dynamic loss scale that skips a step by
+    `cond` or by `where`.
+    """
 
     def local(state: Any, x: jax.Array) -> Any:
         old, scale, good = state
         value, grads = jax.value_and_grad(lambda p: loss(p, x) * scale)(old[0])
         grads = jax.tree.map(lambda g: g / scale, jax.lax.pmean(grads, "replica"))
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        finite = jnp.all(
+            jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        )
         due = good + 1 >= PERIOD
         raised = jnp.where(due, scale * 2, scale)
         new_scale = jnp.where(finite, raised, jnp.maximum(scale / 2, 1))
@@ -76,14 +86,22 @@ def by_hand(loss: Loss, conditional: bool) -> Side:
         if conditional:
             new = jax.lax.cond(finite, _adam, lambda _, state: state, grads, old)
         else:
-            new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
+            new = jax.tree.map(
+                functools.partial(jnp.where, finite), _adam(grads, old), old
+            )
         return (new, new_scale, new_good), jax.lax.pmean(value / scale, "replica")
 
-    return lambda params: (_with_adam(params), jnp.float32(FIRST_SCALE), jnp.int32(0)), local
+    return lambda params: (
+        _with_adam(params),
+        jnp.float32(FIRST_SCALE),
+        jnp.int32(0),
+    ), local
 
 
 def with_jmp(loss: Loss) -> Side:
-    """Returns the step written by hand around jmp's loss scale, in the order of jmp's README."""
+    """Returns the step written by hand around jmp's loss scale, in the order of jmp's
+    README.
+    """
 
     def local(state: Any, x: jax.Array) -> Any:
         old, scale = state
@@ -91,7 +109,9 @@ def with_jmp(loss: Loss) -> Side:
         grads = scale.unscale(jax.lax.pmean(grads, "replica"))
         finite = jmp.all_finite(grads)
         new = jmp.select_tree(finite, _adam(grads, old), old)
-        return (new, scale.adjust(finite)), jax.lax.pmean(scale.unscale(value), "replica")
+        return (new, scale.adjust(finite)), jax.lax.pmean(
+            scale.unscale(value), "replica"
+        )
 
     def init(params: Any) -> Any:
         scale = jmp.DynamicLossScale(jnp.float32(FIRST_SCALE), jnp.int32(0), PERIOD)
@@ -113,7 +133,9 @@ def with_flax(loss: Loss) -> Side:
 
     def init(params: Any) -> Any:
         scale = dynamic_scale.DynamicScale(
-            fin_steps=jnp.int32(0), scale=jnp.float32(FIRST_SCALE), growth_interval=PERIOD
+            fin_steps=jnp.int32(0),
+            scale=jnp.float32(FIRST_SCALE),
+            growth_interval=PERIOD,
         )
         return _with_adam(params), scale
 

@@ -1,10 +1,12 @@
-"""Measures the time from the command to the first step, against the time of the imports that every program needs.
+"""Measures the time from the command to the first step, against the time of the imports
+that every program needs.
 
     JAX_PLATFORMS=cpu python -m benchmarks.start [--rounds=5]
 
-Each side runs in a fresh process: `python -c "import jax, haiku, optax"`, and `python -m xshard.main` with
-configs/digits.py until it prints its first step. The latter also yields the time until it prints that training begins,
-when everything is checked and the state is created.
+Each side runs in a fresh process: `python -c "import jax, haiku, optax"`, and `python
+-m xshard.main` with configs/digits.py until it prints its first step. The latter also
+yields the time until it prints that training begins, when everything is checked and the
+state is created.
 """
 
 import pathlib
@@ -25,20 +27,29 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def of_a_run() -> list[float]:
-    """Returns the seconds from the command to the end of the checks, and to the first step."""
+    """Returns the seconds from the command to the end of the checks, and to the first
+    step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return seconds_until(
             ["training from step", "step 1/1"],
-            *("-m", "xshard.main", "--config=configs/digits.py", f"--workdir={folder}/run"),
+            *(
+                "-m",
+                "xshard.main",
+                "--config=configs/digits.py",
+                f"--workdir={folder}/run",
+            ),
             *("--config.steps=1", "--config.log_every_steps=1"),
         )
 
 
 def seconds_until(texts: list[str], *arguments: str) -> list[float]:
-    """Returns the seconds from the start of a Python process to the first line with each of the texts, in their order.
+    """Returns the seconds from the start of a Python process to the first line with
+    each of the texts, in their order.
 
     Raises:
-      RuntimeError: with the last lines of output, if the process fails or ends without printing all of the texts.
+      RuntimeError: with the last lines of output, if the process fails or ends without
+        printing all of the texts.
     """
     begin, seconds, lines = time.perf_counter(), [], []
     with subprocess.Popen(
@@ -59,7 +70,9 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
 
 
 def of_imports(modules: str) -> list[float]:
-    """Returns the seconds that a Python process takes for these imports, as a list of one."""
+    """Returns the seconds that a Python process takes for these imports, as a list of
+    one.
+    """
     return seconds_until(["done"], "-c", f"import {modules}; print('done', flush=True)")
 
 
@@ -73,7 +86,9 @@ def compare() -> Iterator[measure.Row]:
     seconds = measure.in_turn(sides, _ROUNDS.value, warm_up=False)
     checked, made = zip(*seconds["run"], strict=True)
     bare, ours = ([each for (each,) in seconds[side]] for side in ("bare", "ours"))
-    yield measure.ratio("from the command to the first step, digits", "imports alone", made, bare)
+    yield measure.ratio(
+        "from the command to the first step, digits", "imports alone", made, bare
+    )
     yield measure.figure("Python, import jax, haiku, optax", bare, "s")
     yield measure.figure("Python, import xshard.main", ours, "s")
     yield measure.figure(

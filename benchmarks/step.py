@@ -1,9 +1,12 @@
-"""Measures the cost of xshard's rules against the same step written by hand, in one process.
+"""Measures the cost of xshard's rules against the same step written by hand, in one
+process.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41] [--size="1 ms"]
+    JAX_PLATFORMS=cpu python -m benchmarks.step [--devices=8] [--rounds=41] [--size="1
+    ms"]
 
-benchmarks/sides.py defines the sides. A CPU computes slowly in half precision, which would hide the cost of the rules.
-Use float32 on a CPU, and --precision=float16 or bfloat16 on accelerators.
+benchmarks/sides.py defines the sides. A CPU computes slowly in half precision, which
+would hide the cost of the rules. Use float32 on a CPU, and --precision=float16 or
+bfloat16 on accelerators.
 """
 
 import importlib.util
@@ -20,7 +23,10 @@ from benchmarks import sides as sides_lib
 _ROUNDS = flags.DEFINE_integer("rounds", 41, "How often each side is timed.", 1)
 _DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices, on a CPU.", 1)
 _PRECISION = flags.DEFINE_enum(
-    "precision", "float32", ["float32", "bfloat16", "float16"], "What the model computes in."
+    "precision",
+    "float32",
+    ["float32", "bfloat16", "float16"],
+    "What the model computes in.",
 )
 _SIZES = flags.DEFINE_multi_enum(
     "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
@@ -44,12 +50,16 @@ class Side:
         loss, params = models.make(size, _PRECISION.value)
         init, local = sides_lib.SIDES[name](loss)
         everywhere = jax.sharding.NamedSharding(sides_lib.mesh(), jax.P())
-        # Created in its final place, because a copy that is moved there would count as the step's memory.
+        # Created in its final place, because a copy that is moved there would count as
+        # the step's memory.
         self._state = jax.jit(lambda: init(params()), out_shardings=everywhere)()
         batch = -(-size.batch // jax.device_count()) * jax.device_count()
         x = jax.random.normal(jax.random.key(1), (batch, size.width))
-        self._x = jax.device_put(x, jax.sharding.NamedSharding(sides_lib.mesh(), jax.P("replica")))
-        # Compiled by the first call, because jmp's scale cannot be lowered ahead of time.
+        self._x = jax.device_put(
+            x, jax.sharding.NamedSharding(sides_lib.mesh(), jax.P("replica"))
+        )
+        # Compiled by the first call, because jmp's scale cannot be lowered ahead of
+        # time.
         self._step = sides_lib.jitted(local)
         self._wait_for_each = jax.default_backend() == "cpu"
         seconds = min(self.steps(1) for _ in range(3))
@@ -60,21 +70,28 @@ class Side:
         begin = time.perf_counter()
         for _ in range(count):
             self._state, self.loss = self._step(self._state, self._x)
-            # XLA's CPU collectives deadlock with many steps in flight. On other backends a wait would add to the time.
+            # XLA's CPU collectives deadlock with many steps in flight. On other
+            # backends a wait would add to the time.
             if self._wait_for_each:
                 jax.block_until_ready(self.loss)
         jax.block_until_ready((self._state, self.loss))
         return (time.perf_counter() - begin) / count
 
     def turn(self) -> float:
-        """Returns the seconds per step of a turn, after one step that refills the caches."""
+        """Returns the seconds per step of a turn, after one step that refills the
+        caches.
+        """
         self.steps(1)
         return self.steps(self.count)
 
 
 def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
     """Yields the rows of one model."""
-    names = [side for side in sides_lib.SIDES if side != "flax" or importlib.util.find_spec("flax")]
+    names = [
+        side
+        for side in sides_lib.SIDES
+        if side != "flax" or importlib.util.find_spec("flax")
+    ]
     sides = {side: Side(side, size) for side in names}
     rtol = 1e-4 if _PRECISION.value == "float32" else 0.02
     for side in names:
@@ -88,29 +105,43 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
     turns = {side: sides[side].turn for side in names}
     seconds = measure.in_turn(turns, _ROUNDS.value)
     where = _where(name)
-    for peer, title in (("hand", "by hand, lax.cond"), ("hand, where", "by hand, jnp.where")):
+    for peer, title in (
+        ("hand", "by hand, lax.cond"),
+        ("hand, where", "by hand, jnp.where"),
+    ):
         pair = seconds["rules"], seconds[peer]
         yield measure.ratio(f"step with both rules{where}", title, *pair, 1.02)
     ours = seconds["rules"], seconds["rules, unscaled"]
     yield measure.ratio(f"dynamic loss scale{where}", "none", *ours, 1.02)
-    for peer, title in (("jmp", "jmp's DynamicLossScale"), ("flax", "flax's DynamicScale")):
+    for peer, title in (
+        ("jmp", "jmp's DynamicLossScale"),
+        ("flax", "flax's DynamicScale"),
+    ):
         if peer in seconds:
             pair = seconds[peer], seconds["hand, unscaled"]
             yield measure.ratio(f"{title}{where}", "none", *pair)
         else:
             yield measure.Row(f"{title}{where}", "none", missing=_NO_FLAX)
     for side, values in seconds.items():
-        yield measure.figure(f"step: {side}{where}", [1e3 * value for value in values], "ms")
+        yield measure.figure(
+            f"step: {side}{where}", [1e3 * value for value in values], "ms"
+        )
 
 
 def memory(side: str, name: str, size: models.Size) -> measure.Row:
-    """Returns the row of the peak memory of this process, which makes steps of one side only."""
+    """Returns the row of the peak memory of this process, which makes steps of one side
+    only.
+    """
     what = f"peak memory a device: {side}{_where(name)}"
     Side(side, size).steps(3)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] / 1e6 for each in stats if "peak_bytes_in_use" in each]
+    peaks = [
+        each["peak_bytes_in_use"] / 1e6 for each in stats if "peak_bytes_in_use" in each
+    ]
     if not peaks:
-        return measure.Row(what, missing=f"the {jax.default_backend()} backend does not say")
+        return measure.Row(
+            what, missing=f"the {jax.default_backend()} backend does not say"
+        )
     return measure.figure(what, [max(peaks)], "MB")
 
 

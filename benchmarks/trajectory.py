@@ -1,9 +1,11 @@
-"""Kills runs with exact sums at random steps, resumes them on other numbers of processes and devices, and compares.
+"""Kills runs with exact sums at random steps, resumes them on other numbers of
+processes and devices, and compares.
 
     python -m benchmarks.trajectory [--schedules=200] [--seed=0]
 
-Each schedule is 2 to 6 starts of the toy experiment, in float16 with steps that the loss scale skips. Its arrays, rows
-and results must equal an undisturbed run's on one device, bit by bit. Exit code 1: a schedule differed.
+Each schedule is 2 to 6 starts of the toy experiment, in float16 with steps that the
+loss scale skips. Its arrays, rows and results must equal an undisturbed run's on one
+device, bit by bit. Exit code 1: a schedule differed.
 """
 
 import functools
@@ -55,9 +57,12 @@ def start(directory: pathlib.Path, processes: int, devices: int) -> functools.pa
 
 
 def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> str:
-    """Runs a random schedule; returns a description of the failure, empty if there is none."""
+    """Runs a random schedule; returns a description of the failure, empty if there is
+    none.
+    """
     directory = folder / "run"
-    # The steps are at least five apart, so that no start has already passed the step at which it must be killed.
+    # The steps are at least five apart, so that no start has already passed the step at
+    # which it must be killed.
     steps = sorted(draw.sample(range(1, _STEPS - 5, 5), draw.randint(1, 5)))
     sizes = [draw.choice(_SIZES) for _ in [*steps, _STEPS]]
     for step, size in zip(steps, sizes, strict=False):

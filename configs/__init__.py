@@ -1,1 +1,3 @@
-"""One file per run, with the result that it reproduces, its cost, its expected score and its command."""
+"""One file per run, with the result that it reproduces, its cost, its expected score
+and its command.
+"""

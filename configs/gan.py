@@ -1,6 +1,8 @@
-"""A generator and a discriminator of handwritten digits, each with its own dynamic loss scale.
+"""A generator and a discriminator of handwritten digits, each with its own dynamic loss
+scale.
 
-Command: python -m xshard.main --config=configs/gan.py --workdir=runs/gan --cpu_devices=8
+Command: python -m xshard.main --config=configs/gan.py --workdir=runs/gan
+--cpu_devices=8
 """
 
 import ml_collections

@@ -2,8 +2,8 @@
 
 Text: the local Python's own sources; or --config.text.files="('books/*.txt',)".
 
-Cost: 4.0e16 floating-point operations, minutes on one accelerator. Not run: there was no accelerator here.
-configs/lm_tiny.py, the same model at another shape, was run.
+Cost: 4.0e16 floating-point operations, minutes on one accelerator. Not run: there was
+no accelerator here. configs/lm_tiny.py, the same model at another shape, was run.
 
 Command: python -m xshard.main --config=configs/lm.py --workdir=runs/lm
 """
@@ -14,7 +14,9 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the defaults with this run's changes; --config.name=value on the command line overrides a value."""
+    """Returns the defaults with this run's changes; --config.name=value on the command
+    line overrides a value.
+    """
     config = xshard.config.default()
     config.experiment = "experiments.lm.experiment.LanguageModel"
     config.steps = 3000
@@ -38,9 +40,11 @@ def get_config() -> ml_collections.ConfigDict:
         "width": 512,
         "heads": 8,
         "feed_forward": 1408,
-        # Whether to recompute a layer's activations for its gradient, instead of keeping them.
+        # Whether to recompute a layer's activations for its gradient, instead of
+        # keeping them.
         "remat": False,
-        # 'auto': the backend's kernel, if it has one for these shapes; 'xla': XLA's, which writes all scores to memory.
+        # 'auto': the backend's kernel, if it has one for these shapes; 'xla': XLA's,
+        # which writes all scores to memory.
         "attention": "auto",
     }
     config.optimizer = {
@@ -55,7 +59,8 @@ def get_config() -> ml_collections.ConfigDict:
         "clip_norm": 1.0,
     }
     config.loss_scale = {
-        # 'dynamic', 'fixed' at the initial scale, or 'none'. bfloat16 has float32's range and needs no scale.
+        # 'dynamic', 'fixed' at the initial scale, or 'none'. bfloat16 has float32's
+        # range and needs no scale.
         "kind": "none",
         "initial_loss_scale": 2.0**15,
         "increment_period": 200,

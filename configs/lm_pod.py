@@ -1,10 +1,13 @@
-"""A language model of bytes with 6.5 billion parameters, the shape of Llama 2 7B, for a pod of 256 chips.
+"""A language model of bytes with 6.5 billion parameters, the shape of Llama 2 7B, for a
+pod of 256 chips.
 
-Not run. According to the dry run, `python -m xshard.dryrun --config=configs/lm_pod.py --topology=v5e:16x16`, it needs
-10.5 of a chip's 16 GiB, and a step over 4.2 million bytes takes at least 4.6 s.
+Not run. According to the dry run, `python -m xshard.dryrun --config=configs/lm_pod.py
+--topology=v5e:16x16`, it needs 10.5 of a chip's 16 GiB, and a step over 4.2 million
+bytes takes at least 4.6 s.
 
 Command: python -m xshard.main --config=configs/lm_pod.py --workdir=runs/lm_pod \
-  --config.checkpoint.directory=gs://BUCKET/lm_pod --config.text.files="('/data/**/*.txt',)"
+  --config.checkpoint.directory=gs://BUCKET/lm_pod
+  --config.text.files="('/data/**/*.txt',)"
 """
 
 import ml_collections

@@ -1,10 +1,13 @@
-"""The language model on 2 CPU cores: float16 with a dynamic loss scale, on two replicas.
+"""The language model on 2 CPU cores: float16 with a dynamic loss scale, on two
+replicas.
 
 Text: the local Python's own sources; or --config.text.files="('books/*.txt',)".
 
-Cost: two to three minutes on 2 cores. Expected: 2.06 bits per byte of the held-out text (seeds 0 and 1).
+Cost: two to three minutes on 2 cores. Expected: 2.06 bits per byte of the held-out text
+(seeds 0 and 1).
 
-Command: python -m xshard.main --config=configs/lm_tiny.py --workdir=runs/lm_tiny --cpu_devices=2
+Command: python -m xshard.main --config=configs/lm_tiny.py --workdir=runs/lm_tiny
+--cpu_devices=2
 """
 
 import ml_collections

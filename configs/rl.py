@@ -22,5 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = {"hidden": (64,)}
     config.optimizer = {"learning_rate": 3e-3}
     config.eval_every_steps = 200
-    config.checkpoint.update({"every_steps": 200, "best_metric": "reward", "best_mode": "max"})
+    config.checkpoint.update(
+        {"every_steps": 200, "best_metric": "reward", "best_mode": "max"}
+    )
     return config

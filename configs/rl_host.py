@@ -1,6 +1,7 @@
 """The actor-critic that plays catch, with its 64 simultaneous games on the host.
 
-Command: python -m xshard.main --config=configs/rl_host.py --workdir=runs/rl_host --cpu_devices=8
+Command: python -m xshard.main --config=configs/rl_host.py --workdir=runs/rl_host
+--cpu_devices=8
 """
 
 import ml_collections

@@ -1,6 +1,7 @@
 """Features of handwritten digits, learned without labels.
 
-Command: python -m xshard.main --config=configs/ssl.py --workdir=runs/ssl --cpu_devices=8
+Command: python -m xshard.main --config=configs/ssl.py --workdir=runs/ssl
+--cpu_devices=8
 """
 
 import ml_collections

@@ -18,14 +18,18 @@ def modules() -> list[str]:
     """The public modules, the package first."""
     files = sorted(ROOT.joinpath("xshard").rglob("*.py"))
     names = [path.relative_to(ROOT).with_suffix("").parts for path in files]
-    shown = [parts for parts in names if "template" not in parts and parts[-1] != "__main__"]
+    shown = [
+        parts for parts in names if "template" not in parts and parts[-1] != "__main__"
+    ]
     return sorted(".".join(parts).removesuffix(".__init__") for parts in shown)
 
 
 def build(folder: pathlib.Path) -> None:
     """Writes the pages; raises what pdoc only warns of, such as an annotation that it cannot read."""
     pdoc.render.configure(
-        docformat="google", show_source=False, template_directory=ROOT / "docs" / "templates"
+        docformat="google",
+        show_source=False,
+        template_directory=ROOT / "docs" / "templates",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,14 +18,32 @@ from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
-from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm, xmanager
+from launch import (
+    elastic,
+    engine,
+    gke,
+    local,
+    mpi,
+    slurm,
+    status,
+    sweep,
+    tpu_vm,
+    xmanager,
+)
 from xshard import cli
 
 _ENGINE = flags.DEFINE_enum(
-    "engine", "local", ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"], "Where to launch."
+    "engine",
+    "local",
+    ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"],
+    "Where to launch.",
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print the files and commands, and execute nothing.")
-_NAME = flags.DEFINE_string("name", None, "The job's name; by default the work directory's.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print the files and commands, and execute nothing."
+)
+_NAME = flags.DEFINE_string(
+    "name", None, "The job's name; by default the work directory's."
+)
 _PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes.", 1)
 _ELASTIC = flags.DEFINE_string(
     "elastic",
@@ -41,9 +59,13 @@ _CPU_DEVICES = flags.DEFINE_integer(
     1024,
 )
 _SWEEP = flags.DEFINE_string(
-    "sweep", None, "A file with get_sweep(), which returns a list of overrides: one job for each."
+    "sweep",
+    None,
+    "A file with get_sweep(), which returns a list of overrides: one job for each.",
 )
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "How many jobs of a sweep run at a time.", 1)
+_PARALLEL = flags.DEFINE_integer(
+    "parallel", 1, "How many jobs of a sweep run at a time.", 1
+)
 _JSON = flags.DEFINE_bool("json", False, "With 'status': print JSON.")
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 
@@ -58,7 +80,9 @@ _GRACE = flags.DEFINE_integer(
     "grace_seconds", 120, "How long a run that is told to stop may take to save.", 1
 )
 # slurm, mpi
-_TIME = flags.DEFINE_string("slurm_time", None, "slurm: the time limit, in sbatch's format.")
+_TIME = flags.DEFINE_string(
+    "slurm_time", None, "slurm: the time limit, in sbatch's format."
+)
 _SBATCH = flags.DEFINE_multi_string(
     "sbatch", [], "slurm: an option of sbatch, such as --partition=p."
 )
@@ -67,14 +91,22 @@ _MPIRUN = flags.DEFINE_multi_string(
 )
 # tpu_vm, gke
 _ZONE = flags.DEFINE_string("zone", None, "tpu_vm: the zone; by default gcloud's own.")
-_PROJECT = flags.DEFINE_string("project", None, "tpu_vm: the project; by default gcloud's own.")
+_PROJECT = flags.DEFINE_string(
+    "project", None, "tpu_vm: the project; by default gcloud's own."
+)
 _TPU = flags.DEFINE_string(
     "tpu", None, "tpu_vm: the TPU VM's name. gke: type:topology, as v5e:4x4."
 )
-_DIRECTORY = flags.DEFINE_string("directory", "xshard", "tpu_vm: the code's folder on the hosts.")
-_IMAGE = flags.DEFINE_string("image", None, "gke: the container image, with the code in it.")
+_DIRECTORY = flags.DEFINE_string(
+    "directory", "xshard", "tpu_vm: the code's folder on the hosts."
+)
+_IMAGE = flags.DEFINE_string(
+    "image", None, "gke: the container image, with the code in it."
+)
 _SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
-_NAMESPACE = flags.DEFINE_string("namespace", None, "gke: the namespace; by default kubectl's own.")
+_NAMESPACE = flags.DEFINE_string(
+    "namespace", None, "gke: the namespace; by default kubectl's own."
+)
 _TARGET = flags.DEFINE_string(
     "target", "//experiments/digits", "xmanager: the Bazel target of the program."
 )
@@ -90,7 +122,9 @@ def make_engine(name: str) -> engine.Engine:
             _TIME.value, tuple(_SBATCH.value), _GRACE.value, _PARALLEL.value
         ),
         "mpi": lambda: mpi.Mpi(tuple(_MPIRUN.value)),
-        "tpu_vm": lambda: tpu_vm.TpuVm(_TPU.value, _DIRECTORY.value, _ZONE.value, _PROJECT.value),
+        "tpu_vm": lambda: tpu_vm.TpuVm(
+            _TPU.value, _DIRECTORY.value, _ZONE.value, _PROJECT.value
+        ),
         "gke": lambda: gke.Gke(
             _TPU.value,
             _IMAGE.value,
@@ -125,14 +159,18 @@ def main(argv: Sequence[str]) -> int:
     jobs = sweep.jobs(job, points) or [job]
     if job.least:
         elastic.check(jobs)
-    # The plan comes before the claim, so that a sweep that the engine refuses claims no directory.
+    # The plan comes before the claim, so that a sweep that the engine refuses claims no
+    # directory.
     plan = chosen.launch(jobs)
     if points and not _DRY_RUN.value:
         sweep.claim(job.workdir, points, jobs)
-    # On this machine the launcher supervises the processes itself instead of running the plan.
+    # On this machine the launcher supervises the processes itself instead of running
+    # the plan.
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
         return _execute(plan)
-    return sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
+    return (
+        sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
+    )
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,6 @@
-"""Elastic runs, `--elastic=MIN:MAX`, which continue on fewer hosts, and the checks of their configs."""
+"""Elastic runs, `--elastic=MIN:MAX`, which continue on fewer hosts, and the checks of
+their configs.
+"""
 
 import re
 import sys
@@ -8,9 +10,7 @@ from typing import NamedTuple
 from launch import engine, sweep
 
 _ELASTIC = ("local", "slurm")
-_A_SLICE = (
-    "a TPU slice computes on all of its hosts or on none; give the same command on another slice"
-)
+_A_SLICE = "a TPU slice computes on all of its hosts or on none; give the same command on another slice"
 _WHY_NOT = {
     "mpi": "mpirun does not start a run again; give the same command with another --num_processes",
     "tpu_vm": _A_SLICE,
@@ -33,7 +33,8 @@ class Hosts(NamedTuple):
 
 def parse(text: str) -> Hosts:
     """Parses MIN:MAX; raises LaunchError if the text is malformed."""
-    # The digits are limited because no cluster has a million hosts, and Python's int() rejects very long numbers.
+    # The digits are limited because no cluster has a million hosts, and Python's int()
+    # rejects very long numbers.
     if re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
         hosts = Hosts(*map(int, text.split(":")))
         if 1 <= hosts.least <= hosts.most:
@@ -53,7 +54,8 @@ def check_engine(name: str) -> None:
 
 
 def check(jobs: Sequence[engine.Job]) -> None:
-    """Checks that the trajectories of jobs do not depend on the number of hosts; prints a warning if it cannot tell.
+    """Checks that the trajectories of jobs do not depend on the number of hosts; prints
+    a warning if it cannot tell.
 
     Raises:
       LaunchError: if a job's config has no logical replicas.
@@ -64,7 +66,9 @@ def check(jobs: Sequence[engine.Job]) -> None:
 
 
 def _warning(job: engine.Job) -> str:
-    """Returns the warning about a job, empty if there is none; raises LaunchError if the job is refused."""
+    """Returns the warning about a job, empty if there is none; raises LaunchError if
+    the job is refused.
+    """
     config = sweep.requested_config(job)
     if config is None:
         return (

@@ -1,4 +1,6 @@
-"""The interface between the launcher and its engines: the job to start, the plan of an engine, and the engine."""
+"""The interface between the launcher and its engines: the job to start, the plan of an
+engine, and the engine.
+"""
 
 import contextlib
 import dataclasses
@@ -14,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from xshard import cli, errors
 from xshard.pod import handshake
 
-# The placeholder for the token in a plan. The token is created when the plan runs, and never printed.
+# The placeholder for the token in a plan. The token is created when the plan runs, and
+# never printed.
 TOKEN = "TOKEN-OF-THE-LAUNCH"
 _LONGEST_NAME = 40
 # Shorter than the limit, because a sweep appends the number of a point.
@@ -34,7 +37,8 @@ class Job:
       command: the program and its arguments.
       processes: the number of processes that run it together; on a pod, one per host.
       cpu_devices: the number of virtual devices of each process; 0 to use real devices.
-      least: the fewest processes with which it is started again after hosts are lost; 0 if their number is fixed.
+      least: the fewest processes with which it is started again after hosts are lost; 0
+        if their number is fixed.
     """
 
     name: str
@@ -56,7 +60,9 @@ class Job:
 
     @property
     def workdir(self) -> pathlib.Path:
-        """The run's work directory, from its command; raises LaunchError if the command names none."""
+        """The run's work directory, from its command; raises LaunchError if the command
+        names none.
+        """
         directory = cli.flag_value(self.command, "workdir")
         if directory:
             return pathlib.Path(directory).absolute()
@@ -65,7 +71,9 @@ class Job:
         )
 
     def with_flags(self, **flags: object) -> "Job":
-        """Returns the job with more flags, which come last and therefore override earlier ones."""
+        """Returns the job with more flags, which come last and therefore override
+        earlier ones.
+        """
         more = (f"--{name}={value}" for name, value in flags.items())
         return dataclasses.replace(self, command=(*self.command, *more))
 
@@ -75,10 +83,12 @@ class Plan:
     """The files and commands with which an engine launches, lists, shows or stops jobs.
 
     Attributes:
-      commands: the commands to run, one after another. They receive the launch's token in the environment.
+      commands: the commands to run, one after another. They receive the launch's token
+        in the environment.
       files: the content of each file to write before the commands, by path.
-      private: the content of temporary files that only this user may read, by path; they are deleted after the
-        commands. `TOKEN` in them is replaced by the launch's token.
+      private: the content of temporary files that only this user may read, by path;
+        they are deleted after the commands. `TOKEN` in them is replaced by the launch's
+        token.
     """
 
     commands: Sequence[Sequence[str]]
@@ -87,15 +97,19 @@ class Plan:
 
     def __str__(self) -> str:
         parts = [f"# {path}\n{content}" for path, content in self.files.items()]
-        parts += [f"# {path}, temporary\n{content}" for path, content in self.private.items()]
+        parts += [
+            f"# {path}, temporary\n{content}" for path, content in self.private.items()
+        ]
         return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
 
     def run(self, *, replace: bool = False) -> int:
-        """Writes the files and runs the commands up to the first that fails; returns the exit code.
+        """Writes the files and runs the commands up to the first that fails; returns
+        the exit code.
 
         Args:
-          replace: whether the last command replaces this process, to receive its terminal and signals. A plan with
-            private files never does, because this process has to delete them.
+          replace: whether the last command replaces this process, to receive its
+            terminal and signals. A plan with private files never does, because this
+            process has to delete them.
 
         Raises:
           LaunchError: if a file cannot be written, or if a program is missing.
@@ -123,13 +137,16 @@ class Plan:
                     f"{command[0]} is not on PATH; --dry_run shows the command that needs it."
                 ) from e
             if code:
-                # 128 plus the signal's number if a signal ended the program, as in a shell.
+                # 128 plus the signal's number if a signal ended the program, as in a
+                # shell.
                 return code if code > 0 else 128 - code
         return 0
 
 
 def make_token() -> str:
-    """Returns a random secret, by which the processes of one launch recognize one another."""
+    """Returns a random secret, by which the processes of one launch recognize one
+    another.
+    """
     return secrets.token_hex(32)
 
 
@@ -144,13 +161,16 @@ def _write(path: pathlib.Path, content: str, mode: int) -> None:
 
 
 class Engine:
-    """A system that runs jobs. A new engine implements `launch`, and the other methods as far as the system allows.
+    """A system that runs jobs. A new engine implements `launch`, and the other methods
+    as far as the system allows.
 
     The methods return plans and execute nothing.
     """
 
     def launch(self, jobs: Sequence[Job]) -> Plan:
-        """Returns the plan that starts jobs, several for a sweep; raises LaunchError if the engine cannot run them."""
+        """Returns the plan that starts jobs, several for a sweep; raises LaunchError if
+        the engine cannot run them.
+        """
         raise NotImplementedError
 
     def running(self) -> Plan:
@@ -177,13 +197,17 @@ class Engine:
 def only_job(jobs: Sequence[Job], engine: str) -> Job:
     """Returns the only job; raises LaunchError if there are several, as in a sweep."""
     if len(jobs) != 1:
-        raise LaunchError(f"--sweep runs with --engine=local or slurm, not with {engine}.")
+        raise LaunchError(
+            f"--sweep runs with --engine=local or slurm, not with {engine}."
+        )
     return jobs[0]
 
 
 def check_name(name: str) -> str:
     """Returns the name; raises LaunchError unless every engine accepts it."""
-    if len(name) > _LONGEST_NAME or not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
+    if len(name) > _LONGEST_NAME or not re.fullmatch(
+        "[a-z]([a-z0-9-]*[a-z0-9])?", name
+    ):
         raise LaunchError(
             f"--name={name} must be at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
         )
@@ -191,10 +215,13 @@ def check_name(name: str) -> str:
 
 
 def derived_name(directory: pathlib.Path) -> str:
-    """Returns a name that every engine accepts, derived from the name of a work directory."""
+    """Returns a name that every engine accepts, derived from the name of a work
+    directory.
+    """
     name = re.sub("[^a-z0-9]+", "-", directory.name.lower()).strip("-")
     if not name:
-        # The directory's name has no usable character. The checksum gives different directories different names.
+        # The directory's name has no usable character. The checksum gives different
+        # directories different names.
         name = f"run-{zlib.crc32(os.fsencode(directory.name)):08x}"
     if not name[0].isalpha():
         name = f"run-{name}"

@@ -1,4 +1,6 @@
-"""Launches on Google Kubernetes Engine: a JobSet of TPU slices, created by kubectl; JAX detects the pod."""
+"""Launches on Google Kubernetes Engine: a JobSet of TPU slices, created by kubectl; JAX
+detects the pod.
+"""
 
 import dataclasses
 import math
@@ -13,8 +15,8 @@ from xshard.pod import handshake, notice
 
 _TOKEN_KEY = "token"
 
-# https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: the node selector of each type of multi-host
-# slice, and the chips of one host.
+# https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: the node selector of
+# each type of multi-host slice, and the chips of one host.
 _TYPES = {
     "v4": ("tpu-v4-podslice", 4),
     "v5e": ("tpu-v5-lite-podslice", 4),
@@ -22,8 +24,9 @@ _TYPES = {
     "v6e": ("tpu-v6e-slice", 4),
 }
 
-# The actions of a JobSet at exit codes that do not count as failures. A job that stopped early with its state saved is
-# started again. One that was not finite is not, because it would not be finite again.
+# The actions of a JobSet at exit codes that do not count as failures. A job that
+# stopped early with its state saved is started again. One that was not finite is not,
+# because it would not be finite again.
 _RULES = (
     ("preempted", notice.PREEMPTED, "RestartJobSetAndIgnoreMaxRestarts"),
     ("nonfinite", notice.NONFINITE, "FailJobSet"),
@@ -32,7 +35,8 @@ _RULES = (
 
 @dataclasses.dataclass(frozen=True)
 class Gke(engine.Engine):
-    """The GKE engine. The cluster and the credentials come from kubectl's configuration.
+    """The GKE engine. The cluster and the credentials come from kubectl's
+    configuration.
 
     Attributes:
       tpu: the type and topology of a slice, such as 'v5e:4x4'.
@@ -57,12 +61,14 @@ class Gke(engine.Engine):
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for gke: --tpu determines the number of hosts."
             )
-        # In the current directory, because the work directory is on the cluster's storage.
+        # In the current directory, because the work directory is on the cluster's
+        # storage.
         path = pathlib.Path(f"{job.name}.jobset.yaml")
         content = yaml.safe_dump(self.job_set(job), sort_keys=False)
         private = pathlib.Path(f"{job.name}.token.yaml")
         commands = [
-            # "apply" instead of "create", because an earlier job of this name may have left its secret.
+            # "apply" instead of "create", because an earlier job of this name may have
+            # left its secret.
             [*self._kubectl(), "apply", "-f", str(private)],
             [*self._kubectl(), "create", "-f", str(path)],
         ]
@@ -74,7 +80,9 @@ class Gke(engine.Engine):
         return engine.Plan([[*self._kubectl(), "get", "jobsets"]])
 
     def logs(self, name: str) -> engine.Plan:
-        """Returns the plan that shows the output of process 0, which reports for all processes."""
+        """Returns the plan that shows the output of process 0, which reports for all
+        processes.
+        """
         chosen = (
             f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0,"
             "batch.kubernetes.io/job-completion-index=0"
@@ -82,21 +90,34 @@ class Gke(engine.Engine):
         return engine.Plan([[*self._kubectl(), "logs", "-f", f"--selector={chosen}"]])
 
     def kill(self, name: str) -> engine.Plan:
-        """Returns the plan that deletes the JobSet; its pods get SIGTERM, and save within their grace period."""
+        """Returns the plan that deletes the JobSet; its pods get SIGTERM, and save
+        within their grace period.
+        """
         job = [*self._kubectl(), "delete", "jobset", name]
-        secret = [*self._kubectl(), "delete", "secret", _secret_name(name), "--ignore-not-found"]
+        secret = [
+            *self._kubectl(),
+            "delete",
+            "secret",
+            _secret_name(name),
+            "--ignore-not-found",
+        ]
         return engine.Plan([job, secret])
 
     def job_set(self, job: engine.Job) -> dict[str, Any]:
-        """Returns the manifest of the JobSet, in the format of jobset.x-k8s.io/v1alpha2."""
+        """Returns the manifest of the JobSet, in the format of
+        jobset.x-k8s.io/v1alpha2.
+        """
         hosts, selector, chips = self._slice()
         codes = sorted(code for _, code, _ in _RULES)
-        rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}]
+        rules = [
+            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}
+        ]
         template = {
             "parallelism": hosts,
             "completions": hosts,
             "completionMode": "Indexed",
-            # No retry of a single pod: a failed pod ends all others, and the JobSet starts the whole job again.
+            # No retry of a single pod: a failed pod ends all others, and the JobSet
+            # starts the whole job again.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": rules},
             "template": {"spec": self._pod(job, selector, chips)},
@@ -119,19 +140,28 @@ class Gke(engine.Engine):
                             "name": name,
                             "action": action,
                             "onJobFailureReasons": ["PodFailurePolicy"],
-                            # The message of Kubernetes: "... failed with exit code 42 matching FailJob rule ...".
-                            "onJobFailureMessagePatterns": [f"exit code {code} matching"],
+                            # The message of Kubernetes: "... failed with exit code 42
+                            # matching FailJob rule ...".
+                            "onJobFailureMessagePatterns": [
+                                f"exit code {code} matching"
+                            ],
                         }
                         for name, code, action in _RULES
                     ],
                 },
                 "replicatedJobs": [
-                    {"name": "slice", "replicas": self.slices, "template": {"spec": template}}
+                    {
+                        "name": "slice",
+                        "replicas": self.slices,
+                        "template": {"spec": template},
+                    }
                 ],
             },
         }
 
-    def _pod(self, job: engine.Job, selector: dict[str, str], chips: int) -> dict[str, Any]:
+    def _pod(
+        self, job: engine.Job, selector: dict[str, str], chips: int
+    ) -> dict[str, Any]:
         return {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.grace_seconds,
@@ -140,8 +170,11 @@ class Gke(engine.Engine):
                 {
                     "name": "xshard",
                     "image": self.image,
-                    # Kubernetes expands $(NAME) in arguments, and turns $$ into $. Values of a config stay literal.
-                    "command": [argument.replace("$", "$$") for argument in job.arguments],
+                    # Kubernetes expands $(NAME) in arguments, and turns $$ into $.
+                    # Values of a config stay literal.
+                    "command": [
+                        argument.replace("$", "$$") for argument in job.arguments
+                    ],
                     "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, _token(job)],
                     "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
                     "resources": {"limits": {"google.com/tpu": chips}},
@@ -150,15 +183,21 @@ class Gke(engine.Engine):
         }
 
     def _slice(self) -> tuple[int, dict[str, str], int]:
-        """Returns the number of hosts of a slice, the node selector, and the number of chips of a host."""
+        """Returns the number of hosts of a slice, the node selector, and the number of
+        chips of a host.
+        """
         kind, _, topology = (self.tpu or "").partition(":")
         sizes = topology.split("x")
-        if kind not in _TYPES or not all(size.isdecimal() and int(size) for size in sizes):
+        if kind not in _TYPES or not all(
+            size.isdecimal() and int(size) for size in sizes
+        ):
             raise engine.LaunchError(
                 f"--tpu={self.tpu} must be type:topology, such as v5e:4x4; the types: {', '.join(_TYPES)}."
             )
         if not self.image:
-            raise engine.LaunchError("--engine=gke needs --image=IMAGE, with the code in it.")
+            raise engine.LaunchError(
+                "--engine=gke needs --image=IMAGE, with the code in it."
+            )
         accelerator, host_chips = _TYPES[kind]
         chips = math.prod(map(int, sizes))
         if chips > host_chips and chips % host_chips:
@@ -172,7 +211,10 @@ class Gke(engine.Engine):
         return max(chips // host_chips, 1), selector, min(chips, host_chips)
 
     def _kubectl(self) -> list[str]:
-        return ["kubectl", *([f"--namespace={self.namespace}"] if self.namespace else [])]
+        return [
+            "kubectl",
+            *([f"--namespace={self.namespace}"] if self.namespace else []),
+        ]
 
 
 def _secret_name(name: str) -> str:
@@ -180,7 +222,9 @@ def _secret_name(name: str) -> str:
 
 
 def _secret(job: engine.Job) -> dict[str, Any]:
-    """Returns the secret with the launch's token, because more people may read a manifest than a secret."""
+    """Returns the secret with the launch's token, because more people may read a
+    manifest than a secret.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -190,6 +234,7 @@ def _secret(job: engine.Job) -> dict[str, Any]:
 
 
 def _token(job: engine.Job) -> dict[str, Any]:
-    # Optional, because the processes also recognize one another if the secret is deleted and all have an empty token.
+    # Optional, because the processes also recognize one another if the secret is
+    # deleted and all have an empty token.
     source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
     return {"name": handshake.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}

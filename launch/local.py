@@ -1,4 +1,6 @@
-"""Launches on this machine: a pod of processes, supervised, and started again when it ends early."""
+"""Launches on this machine: a pod of processes, supervised, and started again when it
+ends early.
+"""
 
 import collections
 import contextlib
@@ -20,11 +22,14 @@ from xshard.files import standard_streams
 from xshard.pod import handshake, notice, signals, status
 
 _STEP_SECONDS = 0.1
-# How long to wait after a failure: the other processes learn of it, report it and leave by themselves.
+# How long to wait after a failure: the other processes learn of it, report it and leave
+# by themselves.
 _EXIT_SECONDS = 15.0
-# How long to wait after SIGTERM: a process leaves, unless it waits for a peer that was killed.
+# How long to wait after SIGTERM: a process leaves, unless it waits for a peer that was
+# killed.
 _SIGTERM_SECONDS = 3.0
-# How long to read on after the processes have ended. A reader ends with its pipe, but a child may keep that open.
+# How long to read on after the processes have ended. A reader ends with its pipe, but a
+# child may keep that open.
 _READ_SECONDS = 15.0
 _MOST_BACKOFF_SECONDS = 60.0
 
@@ -34,15 +39,19 @@ class Local(engine.Engine):
     """The local engine.
 
     Attributes:
-      max_failures: the number of failures in a row without a new step after which the launcher gives up.
-      grace_seconds: how long a pod that is told to stop may take to save before it is ended.
+      max_failures: the number of failures in a row without a new step after which the
+        launcher gives up.
+      grace_seconds: how long a pod that is told to stop may take to save before it is
+        ended.
     """
 
     max_failures: int = 3
     grace_seconds: float = 120.0
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Returns the commands of one start, which run in parallel. Each start replaces PORT by a free port."""
+        """Returns the commands of one start, which run in parallel. Each start replaces
+        PORT by a free port.
+        """
         return engine.Plan([c for job in jobs for c in commands(job, "PORT")])
 
 
@@ -70,7 +79,8 @@ class Supervisor:
         Args:
           job: the job.
           options: the limits of failures and of the time to stop.
-          out: the stream for the output of the processes; each line is prefixed with the index of its process.
+          out: the stream for the output of the processes; each line is prefixed with
+            the index of its process.
         """
         self._job = job
         self._elastic = job.elastic
@@ -81,7 +91,9 @@ class Supervisor:
         self.cause = ""
 
     def signal(self, number: int) -> None:
-        """Passes a signal on to the pod, and prevents another start. A signal handler or any thread may call it."""
+        """Passes a signal on to the pod, and prevents another start. A signal handler
+        or any thread may call it.
+        """
         self._stopped = True
         self._signals.append(number)
 
@@ -89,8 +101,9 @@ class Supervisor:
         """Runs the job to its end.
 
         Returns:
-          0 if the job is done; 3 if it is not finite, since a repetition would end the same way; 42 or 130 if it was
-          told to stop; otherwise the exit code of its last failure.
+          0 if the job is done; 3 if it is not finite, since a repetition would end the
+          same way; 42 or 130 if it was told to stop; otherwise the exit code of its
+          last failure.
         """
         failures, best = 0, self._step()
         while True:
@@ -100,17 +113,26 @@ class Supervisor:
             if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
                 return code
             if code == notice.NONFINITE:
-                self._say(f"not started again, because it would end the same way: {pod.cause}")
+                self._say(
+                    f"not started again, because it would end the same way: {pod.cause}"
+                )
                 return code
-            if code == notice.PREEMPTED and (self._job.workdir / notice.STOP_FILE).exists():
-                self._say(f"not started again: {self._job.workdir / notice.STOP_FILE} exists")
+            if (
+                code == notice.PREEMPTED
+                and (self._job.workdir / notice.STOP_FILE).exists()
+            ):
+                self._say(
+                    f"not started again: {self._job.workdir / notice.STOP_FILE} exists"
+                )
                 return code
-            # A failure after new steps starts a new count. An early stop counts as a failure only if no step was made.
+            # A failure after new steps starts a new count. An early stop counts as a
+            # failure only if no step was made.
             step = self._step()
             has_progress = step > best
             best = max(best, step)
             if pod.lost and self._job.least:
-                # The program did not fail, and the number of hosts limits how often this happens, so it is not counted.
+                # The program did not fail, and the number of hosts limits how often
+                # this happens, so it is not counted.
                 if not self._drop_lost_hosts(pod):
                     return code
                 failures = 0
@@ -121,14 +143,18 @@ class Supervisor:
                 continue
             failures = 1 if has_progress else failures + 1
             if failures >= self._options.max_failures:
-                self._say(f"giving up after failure {failures} without a new step: {pod.cause}")
+                self._say(
+                    f"giving up after failure {failures} without a new step: {pod.cause}"
+                )
                 return code
             self._back_off(failures, pod.cause or "it stopped early, with no new step")
             if self._stopped:
                 return code
 
     def _drop_lost_hosts(self, pod: "_Pod") -> bool:
-        """Removes the hosts that a pod has lost from the job; returns whether enough are left."""
+        """Removes the hosts that a pod has lost from the job; returns whether enough
+        are left.
+        """
         left = self._job.processes - pod.lost
         of_all = f"{left} of {self._job.processes} hosts are left"
         if left < self._job.least:
@@ -165,7 +191,8 @@ class _Pod:
 
     Attributes:
       cause: why the pod failed; empty if it did not.
-      lost: how many processes could not be started, or were ended by a SIGKILL that this program did not send.
+      lost: how many processes could not be started, or were ended by a SIGKILL that
+        this program did not send.
     """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
@@ -186,7 +213,9 @@ class _Pod:
                 self.lost += 1
                 self.cause = f"process {index} of {job.processes} cannot be started: {e.strerror}"
         self._readers = [
-            threading.Thread(target=self._forward_output, args=(index, process.stdout), daemon=True)
+            threading.Thread(
+                target=self._forward_output, args=(index, process.stdout), daemon=True
+            )
             for index, process in enumerate(self._processes)
         ]
         for reader in self._readers:
@@ -209,8 +238,8 @@ class _Pod:
             failed = [index for index, code in enumerate(codes) if _failed(code)]
             if failed and not self._first:
                 self._first = failed
-                # If a process was killed by a signal, the others can neither train nor save without it, so they are
-                # not given time to save.
+                # If a process was killed by a signal, the others can neither train nor
+                # save without it, so they are not given time to save.
                 is_terminating = any((codes[index] or 0) < 0 for index in failed)
                 patience = _SIGTERM_SECONDS if is_terminating else _EXIT_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
@@ -226,7 +255,8 @@ class _Pod:
         failed = [index for index, code in enumerate(ends) if _failed(code)]
         if not failed:
             return max(ends)
-        # All may have ended between two polls of this loop, so the first to fail may be unknown.
+        # All may have ended between two polls of this loop, so the first to fail may be
+        # unknown.
         first = (self._first or failed)[0]
         self.cause = self._describe(first, ends[first])
         return ends[first]
@@ -239,7 +269,9 @@ class _Pod:
         return notice.FAILED
 
     def _codes(self) -> list[int | None]:
-        """Returns the exit code of each process, None while it runs, and counts the lost processes."""
+        """Returns the exit code of each process, None while it runs, and counts the
+        lost processes.
+        """
         codes = [process.poll() for process in self._processes]
         if not self._has_killed:
             self.lost = codes.count(-signal.SIGKILL)
@@ -277,8 +309,9 @@ class _Pod:
 
 
 def _free_port() -> int:
-    # Below the range from which the system assigns ports. Process 0 binds the port only after it has imported its
-    # libraries, and until then the system must not assign it to another program.
+    # Below the range from which the system assigns ports. Process 0 binds the port only
+    # after it has imported its libraries, and until then the system must not assign it
+    # to another program.
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -287,9 +320,12 @@ def _free_port() -> int:
 
 def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     if not shutil.which(command[0]):
-        raise engine.LaunchError(f"{command[0]} cannot be started: there is no such program.")
-    # If this process ends for any reason, the pod must not go on unsupervised. A program of util-linux sets this up,
-    # because subprocess's preexec_fn is not safe in a process with threads.
+        raise engine.LaunchError(
+            f"{command[0]} cannot be started: there is no such program."
+        )
+    # If this process ends for any reason, the pod must not go on unsupervised. A
+    # program of util-linux sets this up, because subprocess's preexec_fn is not safe in
+    # a process with threads.
     guard = ["setpriv", "--pdeathsig=TERM", "--"] if shutil.which("setpriv") else []
     return subprocess.Popen(
         [*guard, *command],
@@ -308,7 +344,9 @@ def _failed(code: int | None) -> bool:
 
 
 def run(job: engine.Job, options: Local) -> int:
-    """Runs a job to its end on this terminal, and passes signals on to it; returns the exit code."""
+    """Runs a job to its end on this terminal, and passes signals on to it; returns the
+    exit code.
+    """
     supervisor = Supervisor(job, options, sys.stdout)
     with forwarding_signals(supervisor.signal):
         return supervisor.run()

@@ -19,9 +19,13 @@ class Mpi(engine.Engine):
     options: tuple[str, ...] = ()
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Returns the plan that runs the job in the foreground; mpirun ends all processes when one fails."""
+        """Returns the plan that runs the job in the foreground; mpirun ends all
+        processes when one fails.
+        """
         job = engine.only_job(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
         # Only the variable's name is on the command line, which other users can read.
         token = ["-x", handshake.TOKEN_VARIABLE]
-        return engine.Plan([["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]])
+        return engine.Plan(
+            [["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]]
+        )

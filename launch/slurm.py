@@ -1,4 +1,6 @@
-"""Launches on a Slurm cluster: a batch script runs the processes with srun, and requeues itself if they stop early."""
+"""Launches on a Slurm cluster: a batch script runs the processes with srun, and
+requeues itself if they stop early.
+"""
 
 import dataclasses
 import os
@@ -56,21 +58,34 @@ class Slurm(engine.Engine):
     parallel: int = 1
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Returns the plan that writes a batch script and submits it; several jobs become a job array."""
+        """Returns the plan that writes a batch script and submits it; several jobs
+        become a job array.
+        """
         script = self._folder(jobs) / "launch.sbatch"
         return engine.Plan([["sbatch", str(script)]], {script: self._script(jobs)})
 
     def running(self) -> engine.Plan:
         """Returns the plan that lists the user's jobs."""
-        return engine.Plan([["squeue", "--me", "--format=%.12i %.24j %.10T %.10M %.6D %R"]])
+        return engine.Plan(
+            [["squeue", "--me", "--format=%.12i %.24j %.10T %.10M %.6D %R"]]
+        )
 
     def kill(self, name: str) -> engine.Plan:
-        """Returns the plan that asks the processes to save and leave, without a requeue."""
+        """Returns the plan that asks the processes to save and leave, without a
+        requeue.
+        """
         own_jobs = [f"--name={name}", "--me"]
         return engine.Plan(
             [
-                # After the signal alone the job would be requeued, and a pending job would not receive it.
-                ["scontrol", "update", f"JobName={name}", f"UserID={os.getuid()}", "Requeue=0"],
+                # After the signal alone the job would be requeued, and a pending job
+                # would not receive it.
+                [
+                    "scontrol",
+                    "update",
+                    f"JobName={name}",
+                    f"UserID={os.getuid()}",
+                    "Requeue=0",
+                ],
                 ["scancel", *own_jobs, "--state=PENDING"],
                 ["scancel", *own_jobs, "--signal=TERM"],
             ]
@@ -82,11 +97,14 @@ class Slurm(engine.Engine):
     def _script(self, jobs: Sequence[engine.Job]) -> str:
         folder = self._folder(jobs)
         options = {
-            "job-name": jobs[0].name if len(jobs) == 1 else jobs[0].name.rpartition("-")[0],
+            "job-name": jobs[0].name
+            if len(jobs) == 1
+            else jobs[0].name.rpartition("-")[0],
             **self._size(jobs[0]),
             "signal": f"TERM@{self.grace_seconds}",
             "open-mode": "append",
-            # The output of the script itself. Each run's processes write to a log in its work directory.
+            # The output of the script itself. Each run's processes write to a log in
+            # its work directory.
             "output": _literal(folder) + "/slurm-%j.log",
         }
         if self.time:
@@ -107,17 +125,24 @@ class Slurm(engine.Engine):
                     "spaces, quotes and '#'. Give a work directory without them, or --sbatch=--name=value."
                 )
         return _SCRIPT.format(
-            options="\n".join(f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)),
+            options="\n".join(
+                f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)
+            ),
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
-            # An elastic job runs one process on each node that it got, which may be fewer after a requeue.
-            hosts='--ntasks="$SLURM_NNODES" --ntasks-per-node=1 ' if jobs[0].least else "",
+            # An elastic job runs one process on each node that it got, which may be
+            # fewer after a requeue.
+            hosts='--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
+            if jobs[0].least
+            else "",
             log='"$log"',
             token=handshake.TOKEN_VARIABLE,
         )
 
     def _size(self, job: engine.Job) -> dict[str, object]:
-        """Returns the options for the size of a job; raises LaunchError if --sbatch sets the size of an elastic job."""
+        """Returns the options for the size of a job; raises LaunchError if --sbatch
+        sets the size of an elastic job.
+        """
         if not job.least:
             return {"ntasks": job.processes}
         nodes = f"{job.least}-{job.processes}"
@@ -127,12 +152,15 @@ class Slurm(engine.Engine):
                     f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, but "
                     f"--sbatch={option} asks for another size: leave one of them out."
                 )
-        # Without a number of tasks: Slurm would allocate just enough nodes for them, which is always MIN.
+        # Without a number of tasks: Slurm would allocate just enough nodes for them,
+        # which is always MIN.
         return {"nodes": nodes}
 
 
 def _choice(jobs: Sequence[engine.Job]) -> str:
-    """Returns the part of the script that sets the command and the work directory, for each task of an array."""
+    """Returns the part of the script that sets the command and the work directory, for
+    each task of an array.
+    """
     if len(jobs) == 1:
         return _assign(jobs[0])
     cases = "".join(f"{index})\n{_assign(job)};;\n" for index, job in enumerate(jobs))
@@ -151,7 +179,9 @@ def _assign(job: engine.Job) -> str:
 
 
 def _seconds(time: str) -> int | None:
-    """Returns a time limit in sbatch's format in seconds; None for one without a limit, or of another form."""
+    """Returns a time limit in sbatch's format in seconds; None for one without a limit,
+    or of another form.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         return None

@@ -15,7 +15,8 @@ from xshard.pod import status as status_lib
 
 
 def show(words: Sequence[str], as_json: bool) -> int:
-    """Prints the status of a run or of a sweep, or whether two runs are the same so far; returns the exit code.
+    """Prints the status of a run or of a sweep, or whether two runs are the same so
+    far; returns the exit code.
 
     Args:
       words: one work directory, or two to compare their runs.
@@ -30,7 +31,11 @@ def show(words: Sequence[str], as_json: bool) -> int:
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
         points = sweep.rows(directory)
-        print(jsonfile.dumps(points, indent=2) if as_json else formatting_lib.table(points))
+        print(
+            jsonfile.dumps(points, indent=2)
+            if as_json
+            else formatting_lib.table(points)
+        )
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
     why = workdir.nonfinite_reason(directory)
@@ -74,7 +79,9 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as is known; None without one."""
+    """Returns the newest checkpoint's step, its age in seconds, and 'finite', as far as
+    is known; None without one.
+    """
     newest = catalog.newest_entry(place.open_store(directory))
     if newest is None or newest.time is None:
         return None
@@ -83,7 +90,9 @@ def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _compare(directories: Sequence[str], as_json: bool) -> int:
-    """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0 if they are, else 1."""
+    """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0
+    if they are, else 1.
+    """
     from xshard.replay import divergence  # Imported here, since it imports JAX.
 
     runs = [divergence.read(directory) for directory in directories]
@@ -97,7 +106,8 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
         print(divergence.describe(divergence_found))
         if logged[0] != logged[1]:
             ends = [
-                f"{name} to step {step}" for name, step in zip(directories, logged, strict=True)
+                f"{name} to step {step}"
+                for name, step in zip(directories, logged, strict=True)
             ]
             print(f"They have logged: {', '.join(ends)}.")
     return 0 if divergence_found.step is None else 1
@@ -130,7 +140,10 @@ def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
     steps = ""
     if attempt.first is not None:
         steps = f"{attempt.first} to {attempt.step}"
-    spent = {name: formatting_lib.duration(x) if x else "" for name, x in attempt.seconds.items()}
+    spent = {
+        name: formatting_lib.duration(x) if x else ""
+        for name, x in attempt.seconds.items()
+    }
     return {
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.begun)),
         "steps": steps,
@@ -141,7 +154,9 @@ def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
 
 
 def _goodput(goodput: attempts.Goodput, count: int) -> str:
-    """Describes which share of the time counted, and where the rest went, the largest share first."""
+    """Describes which share of the time counted, and where the rest went, the largest
+    share first.
+    """
     lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
     rest = ", ".join(f"{name} {share:.1%}" for name, share in lost)
     times = "1 attempt" if count == 1 else f"{count} attempts"

@@ -24,11 +24,14 @@ from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
-# The ID of the run that the sweep started in each point's directory, by the directory's name.
+# The ID of the run that the sweep started in each point's directory, by the directory's
+# name.
 RUNS_FILE = "sweep_runs.json"
-# Stands for the ID of a run that an older version, without IDs, started. It is never recorded in RUNS_FILE.
+# Stands for the ID of a run that an older version, without IDs, started. It is never
+# recorded in RUNS_FILE.
 _OLDER = "of an older version"
-# The fingerprint of the parameters in a row. Its module imports JAX, which the launcher does without.
+# The fingerprint of the parameters in a row. Its module imports JAX, which the launcher
+# does without.
 _FINGERPRINT = "fingerprint/params"
 _LOG, _NOT_STARTED = "launch.log", "not started"
 # At most this many differences of a config are shown.
@@ -39,7 +42,8 @@ def read(path: pathlib.Path) -> list[Point]:
     """Returns the points of a sweep.
 
     Args:
-      path: a Python file with `get_sweep()`, which returns a list of points such as {'optimizer.learning_rate': 0.1}.
+      path: a Python file with `get_sweep()`, which returns a list of points such as
+        {'optimizer.learning_rate': 0.1}.
 
     Raises:
       LaunchError: if the file does not exist, fails, or returns no such list.
@@ -49,7 +53,9 @@ def read(path: pathlib.Path) -> list[Point]:
     try:
         points = runpy.run_path(str(path))["get_sweep"]()
     except Exception as e:
-        raise engine.LaunchError(f"--sweep={path} raised {type(e).__name__}: {e}.") from e
+        raise engine.LaunchError(
+            f"--sweep={path} raised {type(e).__name__}: {e}."
+        ) from e
     if not isinstance(points, list) or not points or not all(map(_is_point, points)):
         raise engine.LaunchError(
             f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
@@ -69,15 +75,20 @@ def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
     return jobs_of_points
 
 
-def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[engine.Job]) -> None:
-    """Claims a directory for this sweep, and records which run is in each point's directory.
+def claim(
+    directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[engine.Job]
+) -> None:
+    """Claims a directory for this sweep, and records which run is in each point's
+    directory.
 
-    A run that the sweep did not start is adopted if its config is the requested one, and a line reports that. An
-    example is a run that a user started anew with --restart_from_scratch.
+    A run that the sweep did not start is adopted if its config is the requested one,
+    and a line reports that. An example is a run that a user started anew with
+    --restart_from_scratch.
 
     Raises:
-      LaunchError: if the directory belongs to another sweep, because the results would mix; or if a point's directory
-        holds a run that the sweep did not start, with another config than the requested one.
+      LaunchError: if the directory belongs to another sweep, because the results would
+        mix; or if a point's directory holds a run that the sweep did not start, with
+        another config than the requested one.
     """
     path = directory / POINTS_FILE
     content = json.dumps(points, indent=1, default=str)
@@ -102,7 +113,8 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
         except errors.UserError:
             # The run itself reports the error when it starts.
             continue
-        # In an existing sweep, a run without a record was started by the sweep: its launcher ended before the run did.
+        # In an existing sweep, a run without a record was started by the sweep: its
+        # launcher ended before the run did.
         begun = runs.pop(name, "" if old is None else there)
         if there != begun:
             texts.append(_adopt(job, there, begun))
@@ -110,7 +122,8 @@ def claim(directory: pathlib.Path, points: Sequence[Point], all_jobs: Sequence[e
             runs[name] = there
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # The sweep's file is written last: once it exists, a run without a record is treated as the sweep's own.
+        # The sweep's file is written last: once it exists, a run without a record is
+        # treated as the sweep's own.
         disk.replace(directory / RUNS_FILE, json.dumps(runs, indent=1).encode())
         disk.replace(path, content.encode())
     except OSError as e:
@@ -138,24 +151,32 @@ def _adopt(job: engine.Job, there: str, begun: str) -> str:
 
 
 def _differences(job: engine.Job) -> str:
-    """Returns the differences between the config in a job's work directory and the requested one; empty if none."""
+    """Returns the differences between the config in a job's work directory and the
+    requested one; empty if none.
+    """
     there, requested = jsonfile.read(job.workdir / "config.json"), requested_config(job)
     if requested is None:
         return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
     old, new = config_lib.flatten(there), config_lib.flatten(requested)
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    changed = [
+        key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]
     texts = [f"{key}: {old.get(key)!r} instead of {new.get(key)!r}" for key in changed]
     return formatting.listed(texts, _SHOWN, "; ")
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
-    """Returns the recorded IDs of the runs that a sweep started, by the name of the point's directory."""
+    """Returns the recorded IDs of the runs that a sweep started, by the name of the
+    point's directory.
+    """
     return jsonfile.read_if_exists(directory / RUNS_FILE) or {}
 
 
 def run_in(directory: pathlib.Path) -> str:
-    """Returns the ID of the run in a work directory, empty if there is none; raises UserError if it is unreadable."""
+    """Returns the ID of the run in a work directory, empty if there is none; raises
+    UserError if it is unreadable.
+    """
     identity = workdir.Workdir(directory).identity()
     if identity is not None:
         return identity.id
@@ -177,7 +198,9 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     """
     todo = [job for job in all_jobs if not has_ended(job)]
     failed = [
-        job.name for job in all_jobs if job not in todo and workdir.nonfinite_reason(job.workdir)
+        job.name
+        for job in all_jobs
+        if job not in todo and workdir.nonfinite_reason(job.workdir)
     ]
     count = len(all_jobs) - len(todo) - len(failed)
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
@@ -208,12 +231,22 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
             code = supervisor.run()
         with noting:
             _record_run(job)
-        print(f"{job.name}: {supervisor.cause or f'ended with exit code {code}'}", flush=True)
+        print(
+            f"{job.name}: {supervisor.cause or f'ended with exit code {code}'}",
+            flush=True,
+        )
         return code
 
-    with local.forwarding_signals(pass_on), concurrent.futures.ThreadPoolExecutor(parallel) as pool:
+    with (
+        local.forwarding_signals(pass_on),
+        concurrent.futures.ThreadPoolExecutor(parallel) as pool,
+    ):
         codes = dict(
-            zip((job.workdir.name for job in todo), pool.map(supervise, todo), strict=True)
+            zip(
+                (job.workdir.name for job in todo),
+                pool.map(supervise, todo),
+                strict=True,
+            )
         )
     table = rows(all_jobs[0].workdir.parent)
     for row in table:
@@ -228,7 +261,8 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
 def _record_run(job: engine.Job) -> None:
     """Records the run that a job has started or resumed."""
     directory = job.workdir.parent
-    # If it cannot be recorded now, as on a full disk, the next start of the sweep records it.
+    # If it cannot be recorded now, as on a full disk, the next start of the sweep
+    # records it.
     with contextlib.suppress(errors.UserError):
         there = run_in(job.workdir)
         if there not in ("", _OLDER):
@@ -237,18 +271,22 @@ def _record_run(job: engine.Job) -> None:
 
 
 def has_ended(job: engine.Job) -> bool:
-    """Returns whether a job's run has reached its end, with exactly the config that is requested now."""
+    """Returns whether a job's run has reached its end, with exactly the config that is
+    requested now.
+    """
     names = (workdir.RESULTS, "config.json", workdir.REACHED)
     try:
-        results, config, reached = (jsonfile.read_if_exists(job.workdir / name) for name in names)
+        results, config, reached = (
+            jsonfile.read_if_exists(job.workdir / name) for name in names
+        )
     except errors.UserError:
         # The run itself reports the error when it starts.
         return False
     if results is None or config is None:
         return False
     identity = config.pop(workdir.IDENTITY, None)
-    # Results count only if this run wrote them, and if its newest checkpoint is of the same step, unless it ended not
-    # finite.
+    # Results count only if this run wrote them, and if its newest checkpoint is of the
+    # same step, unless it ended not finite.
     of_this_run = identity is None or results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
@@ -256,10 +294,14 @@ def has_ended(job: engine.Job) -> bool:
 
 
 def requested_config(job: engine.Job) -> dict[str, Any] | None:
-    """Returns the config of a job as JSON values; None if it cannot be read, as for a program without --config."""
+    """Returns the config of a job as JSON values; None if it cannot be read, as for a
+    program without --config.
+    """
     arguments = list(job.arguments)
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
+    holder = config_flags.DEFINE_config_file(
+        "config", flag_values=values, sys_argv=arguments
+    )
     try:
         values(arguments, known_only=True)
         return identity_lib.plain(holder.value)
@@ -269,7 +311,8 @@ def requested_config(job: engine.Job) -> dict[str, Any] | None:
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns a row for each point: its overrides, the status of its run, and its results if there are any.
+    """Returns a row for each point: its overrides, the status of its run, and its
+    results if there are any.
 
     Raises:
       LaunchError: if the directory holds no sweep.
@@ -277,7 +320,9 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     path = directory / POINTS_FILE
     points = jsonfile.read(path, list)
     if not all(isinstance(point, dict) for point in points):
-        raise engine.LaunchError(f"{path} is not a sweep's file: each point must be an object.")
+        raise engine.LaunchError(
+            f"{path} is not a sweep's file: each point must be an object."
+        )
     runs = read_runs(directory)
     found = [
         _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))
@@ -288,7 +333,8 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _mark_equal(directory: pathlib.Path, found: Sequence[dict[str, Any]]) -> None:
-    """Marks each run that has trained the same parameters, bit for bit, as one before it.
+    """Marks each run that has trained the same parameters, bit for bit, as one before
+    it.
 
     Nothing may read the keys in which their points differ.
     """
@@ -305,7 +351,9 @@ def _mark_equal(directory: pathlib.Path, found: Sequence[dict[str, Any]]) -> Non
 
 
 def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
-    """Returns the newest fingerprint of a run's parameters, with its step; None if it has logged none."""
+    """Returns the newest fingerprint of a run's parameters, with its step; None if it
+    has logged none.
+    """
     lines = (disk.read(workdir.Workdir(directory).metrics) or b"").splitlines()
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
@@ -324,7 +372,8 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
         # An unreadable point must not hide the rows of the others.
         return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
     if begun is not None and there != begun:
-        # The results in the directory are of another run than the sweep started, so they are not shown.
+        # The results in the directory are of another run than the sweep started, so
+        # they are not shown.
         has = f"run {there}" if there else "no run"
         doing = f"not known: it holds {has}, but the sweep started run {begun}"
         return {"run": directory.name, **point, "doing": doing, "step": ""}
@@ -336,7 +385,12 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
     if results.get("finite") is False:
         doing = notice.ENDS[notice.NONFINITE]
     step = results.get("step", process["step"])
-    row = {"run": directory.name, **point, "doing": doing, "step": "" if step is None else step}
+    row = {
+        "run": directory.name,
+        **point,
+        "doing": doing,
+        "step": "" if step is None else step,
+    }
     evaluation = results.get("eval")
     if isinstance(evaluation, dict):
         row |= evaluation
@@ -344,7 +398,11 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
 
 
 def _is_point(point: Any) -> bool:
-    return isinstance(point, dict) and bool(point) and all(isinstance(key, str) for key in point)
+    return (
+        isinstance(point, dict)
+        and bool(point)
+        and all(isinstance(key, str) for key in point)
+    )
 
 
 def _text(value: Any) -> str:

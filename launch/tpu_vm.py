@@ -17,7 +17,8 @@ class TpuVm(engine.Engine):
 
     Attributes:
       tpu: the TPU VM's name.
-      directory: the code's folder on each host; its .venv, which run.sh creates, is activated if it exists.
+      directory: the code's folder on each host; its .venv, which run.sh creates, is
+        activated if it exists.
       zone: the TPU VM's zone; by default gcloud's own.
       project: the TPU VM's project; by default gcloud's own.
     """
@@ -28,7 +29,9 @@ class TpuVm(engine.Engine):
     project: str | None = None
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Returns the plan that starts the command on all hosts, where it outlives the connection."""
+        """Returns the plan that starts the command on all hosts, where it outlives the
+        connection.
+        """
         job = engine.only_job(jobs, "tpu_vm")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
@@ -36,8 +39,8 @@ class TpuVm(engine.Engine):
                 "detects its chips."
             )
         log, pid, token = f"{job.name}.log", f"{job.name}.pid", f"{job.name}.token"
-        # setsid and nohup detach the program, so that the end of the ssh connection does not stop it. The file with its
-        # process ID is for `kill`.
+        # setsid and nohup detach the program, so that the end of the ssh connection
+        # does not stop it. The file with its process ID is for `kill`.
         remote = (
             f"cd {shlex.quote(self.directory)} && "
             f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
@@ -46,10 +49,17 @@ class TpuVm(engine.Engine):
             f"export {handshake.TOKEN_VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
             f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
         )
-        # The token travels in a file, because other users can read command lines. The file is in the home directory,
-        # where its path needs no quoting.
+        # The token travels in a file, because other users can read command lines. The
+        # file is in the home directory, where its path needs no quoting.
         start = self._ssh("all", remote)
-        send = [*_GCLOUD, "scp", token, f"{self.tpu}:{token}", "--worker=all", *self._where()]
+        send = [
+            *_GCLOUD,
+            "scp",
+            token,
+            f"{self.tpu}:{token}",
+            "--worker=all",
+            *self._where(),
+        ]
         return engine.Plan([send, start], private={pathlib.Path(token): engine.TOKEN})
 
     def running(self) -> engine.Plan:
@@ -63,13 +73,17 @@ class TpuVm(engine.Engine):
         )
 
     def kill(self, name: str) -> engine.Plan:
-        """Returns the plan that sends SIGTERM to all processes, which agree on a step, save and leave."""
+        """Returns the plan that sends SIGTERM to all processes, which agree on a step,
+        save and leave.
+        """
         remote = f"cd {shlex.quote(self.directory)} && kill -TERM $(cat {name}.pid)"
         return engine.Plan([self._ssh("all", remote)])
 
     def _ssh(self, worker: str, remote: str) -> list[str]:
         if not self.tpu or self.tpu.startswith("-"):
-            raise engine.LaunchError("--engine=tpu_vm needs --tpu=NAME, the name of the TPU VM.")
+            raise engine.LaunchError(
+                "--engine=tpu_vm needs --tpu=NAME, the name of the TPU VM."
+            )
         begin = [*_GCLOUD, "ssh", self.tpu]
         return [*begin, f"--worker={worker}", *self._where(), f"--command={remote}"]
 

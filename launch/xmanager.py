@@ -28,7 +28,8 @@ if __name__ == "__main__":
 
 @dataclasses.dataclass(frozen=True)
 class XManager(engine.Engine):
-    """The XManager engine. It runs one process, which meets no others and needs no token.
+    """The XManager engine. It runs one process, which meets no others and needs no
+    token.
 
     Attributes:
       target: the Bazel target of the program.
@@ -37,7 +38,9 @@ class XManager(engine.Engine):
     target: str = "//experiments/digits"
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
-        """Returns the plan that writes the script into the work directory and runs it with XManager."""
+        """Returns the plan that writes the script into the work directory and runs it
+        with XManager.
+        """
         job = engine.only_job(jobs, "xmanager")
         if job.processes != 1:
             raise engine.LaunchError(

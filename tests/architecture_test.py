@@ -11,8 +11,9 @@ import pytest
 from packaging import requirements, utils
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# The packages and top-level modules of xshard, lowest first. A file imports only from its own package and from earlier
-# lines, so packages on one line do not import one another.
+# The packages and top-level modules of xshard, lowest first. A file imports only from
+# its own package and from earlier lines, so packages on one line do not import one
+# another.
 ORDER = """
 errors jax_internals torus
 config
@@ -40,9 +41,15 @@ export main
 dryrun replay report
 bisect
 """
-DEPTH = {layer: depth for depth, line in enumerate(ORDER.split("\n")) for layer in line.split()}
+DEPTH = {
+    layer: depth
+    for depth, line in enumerate(ORDER.split("\n"))
+    for layer in line.split()
+}
 # The template's files become the user's code, which sees the package from outside.
-FILES = sorted(p for p in (ROOT / "xshard").rglob("*.py") if p.parent.name != "template")
+FILES = sorted(
+    p for p in (ROOT / "xshard").rglob("*.py") if p.parent.name != "template"
+)
 ALL_FILES = [
     p
     for d in ("benchmarks", "configs", "experiments", "launch", "tests", "xshard")
@@ -55,7 +62,9 @@ def name_of(path):
 
 
 def imports(path):
-    """Yields the dotted names that a file imports, also under `if TYPE_CHECKING` and in functions."""
+    """Yields the dotted names that a file imports, also under `if TYPE_CHECKING` and in
+    functions.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -76,8 +85,12 @@ def file_of(dotted):
 
 
 def imported_files(path):
-    """Returns the files of xshard that a file imports, without the package's own `__init__`."""
-    imported = {file_of(dotted) for dotted in imports(path) if dotted.split(".")[0] == "xshard"}
+    """Returns the files of xshard that a file imports, without the package's own
+    `__init__`.
+    """
+    imported = {
+        file_of(dotted) for dotted in imports(path) if dotted.split(".")[0] == "xshard"
+    }
     return imported - {"__init__"}
 
 
@@ -100,7 +113,9 @@ def test_imports_follow_the_order(path):
 
 
 def test_there_are_no_import_cycles():
-    graphlib.TopologicalSorter({name_of(path): imported_files(path) for path in FILES}).prepare()
+    graphlib.TopologicalSorter(
+        {name_of(path): imported_files(path) for path in FILES}
+    ).prepare()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -120,7 +135,8 @@ def test_some_imports_and_calls_are_confined_to_their_files(path):
     )
     if name not in programs:
         assert not any(
-            dotted in ("absl.flags", "absl.app", "argparse") for dotted in imported_names
+            dotted in ("absl.flags", "absl.app", "argparse")
+            for dotted in imported_names
         )
     if not name.startswith("checkpoint/"):
         assert "tensorstore" not in tops
@@ -128,12 +144,22 @@ def test_some_imports_and_calls_are_confined_to_their_files(path):
         assert "haiku" not in tops
     if name != "mesh":
         makers = ("Mesh", "make_mesh", "create_device_mesh")
-        mesh_calls = {called for called in calls(path) if called.split(".")[-1] in makers}
+        mesh_calls = {
+            called for called in calls(path) if called.split(".")[-1] in makers
+        }
         assert mesh_calls <= {"mesh_lib.make_mesh", "mesh.make_mesh"}
-    # Some files use the environment. Object stores and gRPC keep settings there that all programs share. The dry run can
-    # tell libtpu, the TPU's compiler, only there that the machine has no TPU. The processes of a launch read their token
-    # there, because other users can read command lines. And XLA's flags are recorded with the run.
-    if name not in ("checkpoint/store", "dryrun/__main__", "main", "pod/origin", "pod/startup"):
+    # Some files use the environment. Object stores and gRPC keep settings there that
+    # all programs share. The dry run can tell libtpu, the TPU's compiler, only there
+    # that the machine has no TPU. The processes of a launch read their token there,
+    # because other users can read command lines. And XLA's flags are recorded with the
+    # run.
+    if name not in (
+        "checkpoint/store",
+        "dryrun/__main__",
+        "main",
+        "pod/origin",
+        "pod/startup",
+    ):
         assert not re.search(r"\bos\.(environ|getenv)", path.read_text())
 
 
@@ -152,12 +178,15 @@ UNSTABLE_IMPORTS = {
     "tests/replay/planted.py": "jax.experimental.pallas",
     # The version of cuDNN, which JAX asks a GPU for when a program is lowered for one.
     "tests/attention_test.py": "jax._src.cudnn",
-    # XLA's flags differ by the version of jaxlib, and are needed before JAX is imported.
+    # XLA's flags differ by the version of jaxlib, and are needed before JAX is
+    # imported.
     "tests/__init__.py": "jaxlib.version",
 }
 
 
-@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_one_file_uses_what_jax_does_not_promise_to_keep(path):
     name = path.relative_to(ROOT).as_posix()
     if name == "xshard/jax_internals.py":
@@ -169,37 +198,51 @@ def test_one_file_uses_what_jax_does_not_promise_to_keep(path):
     found = {x for x in used if unstable.match(x)}
     if name in UNSTABLE_IMPORTS:
         found = {x for x in found if not x.startswith(UNSTABLE_IMPORTS[name])}
-    assert not found, f"{name} uses {found}: add what it needs to xshard/jax_internals.py"
+    assert not found, (
+        f"{name} uses {found}: add what it needs to xshard/jax_internals.py"
+    )
 
 
 def test_no_file_is_a_collection_of_leftovers():
-    assert not [p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not [
+        p for p in ALL_FILES if p.stem in ("utils", "util", "helpers", "common", "misc")
+    ]
 
 
 def test_the_lock_names_no_index_host_or_folder():
-    # An index, a host or a folder would belong to the machine that wrote the lock. Versions and hashes hold everywhere.
+    # An index, a host or a folder would belong to the machine that wrote the lock.
+    # Versions and hashes hold everywhere.
     lock = (ROOT / "requirements_lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
 
 
 def test_the_lock_has_the_extras_that_its_packages_require():
-    # For an extra that is not locked, pip 23.0 tries newer versions, and refuses them because they have no hash.
+    # For an extra that is not locked, pip 23.0 tries newer versions, and refuses them
+    # because they have no hash.
     lines = (ROOT / "requirements_lock.txt").read_text().splitlines()
     locked = [
-        requirements.Requirement(line.removesuffix(" \\")) for line in lines if line[:1].isalpha()
+        requirements.Requirement(line.removesuffix(" \\"))
+        for line in lines
+        if line[:1].isalpha()
     ]
-    extras = {utils.canonicalize_name(package.name): package.extras for package in locked}
+    extras = {
+        utils.canonicalize_name(package.name): package.extras for package in locked
+    }
     for package in importlib.metadata.distributions():
         if utils.canonicalize_name(package.name) not in extras:
             continue
         for required in map(requirements.Requirement, package.requires or ()):
             if required.marker is None or required.marker.evaluate({"extra": ""}):
-                assert required.extras <= extras[utils.canonicalize_name(required.name)], required
+                assert (
+                    required.extras <= extras[utils.canonicalize_name(required.name)]
+                ), required
 
 
 def locked_versions(name, python):
-    """Returns the versions that a lock has for a version of Python, on the machines that TPUs' hosts are."""
+    """Returns the versions that a lock has for a version of Python, on the machines
+    that TPUs' hosts are.
+    """
     environment = {
         "extra": "",
         "platform_machine": "x86_64",
@@ -223,12 +266,16 @@ def locked_versions(name, python):
 def test_the_lock_of_the_dry_run_adds_libtpu_to_the_same_versions(python):
     run = locked_versions("requirements_lock.txt", python)
     dry_run = locked_versions("requirements_dryrun_lock.txt", python)
-    added = {name: version for name, version in dry_run.items() if run.get(name) != version}
+    added = {
+        name: version for name, version in dry_run.items() if run.get(name) != version
+    }
     assert "jax" in run and added.keys() == {"libtpu"}
 
 
 def test_the_locked_libtpu_is_the_one_that_jax_requires():
-    (required,) = (line for line in importlib.metadata.requires("jax") if line.startswith("libtpu"))
+    (required,) = (
+        line for line in importlib.metadata.requires("jax") if line.startswith("libtpu")
+    )
     python = ".".join(platform.python_version_tuple()[:2])
     version = locked_versions("requirements_dryrun_lock.txt", python)["libtpu"]
     assert requirements.Requirement(required).specifier.contains(version)
@@ -238,16 +285,24 @@ def test_what_only_the_long_run_tests_is_listed():
     listed = re.findall(
         r"^\| `(tests/\S+_test\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M
     )
-    marks = re.compile(r"^@pytest\.mark\.(long|sample)\b|getoption\(\"--all\"\)", re.MULTILINE)
+    marks = re.compile(
+        r"^@pytest\.mark\.(long|sample)\b|getoption\(\"--all\"\)", re.MULTILINE
+    )
     marked = [
-        path for path in (ROOT / "tests").rglob("*_test.py") if marks.search(path.read_text())
+        path
+        for path in (ROOT / "tests").rglob("*_test.py")
+        if marks.search(path.read_text())
     ]
     assert listed == sorted(path.relative_to(ROOT).as_posix() for path in marked)
 
 
 def test_no_test_file_imports_another():
-    """Bazel's sandbox contains the one test file that runs and the shared files that are not tests."""
+    """Bazel's sandbox contains the one test file that runs and the shared files that
+    are not tests.
+    """
     for path in ALL_FILES:
         if path.is_relative_to(ROOT / "tests"):
-            imported = [name for name in imports(path) if re.match(r"tests\..*_test\b", name)]
+            imported = [
+                name for name in imports(path) if re.match(r"tests\..*_test\b", name)
+            ]
             assert not imported, f"{path}: {imported}"

@@ -1,4 +1,6 @@
-"""Tests that attention by a kernel computes what XLA's attention does, and that XLA's is used where no kernel fits."""
+"""Tests that attention by a kernel computes what XLA's attention does, and that XLA's
+is used where no kernel fits.
+"""
 
 import functools
 import re
@@ -48,14 +50,20 @@ def shape(length, size, dtype=jnp.bfloat16):
 
 
 def on_replicas_of_a_run(f, inputs, devices=1, model=1):
-    """Returns a function mapped over replicas as in a run, for `inputs` arrays whose rows are split over them."""
+    """Returns a function mapped over replicas as in a run, for `inputs` arrays whose
+    rows are split over them.
+    """
     mesh = mesh_lib.make_mesh(model=model, devices=jax.devices()[:devices])
     split = jax.P(mesh_lib.REPLICAS)
-    return jax.jit(mesh_lib.on_replicas(f, mesh, in_specs=(split,) * inputs, out_specs=split))
+    return jax.jit(
+        mesh_lib.on_replicas(f, mesh, in_specs=(split,) * inputs, out_specs=split)
+    )
 
 
 def both(kind, segments=None):
-    """Returns a function of query, key, value and a gradient: the result, and the gradients of the first three."""
+    """Returns a function of query, key, value and a gradient: the result, and the
+    gradients of the first three.
+    """
 
     def result_and_gradients(query, key, value, grad):
         attend = functools.partial(attention.attend, segments=segments, kind=kind)
@@ -74,17 +82,22 @@ def check_close(ours, theirs, tolerance):
         assert np.abs(other).max() > 0.1
 
 
-# In float32, sums of a few hundred products are computed in another order. In bfloat16, the result and XLA's
-# probabilities are rounded a few times.
+# In float32, sums of a few hundred products are computed in another order. In bfloat16,
+# the result and XLA's probabilities are rounded a few times.
 TOLERANCES = {jnp.float32: 2e-6, jnp.bfloat16: 4 * 2**-8}
 
 
-@pytest.mark.parametrize("dtype, has_segments", [(jnp.float32, False), (jnp.bfloat16, True)])
+@pytest.mark.parametrize(
+    "dtype, has_segments", [(jnp.float32, False), (jnp.bfloat16, True)]
+)
 def test_the_kernel_computes_the_results_of_xla(interpreted, dtype, has_segments):
     inputs = arrays(dtype)
     # Segments of 100 positions do not end where the kernel's blocks of 128 do.
     segments = jnp.tile(jnp.arange(384) // 100, (2, 1)) if has_segments else None
-    by = [on_replicas_of_a_run(both(kind, segments), 4)(*inputs) for kind in attention.KINDS]
+    by = [
+        on_replicas_of_a_run(both(kind, segments), 4)(*inputs)
+        for kind in attention.KINDS
+    ]
     check_close(*by, TOLERANCES[dtype])
 
 
@@ -92,16 +105,22 @@ def test_each_device_of_a_model_axis_computes_its_own_heads(interpreted):
     mapped = lambda kind: on_replicas_of_a_run(both(kind), 4, devices=4, model=2)
     mesh = mesh_lib.make_mesh(model=2, devices=jax.devices()[:4])
     sharding = mesh_lib.sharding(mesh, mesh_lib.REPLICAS, None, mesh_lib.MODEL)
-    inputs = [jax.device_put(x, sharding) for x in arrays(jnp.float32, length=128, size=16)]
+    inputs = [
+        jax.device_put(x, sharding) for x in arrays(jnp.float32, length=128, size=16)
+    ]
     compiled = mapped(attention.AUTO).lower(*inputs).compile()
-    check_close(compiled(*inputs), mapped(attention.XLA)(*inputs), TOLERANCES[jnp.float32])
+    check_close(
+        compiled(*inputs), mapped(attention.XLA)(*inputs), TOLERANCES[jnp.float32]
+    )
     for sent in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert sent not in compiled.as_text()
 
 
 def test_no_scores_are_kept_for_the_backward_pass():
     sizes = {"layers": 3, "width": 256, "heads": 2, "feed_forward": 32, "remat": False}
-    network = hk.without_apply_rng(hk.transform(lambda x: model.Transformer(**sizes)(x)))
+    network = hk.without_apply_rng(
+        hk.transform(lambda x: model.Transformer(**sizes)(x))
+    )
     tokens = jnp.zeros((5, 384), jnp.uint8)
     params = jax.eval_shape(network.init, jax.random.key(0), tokens)
     loss = lambda params: jnp.mean(network.apply(params, tokens))
@@ -112,8 +131,9 @@ def test_no_scores_are_kept_for_the_backward_pass():
     forward = next(eqn for eqn in program.eqns if eqn.primitive.name == "scan")
     kept = [x.aval.shape[1:] for x in forward.outvars if x.aval.shape[:1] == (3,)]
     assert not [x for x in kept if x[-2:] == (384, 384)]
-    # The traced program keeps what any backend needs. JAX 0.12 traces the scaled query of the TPU's kernel as an array of
-    # its own. A backend's compiler leaves out what it does not read: here query, key and value are left.
+    # The traced program keeps what any backend needs. JAX 0.12 traces the scaled query
+    # of the TPU's kernel as an array of its own. A backend's compiler leaves out what
+    # it does not read: here query, key and value are left.
     compiled = jax.jit(mapped).lower(params).compile().as_text()
     loops = re.findall(r"= (\(.*\)) while\(", compiled)
     # The loops of the forward and of the backward pass.
@@ -137,13 +157,18 @@ def test_which_kernels_take_a_shape(monkeypatch):
             (100, 81, jnp.bfloat16, None, []),
             (128, 64, jnp.float16, jnp.zeros((2, 128)), ["tpu"]),
         ):
-            assert list(attention.kernels_for(shape(length, size, dtype), segments)) == found
+            assert (
+                list(attention.kernels_for(shape(length, size, dtype), segments))
+                == found
+            )
 
 
 def lowered(attend, platform, length=256):
     inputs_like = [shape(length, 64)] * 3
     loss = lambda *inputs: jnp.sum(attend(*inputs).astype(jnp.float32))
-    traced = on_replicas_of_a_run(jax.grad(loss, argnums=(0, 1, 2)), 3).trace(*inputs_like)
+    traced = on_replicas_of_a_run(jax.grad(loss, argnums=(0, 1, 2)), 3).trace(
+        *inputs_like
+    )
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -169,8 +194,12 @@ def test_each_backend_lowers_to_its_own_kernel(monkeypatch):
 
 def test_a_program_outside_a_run_is_exported_for_all_backends():
     inputs_like, platforms = [shape(256, 64)] * 3, ("cpu", "cuda", "tpu")
-    exported = jax_export.export(jax.jit(attention.attend), platforms=platforms)(*inputs_like)
-    assert exported.platforms == platforms and "custom_call" not in exported.mlir_module()
+    exported = jax_export.export(jax.jit(attention.attend), platforms=platforms)(
+        *inputs_like
+    )
+    assert (
+        exported.platforms == platforms and "custom_call" not in exported.mlir_module()
+    )
 
 
 def test_model_flops_do_not_depend_on_the_kind(folder):
@@ -194,8 +223,12 @@ class Plain(experiment.LanguageModel):
 
     def optimizer(self):
         rule = xshard.OptaxOptimizer(optax.sgd(1.0), name="sgd")
-        opt = xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
-        return xshard.MixedPrecisionLossScaleOptimizer(opt, xshard.DynamicLossScale(2.0**10))
+        opt = xshard.CrossShardOptimizer(
+            rule, slice_axis_name="slice", **self.config.reduction
+        )
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(2.0**10)
+        )
 
 
 def config_of(folder, kind, **changes):
@@ -203,7 +236,9 @@ def config_of(folder, kind, **changes):
     config.model.update({"layers": 2, "width": 16, "heads": 2, "feed_forward": 32})
     config.text.update({"files": (str(folder),), "held_out": 0.2, "length": 128})
     config.update({"batch_size": 8, "steps": 2, "eval_batch_size": 8})
-    config.update_from_flattened_dict({"model.attention": kind, "model.remat": True, **changes})
+    config.update_from_flattened_dict(
+        {"model.attention": kind, "model.remat": True, **changes}
+    )
     return config.lock()
 
 
@@ -217,7 +252,9 @@ def first_step(config):
     # The head is initialized to zero, which would make all other gradients zero.
     head = state.experiment.params["transformer"]["head"]
     values = 0.1 * jax.random.normal(jax.random.key(7), head.shape)
-    state.experiment.params["transformer"]["head"] = jax.device_put(values, head.sharding)
+    state.experiment.params["transformer"]["head"] = jax.device_put(
+        values, head.sharding
+    )
     new, metrics = jax.jit(step.make_train_step(plain, mesh))(state, next(train))
     assert not np.any(metrics["skipped"])
     subtract = lambda a, b: np.asarray(a) - np.asarray(b)
@@ -233,15 +270,24 @@ def first_step(config):
             "float32",
             {"model_parallel": 2, "micro_batches": 2, "reduction.shard_update": True},
         ),
-        ("float16", {"reduction.shard_params": True, "group_assignment": ((0, 1), (2, 3))}),
+        (
+            "float16",
+            {"reduction.shard_params": True, "group_assignment": ((0, 1), (2, 3))},
+        ),
     ],
     ids=["model axis", "shards of parameters"],
 )
-def test_a_step_with_the_kernel_equals_one_with_xla(folder, interpreted, precision, changes):
-    changes = {"precision": f"params=float32,compute={precision},output=float32", **changes}
+def test_a_step_with_the_kernel_equals_one_with_xla(
+    folder, interpreted, precision, changes
+):
+    changes = {
+        "precision": f"params=float32,compute={precision},output=float32",
+        **changes,
+    }
     steps = [first_step(config_of(folder, kind, **changes)) for kind in attention.KINDS]
     (loss, grads), (other_loss, other_grads) = steps
-    # The kernel sums in another order. In float16, numbers are also rounded at each layer.
+    # The kernel sums in another order. In float16, numbers are also rounded at each
+    # layer.
     tolerance = 1e-5 if precision == "float32" else 1e-2
     np.testing.assert_allclose(loss, other_loss, rtol=tolerance)
     scale = max(np.abs(g).max() for g in other_grads)
@@ -251,5 +297,7 @@ def test_a_step_with_the_kernel_equals_one_with_xla(folder, interpreted, precisi
 
 
 def test_an_unknown_kind_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="model.attention='flash' must be one of auto, xla"):
+    with pytest.raises(
+        ValueError, match="model.attention='flash' must be one of auto, xla"
+    ):
         experiment.LanguageModel(config_of(tmp_path, "flash"))

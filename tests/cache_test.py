@@ -13,7 +13,9 @@ from xshard.files import compile_cache
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
-    """Turns off the cache that tests share, and caches programs however fast they compile."""
+    """Turns off the cache that tests share, and caches programs however fast they
+    compile.
+    """
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0)
@@ -82,7 +84,9 @@ def test_a_cache_that_cannot_be_used_does_not_end_the_run(tmp_path):
     (tmp_path / compile_cache.FOLDER).write_text("a file")
     with compile_cache.enabled(tmp_path, lines.append):
         assert compute(3)
-    assert len(lines) == 1 and "compiled programs are not cached for a restart" in lines[0]
+    assert (
+        len(lines) == 1 and "compiled programs are not cached for a restart" in lines[0]
+    )
 
 
 def test_a_folder_that_the_user_configured_is_used(tmp_path):

@@ -1,4 +1,6 @@
-"""Tests of callbacks: what they receive, and that a run that a callback ends stays ended, even if it was killed."""
+"""Tests of callbacks: what they receive, and that a run that a callback ends stays
+ended, even if it was killed.
+"""
 
 import json
 import math
@@ -52,7 +54,9 @@ def make_config(name="Stopping", **changes):
 
 
 def history(*values, name="loss"):
-    return [{"step": 10 * number, name: value} for number, value in enumerate(values, 1)]
+    return [
+        {"step": 10 * number, name: value} for number, value in enumerate(values, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,11 @@ def history(*values, name="loss"):
     [
         ({}, [3.0, 2.0, 1.0], None),
         ({}, [3.0, 2.0, 2.5], None),
-        ({}, [3.0, 2.0, 2.5, 2.0], "loss has not improved in 2 evaluations: 2 at step 20"),
+        (
+            {},
+            [3.0, 2.0, 2.5, 2.0],
+            "loss has not improved in 2 evaluations: 2 at step 20",
+        ),
         ({"mode": "max"}, [3.0, 4.0, 3.5, 5.0], None),
         ({"mode": "max"}, [3.0, 2.0, 1.0], "3 at step 10"),
         # Gains count, alone or added up, only once they exceed min_delta.
@@ -108,7 +116,9 @@ def test_invalid_callbacks_are_refused_before_a_run(tmp_path, name, changes, mat
 
 
 def test_a_wrong_return_value_and_a_bug_in_a_callback(tmp_path):
-    with pytest.raises(errors.UserError, match="lambda.* returned True. It must return None"):
+    with pytest.raises(
+        errors.UserError, match="lambda.* returned True. It must return None"
+    ):
         loop.run(make_config("Wrong"), str(tmp_path / "wrong"), "")
     with pytest.raises(KeyError, match="eror"):
         loop.run(make_config("Broken"), str(tmp_path / "broken"), "")
@@ -135,16 +145,21 @@ def test_a_run_that_a_callback_ended_is_done(whole, capsys):
     assert stopping.Stopping.seen == [
         evaluations(whole)[:count] for count in range(1, step // 2 + 1)
     ]
-    assert step < 20 and results["finite"] and "has not improved in 2" in results["ended"]
+    assert (
+        step < 20 and results["finite"] and "has not improved in 2" in results["ended"]
+    )
     assert results["eval"]["error"] == evaluations(whole)[-1]["error"]
     assert loop.Run(make_config(), str(whole)).checkpoints.manager.latest_step() == step
-    # The same command again reports the end and does not train, and neither does a command with more steps.
+    # The same command again reports the end and does not train, and neither does a
+    # command with more steps.
     logged = rows.read(whole)
     for config in (make_config(), make_config(steps=40)):
         capsys.readouterr()
         assert loop.run(config, str(whole), "again") == 0
         out = capsys.readouterr().out
-        assert f"nothing to train: the run has ended at step {step}: error has not" in out
+        assert (
+            f"nothing to train: the run has ended at step {step}: error has not" in out
+        )
         assert f"ended at step {step}: {results['ended']}" in out and "again" not in out
         assert rows.read(whole) == logged and rows.results(whole) == results
     assert loop.run(make_config(), str(whole), "again") == 0
@@ -171,8 +186,8 @@ def test_other_programs_treat_an_ended_run_as_done(whole, tmp_path, capsys):
 
 
 INSTANTS = [
-    # The run dies right after each of these: the row is written, the callback decides, the checkpoint is saved, the
-    # results are written.
+    # The run dies right after each of these: the row is written, the callback decides,
+    # the checkpoint is saved, the results are written.
     (log_lib.Log, "write_evaluation"),
     (callbacks.Evaluations, "add"),
     (loop.Run, "_save"),
@@ -209,9 +224,14 @@ def test_with_groups_a_callback_may_use_the_ensemble_metric(tmp_path):
 
 
 def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
-    """A row stores every non-finite value as NaN, so the live history must show NaN too."""
+    """A row stores every non-finite value as NaN, so the live history must show NaN
+    too.
+    """
     path = tmp_path / "metrics.jsonl"
-    logged_metrics = [{"a": math.inf, "b": [1.0, -math.inf]}, {"a": math.nan, "b": [0.1, 2.0]}]
+    logged_metrics = [
+        {"a": math.inf, "b": [1.0, -math.inf]},
+        {"a": math.nan, "b": [0.1, 2.0]},
+    ]
     seen = []
     method = lambda: [lambda history: seen.append(list(history))]
     live = callbacks.Evaluations(method, None, lambda answer: [answer])
@@ -222,11 +242,14 @@ def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
     replayed = callbacks.Evaluations(method, None, lambda answer: [answer])
     replayed.begin(
         lambda: [
-            {k: x for k, x in row.items() if k != "time"} for row in writers.evaluations(path, 2)
+            {k: x for k, x in row.items() if k != "time"}
+            for row in writers.evaluations(path, 2)
         ]
     )
     assert (
-        repr(seen[-1]) == repr(seen[-2]) and "nan" in repr(seen[-1]) and "inf" not in repr(seen[-1])
+        repr(seen[-1]) == repr(seen[-2])
+        and "nan" in repr(seen[-1])
+        and "inf" not in repr(seen[-1])
     )
     replayed.begin(lambda: writers.evaluations(path, 1))
     assert [row["step"] for row in seen[-1]] == [1]

@@ -1,4 +1,6 @@
-"""A recurrent network that carries its state from batch to batch, and its config: an experiment for tests."""
+"""A recurrent network that carries its state from batch to batch, and its config: an
+experiment for tests.
+"""
 
 import haiku as hk
 import jax.numpy as jnp
@@ -14,7 +16,9 @@ KINDS = 96
 
 
 class Passages:
-    """Batches in which each row continues where the same row of the previous batch ended."""
+    """Batches in which each row continues where the same row of the previous batch
+    ended.
+    """
 
     state_is_shared = True
 
@@ -57,8 +61,12 @@ class Carried(xshard.Experiment):
         return hk.Linear(KINDS)(outputs), hidden
 
     def _rule(self):
-        opt = xshard.OptaxOptimizer(optax.adam(self.config.optimizer.learning_rate), name="adam")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.OptaxOptimizer(
+            optax.adam(self.config.optimizer.learning_rate), name="adam"
+        )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
     def _silence(self, text):
@@ -67,7 +75,10 @@ class Carried(xshard.Experiment):
     def init(self, key, batch):
         text = batch["text"][:, :-1]
         hidden = self._silence(text)
-        return {"rnn": self.learner.init(key, text, hidden), "hidden": xshard.PerExample(hidden)}
+        return {
+            "rnn": self.learner.init(key, text, hidden),
+            "hidden": xshard.PerExample(hidden),
+        }
 
     def train_step(self, state, batch, key):
         inputs = {**batch, "hidden": state["hidden"].value}
@@ -76,7 +87,9 @@ class Carried(xshard.Experiment):
 
     def _loss(self, state, inputs, key):
         text = inputs["text"]
-        (logits, hidden), net_state = self.learner.apply(state, key, text[:, :-1], inputs["hidden"])
+        (logits, hidden), net_state = self.learner.apply(
+            state, key, text[:, :-1], inputs["hidden"]
+        )
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
         return jnp.mean(loss), net_state, {}, hidden
 
@@ -87,7 +100,9 @@ class Carried(xshard.Experiment):
 
     def predict(self, state, batch):
         text = batch["text"][:, :-1]
-        (logits, _), _ = self.learner.apply(state["rnn"], None, text, self._silence(text))
+        (logits, _), _ = self.learner.apply(
+            state["rnn"], None, text, self._silence(text)
+        )
         return logits
 
 
@@ -102,5 +117,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.hidden = 32
     config.optimizer = {"learning_rate": 1e-2}
     config.eval_every_steps = 100
-    config.checkpoint.update({"every_steps": 100, "best_metric": "hits", "best_mode": "max"})
+    config.checkpoint.update(
+        {"every_steps": 100, "best_metric": "hits", "best_mode": "max"}
+    )
     return config

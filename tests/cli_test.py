@@ -1,4 +1,6 @@
-"""Tests of the messages and exit codes of programs that fail, and of the commands that they print."""
+"""Tests of the messages and exit codes of programs that fail, and of the commands that
+they print.
+"""
 
 import pytest
 from absl import flags
@@ -38,14 +40,21 @@ def test_a_program_runs_in_a_directory_that_was_removed(tmp_path, monkeypatch, c
     assert cli.run(lambda: notice.DONE) == notice.DONE
     assert cli.run(fails(errors.UserError("a reason"))) == notice.FAILED
     warning, again, error = capsys.readouterr().err.splitlines()
-    assert warning == again == "warning: the current directory was removed: give absolute paths."
+    assert (
+        warning
+        == again
+        == "warning: the current directory was removed: give absolute paths."
+    )
     assert error == "error: a reason"
 
 
 def test_a_user_error_is_one_message(capsys):
     assert cli.run(fails(errors.UserError("a=1 must be 2."))) == notice.FAILED
     assert capsys.readouterr().err == "error: a=1 must be 2.\n"
-    assert cli.run(fails(errors.UserError("a=1 must be 2.")), has_debug_flag=True) == notice.FAILED
+    assert (
+        cli.run(fails(errors.UserError("a=1 must be 2.")), has_debug_flag=True)
+        == notice.FAILED
+    )
     assert capsys.readouterr().err == "error: a=1 must be 2.\n(--debug shows where)\n"
 
 
@@ -69,7 +78,11 @@ def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
     write = lambda: disk.replace(tmp_path / "nothing" / "file", b"")
     assert cli.run(write) == notice.FAILED
     error = capsys.readouterr().err
-    assert "Traceback" not in error and "No such file" in error and "nothing/.file.new" in error
+    assert (
+        "Traceback" not in error
+        and "No such file" in error
+        and "nothing/.file.new" in error
+    )
 
 
 def test_an_interrupt(capsys):

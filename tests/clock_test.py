@@ -1,4 +1,6 @@
-"""Tests that the clock counts each second in exactly one phase: the one that the devices wait for."""
+"""Tests that the clock counts each second in exactly one phase: the one that the
+devices wait for.
+"""
 
 import subprocess
 import sys
@@ -65,7 +67,13 @@ def test_each_second_is_in_one_phase(now):
             now.pass_(3)
         now.pass_(4)
     now.pass_(1)
-    expected = {"start": 15, "training": 11, "evaluation": 6, "checkpoint": 3, "data": 0}
+    expected = {
+        "start": 15,
+        "training": 11,
+        "evaluation": 6,
+        "checkpoint": 3,
+        "data": 0,
+    }
     assert timer.seconds() == expected
     # Reading the seconds does not change them.
     assert timer.seconds() == expected
@@ -98,11 +106,15 @@ def test_a_wait_for_data_counts_while_the_devices_are_idle(now, ends, counted):
     timer, step = started(now), Step(now)
     if ends == "before":
         step.end()
-    # The first wait does not count: it only shows that the devices were idle when it ended.
+    # The first wait does not count: it only shows that the devices were idle when it
+    # ended.
     for _ in range(3):
         with timer.waiting(step):
             now.pass_(2)
-    assert timer.seconds()["data"] == counted and timer.seconds()["training"] == 6 - counted
+    assert (
+        timer.seconds()["data"] == counted
+        and timer.seconds()["training"] == 6 - counted
+    )
     assert not step.waited_for
 
 

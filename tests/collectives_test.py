@@ -1,4 +1,6 @@
-"""Tests of the collectives of the training step, and of how they are read from a compiled program."""
+"""Tests of the collectives of the training step, and of how they are read from a
+compiled program.
+"""
 
 import collections
 import functools
@@ -32,32 +34,45 @@ def compile_step(config, mesh):
     )
     state = state_lib.abstract_state(experiment, mesh, 0, train.example)
     # The run compiles the watched step, which also checks whether the step is finite.
-    return jax.jit(step.make_watched_step(experiment, mesh)).lower(state, next(train)).compile()
+    return (
+        jax.jit(step.make_watched_step(experiment, mesh))
+        .lower(state, next(train))
+        .compile()
+    )
 
 
 def fingerprints(mesh, kinds):
-    """Returns the count of numbers in fingerprints: two words in halves, per replica of a group and kind of array."""
+    """Returns the count of numbers in fingerprints: two words in halves, per replica of
+    a group and kind of array.
+    """
     return mesh_lib.num_replicas(mesh) * kinds * 2 * 2
 
 
 def compile_map(f, mesh, in_spec, out_spec, shape, dtype=np.float32):
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=in_spec, out_specs=out_spec, check_vma=False
+    )
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
 
 
-@pytest.mark.parametrize("groups, micro_batches", [(None, 1), (None, 2), (HALVES, 1), (HALVES, 2)])
+@pytest.mark.parametrize(
+    "groups, micro_batches", [(None, 1), (None, 2), (HALVES, 1), (HALVES, 2)]
+)
 def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     config = toy.get_config()
     config.micro_batches = micro_batches
     config.group_assignment = groups or ()
     mesh = mesh_lib.make_mesh(groups)
     (found,) = collectives.of(compile_step(config, mesh))
-    # Whatever the number of micro-batches, one collective reduces gradients, network state and metrics. The vote on
-    # finiteness needs none, since all replicas of a group see the same sums.
+    # Whatever the number of micro-batches, one collective reduces gradients, network
+    # state and metrics. The vote on finiteness needs none, since all replicas of a
+    # group see the same sums.
     assert (found.kind, found.dtypes) == ("all-reduce", ("f32",))
     assert collectives.axes(mesh, found) == ("replica",)
     params, net_state, metrics = 4, 1, 2
-    assert found.bytes == 4 * (params + net_state + metrics + fingerprints(mesh, kinds=4))
+    assert found.bytes == 4 * (
+        params + net_state + metrics + fingerprints(mesh, kinds=4)
+    )
 
 
 @pytest.mark.sample(1)
@@ -67,7 +82,8 @@ def test_the_collectives_of_the_digits_step(groups, micro_batches):
     config.micro_batches = micro_batches
     config.group_assignment = groups
     mesh = mesh_lib.make_mesh(groups or None)
-    # Experiments are user code, which need not satisfy the strict promotion of these tests.
+    # Experiments are user code, which need not satisfy the strict promotion of these
+    # tests.
     with jax.numpy_dtype_promotion("standard"):
         (found,) = collectives.of(compile_step(config, mesh))
     assert (found.kind, collectives.axes(mesh, found)) == ("all-reduce", ("replica",))
@@ -83,20 +99,28 @@ def test_a_sharded_step_reduces_its_norms_with_its_metrics():
     with jax.numpy_dtype_promotion("standard"):
         found = collectives.of(compile_step(config, mesh))
     reduced = [collective for collective in found if collective.kind == "all-reduce"]
-    assert [collective.dtypes for collective in reduced] == [("s32",), ("f32",), ("f32",)]
+    assert [collective.dtypes for collective in reduced] == [
+        ("s32",),
+        ("f32",),
+        ("f32",),
+    ]
     vote, first, last = reduced
-    # The last bias has ten numbers, which eight replicas do not divide: its gradient is summed whole, with the metrics.
+    # The last bias has ten numbers, which eight replicas do not divide: its gradient is
+    # summed whole, with the metrics.
     assert first.bytes == 4 * (10 + 2 + 1)
     assert vote.bytes == 4
-    # Two partial sums of norms, less one that is reduced before, and for each of the seven gradients the number of its
-    # elements that are not finite; slots that are not cut have a fingerprint of their own.
+    # Two partial sums of norms, less one that is reduced before, and for each of the
+    # seven gradients the number of its elements that are not finite; slots that are not
+    # cut have a fingerprint of their own.
     assert last.bytes == 4 * (1 + 7 + fingerprints(mesh, kinds=4))
 
 
 def barriers_hold(mesh):
-    """Returns whether XLA keeps equal gathers on both sides of a barrier, as `jax.checkpoint` has in its backward pass.
+    """Returns whether XLA keeps equal gathers on both sides of a barrier, as
+    `jax.checkpoint` has in its backward pass.
 
-    XLA for CPUs in jaxlib 0.11.0 and earlier drops the barriers first, and then one of the gathers; in 0.11.2 it does not.
+    XLA for CPUs in jaxlib 0.11.0 and earlier drops the barriers first, and then one of
+    the gathers; in 0.11.2 it does not.
     """
 
     def gather_twice(x):
@@ -110,7 +134,9 @@ def barriers_hold(mesh):
 
 @pytest.mark.sample(0.4)
 def test_the_collectives_of_a_step_with_parameters_in_shards():
-    """Digits gathers its two large arrays. The language model gathers one layer at a time, forward and backward."""
+    """Digits gathers its two large arrays. The language model gathers one layer at a
+    time, forward and backward.
+    """
     budgets = {}
     for config in (digits.get_config(), lm_tiny.get_config()):
         config.reduction.shard_params = True
@@ -122,9 +148,10 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
                 assert collectives.axes(mesh, collective) == ("replica",)
                 counts[collective.kind, *collective.dtypes] += collective.times
         budgets[config.experiment.rpartition(".")[2]] = counts
-    # Outside of loops too an array is gathered forward and backward, unless the CPU compiler removes the second gather.
-    # Five small arrays are updated in shards and gathered after the update; the last bias, which 8 does not divide, is whole.
-    # The all-reduce of integers is the vote.
+    # Outside of loops too an array is gathered forward and backward, unless the CPU
+    # compiler removes the second gather. Five small arrays are updated in shards and
+    # gathered after the update; the last bias, which 8 does not divide, is whole. The
+    # all-reduce of integers is the vote.
     outside = 2 if barriers_hold(mesh) else 1
     assert budgets["Digits"] == {
         ("all-gather", "f16"): 2 * outside,
@@ -135,23 +162,30 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
     }
     layers, arrays, norms = 2, 4, 3
     assert budgets["LanguageModel"] == {
-        # Of the two outside, the backward pass reads the head, but not the embedding, which is a table.
+        # Of the two outside, the backward pass reads the head, but not the embedding,
+        # which is a table.
         ("all-gather", "f16"): 2 * layers * arrays + 1 + outside,
         ("all-gather", "f32"): norms,
         ("reduce-scatter", "f32"): layers * arrays + 2 + norms,
         ("all-reduce", "s32"): 1,
-        # Clipping needs the norm of the gradients early. The metrics are reduced later, with the parameters' norm.
+        # Clipping needs the norm of the gradients early. The metrics are reduced later,
+        # with the parameters' norm.
         ("all-reduce", "f32"): 2,
     }
 
 
-@pytest.mark.parametrize("axes", [("group",), ("replica",), ("model",), ("group", "replica")])
+@pytest.mark.parametrize(
+    "axes", [("group",), ("replica",), ("model",), ("group", "replica")]
+)
 def test_the_axes_of_a_collective_are_recognized(axes):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 1, 2, 2)), mesh_lib.AXES)
     spec = jax.P(mesh_lib.AXES)
     psum = functools.partial(jax.lax.psum, axis_name=axes)
     (collective,) = collectives.of(compile_map(psum, mesh, spec, spec, (8, 3)))
-    assert collectives.axes(mesh, collective) == axes and (collective.arrays, collective.bytes) == (
+    assert collectives.axes(mesh, collective) == axes and (
+        collective.arrays,
+        collective.bytes,
+    ) == (
         1,
         12,
     )
@@ -161,8 +195,18 @@ def test_the_axes_of_a_collective_are_recognized(axes):
     "f, out_spec, kind, nbytes",
     [
         (lambda x: jax.lax.all_gather(x, "r"), jax.P(), "all-gather", 8 * 16 * 4),
-        (lambda x: jax.lax.psum_scatter(x, "r", tiled=True), jax.P("r"), "reduce-scatter", 2 * 4),
-        (lambda x: jax.lax.all_to_all(x, "r", 0, 0, tiled=True), jax.P("r"), "all-to-all", 16 * 4),
+        (
+            lambda x: jax.lax.psum_scatter(x, "r", tiled=True),
+            jax.P("r"),
+            "reduce-scatter",
+            2 * 4,
+        ),
+        (
+            lambda x: jax.lax.all_to_all(x, "r", 0, 0, tiled=True),
+            jax.P("r"),
+            "all-to-all",
+            16 * 4,
+        ),
         (
             lambda x: jax.lax.ppermute(x, "r", [(0, 1), (1, 0)]),
             jax.P("r"),
@@ -174,11 +218,15 @@ def test_the_axes_of_a_collective_are_recognized(axes):
 def test_each_kind_of_collective_is_read(f, out_spec, kind, nbytes):
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
     (collective,) = collectives.of(compile_map(f, mesh, jax.P("r"), out_spec, (128,)))
-    assert (collective.kind, collective.bytes, collective.dtypes) == (kind, nbytes, ("f32",))
+    assert (collective.kind, collective.bytes, collective.dtypes) == (
+        kind,
+        nbytes,
+        ("f32",),
+    )
     if kind == "collective-permute":
-        assert collective.groups == ((0, 1), (1, 0)) and collectives.axes(mesh, collective) == (
-            "?",
-        )
+        assert collective.groups == ((0, 1), (1, 0)) and collectives.axes(
+            mesh, collective
+        ) == ("?",)
 
 
 class Text:
@@ -217,7 +265,11 @@ def test_the_compiler_s_formats_of_groups_are_read(line, groups):
 @pytest.mark.parametrize(
     "line, arrays, nbytes",
     [
-        ("%s = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]", 1, 64),
+        (
+            "%s = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]",
+            1,
+            64,
+        ),
         (
             "%s = (bf16[8]{0}, bf16[8]{0}) all-reduce-start(%x, %y), replica_groups=[1,8]<=[8]",
             2,
@@ -228,7 +280,11 @@ def test_the_compiler_s_formats_of_groups_are_read(line, groups):
             1,
             32,
         ),
-        ("%s = ((f32[8]{0}, f32[4]{0}), (f32[1]{0}, s8[3]{0})) reduce-scatter-start(%x, %y)", 2, 7),
+        (
+            "%s = ((f32[8]{0}, f32[4]{0}), (f32[1]{0}, s8[3]{0})) reduce-scatter-start(%x, %y)",
+            2,
+            7,
+        ),
     ],
 )
 def test_an_asynchronous_collective_counts_at_its_start_only(line, arrays, nbytes):
@@ -241,7 +297,9 @@ def test_the_table_of_a_step_s_collectives():
     mesh = mesh_lib.make_mesh(HALVES)
     config = toy.get_config()
     config.group_assignment = HALVES
-    shown = formatting.table(collectives.rows(mesh, collectives.of(compile_step(config, mesh))))
+    shown = formatting.table(
+        collectives.rows(mesh, collectives.of(compile_step(config, mesh)))
+    )
     assert shown.splitlines()[0].split()[:6] == [
         "kind",
         "over",
@@ -260,9 +318,9 @@ def test_a_collective_in_a_loop_counts_once_per_iteration():
     layer = lambda x, w: (jax.lax.psum(x * w, "r"), None)
     loop = lambda x: jax.lax.scan(layer, x, np.arange(5, dtype=np.float32))[0]
     found = collectives.of(compile_map(loop, mesh, jax.P("r"), jax.P(), (16,)))
-    assert [(collective.kind, collective.bytes, collective.times) for collective in found] == [
-        ("all-reduce", 8, 5)
-    ]
+    assert [
+        (collective.kind, collective.bytes, collective.times) for collective in found
+    ] == [("all-reduce", 8, 5)]
     (row,) = collectives.rows(mesh, found)
     assert (row["count"], row["bytes"], row["sent"]) == (5, 5 * 8, 5 * 2 * 7 * 8 // 8)
 
@@ -335,7 +393,12 @@ BETWEEN = """
 
 @pytest.mark.parametrize(
     "kind, sent",
-    [("ALL_REDUCE", 512), ("ALL_GATHER", 256), ("REDUCE_SCATTER", 512), ("ONE_TO_ONE", 512)],
+    [
+        ("ALL_REDUCE", 512),
+        ("ALL_GATHER", 256),
+        ("REDUCE_SCATTER", 512),
+        ("ONE_TO_ONE", 512),
+    ],
 )
 def test_transfers_between_slices(kind, sent):
     (collective,) = collectives.of(Text(BETWEEN.replace("KIND", kind)))
@@ -356,7 +419,9 @@ def test_groups_within_a_slice_use_the_device_numbers_of_one_slice(groups, axes)
     (collective,) = collectives.of(
         Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}")
     )
-    assert not collective.between_slices and collectives.axes(Slices, collective) == axes
+    assert (
+        not collective.between_slices and collectives.axes(Slices, collective) == axes
+    )
     size = len(collective.groups[0])
     assert collectives.sent(Slices, collective) == 2 * (size - 1) * 16 // size
 
@@ -372,7 +437,10 @@ def test_groups_within_a_slice_use_the_device_numbers_of_one_slice(groups, axes)
 def test_a_row_names_the_axes_that_the_groups_lie_within(groups, over):
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("replica", "model"))
     (row,) = collectives.rows(
-        mesh, collectives.of(Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}"))
+        mesh,
+        collectives.of(
+            Text(f"%a = f32[4]{{0}} all-reduce(%x), replica_groups={groups}")
+        ),
     )
     assert row["over"] == over
 
@@ -396,7 +464,8 @@ def test_the_bytes_that_a_device_must_send(kind, sent):
 @pytest.mark.parametrize(
     "groups, hops, mean",
     [
-        # Of eight chips as 2x4, numbered along the longer side: rows, columns, every second of a row.
+        # Of eight chips as 2x4, numbered along the longer side: rows, columns, every
+        # second of a row.
         ("{{0,1,2,3},{4,5,6,7}}", 1, 1.0),
         ("{{0,4},{1,5},{2,6},{3,7}}", 1, 1.0),
         ("{{0,2},{1,3},{4,6},{5,7}}", 2, 2.0),

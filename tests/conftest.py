@@ -1,8 +1,10 @@
-"""The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX usage, no ignored signals.
+"""The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX
+usage, no ignored signals.
 
-A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`, n rows run without --all, which
-`tests.SAMPLE_SEED` draws; of several tests that are marked `sample(n, of="a name")`, n of all their rows. With a fraction
-below 1, the seed decides for each row by itself, so that tests in different files do not all run.
+A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`,
+n rows run without --all, which `tests.SAMPLE_SEED` draws; of several tests that are
+marked `sample(n, of="a name")`, n of all their rows. With a fraction below 1, the seed
+decides for each row by itself, so that tests in different files do not all run.
 """
 
 import collections
@@ -25,16 +27,19 @@ os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hk.config.set(check_jax_usage=True)
-# Processes that tests start share the byte code of the modules that they import, also where the caller wants none.
+# Processes that tests start share the byte code of the modules that they import, also
+# where the caller wants none.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Tracing creates many objects. With the default thresholds, garbage collection took a sixth of the tests' time.
+# Tracing creates many objects. With the default thresholds, garbage collection took a
+# sixth of the tests' time.
 gc.set_threshold(200_000, 50, 100)
 # Damage that a test causes does not heal, so the wait before a second read is left out.
 metadata_files.READ_AGAIN_SECONDS = (0.0, 0.0)
 
-# A process under nohup or in a shell's background ignores some signals, and all processes that it starts inherit that.
-# A test that sends such a signal would wait forever for the process to end. A signal with a handler is reset by exec.
+# A process under nohup or in a shell's background ignores some signals, and all
+# processes that it starts inherit that. A test that sends such a signal would wait
+# forever for the process to end. A signal with a handler is reset by exec.
 for number in signal.valid_signals():
     if (
         number not in (signal.SIGPIPE, signal.SIGXFSZ)
@@ -84,7 +89,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _place_in_the_draw(item):
-    """Returns a number from 0 to 1 that draws a row. It is the row's own, so that a new row does not move the others."""
+    """Returns a number from 0 to 1 that draws a row. It is the row's own, so that a new
+    row does not move the others.
+    """
     digest = hashlib.sha256(f"{tests.SAMPLE_SEED} {item.name}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64
 
@@ -98,6 +105,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="module")
 def shared_programs():
-    """Lets runs of one config share their programs, for tests of other things; otherwise each run traces them again."""
+    """Lets runs of one config share their programs, for tests of other things;
+    otherwise each run traces them again.
+    """
     with programs.shared():
         yield

@@ -50,7 +50,10 @@ def test_a_few_steps_of_each_config(tmp_path, get_config):
     config = small(get_config)
     assert loop.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())["eval"]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[-2]["step"] == rows[-1]["step"] == 6 and "accuracy" in rows[-2]
     assert rows[-1]["eval/accuracy"] == results["accuracy"]
     if config.group_assignment:
@@ -92,7 +95,9 @@ def test_convolutions_are_computed_in_float16():
     run = loop.Run(config, "/nonexistent")
     text = run.train_step.lower(run._target, next(run.batches)).as_text()
     assert "stablehlo.convolution" in text
-    convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    convolutions = [
+        line for line in text.splitlines() if "stablehlo.convolution" in line
+    ]
     assert all("xf16>" in line and "xf32>" not in line for line in convolutions)
 
 

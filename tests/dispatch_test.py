@@ -1,4 +1,6 @@
-"""Tests that a run gives the devices one program for each step and batch, and never waits for the newest one."""
+"""Tests that a run gives the devices one program for each step and batch, and never
+waits for the newest one.
+"""
 
 import contextlib
 import threading
@@ -15,7 +17,8 @@ from xshard import state as state_lib
 from xshard.metrics import deferred
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
-# The steps that are recorded: from the one after the first row was written, which counts the step's FLOPs in a trace.
+# The steps that are recorded: from the one after the first row was written, which
+# counts the step's FLOPs in a trace.
 FIRST, LAST = 7, 11
 
 
@@ -51,7 +54,11 @@ def test_a_recording_has_the_names_of_all_programs(tmp_path):
         {},
         {"group_assignment": HALVES},
         {"fingerprint_every_steps": 3, "log_every_steps": 2},
-        {"on_nonfinite": "roll_back", "roll_back.loss_factor": 1e6, "roll_back.loss_steps": 2},
+        {
+            "on_nonfinite": "roll_back",
+            "roll_back.loss_factor": 1e6,
+            "roll_back.loss_steps": 2,
+        },
     ],
 )
 def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
@@ -75,11 +82,20 @@ def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
 
 
 class Output:
-    """Stands in for an output of a program, and records how many later programs were called before it is waited for."""
+    """Stands in for an output of a program, and records how many later programs were
+    called before it is waited for.
+    """
 
     # What does not wait for the value.
     FREE = (
-        *("shape", "dtype", "ndim", "sharding", "is_fully_addressable", "is_fully_replicated"),
+        *(
+            "shape",
+            "dtype",
+            "ndim",
+            "sharding",
+            "is_fully_addressable",
+            "is_fully_replicated",
+        ),
         *("is_ready", "copy_to_host_async", "addressable_shards"),
     )
 
@@ -90,7 +106,8 @@ class Output:
         self._waits = waits
 
     def _wait(self):
-        # The clock waits in a thread of its own for the moment at which the devices become idle.
+        # The clock waits in a thread of its own for the moment at which the devices
+        # become idle.
         if threading.current_thread() is threading.main_thread():
             self._waits.append(len(self._calls) - self._call)
         return self.array
@@ -112,11 +129,12 @@ def recorded_waits(function, is_last):
 
     Args:
       function: the program. It may receive `Output`s too.
-      is_last: takes the number of calls; from the call for which it is True on, the outputs are as they are.
+      is_last: takes the number of calls; from the call for which it is True on, the
+        outputs are as they are.
 
     Returns:
-      The wrapped program; and, for each wait until then, the number of programs that were called after the one that is
-      waited for.
+      The wrapped program; and, for each wait until then, the number of programs that
+      were called after the one that is waited for.
     """
     calls, waits = [], []
 
@@ -136,7 +154,11 @@ def recorded_waits(function, is_last):
     [
         {},
         {"fingerprint_every_steps": 3},
-        {"on_nonfinite": "roll_back", "roll_back.loss_factor": 1e6, "roll_back.loss_steps": 2},
+        {
+            "on_nonfinite": "roll_back",
+            "roll_back.loss_factor": 1e6,
+            "roll_back.loss_steps": 2,
+        },
     ],
 )
 def test_the_loop_waits_only_for_steps_before_those_in_flight(tmp_path, changes):
@@ -150,7 +172,8 @@ def test_the_loop_waits_only_for_steps_before_those_in_flight(tmp_path, changes)
         return count == run.config.steps
 
     run.train_step, waits = recorded_waits(run.train_step, is_last)
-    # The compilation of the fingerprints takes the state's shapes, which are not arrays here.
+    # The compilation of the fingerprints takes the state's shapes, which are not arrays
+    # here.
     run._copies._compile_ahead = lambda state: None
     with run.opened():
         run.train()

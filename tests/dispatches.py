@@ -1,4 +1,6 @@
-"""Records which programs are run on the devices, by the names of JAX's own trace of them."""
+"""Records which programs are run on the devices, by the names of JAX's own trace of
+them.
+"""
 
 import contextlib
 import pathlib
@@ -6,7 +8,8 @@ import re
 
 import jax
 
-# A call of a jitted function, and of an operation outside of one, which is jitted by itself.
+# A call of a jitted function, and of an operation outside of one, which is jitted by
+# itself.
 _CALL = re.compile(r"PjitFunction\((.*)\)")
 # The run of a program on one of several devices.
 _PROGRAM = re.compile(r"LoadedExecutable::Execute \((?:jit_)?(.*)\)")

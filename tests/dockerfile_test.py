@@ -30,7 +30,9 @@ def arguments(name):
 
 
 def copies(extra):
-    """Returns the sources and targets of what is copied into the image of an extra, relative to the repository."""
+    """Returns the sources and targets of what is copied into the image of an extra,
+    relative to the repository.
+    """
     pairs = []
     for rest in arguments("COPY"):
         *sources, target = string.Template(rest).substitute(EXTRA=extra).split()
@@ -53,14 +55,27 @@ def image(request, tmp_path_factory):
 
 
 def run(image, command):
-    """Runs a command of the image, with its variables, as it would run in the working directory."""
+    """Runs a command of the image, with its variables, as it would run in the working
+    directory.
+    """
     (workdir,) = arguments("WORKDIR")
-    variables = dict(word.split("=") for rest in arguments("ENV") for word in shlex.split(rest))
+    variables = dict(
+        word.split("=") for rest in arguments("ENV") for word in shlex.split(rest)
+    )
     assert variables["PYTHONPATH"] == workdir
-    environment = {**os.environ, **variables, "PYTHONPATH": str(image), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": str(image),
+        "JAX_PLATFORMS": "cpu",
+    }
     assert command[0] == "python"
     return subprocess.run(
-        [sys.executable, *command[1:]], cwd=image, env=environment, capture_output=True, text=True
+        [sys.executable, *command[1:]],
+        cwd=image,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -111,7 +126,9 @@ def locked(path):
     """Returns the requirements in a lock file."""
     lines = (ROOT / path).read_text().splitlines()
     return [
-        requirements.Requirement(line.removesuffix(" \\")) for line in lines if line[:1].isalpha()
+        requirements.Requirement(line.removesuffix(" \\"))
+        for line in lines
+        if line[:1].isalpha()
     ]
 
 
@@ -121,12 +138,16 @@ def name_of(requirement):
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_lock_of_an_extra_has_the_versions_of_the_lock(extra):
-    """If this fails, requirements_lock.txt has changed: CONTRIBUTING.md has the command that writes this one."""
+    """If this fails, requirements_lock.txt has changed: CONTRIBUTING.md has the command
+    that writes this one.
+    """
     path = f"requirements_{extra}_lock.txt"
     text = (ROOT / path).read_text()
     # An index, a host or a folder would belong to the machine that wrote the lock.
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", text)
-    known = {(name_of(each), str(each.specifier)) for each in locked("requirements_lock.txt")}
+    known = {
+        (name_of(each), str(each.specifier)) for each in locked("requirements_lock.txt")
+    }
     names = {name for name, _ in known}
     found = {(name_of(each), str(each.specifier)) for each in locked(path)}
     assert not {(name, version) for name, version in found if name in names} - known

@@ -1,4 +1,6 @@
-"""Tests that the examples in docstrings, the Python blocks and the commands of the docs run."""
+"""Tests that the examples in docstrings, the Python blocks and the commands of the docs
+run.
+"""
 
 import contextlib
 import doctest
@@ -46,10 +48,21 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS":
 
 @pytest.fixture(scope="module")
 def names():
-    """The names that docstring examples may use: libraries, and the experiment `line` of `Supervised`'s docstring."""
-    names = {"hk": hk, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "xshard": xshard}
+    """The names that docstring examples may use: libraries, and the experiment `line`
+    of `Supervised`'s docstring.
+    """
+    names = {
+        "hk": hk,
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "optax": optax,
+        "xshard": xshard,
+    }
     names["ml_collections"] = ml_collections
-    (example,) = doctest.DocTestFinder(recurse=False).find(xshard.Supervised, globs=names)
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        xshard.Supervised, globs=names
+    )
     assert not doctest.DocTestRunner().run(example, clear_globs=False).failed
     return {**names, "line": example.globs["line"]}
 
@@ -80,7 +93,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     shared = {"config": digits.get_config()}
     blocks = fences(page)
     with jax.numpy_dtype_promotion("standard"):
-        for (language, block), following in zip(blocks, [*blocks, None][1:], strict=True):
+        for (language, block), following in zip(
+            blocks, [*blocks, None][1:], strict=True
+        ):
             if language == "python":
                 exec(compile(block, f"{page.name}: {block[:40]!r}", "exec"), shared)
                 out = capsys.readouterr().out
@@ -93,7 +108,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.sample(0.4)
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """The notebook's cells run in order, in one namespace, as in Jupyter, which the test does not need."""
+    """The notebook's cells run in order, in one namespace, as in Jupyter, which the
+    test does not need.
+    """
     notebook = json.loads((ROOT / "docs/in_a_notebook.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = notebook["cells"]
@@ -103,7 +120,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     with jax.numpy_dtype_promotion("standard"):
         for cell in cells:
             if cell["cell_type"] == "code":
-                # The notebook is stored without outputs, which would come from another machine.
+                # The notebook is stored without outputs, which would come from another
+                # machine.
                 assert cell["outputs"] == [] and cell["execution_count"] is None
                 exec(compile("".join(cell["source"]), cell["id"], "exec"), shared)
     assert shared["accuracy"] > 0.5
@@ -118,13 +136,21 @@ def test_links_and_config_keys_exist(page):
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
     configs = (digits.get_config(), lm.get_config(), ssl.get_config())
-    keys = [key for config in configs for key in config_lib.flatten(identity_lib.plain(config))]
-    for key in re.findall(r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text):
+    keys = [
+        key
+        for config in configs
+        for key in config_lib.flatten(identity_lib.plain(config))
+    ]
+    for key in re.findall(
+        r"`(?:--)?config\.(?!json|py|experiment_kwargs)([a-z_.]+)", text
+    ):
         assert any(f"{known}.".startswith(f"{key.rstrip('.')}.") for known in keys), key
 
 
 def commands(page):
-    """Yields the arguments of `python -m` and of `run.sh` in those blocks of a page that name no language."""
+    """Yields the arguments of `python -m` and of `run.sh` in those blocks of a page
+    that name no language.
+    """
     for language, block in fences(page):
         for line in block.replace("\\\n", " ").splitlines() if not language else ():
             words = shlex.split(line, comments=True)
@@ -143,7 +169,9 @@ def commands(page):
 
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory):
-    """The directory that the tutorial's first command creates, with the tutorial's sweep."""
+    """The directory that the tutorial's first command creates, with the tutorial's
+    sweep.
+    """
     parent = tmp_path_factory.mktemp("tutorial")
     run(parent, *next(commands(TUTORIAL)))
     (sweep,) = [block for language, block in fences(TUTORIAL) if language == "python"]
@@ -156,7 +184,12 @@ def run(directory, *words, stdin=None):
     """Runs a module in a directory, as a user would, and returns its output."""
     command = [sys.executable, "-W", "ignore", "-m", *words]
     completed = subprocess.run(
-        command, cwd=directory, env=ENVIRONMENT, input=stdin, capture_output=True, text=True
+        command,
+        cwd=directory,
+        env=ENVIRONMENT,
+        input=stdin,
+        capture_output=True,
+        text=True,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout
@@ -174,13 +207,16 @@ def test_the_tutorial_runs(tutorial):
     for command, steps in ((train, 1000), (more, 1200)):
         out = run(tutorial, *command)
         results = json.loads((tutorial / "runs/first/results.json").read_text())
-        # The accuracy was 100 % on one machine; rounding on another may cost a percentage point or two.
+        # The accuracy was 100 % on one machine; rounding on another may cost a
+        # percentage point or two.
         assert results["step"] == steps and results["eval"]["accuracy"] > 0.97
     assert "steps: 1000 -> 1200" in out
 
 
 def test_commands_are_accepted(tutorial):
-    """The programs accept the flags, config files, keys and types of values in all commands of the docs."""
+    """The programs accept the flags, config files, keys and types of values in all
+    commands of the docs.
+    """
     todo = [
         (str(tutorial if page == TUTORIAL else ROOT), words)
         for page in PAGES
@@ -203,7 +239,15 @@ BAD = [
     ["xshard.replay", "--verify_resume=8", "--config=configs/no.py"],
     ["xshard.nothing"],
     ["launch", "--engin=slurm", "--", "python", "-m", "xshard.main", "--workdir=x"],
-    ["launch", "--sweep=configs/no.py", "--", "python", "-m", "xshard.main", "--workdir=x"],
+    [
+        "launch",
+        "--sweep=configs/no.py",
+        "--",
+        "python",
+        "-m",
+        "xshard.main",
+        "--workdir=x",
+    ],
     ["launch", "halt", "x"],
 ]
 
@@ -253,7 +297,9 @@ def check(module, *arguments):
 
 
 def serve():
-    """Checks each command in a separate process, since several programs define flags of the same name."""
+    """Checks each command in a separate process, since several programs define flags of
+    the same name.
+    """
     from xshard import loop
 
     del loop  # Imported once, before the forks, to save time.

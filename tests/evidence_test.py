@@ -1,4 +1,6 @@
-"""Tests that a run that misses files, or cannot read them, neither starts over nor deletes anything by mistake."""
+"""Tests that a run that misses files, or cannot read them, neither starts over nor
+deletes anything by mistake.
+"""
 
 import errno
 import json
@@ -86,7 +88,9 @@ def test_a_run_with_missing_checkpoints_does_not_resume_from_older_ones(run, mis
     moved.rename(run.parent / "away")
     before = files(run)
     found = "no checkpoint is" if missing == "all" else "step 10 is the newest"
-    with pytest.raises(errors.UserError, match=f"reached step 12, but {found} in .*--restart_from"):
+    with pytest.raises(
+        errors.UserError, match=f"reached step 12, but {found} in .*--restart_from"
+    ):
         resume(run)
     assert files(run) == before
     (run.parent / "away").rename(moved)
@@ -138,21 +142,30 @@ def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
     assert loop.run(make_config(store_folder), str(tmp_path / "one"), "") == 0
     if whose == "another's":
         with pytest.raises(
-            errors.UserError, match=r"holds the checkpoints of run .*one on .*seed: 0 -> 1"
+            errors.UserError,
+            match=r"holds the checkpoints of run .*one on .*seed: 0 -> 1",
         ):
             loop.run(make_config(store_folder, seed=1), str(tmp_path / "two"), "")
         assert not (tmp_path / "two").exists()
     elif whose == "a copy's":
         assert loop.run(make_config(tmp_path / "own"), str(tmp_path / "two"), "") == 0
-        with pytest.raises(errors.UserError, match=r"checkpoints of run .*one on .*two holds run"):
+        with pytest.raises(
+            errors.UserError, match=r"checkpoints of run .*one on .*two holds run"
+        ):
             loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "")
-        with pytest.raises(errors.UserError, match="give the run's own checkpoint.directory"):
+        with pytest.raises(
+            errors.UserError, match="give the run's own checkpoint.directory"
+        ):
             continuous_eval.ContinuousEvaluator(
                 make_config(store_folder), str(tmp_path / "two")
             ).follow()
     else:
-        # This happens when the hosts of a pod lose their disks while the checkpoints are in a bucket.
-        assert loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "") == 0
+        # This happens when the hosts of a pod lose their disks while the checkpoints
+        # are in a bucket.
+        assert (
+            loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "")
+            == 0
+        )
         assert "the work directory of run" in capsys.readouterr().out
         assert (
             workdir.Workdir(tmp_path / "two").identity()
@@ -188,10 +201,13 @@ def test_a_directory_of_an_older_version_without_an_identity(run, kept):
         return
     shutil.rmtree(run / "checkpoints")
     if kept == "rows":
-        with pytest.raises(errors.UserError, match="rows or results of a run of an older version"):
+        with pytest.raises(
+            errors.UserError, match="rows or results of a run of an older version"
+        ):
             resume(run)
     else:
-        # The directory now looks like that of a run that was stopped before its first row.
+        # The directory now looks like that of a run that was stopped before its first
+        # row.
         (run / "metrics.jsonl").unlink()
         (run / "results.json").unlink()
         assert resume(run) == 0
@@ -235,8 +251,14 @@ def test_a_config_may_hold_numbers_that_are_not_finite(tmp_path):
     "code", [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES, errno.ENOMEM]
 )
 @pytest.mark.parametrize("folder", ["checkpoints", "step_00000012.*"])
-def test_a_failed_listing_does_not_count_as_an_empty_one(run, monkeypatch, folder, code):
-    (path,) = [run / folder] if folder == "checkpoints" else (run / "checkpoints").glob(folder)
+def test_a_failed_listing_does_not_count_as_an_empty_one(
+    run, monkeypatch, folder, code
+):
+    (path,) = (
+        [run / folder]
+        if folder == "checkpoints"
+        else (run / "checkpoints").glob(folder)
+    )
     before = files(run)
     failed = fail_once(monkeypatch, "scandir", path, code)
     try:
@@ -305,7 +327,9 @@ def test_a_checkpoint_not_yet_listed_as_complete_is_not_deleted(run, monkeypatch
     def folders(store, wanted):
         found = real(store, wanted)
         return {
-            name: folder._replace(names=folder.names - {"COMMIT"}) if "00000010" in name else folder
+            name: folder._replace(names=folder.names - {"COMMIT"})
+            if "00000010" in name
+            else folder
             for name, folder in found.items()
         }
 
@@ -319,7 +343,11 @@ def test_a_failed_read_does_not_count_as_damage(run, monkeypatch, passes):
     real, failed = disk.read, []
 
     def read(path):
-        if str(path).endswith("meta.json") and "00000012" in str(path) and not (failed and passes):
+        if (
+            str(path).endswith("meta.json")
+            and "00000012" in str(path)
+            and not (failed and passes)
+        ):
             failed.append(path)
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path)
@@ -328,7 +356,9 @@ def test_a_failed_read_does_not_count_as_damage(run, monkeypatch, passes):
     if passes:
         assert resume(run) == 0
     else:
-        with pytest.raises(errors.UserError, match=r"meta.json.*Input/output error.*may be whole"):
+        with pytest.raises(
+            errors.UserError, match=r"meta.json.*Input/output error.*may be whole"
+        ):
             resume(run)
     assert failed and not list((run / "checkpoints").glob("*/DAMAGED"))
 
@@ -398,8 +428,8 @@ def test_the_row_of_an_evaluation_is_not_written_twice(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert loop.run(make_config(steps=6), str(folder), "") == 0
     once = rows.same_bits(folder)
-    # The directory of a run that was stopped during the evaluation of step 6, and whose next start was killed right
-    # after it had written the evaluation's row.
+    # The directory of a run that was stopped during the evaluation of step 6, and whose
+    # next start was killed right after it had written the evaluation's row.
     (commit,) = (folder / "checkpoints").glob("step_00000006.*/COMMIT")
     meta = commit.with_name("meta.json")
     description = json.loads(meta.read_bytes())

@@ -19,5 +19,7 @@ def test_paths_without_a_class_are_refused(path):
 
 
 def test_a_path_of_something_else_is_refused():
-    with pytest.raises(ValueError, match="not a class that derives from xshard.Experiment"):
+    with pytest.raises(
+        ValueError, match="not a class that derives from xshard.Experiment"
+    ):
         experiment.load("tests.toy.get_config")

@@ -1,4 +1,6 @@
-"""Tests that the experiments that are more than a classifier keep the same promises as the digits experiment."""
+"""Tests that the experiments that are more than a classifier keep the same promises as
+the digits experiment.
+"""
 
 import dataclasses
 import importlib
@@ -28,7 +30,8 @@ VARIANTS = {
     },
     "slices": {"slices": 2, "reduction.shard_update": True},
     "held": {"reduction.shard_params": True},
-    # The iterator acts right after the checkpoint of step 2, or the checkpoint falls between two calls of `act`.
+    # The iterator acts right after the checkpoint of step 2, or the checkpoint falls
+    # between two calls of `act`.
     "acts next": {"acts_every_steps": 2},
     "serves": {"acts_every_steps": 4, "slices": 2, "micro_batches": 2},
 }
@@ -36,14 +39,18 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Allows the standard dtype promotion: experiments are user code, which need not be as strict as these tests."""
+    """Allows the standard dtype promotion: experiments are user code, which need not be
+    as strict as these tests.
+    """
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def make_config(name, **changes):
     config = importlib.import_module(f"configs.{name}").get_config()
-    config.update({"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
+    config.update(
+        {"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3}
+    )
     config.checkpoint.update({"every_steps": 2, "keep_last": 10})
     if name == "ssl":
         # At full size, its convolutions took most of the time of this file's tests.
@@ -59,7 +66,9 @@ def make_config(name, **changes):
     [("gan", "groups"), ("rl", "slices"), ("rl", "groups"), ("ssl", "groups"),
      ("rl_host", "acts next"), ("rl_host", "serves")],
 )  # fmt: skip
-def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name, variant):
+def test_an_interrupted_run_resumes_to_the_same_bits(
+    tmp_path, monkeypatch, name, variant
+):
     config = make_config(name, **VARIANTS[variant])
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     with monkeypatch.context() as patch:
@@ -73,7 +82,9 @@ def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path, monkeypatch, name
         with pytest.raises(rows.Killed):
             loop.run(config, str(tmp_path / "ended"), "")
     assert loop.run(config, str(tmp_path / "ended"), "") == 0
-    whole, ended = (rows.final_state(tmp_path / which, config) for which in ("whole", "ended"))
+    whole, ended = (
+        rows.final_state(tmp_path / which, config) for which in ("whole", "ended")
+    )
     harness.assert_equal(ended, whole)
     assert rows.same_bits(tmp_path / "ended") == rows.same_bits(tmp_path / "whole")
     results = [rows.results(tmp_path / which) for which in ("whole", "ended")]
@@ -132,11 +143,16 @@ def make(name, devices=8, **changes):
 
 
 def trained(name, **changes):
-    """Returns the state after three steps in the form that a checkpoint stores, and the last metrics."""
+    """Returns the state after three steps in the form that a checkpoint stores, and the
+    last metrics.
+    """
     experiment, the_mesh = make(name, **changes)
     sizes = {"batch_size": experiment.config.batch_size, "seed": 0}
     train = batches.TrainBatches(
-        experiment.train_batches, the_mesh, micro_batches=experiment.config.micro_batches, **sizes
+        experiment.train_batches,
+        the_mesh,
+        micro_batches=experiment.config.micro_batches,
+        **sizes,
     )
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
@@ -154,7 +170,8 @@ def test_two_learners_train_alike_with_parameters_in_shards():
     }
     with jax.enable_x64(True):
         (held, its_metrics), (whole, metrics) = (
-            trained("gan", **changes, **{"reduction.shard_params": held}) for held in (True, False)
+            trained("gan", **changes, **{"reduction.shard_params": held})
+            for held in (True, False)
         )
     harness.assert_close({"state": held}, {"state": whole}, rtol=1e-8, atol=1e-8)
     # Metrics are float32.
@@ -164,21 +181,29 @@ def test_two_learners_train_alike_with_parameters_in_shards():
 @pytest.mark.sample(1, of="learners")
 def test_an_overflow_skips_only_the_learner_that_overflowed():
     experiment, the_mesh = make("gan")
-    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=128, seed=0)
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=128, seed=0
+    )
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     # With this loss scale, the gradients of the discriminator overflow.
     learner = state.experiment["discriminator"]
     scale = {**learner.opt_state["dynamic_loss_scale"]}
     scale["current_loss_scale"] = scale["current_loss_scale"] * 2.0**100
-    learner = learner.replace(opt_state={**learner.opt_state, "dynamic_loss_scale": scale})
-    state = dataclasses.replace(state, experiment={**state.experiment, "discriminator": learner})
+    learner = learner.replace(
+        opt_state={**learner.opt_state, "dynamic_loss_scale": scale}
+    )
+    state = dataclasses.replace(
+        state, experiment={**state.experiment, "discriminator": learner}
+    )
     after, metrics, observed, _ = jax.jit(step.make_watched_step(experiment, the_mesh))(
         state, next(train)
     )
     assert (metrics["discriminator/skipped"], metrics["generator/skipped"]) == (1, 0)
     assert (observed["discriminator"].verdict, observed["generator"].verdict) == (0, 0)
     for name, same in (("discriminator", True), ("generator", False)):
-        old, new = (x.experiment[name].params["mlp/~/linear_0"]["w"] for x in (state, after))
+        old, new = (
+            x.experiment[name].params["mlp/~/linear_0"]["w"] for x in (state, after)
+        )
         assert np.array_equal(old, new) == same
 
 
@@ -206,7 +231,11 @@ def test_a_step_has_one_reduction_for_each_learner():
     ],
 )
 def test_each_experiment_learns(tmp_path, name, steps, metric, good):
-    often = {"eval_every_steps": steps, "log_every_steps": 100, "checkpoint.every_steps": steps}
+    often = {
+        "eval_every_steps": steps,
+        "log_every_steps": 100,
+        "checkpoint.every_steps": steps,
+    }
     config = make_config(name, steps=steps, **often)
     assert loop.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())
@@ -227,7 +256,9 @@ class Unmarked(rl.Catch):
 
 
 def test_unmarked_state_of_each_replica_is_refused(tmp_path):
-    config = make_config("rl", experiment="tests.experiments_test.Unmarked", batch_size=16)
+    config = make_config(
+        "rl", experiment="tests.experiments_test.Unmarked", batch_size=16
+    )
     with pytest.raises(errors.UserError, match="leaves the state 'games/ball_column'"):
         loop.Run(config, str(tmp_path))
 
@@ -248,19 +279,29 @@ class Misled(host.HostCatch):
 @pytest.mark.parametrize(
     ("kind", "error", "match"),
     [
-        (Blind, errors.UserError, r"acts_every_steps.* Blind makes no predictions: define predict"),
+        (
+            Blind,
+            errors.UserError,
+            r"acts_every_steps.* Blind makes no predictions: define predict",
+        ),
         (Misled, KeyError, "boards"),
     ],
 )
-def test_an_iterator_that_cannot_act_is_refused_before_the_run(tmp_path, kind, error, match):
-    config = make_config("rl_host", experiment=f"tests.experiments_test.{kind.__name__}")
+def test_an_iterator_that_cannot_act_is_refused_before_the_run(
+    tmp_path, kind, error, match
+):
+    config = make_config(
+        "rl_host", experiment=f"tests.experiments_test.{kind.__name__}"
+    )
     with pytest.raises(error, match=match):
         loop.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_games_on_the_host_equal_those_on_the_device():
-    """The host's and the device's games, played with the same actions, show the same boards and rewards."""
+    """The host's and the device's games, played with the same actions, show the same
+    boards and rewards.
+    """
     config = make_config("rl_host", batch_size=16)
     player = host.Player(config, data.Part(16, (np.arange(16),), seed=0))
     games = rl.Game(*(jax.numpy.asarray(x) for x in player.get_state()["games"]))
@@ -278,7 +319,9 @@ def test_games_on_the_host_equal_those_on_the_device():
         np.testing.assert_array_equal(player._played["reward"][0, :, 0], reward)
         assert len(asked) == 1 and not over.any()
     player._move(lambda batch: np.zeros((16, 3)), 0, 0)
-    games, reward, over = rl.move(games, jax.numpy.asarray(player._played["action"][0, :, 0]))
+    games, reward, over = rl.move(
+        games, jax.numpy.asarray(player._played["action"][0, :, 0])
+    )
     np.testing.assert_array_equal(player._played["reward"][0, :, 0], reward)
     assert over.all() and (player.get_state()["games"][0] == 0).all()
     assert set(np.unique(reward)) == {-1.0, 1.0}

@@ -1,4 +1,6 @@
-"""Tests of exported models: the file is complete, needs no xshard to run, and predicts what `xshard.load` predicts."""
+"""Tests of exported models: the file is complete, needs no xshard to run, and predicts
+what `xshard.load` predicts.
+"""
 
 import importlib
 import json
@@ -22,7 +24,8 @@ from xshard.run import preflight
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 ROWS = [1, 5, 8]
-# A program that cannot import xshard and calls the exported function with batches of several sizes.
+# A program that cannot import xshard and calls the exported function with batches of
+# several sizes.
 ELSEWHERE = """
 import sys, numpy as np
 sys.modules["xshard"] = None
@@ -50,11 +53,22 @@ def train(directory, code=notice.DONE, **changes):
 
 
 def elsewhere(directory, path, batches, *more):
-    """Returns the outputs by number of rows, computed in a separate process that cannot import xshard."""
-    arrays = {f"{rows}/{k}": x for rows, batch in batches.items() for k, x in batch.items()}
+    """Returns the outputs by number of rows, computed in a separate process that cannot
+    import xshard.
+    """
+    arrays = {
+        f"{rows}/{k}": x for rows, batch in batches.items() for k, x in batch.items()
+    }
     np.savez(directory / "batches.npz", **arrays)
     rows = ",".join(map(str, batches))
-    command = [sys.executable, "-c", ELSEWHERE, str(path), str(directory / "batches.npz"), rows]
+    command = [
+        sys.executable,
+        "-c",
+        ELSEWHERE,
+        str(path),
+        str(directory / "batches.npz"),
+        rows,
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     completed = subprocess.run(
         [*command, *map(str, more)],
@@ -99,7 +113,9 @@ class Fixed(toy.Averaged):
 def test_a_network_that_depends_on_the_number_of_rows(tmp_path):
     trained = train(tmp_path / "run", experiment="tests.export_test.Fixed")
     path = tmp_path / "toy.stablehlo"
-    with pytest.raises(errors.UserError, match=r"(?s)batches of any size: .*--batch_size=1"):
+    with pytest.raises(
+        errors.UserError, match=r"(?s)batches of any size: .*--batch_size=1"
+    ):
         export.write(trained, path)
     assert not path.exists()
     assert "float32[4,3]" in export.write(trained, path, batch_size=4)
@@ -141,18 +157,28 @@ def test_experiments_are_exported(tmp_path, name):
         example = experiment_lib.example(trained.experiment)
         batch_of_samples = preflight.samples_batch(trained.experiment) or example
         name_in, shape = (
-            ("noise", batch_of_samples["noise"].shape) if name == "gan" else ("image", (3, 8, 8, 1))
+            ("noise", batch_of_samples["noise"].shape)
+            if name == "gan"
+            else ("image", (3, 8, 8, 1))
         )
-        batch = {name_in: np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+        batch = {
+            name_in: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        }
         rows = len(batch[name_in])
         outputs = elsewhere(tmp_path, tmp_path / "a.stablehlo", {rows: batch})
-        unread = {k: np.zeros((rows, *x.shape[1:]), x.dtype) for k, x in example.items()}
+        unread = {
+            k: np.zeros((rows, *x.shape[1:]), x.dtype) for k, x in example.items()
+        }
         expected = trained.predict({**unread, **batch})
         (output,) = outputs.values()
         # The network computes in half precision, which has three digits.
         np.testing.assert_allclose(output, np.asarray(expected), rtol=2e-2, atol=2e-2)
     file = tensors.File(str(tmp_path / "a.safetensors"))
-    prefix = ("generator/params/", "discriminator/params/") if name == "gan" else ("params/",)
+    prefix = (
+        ("generator/params/", "discriminator/params/")
+        if name == "gan"
+        else ("params/",)
+    )
     assert all(any(path.startswith(p) for path in file.shapes) for p in prefix)
 
 
@@ -161,7 +187,9 @@ def test_another_run_restores_exported_arrays(tmp_path):
     path = tmp_path / "a.safetensors"
     assert "4 arrays" in export.write(trained, path)
     restored = checkpoint.init_from(checkpoint.Source(str(path)), trained.state, print)
-    jax.tree.map(np.testing.assert_array_equal, restored.experiment.params, trained.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, restored.experiment.params, trained.params
+    )
     # A custom pattern selects the moving averages of the parameters.
     export.write(trained, tmp_path / "b.safetensors", select="opt_state/.*average/")
     names = tensors.File(str(tmp_path / "b.safetensors")).shapes
@@ -170,8 +198,14 @@ def test_another_run_restores_exported_arrays(tmp_path):
 
 def test_an_export_names_its_step_and_arrays_that_are_not_finite(tmp_path):
     trained = train(tmp_path / "run")
-    assert "a.safetensors: step 4, 4 arrays" in export.write(trained, tmp_path / "a.safetensors")
-    change = {"experiment": "tests.toy.Overflowing", "overflow_at": 4, "on_nonfinite": "warn"}
+    assert "a.safetensors: step 4, 4 arrays" in export.write(
+        trained, tmp_path / "a.safetensors"
+    )
+    change = {
+        "experiment": "tests.toy.Overflowing",
+        "overflow_at": 4,
+        "on_nonfinite": "warn",
+    }
     trained = train(tmp_path / "warned", notice.NONFINITE, **change)
     text = export.write(trained, tmp_path / "b.stablehlo")
     assert "step 4, NOT FINITE (params/linear/b, params/linear/w), predict of x" in text
@@ -200,7 +234,9 @@ def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(disk.os, "fsync", full)
-        with pytest.raises(errors.UserError, match="No space left.*Nothing was exported"):
+        with pytest.raises(
+            errors.UserError, match="No space left.*Nothing was exported"
+        ):
             export.write(trained, path, overwrite=True)
     assert path.read_bytes() == b"mine"
     # What was written so far would take the room that is left.
@@ -212,7 +248,9 @@ def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
         absent = lambda name, library=library: None if name == library else find(name)
         monkeypatch.setattr(importlib.util, "find_spec", absent)
         kind = "safetensors" if library == "safetensors" else "stablehlo"
-        with pytest.raises(errors.UserError, match=f"{library} is not installed.*export"):
+        with pytest.raises(
+            errors.UserError, match=f"{library} is not installed.*export"
+        ):
             export.write(trained, tmp_path / f"new.{kind}")
         assert not (tmp_path / f"new.{kind}").exists()
 

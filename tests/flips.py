@@ -15,12 +15,16 @@ def one_bit(word):
 
 
 def to_nan(word):
-    """Returns the word with the bits of a float32 NaN set: the exponent's, and the highest of the fraction."""
+    """Returns the word with the bits of a float32 NaN set: the exponent's, and the
+    highest of the fraction.
+    """
     return word | 0x7FC00000
 
 
 def flipped(state, name, device, change=one_bit):
-    """Returns the state, with the last element of an array changed in one device's copy."""
+    """Returns the state, with the last element of an array changed in one device's
+    copy.
+    """
 
     def flip(path, x):
         if trees.path_name(path) != name:
@@ -38,14 +42,17 @@ def flipped(state, name, device, change=one_bit):
 
 
 def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
-    """Patches the run so that its state changes after each of some steps, once per step.
+    """Patches the run so that its state changes after each of some steps, once per
+    step.
 
     Args:
       monkeypatch: undoes the patch at the end of the test.
-      steps: a list of steps. The patch removes each step once the state has changed after it.
+      steps: a list of steps. The patch removes each step once the state has changed
+        after it.
       name: the path of the array that changes.
       device: the ID of the device whose copy changes.
-      begin: the number of steps that the run makes before the first change. A repeated step counts again.
+      begin: the number of steps that the run makes before the first change. A repeated
+        step counts again.
       change: a function from an element's bits to the changed bits.
     """
     check = loop.Run._check_programs

@@ -1,4 +1,6 @@
-"""Tests that the model FLOPs equal those computed by hand, whatever transformations surround the products."""
+"""Tests that the model FLOPs equal those computed by hand, whatever transformations
+surround the products.
+"""
 
 import functools
 import types
@@ -29,9 +31,12 @@ def test_a_perceptron():
     params = jax.eval_shape(network.init, jax.random.key(0), array(1, 8))
     expected = 2 * 5 * (8 * 32 + 32 * 16 + 16 * 4)
     assert flops.of(network.apply, params, array(5, 8)) == expected
-    # The backward pass computes the gradient of each operand except the network's input.
+    # The backward pass computes the gradient of each operand except the network's
+    # input.
     loss = lambda params, x: jnp.sum(network.apply(params, x))
-    assert flops.of(jax.grad(loss), params, array(5, 8)) == 3 * expected - 2 * 5 * 8 * 32
+    assert (
+        flops.of(jax.grad(loss), params, array(5, 8)) == 3 * expected - 2 * 5 * 8 * 32
+    )
 
 
 def convolve(x, w, **options):
@@ -46,7 +51,8 @@ def convolve(x, w, **options):
         # The kernel of 3 x 3 fits at 9 x 7 positions.
         ({}, (3, 3, 4, 6), 63 * 9 * 4),
         ({"window_strides": (2, 2)}, (3, 3, 4, 6), 5 * 4 * 9 * 4),
-        # Of the 11 x 9 positions, those at an edge use only two of the kernel's three rows or columns.
+        # Of the 11 x 9 positions, those at an edge use only two of the kernel's three
+        # rows or columns.
         ({"padding": "SAME"}, (3, 3, 4, 6), (11 * 3 - 2) * (9 * 3 - 2) * 4),
         ({"rhs_dilation": (2, 1)}, (3, 3, 4, 6), 7 * 7 * 9 * 4),
         ({"feature_group_count": 2}, (3, 3, 2, 6), 63 * 9 * 2),
@@ -59,14 +65,17 @@ def test_a_convolution(options, kernel, taps):
 
 
 def test_a_transposed_convolution_is_the_gradient_of_one():
-    # Each element of the input is multiplied by each element of the kernel once. The zeros in between do not count.
+    # Each element of the input is multiplied by each element of the kernel once. The
+    # zeros in between do not count.
     f = lambda x, w: jax.lax.conv_transpose(x, w, (2, 2), "VALID")
     assert flops.of(f, array(1, 6, 6, 4), array(3, 3, 4, 8)) == 2 * 36 * 9 * 4 * 8
 
 
 def attention(x, w):
     query, key, value = jnp.split((x @ w).reshape(2, 16, 3, 4, 8), 3, axis=2)
-    out = jax.nn.dot_product_attention(query[:, :, 0], key[:, :, 0], value[:, :, 0], is_causal=True)
+    out = jax.nn.dot_product_attention(
+        query[:, :, 0], key[:, :, 0], value[:, :, 0], is_causal=True
+    )
     return out.reshape(2, 16, 32)
 
 
@@ -90,7 +99,9 @@ WRAPPED = {
     "custom_vjp": jax.custom_vjp(attention),
 }
 WRAPPED["custom_jvp"].defjvps(lambda t, y, x, w: t, None)
-WRAPPED["custom_vjp"].defvjp(lambda x, w: (attention(x, w), None), lambda _, g: (g, None))
+WRAPPED["custom_vjp"].defvjp(
+    lambda x, w: (attention(x, w), None), lambda _, g: (g, None)
+)
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -109,9 +120,14 @@ def test_the_most_expensive_branch_counts():
 def test_the_default_branch_of_platform_dependent_counts():
     more, less = lambda x: x @ x @ x, lambda x: x @ x
     for kernel, default in ((more, less), (less, more), (jnp.sin, less)):
-        f = lambda x: jax.lax.platform_dependent(x, tpu=kernel, cuda=jnp.cos, default=default)
+        f = lambda x: jax.lax.platform_dependent(
+            x, tpu=kernel, cuda=jnp.cos, default=default
+        )
         times = 2 if default is more else 1
-        assert flops.of(layers(lambda x, _: f(x)), array(8, 8), array(5, 1)) == 5 * times * 2 * 8**3
+        assert (
+            flops.of(layers(lambda x, _: f(x)), array(8, 8), array(5, 1))
+            == 5 * times * 2 * 8**3
+        )
     # Without a default, the backend is unknown, so the most expensive branch counts.
     f = lambda x: jax.lax.platform_dependent(x, tpu=more, cpu=less)
     assert flops.of(f, array(8, 8)) == 2 * 2 * 8**3
@@ -119,10 +135,20 @@ def test_the_default_branch_of_platform_dependent_counts():
 
 def test_loops_with_known_and_unknown_numbers_of_iterations():
     body = lambda i, x: x @ x
-    assert flops.of(lambda x: jax.lax.fori_loop(0, 7, body, x), array(8, 8)) == 7 * 2 * 8**3
-    with pytest.raises(ValueError, match="matrix product in a while loop.*Use jax.lax.scan"):
-        flops.of(lambda n, x: jax.lax.fori_loop(0, n, body, x), jnp.int32(7), array(8, 8))
-    assert flops.of(lambda n: jax.lax.fori_loop(0, n, lambda i, x: x + 1, 0), jnp.int32(7)) == 0
+    assert (
+        flops.of(lambda x: jax.lax.fori_loop(0, 7, body, x), array(8, 8))
+        == 7 * 2 * 8**3
+    )
+    with pytest.raises(
+        ValueError, match="matrix product in a while loop.*Use jax.lax.scan"
+    ):
+        flops.of(
+            lambda n, x: jax.lax.fori_loop(0, n, body, x), jnp.int32(7), array(8, 8)
+        )
+    assert (
+        flops.of(lambda n: jax.lax.fori_loop(0, n, lambda i, x: x + 1, 0), jnp.int32(7))
+        == 0
+    )
 
 
 def test_a_mapped_function_counts_on_all_devices():
@@ -167,7 +193,9 @@ def test_a_ragged_product_counts_each_row_once():
 def batch_of(config, groups):
     examples = experiment_lib.load(config.experiment)(config).train_data()
     rows = config.batch_size * (len(groups) or 1)
-    return {name: array(rows, *x.shape[1:], dtype=x.dtype) for name, x in examples.items()}
+    return {
+        name: array(rows, *x.shape[1:], dtype=x.dtype) for name, x in examples.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -184,12 +212,18 @@ def test_a_step_counts_as_three_forward_passes_on_all_devices(changes):
     config = toy.get_config()
     config.group_assignment = groups = changes.pop("group_assignment", ())
     config.update({"experiment": "tests.toy.Wide", **changes})
-    the_mesh = mesh.make_mesh(groups or None, slices=config.slices, model=config.model_parallel)
+    the_mesh = mesh.make_mesh(
+        groups or None, slices=config.slices, model=config.model_parallel
+    )
     experiment = experiment_lib.load(config.experiment)(config)
     expected_flops = 3 * 2 * 16 * (3 * 16 + 16)
     batch = batch_of(config, groups)
-    assert flops.step(experiment, the_mesh, batch) == expected_flops * (len(groups) or 1)
-    assert flops.forward(experiment, the_mesh, batch) * 3 == expected_flops * (len(groups) or 1)
+    assert flops.step(experiment, the_mesh, batch) == expected_flops * (
+        len(groups) or 1
+    )
+    assert flops.forward(experiment, the_mesh, batch) * 3 == expected_flops * (
+        len(groups) or 1
+    )
 
 
 class Frozen(toy.Wide):
@@ -201,7 +235,8 @@ class Frozen(toy.Wide):
 
 @pytest.mark.parametrize(
     "frozen, backward",
-    # The gradient of the last layer's matrix; or that of its input, and then that of the first layer's matrix.
+    # The gradient of the last layer's matrix; or that of its input, and then that of
+    # the first layer's matrix.
     [("linear_0", 16), ("linear_1", 16 + 3 * 16)],
 )
 def test_gradients_of_frozen_parameters_do_not_count(frozen, backward):
@@ -209,13 +244,17 @@ def test_gradients_of_frozen_parameters_do_not_count(frozen, backward):
     config.frozen = frozen
     batch = batch_of(config, ())
     forward = 3 * 16 + 16
-    assert flops.step(Frozen(config), mesh.make_mesh(), batch) == 2 * 16 * (forward + backward)
+    assert flops.step(Frozen(config), mesh.make_mesh(), batch) == 2 * 16 * (
+        forward + backward
+    )
 
 
 def test_a_step_s_flops_take_the_batches_of_a_run():
     config = toy.get_config()
     experiment, the_mesh = toy.Wide(config), mesh.make_mesh()
-    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     assert flops.step(experiment, the_mesh, next(train)) == 3 * 2 * 16 * (3 * 16 + 16)
 
 
@@ -224,8 +263,9 @@ def test_the_flops_of_digits():
     experiment = experiment_lib.load(config.experiment)(config)
     with jax.numpy_dtype_promotion("standard"):
         counted = flops.forward(experiment, mesh.make_mesh(), batch_of(config, ()))
-    # The padding of the 3 x 3 convolutions does not count. At 8 x 8 positions, 22 of 24 rows and columns are left, with
-    # 24 features; at 4 x 4 positions, 11 of 12, with 48 features. Dense layers map 4 x 4 x 48 to 96 to 10.
+    # The padding of the 3 x 3 convolutions does not count. At 8 x 8 positions, 22 of 24
+    # rows and columns are left, with 24 features; at 4 x 4 positions, 11 of 12, with 48
+    # features. Dense layers map 4 x 4 x 48 to 96 to 10.
     assert counted == 2 * 128 * (22 * 22 * 24 + 11 * 11 * 24 * 48 + 768 * 96 + 96 * 10)
 
 

@@ -1,11 +1,14 @@
-"""Programs in processes that are forked from a server, which has imported what they need.
+"""Programs in processes that are forked from a server, which has imported what they
+need.
 
-The imports of a program take longer than what most tests let it do. A forked process is the real
-program nevertheless: it has its own flags, environment, signals, output and exit code. It differs
-from a program that a shell starts in two ways: it skips Python's exit handlers, and JAX has read
-its environment variables before. A test to which these matter starts a new interpreter.
+The imports of a program take longer than what most tests let it do. A forked process is
+the real program nevertheless: it has its own flags, environment, signals, output and
+exit code. It differs from a program that a shell starts in two ways: it skips Python's
+exit handlers, and JAX has read its environment variables before. A test to which these
+matter starts a new interpreter.
 
-The server is the one of Python's `multiprocessing`. It ends with the process of the tests.
+The server is the one of Python's `multiprocessing`. It ends with the process of the
+tests.
 """
 
 import functools
@@ -22,8 +25,8 @@ from multiprocessing import forkserver
 
 import pytest
 
-# What the programs import, but not the programs themselves: each runs as `__main__`. None of these
-# starts JAX's backend or tensorstore's threads, which a fork would lose.
+# What the programs import, but not the programs themselves: each runs as `__main__`.
+# None of these starts JAX's backend or tensorstore's threads, which a fork would lose.
 _IMPORTED = (
     "grain",
     "launch.elastic",
@@ -57,28 +60,35 @@ def _context():
 
 
 def python_path():
-    """Returns the PYTHONPATH of a process of the tests: where they import from, and its set-up."""
+    """Returns the PYTHONPATH of a process of the tests: where they import from, and its
+    set-up.
+    """
     site = pathlib.Path(__file__).parent / "site"
     return os.pathsep.join([str(site), *filter(None, sys.path)])
 
 
 class Process:
-    """A forked process, with the attributes and methods of `subprocess.Popen` that tests use.
+    """A forked process, with the attributes and methods of `subprocess.Popen` that
+    tests use.
 
     Attributes:
       pid: the number of the process.
-      stdout: what it prints to standard output and standard error, as a text file to read from;
-        None if that goes to files.
+      stdout: what it prints to standard output and standard error, as a text file to
+        read from; None if that goes to files.
     """
 
-    def __init__(self, function, *arguments, env, output=None, cwd=None, start_new_session=False):
+    def __init__(
+        self, function, *arguments, env, output=None, cwd=None, start_new_session=False
+    ):
         """Starts the process.
 
         Args:
-          function: the function that it calls, of a module. What it returns is the exit code.
+          function: the function that it calls, of a module. What it returns is the exit
+            code.
           *arguments: the arguments of the function.
           env: its environment variables.
-          output: the files for standard output and standard error; None: one pipe for both.
+          output: the files for standard output and standard error; None: one pipe for
+            both.
           cwd: its working directory; by default the one of the tests.
           start_new_session: whether it leads a new session, and so a process group.
         """
@@ -88,12 +98,24 @@ class Process:
             self.stdout = os.fdopen(read, errors="replace")
             written = [write, os.dup(write)]
         else:
-            written = [os.open(p, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for p in output]
-        # Connections, because `multiprocessing` knows how to hand these to another process.
-        streams = [multiprocessing.connection.Connection(fd, readable=False) for fd in written]
+            written = [
+                os.open(p, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for p in output
+            ]
+        # Connections, because `multiprocessing` knows how to hand these to another
+        # process.
+        streams = [
+            multiprocessing.connection.Connection(fd, readable=False) for fd in written
+        ]
         self._process = _context().Process(
             target=_run,
-            args=(function, arguments, dict(env), cwd or os.getcwd(), start_new_session, streams),
+            args=(
+                function,
+                arguments,
+                dict(env),
+                cwd or os.getcwd(),
+                start_new_session,
+                streams,
+            ),
             daemon=True,  # So that it ends with the tests, at the latest.
         )
         self._process.start()
@@ -103,7 +125,9 @@ class Process:
 
     @property
     def returncode(self):
-        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        """The exit code, or minus the number of the signal that ended it; None while it
+        runs.
+        """
         return self._process.exitcode
 
     def poll(self):
@@ -120,7 +144,9 @@ class Process:
         if self.stdout.closed:
             return "", None
         rest = []
-        reader = threading.Thread(target=lambda: rest.append(self.stdout.read()), daemon=True)
+        reader = threading.Thread(
+            target=lambda: rest.append(self.stdout.read()), daemon=True
+        )
         reader.start()
         reader.join(timeout)
         if reader.is_alive():
@@ -160,7 +186,8 @@ def _run_program(module, arguments):
 
 def _run(function, arguments, env, cwd, start_new_session, streams):
     """Ends this process, which was forked, with the exit code of a function."""
-    # `multiprocessing` forbids processes of its own to a daemon, and a run may have them.
+    # `multiprocessing` forbids processes of its own to a daemon, and a run may have
+    # them.
     multiprocessing.current_process().daemon = False
     if start_new_session:
         os.setsid()
@@ -168,7 +195,9 @@ def _run(function, arguments, env, cwd, start_new_session, streams):
         os.dup2(stream.fileno(), number)
         stream.close()
     sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

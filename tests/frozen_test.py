@@ -15,7 +15,12 @@ VARIANTS = [
     HALF,
     {**HALF, "group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20},
     {"group_assignment": PAIRS, "model_parallel": 2, "micro_batches": 2},
-    {"slices": 2, "reduction.shard_update": True, "micro_batches": 2, "on_nonfinite": "skip"},
+    {
+        "slices": 2,
+        "reduction.shard_update": True,
+        "micro_batches": 2,
+        "on_nonfinite": "skip",
+    },
 ]
 FIRST, LAST = "mlp/~/linear_0", "mlp/~/linear_1"
 
@@ -35,10 +40,15 @@ def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
     run = loop.Run(config_of_run, str(tmp_path / "run"))
     first = run.checkpoints.states.init().experiment.params
     for steps in (2, 4):
-        assert loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "") == 0
+        assert (
+            loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "")
+            == 0
+        )
     state = rows.final_state(tmp_path / "run", config_of_run)
     names = [
-        f"{rule}/{slot}" for rule, slots in state.experiment.opt_state.items() for slot in slots
+        f"{rule}/{slot}"
+        for rule, slots in state.experiment.opt_state.items()
+        for slot in slots
     ]
     assert not [name for name in names if "linear_0" in name]
     assert [name for name in names if "average" in name and "linear_1" in name]

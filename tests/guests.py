@@ -1,4 +1,6 @@
-"""Processes that meet, and strangers that connect to them, for tests. Sockets are real, and processes are threads."""
+"""Processes that meet, and strangers that connect to them, for tests. Sockets are real,
+and processes are threads.
+"""
 
 import concurrent.futures
 import contextlib
@@ -35,15 +37,24 @@ class SignalReceiver:
         self._wake.send(bytes([number]))
 
 
-# For processes that receive no signal. It has its own stack, so that it stays open when a test closes OPEN.
+# For processes that receive no signal. It has its own stack, so that it stays open when
+# a test closes OPEN.
 SILENCE = SignalReceiver(contextlib.ExitStack())
 
 
 @contextlib.contextmanager
 def processes():
-    """Yields a function that starts a process as a thread, and returns a future of the hosts, or of the error."""
+    """Yields a function that starts a process as a thread, and returns a future of the
+    hosts, or of the error.
+    """
 
-    def attend(place, facts=FACTS, token=TOKEN, seconds=harness.FOREVER, signal_receiver=SILENCE):
+    def attend(
+        place,
+        facts=FACTS,
+        token=TOKEN,
+        seconds=harness.FOREVER,
+        signal_receiver=SILENCE,
+    ):
         try:
             return rendezvous.meet(place, seconds, facts, token, signal_receiver)
         except (process_spec.StartError, process_spec.StoppedError) as e:
@@ -54,7 +65,9 @@ def processes():
 
 
 def meet(at, **options):
-    """Starts a process at each place, and returns the hosts or the error that each one receives."""
+    """Starts a process at each place, and returns the hosts or the error that each one
+    receives.
+    """
     with processes() as start:
         return [future.result() for future in [start(place, **options) for place in at]]
 
@@ -70,14 +83,18 @@ def connect(place):
 
     def attempt():
         with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection((host.strip("[]"), int(port)), harness.FOREVER)
+            return socket.create_connection(
+                (host.strip("[]"), int(port)), harness.FOREVER
+            )
         return None
 
     return OPEN.enter_context(harness.wait_until(attempt))
 
 
 class Stranger:
-    """A program that connects to the port of process 0 and follows the protocol as far as a test wants."""
+    """A program that connects to the port of process 0 and follows the protocol as far
+    as a test wants.
+    """
 
     def __init__(self, place, token=TOKEN):
         self.connection = connect(place)
@@ -85,7 +102,9 @@ class Stranger:
         self._token = token
 
     def greet(self):
-        """Proves to know the token; returns False if process 0 does not prove to know the same one."""
+        """Proves to know the token; returns False if process 0 does not prove to know
+        the same one.
+        """
         self.connection.sendall(handshake.nonce_line("a" * 32))
         nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
         self._seals = handshake.Seals(self._token, handshake.CLIENT, nonces)
@@ -100,7 +119,11 @@ class Stranger:
 
     def say_body(self, body):
         """Sends bytes that are not a message, with a valid seal."""
-        line = self._seals._seal(handshake.CLIENT, self._seals._num_sent, body) + b" " + body
+        line = (
+            self._seals._seal(handshake.CLIENT, self._seals._num_sent, body)
+            + b" "
+            + body
+        )
         self.connection.sendall(line + b"\n")
 
     def say_hello(self, **fields):

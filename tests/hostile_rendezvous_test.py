@@ -1,4 +1,6 @@
-"""Tests that random messages neither end the meeting of a run's processes nor reveal anything to strangers."""
+"""Tests that random messages neither end the meeting of a run's processes nor reveal
+anything to strangers.
+"""
 
 import contextlib
 import json
@@ -14,29 +16,40 @@ from tests.launch import harness
 from xshard.pod import handshake, rendezvous_server
 
 NONCE = {"nonce": "a" * 32}
-# The meeting waits for two processes besides process 0, so that this one alone cannot start the run.
+# The meeting waits for two processes besides process 0, so that this one alone cannot
+# start the run.
 HELLO = {"index": 1, "count": 3, "host": "h1", "pid": 7, "facts": guests.FACTS}
 # The answer to a valid nonce. Without the token, process 0 sends nothing more.
-GREETING = re.compile(rb'(\{"nonce": "[0-9a-f]{32}"\}\n[0-9a-f]{64} \{"process": 0\}\n)?')
+GREETING = re.compile(
+    rb'(\{"nonce": "[0-9a-f]{32}"\}\n[0-9a-f]{64} \{"process": 0\}\n)?'
+)
 PART = b"x" * (1 << 20)
-# Longer than any exchange takes: a connection that process 0 has not closed by then stays open for good.
+# Longer than any exchange takes: a connection that process 0 has not closed by then
+# stays open for good.
 SECONDS = 60
 
 
 def lines(document):
-    """Returns a strategy for one to three damaged or forged documents, each with or without an end of line."""
+    """Returns a strategy for one to three damaged or forged documents, each with or
+    without an end of line.
+    """
     ends = st.sampled_from([b"\n", b"\n", b"\n", b"", b"\r\n", b"\0"])
     return st.lists(
-        st.builds(bytes.__add__, hostile.contents(document), ends), min_size=1, max_size=3
+        st.builds(bytes.__add__, hostile.contents(document), ends),
+        min_size=1,
+        max_size=3,
     )
 
 
 @pytest.fixture(scope="module")
 def meeting():
-    """The place and the future of a meeting that waits for two processes. They come at the end, and the run starts."""
+    """The place and the future of a meeting that waits for two processes. They come at
+    the end, and the run starts.
+    """
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        # A process with the token but another config would end the meeting after these seconds.
+        # A process with the token but another config would end the meeting after these
+        # seconds.
         patch.setattr(rendezvous_server, "_PATIENCE_SECONDS", harness.FOREVER)
         start = stack.enter_context(guests.processes())
         first, *others = guests.make_places(3)
@@ -44,11 +57,15 @@ def meeting():
         yield first, host
         assert not host.done(), host.result()
         futures = [host, *map(start, others)]
-        assert [future.result() for future in futures] == [[socket.gethostname()] * 3] * 3
+        assert [future.result() for future in futures] == [
+            [socket.gethostname()] * 3
+        ] * 3
 
 
 def say(connection, data, pieces):
-    """Sends data in pieces of `pieces` bytes until the other side closes the connection."""
+    """Sends data in pieces of `pieces` bytes until the other side closes the
+    connection.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # The rest of long data is sent at once, to save time.
     head = data[: 200 * pieces]
@@ -60,7 +77,9 @@ def say(connection, data, pieces):
 
 
 def hear(connection):
-    """Returns everything that arrives until the other side closes the connection, as it must."""
+    """Returns everything that arrives until the other side closes the connection, as it
+    must.
+    """
     data_heard = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(1 << 16):
@@ -70,11 +89,14 @@ def hear(connection):
 
 @contextlib.contextmanager
 def undisturbed(meeting):
-    """Asserts that the meeting goes on afterwards and still answers a client with the token."""
+    """Asserts that the meeting goes on afterwards and still answers a client with the
+    token.
+    """
     place, host = meeting
     # If the meeting were over, the next connection would wait for it.
     assert not host.done()
-    # Each example closes its own connections: all of them together would exceed the limit of open files.
+    # Each example closes its own connections: all of them together would exceed the
+    # limit of open files.
     with guests.OPEN:
         with hostile.little_memory():
             yield place
@@ -109,10 +131,15 @@ def test_a_stranger_with_another_token_gets_no_answer(meeting, token, hello, pie
 
 
 @hostile.settings(slow=True)
-@hypothesis.given(hostile.contents(HELLO), hostile.contents({"leaving": "SIGWINCH"}), PIECES)
-def test_a_guest_with_the_token_gets_a_welcome_or_an_error(meeting, hello, more, pieces):
+@hypothesis.given(
+    hostile.contents(HELLO), hostile.contents({"leaving": "SIGWINCH"}), PIECES
+)
+def test_a_guest_with_the_token_gets_a_welcome_or_an_error(
+    meeting, hello, more, pieces
+):
     for answer in answers(meeting, hello, more, pieces):
-        # With the token, even a process with another index or config counts as one of this launch.
+        # With the token, even a process with another index or config counts as one of
+        # this launch.
         assert answer == {"welcome": True} or answer.keys() == {"error"}
         json.loads(hello)
 
@@ -128,14 +155,18 @@ def test_a_guest_that_sends_a_wrong_type_gets_no_answer(meeting, name, value):
 
 
 def answers(meeting, hello, more, pieces):
-    """Returns the answers that a client with the token gets to two messages before it is disconnected: one, or none."""
+    """Returns the answers that a client with the token gets to two messages before it
+    is disconnected: one, or none.
+    """
     with undisturbed(meeting) as place:
         stranger = guests.Stranger(place)
         with stranger.connection as connection:
             connection.settimeout(SECONDS)
             assert stranger.greet()
             say(connection, sealed(stranger, hello) + sealed(stranger, more), pieces)
-            received = [stranger._seals.read(line) for line in hear(connection).splitlines()]
+            received = [
+                stranger._seals.read(line) for line in hear(connection).splitlines()
+            ]
     assert len(received) <= 1
     return received
 
@@ -153,7 +184,9 @@ def test_a_message_without_an_end_is_not_kept(meeting, token):
 
 
 def sealed(stranger, content):
-    """Returns the next line of a client with a token: any content, with the seal that belongs to it."""
+    """Returns the next line of a client with a token: any content, with the seal that
+    belongs to it.
+    """
     seals = stranger._seals
     seal = seals._seal(handshake.CLIENT, seals._num_sent, content)
     seals._num_sent += 1

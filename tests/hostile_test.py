@@ -1,4 +1,6 @@
-"""Tests that a damaged or forged file yields a named error or valid content, in little memory."""
+"""Tests that a damaged or forged file yields a named error or valid content, in little
+memory.
+"""
 
 import contextlib
 import io
@@ -64,7 +66,9 @@ def test_a_damaged_commit_is_refused_or_valid(content):
 
 
 @hostile.settings()
-@hypothesis.given(hostile.contents({"error": 0.5}, lambda value: format_lib.seal(value)))
+@hypothesis.given(
+    hostile.contents({"error": 0.5}, lambda value: format_lib.seal(value))
+)
 def test_damaged_metrics_are_refused_or_valid(content):
     document_read = parsed(schema.metrics, content)
     if document_read is not None:
@@ -85,7 +89,9 @@ META = {
 
 
 def metas(document):
-    """Returns a strategy for the content of meta.json; half of the time, only one array's entry is forged."""
+    """Returns a strategy for the content of meta.json; half of the time, only one
+    array's entry is forged.
+    """
     path, entry = sorted(document["arrays"].items())[-1]
     other = lambda array: document | {"arrays": document["arrays"] | {path: array}}
     arrays_only = hostile.forged(entry).map(other).map(format_lib.to_json)
@@ -110,10 +116,16 @@ def whole(tmp_path_factory):
     state = {"params": {"w": jnp.ones((3, 4))}, "s/current_loss_scale": jnp.float32(2)}
     options = {"keep_best": 1, "best_metric": "error", "best_mode": "min"}
     manager = harness.make_manager(folder)
-    manager.save(1, state, {"config": {"checkpoint": options}}, data=[3], metrics={"error": 0.5})
+    manager.save(
+        1, state, {"config": {"checkpoint": options}}, data=[3], metrics={"error": 0.5}
+    )
     manager.close()
     (step,) = folder.glob("step_*")
-    return folder, step, {path: path.read_bytes() for path in step.glob("*") if path.is_file()}
+    return (
+        folder,
+        step,
+        {path: path.read_bytes() for path in step.glob("*") if path.is_file()},
+    )
 
 
 @hostile.settings(slow=True)
@@ -146,7 +158,9 @@ def test_the_tool_reads_or_refuses_a_damaged_checkpoint(whole, data):
 
 
 def run_tool(arguments):
-    """Runs the checkpoint tool. It must print strict JSON or a message, and may allocate only arrays below 1 MiB."""
+    """Runs the checkpoint tool. It must print strict JSON or a message, and may
+    allocate only arrays below 1 MiB.
+    """
     out, err = io.StringIO(), io.StringIO()
     allocate = array_reader._aligned
 
@@ -167,7 +181,13 @@ def run_tool(arguments):
 PROCESS = {
     "doing": "training", "step": 5, "steps": 10, "rate": 1.0, "time": 1.79e9, "host": "h", "pid": 1,
 }  # fmt: skip
-RESULTS = {"step": 10, "eval": {"error": 0.5}, "samples": "abc", "finite": False, "why": "nan"}
+RESULTS = {
+    "step": 10,
+    "eval": {"error": 0.5},
+    "samples": "abc",
+    "finite": False,
+    "why": "nan",
+}
 FILES = {
     "status.json": [PROCESS, PROCESS],
     "results.json": RESULTS,
@@ -197,7 +217,9 @@ def directory(tmp_path):
 
 
 def look(directory):
-    """Calls everything that reads a work directory; each call may raise only a UserError."""
+    """Calls everything that reads a work directory; each call may raise only a
+    UserError.
+    """
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         user_error(lambda: sweep.rows(directory))
@@ -210,8 +232,14 @@ def look(directory):
         user_error(lambda: workdir.nonfinite_reason(directory))
         config = ml_collections.ConfigDict(samples.CONFIG)
         user_error(lambda: workdir.Workdir(directory).check(config))
-        user_error(lambda: workdir.Workdir(directory).check_origin(workdir.Origin("a", "b", "c")))
-        best = user_error(lambda: continuous_eval._read_best(directory / "eval/best.json"))
+        user_error(
+            lambda: workdir.Workdir(directory).check_origin(
+                workdir.Origin("a", "b", "c")
+            )
+        )
+        best = user_error(
+            lambda: continuous_eval._read_best(directory / "eval/best.json")
+        )
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
         judged = writers.read_steps(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in judged)
@@ -231,7 +259,9 @@ def test_a_damaged_file_of_a_work_directory_is_a_user_error(directory, data):
         look(directory)
     finally:
         for changed in (path, directory / "sweep.json"):
-            changed.write_text(json.dumps(FILES[changed.relative_to(directory).as_posix()]))
+            changed.write_text(
+                json.dumps(FILES[changed.relative_to(directory).as_posix()])
+            )
 
 
 @hostile.settings(slow=True)
@@ -270,7 +300,11 @@ def test_a_file_that_is_not_regular_is_refused(directory):
     for name in (*FILES, "metrics.jsonl", "eval/metrics.jsonl"):
         path = directory / name
         content = path.read_bytes()
-        for make_other_file in (pathlib.Path.mkdir, os.mkfifo, lambda p: p.symlink_to("/dev/zero")):
+        for make_other_file in (
+            pathlib.Path.mkdir,
+            os.mkfifo,
+            lambda p: p.symlink_to("/dev/zero"),
+        ):
             path.unlink()
             make_other_file(path)
             expected_type = list if isinstance(FILES.get(name), list) else dict
@@ -280,7 +314,9 @@ def test_a_file_that_is_not_regular_is_refused(directory):
                 jsonfile.read(path, expected_type)
             runs_of = user_error(lambda: runs.read([str(directory)]))
             if name in ("metrics.jsonl", "results.json", "status.json"):
-                assert any(f"{path} cannot be read" in note for note in runs_of[0].notes)
+                assert any(
+                    f"{path} cannot be read" in note for note in runs_of[0].notes
+                )
             user_error(lambda: status.show([str(directory)], True))
             path.rmdir() if path.is_dir() else path.unlink()
             path.write_bytes(content)
@@ -295,8 +331,15 @@ def test_lines_and_files_that_are_too_long_are_not_kept_in_memory(tmp_path):
         file.write(b'"}\n{"step": 3}\n' + b"[" * (5 << 20))
     with hostile.little_memory():
         lines_read = list(jsonfile.read_lines(path))
-    assert lines_read == [(True, {"step": 1}), (True, None), (True, {"step": 3}), (False, None)]
+    assert lines_read == [
+        (True, {"step": 1}),
+        (True, None),
+        (True, {"step": 3}),
+        (False, None),
+    ]
     with path.open("ab") as file:
         file.truncate(1 << 36)
-    with pytest.raises(errors.UserError, match=f"{path} cannot be read: it is larger than 64 MiB"):
+    with pytest.raises(
+        errors.UserError, match=f"{path} cannot be read: it is larger than 64 MiB"
+    ):
         jsonfile.read(path)

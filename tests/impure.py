@@ -1,4 +1,6 @@
-"""Experiments whose runs cannot be repeated or resumed, each because of a different mistake, and some without one."""
+"""Experiments whose runs cannot be repeated or resumed, each because of a different
+mistake, and some without one.
+"""
 
 import random
 import time
@@ -51,7 +53,11 @@ class Drawing(Line):
     """Adds noise of each replica's own key, as dropout does."""
 
     def forward(self, batch, *, is_training):
-        noise = jax.random.normal(hk.next_rng_key(), batch["x"].shape) if is_training else 0.0
+        noise = (
+            jax.random.normal(hk.next_rng_key(), batch["x"].shape)
+            if is_training
+            else 0.0
+        )
         return super().forward({"x": batch["x"] + noise}, is_training=is_training)
 
 
@@ -84,7 +90,9 @@ class Changed(Line):
 
 
 class _Changed:
-    """Batches that a function modifies. The iterator's state does not contain what the function uses."""
+    """Batches that a function modifies. The iterator's state does not contain what the
+    function uses.
+    """
 
     state_is_shared = True
 
@@ -104,7 +112,9 @@ class Augmented(Changed):
 
 
 class Counting(Changed):
-    """Counts its batches in an attribute, which no checkpoint stores, and adds the count to each batch."""
+    """Counts its batches in an attribute, which no checkpoint stores, and adds the
+    count to each batch.
+    """
 
     count = 0
 
@@ -114,7 +124,9 @@ class Counting(Changed):
 
 
 class Remembering(Line):
-    """Counts, on the host, the losses that it has computed, and multiplies the loss by the count."""
+    """Counts, on the host, the losses that it has computed, and multiplies the loss by
+    the count.
+    """
 
     _calls = 0
 

@@ -1,4 +1,6 @@
-"""Tests of learners, of the analysis of values that differ between replicas, and of the lower tier's contract."""
+"""Tests of learners, of the analysis of values that differ between replicas, and of the
+lower tier's contract.
+"""
 
 import contextlib
 import dataclasses
@@ -24,9 +26,13 @@ G, R, S = frozenset(["group"]), frozenset(["replica"]), frozenset(["slice"])
 
 
 def axes_of(f, *args, inputs=(R | S,)):
-    """Returns the axes along which each result of `f` differs, for arguments that differ along `inputs`."""
+    """Returns the axes along which each result of `f` differs, for arguments that
+    differ along `inputs`.
+    """
     the_mesh = mesh.make_mesh(slices=2)
-    mapped = jax.shard_map(f, mesh=the_mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=the_mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
     (eqn,) = jax.make_jaxpr(mapped)(*args).jaxpr.eqns
     return varying.outputs(eqn.params["jaxpr"], [*inputs])
 
@@ -107,7 +113,9 @@ class Line(xshard.Experiment):
 
     def eval_data(self):
         data = self.train_data()
-        return {name: {k: x[rows] for k, x in data.items()} for name, rows in SPLITS.items()}
+        return {
+            name: {k: x[rows] for k, x in data.items()} for name, rows in SPLITS.items()
+        }
 
     def _network(self, x):
         return hk.Linear(1)(x)[:, 0]
@@ -153,12 +161,16 @@ def make(kind, *, replicas=None, **changes):
     devices = jax.devices()[:replicas]
     the_mesh = mesh.make_mesh(config.group_assignment or None, devices=devices)
     experiment = kind(config)
-    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     return experiment, the_mesh, train
 
 
 def check(kind, **changes_of_config):
-    """Makes the checks that a run makes before its first step: the step traces, and no unmarked value differs."""
+    """Makes the checks that a run makes before its first step: the step traces, and no
+    unmarked value differs.
+    """
     experiment, the_mesh, train = make(kind, **changes_of_config)
     state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
     preflight.programs(experiment, the_mesh, state, train.shapes())
@@ -178,12 +190,16 @@ def test_splits_and_metrics_that_are_not_means():
         np.testing.assert_allclose(
             values[f"{name}/ratio"], np.mean(outputs[rows] * y), rtol=1e-5, atol=1e-6
         )
-        np.testing.assert_allclose(values[f"{name}/mean"], np.mean(y), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            values[f"{name}/mean"], np.mean(y), rtol=1e-5, atol=1e-6
+        )
     assert values["first/noise"] != values["rest/noise"]
 
 
 class Ratio(Line):
-    """Divides by a sum, which is zero while tracing without examples; its second split may lack an array."""
+    """Divides by a sum, which is zero while tracing without examples; its second split
+    may lack an array.
+    """
 
     def eval_data(self):
         first, rest = super().eval_data().values()
@@ -218,7 +234,10 @@ class Counting(Line):
         new, metrics = super().train_step({"line": state["line"]}, batch, key)
         seen = jnp.sum(batch["x"])
         if self.config.marked:
-            return {**new, "count": xshard.PerReplica(state["count"].value + seen)}, metrics
+            return {
+                **new,
+                "count": xshard.PerReplica(state["count"].value + seen),
+            }, metrics
         if self.config.summed:
             seen = psum(seen)
         return {**new, "count": state["count"] + seen}, metrics
@@ -230,14 +249,21 @@ def test_unmarked_state_that_differs_is_refused():
     with pytest.raises(errors.UserError) as e:
         check(Counting, marked=False, summed=False)
     text = str(e.value)
-    for part in ("Counting.train_step (", "'count', of type float32", "xshard.PerReplica", "pmean"):
+    for part in (
+        "Counting.train_step (",
+        "'count', of type float32",
+        "xshard.PerReplica",
+        "pmean",
+    ):
         assert part in text
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_network_state_is_equal_on_all_replicas_for_each_policy(policy, replicas):
-    """This includes one replica, where an optimizer has nothing to reduce and its vote is not a collective."""
+    """This includes one replica, where an optimizer has nothing to reduce and its vote
+    is not a collective.
+    """
     check(toy.Toy, replicas=replicas, on_nonfinite=policy)
 
 
@@ -262,7 +288,9 @@ PREDICTIONS = {
     "plain": lambda x, state: x,
     "gathered": lambda x, state: jnp.mean(jax.lax.all_gather(x, "group"), axis=0),
     "own": lambda x, state: x + state["count"].value,
-    "own mean": lambda x, state: x + jax.lax.pmean(state["count"].value, ("slice", "replica")),
+    "own mean": lambda x, state: (
+        x + jax.lax.pmean(state["count"].value, ("slice", "replica"))
+    ),
     "number": lambda x, state: x + jnp.float32(jax.lax.axis_index("replica")),
     "other batch": lambda x, state: x[state["nothing"]],
 }
@@ -282,7 +310,9 @@ def test_a_prediction_must_be_equal_on_all_devices(groups, samples):
             predicts(way=way)
     # These are equal within a group, but not between groups.
     for way in ("plain", "own mean"):
-        refused = pytest.raises(errors.UserError, match=r"all_gather\(outputs, 'group'\)")
+        refused = pytest.raises(
+            errors.UserError, match=r"all_gather\(outputs, 'group'\)"
+        )
         with refused if groups else contextlib.nullcontext():
             predicts(way=way)
     # A prediction that fails is detected before the run only if the run will call it.
@@ -345,14 +375,20 @@ def test_the_aux_of_a_loss_has_a_row_for_each_example(parts):
     state = state_lib.init(experiment, the_mesh, 0, train.example)
     batch = next(train)
     linear = state.experiment["line"].params["linear"]
-    expected = (np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"]))[:, 0]
+    expected = (
+        np.asarray(batch["x"]) @ np.asarray(linear["w"]) + np.asarray(linear["b"])
+    )[:, 0]
     state, *_ = jax.jit(step.make_watched_step(experiment, the_mesh))(state, batch)
     # The float32 sums are computed in another order.
-    np.testing.assert_allclose(state.experiment["last"].value, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        state.experiment["last"].value, expected, rtol=1e-5, atol=1e-6
+    )
 
 
 class Odd(Line):
-    """Has a teacher that is never updated, several updates in a step, and Python numbers in its state."""
+    """Has a teacher that is never updated, several updates in a step, and Python
+    numbers in its state.
+    """
 
     def init(self, key, batch):
         line = super().init(key, batch)
@@ -363,7 +399,9 @@ class Odd(Line):
             return self.learner.update(line, self.loss, batch, key)
 
         line, outcomes = jax.lax.scan(update, state["line"], jax.random.split(key, 3))
-        outcome = outcomes if self.config.all else jax.tree.map(lambda x: x[-1], outcomes)
+        outcome = (
+            outcomes if self.config.all else jax.tree.map(lambda x: x[-1], outcomes)
+        )
         new = {"line": line, "teacher": state["teacher"], "half": state["half"] * 1.0}
         return new, {"line": outcome}
 
@@ -407,7 +445,9 @@ def test_each_replica_has_its_own_marked_state(groups):
     state, _ = jax.jit(step.make_train_step(experiment, the_mesh))(state, batch)
     expected = np.asarray(batch["x"]).reshape(*replicas, -1).sum(-1)
     # The float32 sums of six numbers are computed in another order.
-    np.testing.assert_allclose(state.experiment["count"].value, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        state.experiment["count"].value, expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def broken(**methods):
@@ -463,7 +503,9 @@ class Held(Line):
         return {**new, "copy": state["copy"]}, metrics
 
     def outputs(self, params, state, batch):
-        return self.learner.apply(state["line"].replace(params=params), None, batch["x"])[0]
+        return self.learner.apply(
+            state["line"].replace(params=params), None, batch["x"]
+        )[0]
 
 
 class Foretelling(Held):
@@ -477,17 +519,24 @@ class Foretelling(Held):
 
 
 def keeping(make):
-    """Returns an experiment whose step replaces the copy by `make(experiment, params, copy, batch)`."""
+    """Returns an experiment whose step replaces the copy by `make(experiment, params,
+    copy, batch)`.
+    """
 
     def train_step(self, state, batch, key):
         new, metrics = Held.train_step(self, state, batch, key)
-        return {**new, "copy": make(self, new["line"].params, state["copy"], batch)}, metrics
+        return {
+            **new,
+            "copy": make(self, new["line"].params, state["copy"], batch),
+        }, metrics
 
     return type("Keeping", (Held,), {"train_step": train_step})
 
 
 def updating(change):
-    """Returns an experiment whose step returns `change(experiment, state, batch, update)`."""
+    """Returns an experiment whose step returns `change(experiment, state, batch,
+    update)`.
+    """
 
     def train_step(self, state, batch, key):
         update = lambda line: self.learner.update(line, self.loss, batch, key)
@@ -512,7 +561,9 @@ def check_held(kind, **changes):
     copy = state.experiment["copy"]["mlp/~/linear_0"]["w"]
     assert copy.sharding.spec == jax.P(None, "replica")
     preflight.programs(experiment, the_mesh, state, train.shapes())
-    evaluation.Evaluation(experiment, the_mesh, 8).check(state, experiment.config.checkpoint)
+    evaluation.Evaluation(experiment, the_mesh, 8).check(
+        state, experiment.config.checkpoint
+    )
 
 
 def penalised(self, state, batch, key):
@@ -521,9 +572,13 @@ def penalised(self, state, batch, key):
 
 
 def many_updates(self, state, batch, update):
-    """Makes three updates in a loop, and one more under a condition that is equal on all replicas."""
+    """Makes three updates in a loop, and one more under a condition that is equal on
+    all replicas.
+    """
     line, outcomes = jax.lax.scan(lambda line, _: update(line), state["line"], length=3)
-    line, _ = jax.lax.cond(line.global_step % 2 == 0, update, lambda x: (x, last(outcomes)), line)
+    line, _ = jax.lax.cond(
+        line.global_step % 2 == 0, update, lambda x: (x, last(outcomes)), line
+    )
     return {**state, "line": line}, {"line": last(outcomes)}
 
 
@@ -573,7 +628,9 @@ def checkpointed(self, state, batch, key):
 
 
 def within(self, state, batch, key):
-    """A loss that applies the network in a branch and in a loop, and differentiates it once more."""
+    """A loss that applies the network in a branch and in a loop, and differentiates it
+    once more.
+    """
     value, *rest = Line.loss(self, state, batch, key)
     again = lambda _: Line.loss(self, state, batch, key)[0]
     value += jax.lax.cond(PREDICATE(batch), again, lambda _: 0.0, None)
@@ -602,20 +659,32 @@ class Foretold(Foretelling):
 
 USES = {
     "average": keeping(over(lambda old, new: 0.9 * old + 0.1 * new)),
-    "clip": keeping(over(lambda old, new: jnp.where(new > 0, jnp.clip(old, -1, 1), 0 * new))),
+    "clip": keeping(
+        over(lambda old, new: jnp.where(new > 0, jnp.clip(old, -1, 1), 0 * new))
+    ),
     "constant": keeping(over(lambda old, new: jnp.zeros_like(old))),
     "largest": keeping(over(lambda old, new: new / (1 + jnp.max(jnp.abs(new))))),
     "noise": keeping(over(lambda old, new: noisy(new))),
     "order": keeping(over(lambda old, new: new[::-1])),
-    "loop": keeping(over(lambda old, new: jax.lax.fori_loop(0, 3, lambda _, x: x + old, new))),
+    "loop": keeping(
+        over(lambda old, new: jax.lax.fori_loop(0, 3, lambda _, x: x + old, new))
+    ),
     "several updates": updating(many_updates),
-    "changed before": updating(lambda self, state, batch, update: update_of(noisy, state, update)),
-    "drawn before": updating(lambda self, state, batch, update: update_of(drawn, state, update)),
-    "outputs": logging(lambda self, s, batch: jnp.mean(self.outputs(s["copy"], s, batch))),
+    "changed before": updating(
+        lambda self, state, batch, update: update_of(noisy, state, update)
+    ),
+    "drawn before": updating(
+        lambda self, state, batch, update: update_of(drawn, state, update)
+    ),
+    "outputs": logging(
+        lambda self, s, batch: jnp.mean(self.outputs(s["copy"], s, batch))
+    ),
     "norm": logging(lambda self, state, batch: optax.tree.norm(state["line"].params)),
     "branch": logging(outputs_if),
     "rounds": logging(outputs_while),
-    "derivative": logging(lambda self, s, batch: optax.tree.norm(derivative(self, s, batch))),
+    "derivative": logging(
+        lambda self, s, batch: optax.tree.norm(derivative(self, s, batch))
+    ),
     "penalty": type("Penalised", (Held,), {"loss": penalised}),
     "checkpoint": type("Checkpointed", (Held,), {"loss": checkpointed}),
     "within a loss": type("Within", (Held,), {"loss": within}),
@@ -644,8 +713,11 @@ def test_any_use_of_parameters_in_shards_is_right(use):
             made.append(evaluate(state, {**rows, "_mask": np.arange(16) < 13}))
         if use == "prediction":
             made.append(jax.jit(step.make_predict(experiment, the_mesh))(state, rows))
-        ends.append(jax.device_get((dataclasses.replace(state, rng=None), metrics, made)))
-    # Sums are in another order. The structure of a state records how its parameters lie.
+        ends.append(
+            jax.device_get((dataclasses.replace(state, rng=None), metrics, made))
+        )
+    # Sums are in another order. The structure of a state records how its parameters
+    # lie.
     for whole, held in zip(*map(jax.tree.leaves, ends), strict=True):
         np.testing.assert_allclose(held, whole, rtol=2e-5, atol=1e-6)
 
@@ -658,7 +730,9 @@ def test_a_prediction_from_shards_gathered_in_steps_is_equal(monkeypatch, steps)
 
 
 class Timed(toy.Toy):
-    """A network whose output is a field of its batch, and that keeps the type of another."""
+    """A network whose output is a field of its batch, and that keeps the type of
+    another.
+    """
 
     def train_data(self):
         examples = super().train_data()
@@ -715,12 +789,17 @@ def test_state_beside_a_learner_sees_whether_the_update_was_applied(tmp_path):
 
 
 class Masked(toy.Wide):
-    """Has a loss that is a mean over some examples of a batch, of which its parts have different numbers."""
+    """Has a loss that is a mean over some examples of a batch, of which its parts have
+    different numbers.
+    """
 
     def train_data(self):
         examples = super().train_data()
         # The first parts of a batch have most of the examples that count.
-        return {**examples, "counts": (np.arange(len(examples["y"])) % 16 < 5).astype(np.float32)}
+        return {
+            **examples,
+            "counts": (np.arange(len(examples["y"])) % 16 < 5).astype(np.float32),
+        }
 
     def forward(self, batch, *, is_training):
         # Without keys, which would differ between the parts.
@@ -740,7 +819,9 @@ class Weighted(Masked):
 
 
 def step_of(experiment, replicas, parts):
-    """Returns the loss, the gradient norm and the logged error of a first step on 16 examples in order."""
+    """Returns the loss, the gradient norm and the logged error of a first step on 16
+    examples in order.
+    """
     config = toy.get_config()
     config.micro_batches = parts
     made = experiment(config)
@@ -766,5 +847,7 @@ def test_a_weight_for_each_example_is_refused():
         def weight(self, batch):
             return batch["counts"]
 
-    with pytest.raises(errors.UserError, match=r"weight .*returned an array of shape \(16,\)"):
+    with pytest.raises(
+        errors.UserError, match=r"weight .*returned an array of shape \(16,\)"
+    ):
         step_of(Each, 1, 1)

@@ -42,7 +42,9 @@ def folder(tmp_path_factory):
 def small(folder, get_config=lm_tiny.get_config, **changes):
     config = get_config()
     config.model.update({"layers": 2, "width": 16, "heads": 2, "feed_forward": 32})
-    config.text.update({"files": (folder,), "held_out": 0.2, "length": 16, "eval_windows": 16})
+    config.text.update(
+        {"files": (folder,), "held_out": 0.2, "length": 16, "eval_windows": 16}
+    )
     config.sample.update({"prompts": ("one", ""), "length": 12})
     config.update({"steps": 4, "batch_size": 8, "eval_batch_size": 8})
     config.update({"eval_every_steps": 40, "log_every_steps": 4})
@@ -81,12 +83,16 @@ def test_a_file_stays_in_its_set_when_files_are_added(tmp_path):
     train, held = text.read((str(tmp_path),), 0.3)
     sides = [set(bytes(side).split(b"\0")) - {b""} for side in (train, held)]
     assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 60
-    # The side depends on the file's name alone, so it is the same on every machine. Expected with sha256sum.
+    # The side depends on the file's name alone, so it is the same on every machine.
+    # Expected with sha256sum.
     assert len(sides[1]) == 14 and b"<1>" in sides[1] and b"<0>" in sides[0]
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper" / "new.txt").write_text("<new>")
     text.read.cache_clear()
-    after = [set(bytes(side).split(b"\0")) - {b""} for side in text.read((str(tmp_path),), 0.3)]
+    after = [
+        set(bytes(side).split(b"\0")) - {b""}
+        for side in text.read((str(tmp_path),), 0.3)
+    ]
     assert all(before <= now for before, now in zip(sides, after, strict=True))
 
 
@@ -129,22 +135,33 @@ def test_text_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         ("gone.txt", "file does not exist"),
         ("dangling.txt", "cannot be read .No such file"),
         ("empty", "no file but hidden ones"),
-        ("short.txt", "training text has 5 bytes.*needs at least 17.*give text.files more"),
+        (
+            "short.txt",
+            "training text has 5 bytes.*needs at least 17.*give text.files more",
+        ),
     ):
         config = small(str(tmp_path / entry))
         with pytest.raises(ValueError, match=printed):
             experiment.LanguageModel(config).train_data()
-    # The config may name a link to a folder. Such a link below a named folder is not followed, since its text would
-    # have two names. A folder that cannot be listed does not count as an empty one.
+    # The config may name a link to a folder. Such a link below a named folder is not
+    # followed, since its text would have two names. A folder that cannot be listed does
+    # not count as an empty one.
     (tmp_path / "link").symlink_to(folder_of(tmp_path, "outer", "x" * 50))
     (tmp_path / "outer" / "again").symlink_to(tmp_path / "outer")
     assert len(text.read((str(tmp_path / "link"),), 0.1)[0]) == 46
-    refuse = lambda path: (_ for _ in ()).throw(PermissionError(13, "Permission denied", path))
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="outer cannot be read"):
+    refuse = lambda path: (_ for _ in ()).throw(
+        PermissionError(13, "Permission denied", path)
+    )
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match="outer cannot be read"),
+    ):
         patch.setattr(os, "scandir", refuse)
         text.read((str(tmp_path / "outer"),), 0.2)
     # This file exists, but not even root can read it.
-    with pytest.raises(ValueError, match=r"/proc/self/mem cannot be read \(.*leave it out"):
+    with pytest.raises(
+        ValueError, match=r"/proc/self/mem cannot be read \(.*leave it out"
+    ):
         text.read(("/proc/self/mem",), 0.1)
     with pytest.raises(ValueError, match="must be a tuple of names, as"):
         text.read("book.txt", 0.1)
@@ -158,14 +175,18 @@ def test_windows_of_the_held_out_text_are_evenly_spread(tmp_path, count, rows):
         small(str(tmp_path / "text.txt"), **changes)
     ).eval_data()
     firsts = [row[0] for row in held_out_data["text"]]
-    assert firsts == {0: [16, 32, 48, 64, 80], 3: [16, 48, 80]}.get(count, [16, 32, 48, 64, 80])
+    assert firsts == {0: [16, 32, 48, 64, 80], 3: [16, 48, 80]}.get(
+        count, [16, 32, 48, 64, 80]
+    )
     assert len(firsts) == rows
 
 
 def test_too_little_held_out_text_is_refused(folder):
     language_model = experiment.LanguageModel(small(folder, **{"text.held_out": 1e-6}))
     assert len(language_model.train_data()["text"])
-    with pytest.raises(ValueError, match=r"held-out text has 0 bytes.*another text.held_out"):
+    with pytest.raises(
+        ValueError, match=r"held-out text has 0 bytes.*another text.held_out"
+    ):
         language_model.eval_data()
 
 
@@ -216,19 +237,28 @@ def test_rotary_products_depend_on_the_distance_only():
 
 
 def test_the_first_loss_is_log_256(folder):
-    language_model, outputs = experiment.LanguageModel(small(folder)), jnp.zeros((2, 16, 256))
+    language_model, outputs = (
+        experiment.LanguageModel(small(folder)),
+        jnp.zeros((2, 16, 256)),
+    )
     batch = {"text": jnp.arange(34, dtype=jnp.uint8).reshape(2, 17)}
     value, reported = language_model.loss(outputs, batch)
-    assert value == pytest.approx(math.log(256)) and reported["bits_per_byte"] == pytest.approx(8)
-    # These outputs predict the first row's next bytes with certainty, and know nothing of the second row.
+    assert value == pytest.approx(math.log(256)) and reported[
+        "bits_per_byte"
+    ] == pytest.approx(8)
+    # These outputs predict the first row's next bytes with certainty, and know nothing
+    # of the second row.
     sure = outputs.at[0, np.arange(16), np.arange(1, 17)].set(100.0)
     by_row = language_model.evaluate(sure, batch)
     np.testing.assert_allclose(by_row["bits_per_byte"], [0, 8], atol=1e-6)
     np.testing.assert_allclose(by_row["loss"], [0, math.log(256)], rtol=1e-6, atol=1e-6)
-    # One model is certain and the other knows nothing. The ensemble averages their probabilities.
+    # One model is certain and the other knows nothing. The ensemble averages their
+    # probabilities.
     together = language_model.ensemble(jnp.stack([sure[:1], outputs[:1]]))
     expected = -math.log((1 + 1 / 256) / 2)
-    assert language_model.loss(together, {"text": batch["text"][:1]})[0] == pytest.approx(expected)
+    assert language_model.loss(together, {"text": batch["text"][:1]})[
+        0
+    ] == pytest.approx(expected)
 
 
 def test_initial_weights_are_scaled_by_the_number_of_layers(network):
@@ -237,8 +267,8 @@ def test_initial_weights_are_scaled_by_the_number_of_layers(network):
     for name in ("qkv", "attention_out", "gate_up", "down"):
         inputs = 32 if name == "down" else 16
         additions = 2 * 2 if name in ("attention_out", "down") else 1
-        # A normal distribution truncated at two standard deviations has 0.88 of its original standard deviation. Each
-        # estimate uses 512 numbers or more.
+        # A normal distribution truncated at two standard deviations has 0.88 of its
+        # original standard deviation. Each estimate uses 512 numbers or more.
         expected = 0.88 / math.sqrt(additions * inputs)
         assert np.std(stacked[name]) == pytest.approx(expected, rel=0.15)
     decays = jax.tree_util.tree_leaves_with_path(experiment._decays(params))
@@ -267,7 +297,9 @@ def test_remat_computes_the_same_gradients(network):
         values.append(jax.jit(jax.value_and_grad(loss))(params))
         assert ("remat" in str(jax.make_jaxpr(loss)(params))) == remat
     # The float32 sums are the same, but XLA may fuse them differently.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *values)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *values
+    )
 
 
 def test_the_gradient_of_a_product_equals_einsum_s():
@@ -275,23 +307,30 @@ def test_the_gradient_of_a_product_equals_einsum_s():
     spec, weights = "btd,dhe->bthe", jax.random.normal(jax.random.key(1), (2, 3, 2, 5))
     loss = lambda product: lambda x, w: jnp.sum(weights * product(spec, x, w))
     ours, theirs = (
-        jax.grad(loss(product), argnums=(0, 1))(x, w) for product in (model._product, jnp.einsum)
+        jax.grad(loss(product), argnums=(0, 1))(x, w)
+        for product in (model._product, jnp.einsum)
     )
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def setup(kind, config, devices):
-    return kind(config), mesh_lib.make_mesh(model=config.model_parallel, devices=devices)
+    return kind(config), mesh_lib.make_mesh(
+        model=config.model_parallel, devices=devices
+    )
 
 
 class PlainSteps(experiment.LanguageModel):
-    """A model whose optimizer's step is the gradient, clipped at a norm that it does not reach."""
+    """A model whose optimizer's step is the gradient, clipped at a norm that it does
+    not reach.
+    """
 
     def optimizer(self):
         rule = optax.chain(optax.clip_by_global_norm(100.0), optax.sgd(1.0))
         opt = xshard.OptaxOptimizer(rule, name="sgd")
-        return xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        return xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
 
 
 def first_step(config, devices):
@@ -307,13 +346,25 @@ def first_step(config, devices):
     # The head is initialized to zero, which would make all other gradients zero.
     head = state.experiment.params["transformer"]["head"]
     values = 0.1 * jax.random.normal(jax.random.key(7), head.shape)
-    state.experiment.params["transformer"]["head"] = jax.device_put(values, head.sharding)
-    compiled = jax.jit(step.make_train_step(language_model, mesh)).lower(state, batch).compile()
+    state.experiment.params["transformer"]["head"] = jax.device_put(
+        values, head.sharding
+    )
+    compiled = (
+        jax.jit(step.make_train_step(language_model, mesh))
+        .lower(state, batch)
+        .compile()
+    )
     new, metrics = compiled(state, batch)
     grads = jax.tree.map(
-        lambda a, b: np.asarray(a) - np.asarray(b), state.experiment.params, new.experiment.params
+        lambda a, b: np.asarray(a) - np.asarray(b),
+        state.experiment.params,
+        new.experiment.params,
     )
-    return float(metrics["loss"]), grads, collectives.rows(mesh, collectives.of(compiled))
+    return (
+        float(metrics["loss"]),
+        grads,
+        collectives.rows(mesh, collectives.of(compiled)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +395,8 @@ def test_bfloat16_over_the_model_axis(folder, alone):
         small(folder, precision=precision, model_parallel=2), jax.devices()[:4]
     )
     assert loss == pytest.approx(alone[0], rel=0.01)
-    # XLA's CPU backend aborts on all-reduces of other types. Sums in float32 also add no rounding beyond one device's.
+    # XLA's CPU backend aborts on all-reduces of other types. Sums in float32 also add
+    # no rounding beyond one device's.
     assert {row["types"] for row in rows if row["kind"] == "all-reduce"} == {"f32"}
 
 
@@ -353,7 +405,9 @@ def test_the_model_learns(folder):
     language_model, mesh = setup(
         experiment.LanguageModel, small(folder, **changes), jax.devices()[:1]
     )
-    train = batches.TrainBatches(language_model.train_batches, mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        language_model.train_batches, mesh, batch_size=16, seed=0
+    )
     state = state_lib.init(language_model, mesh, 0, train.example)
     train_step = jax.jit(step.make_train_step(language_model, mesh))
     for _ in range(40):
@@ -361,9 +415,11 @@ def test_the_model_learns(folder):
     (batch,) = batches.EvalBatches(language_model.eval_data(), mesh, 16)
     sums = jax.jit(step.make_eval_step(language_model, mesh))(state, batch)
     held_out = float(sums["bits_per_byte"] / sums["count"])
-    # The untrained model needs 8 bits per byte, and a model of the letters' frequencies 4. The text repeats one
-    # sentence, so a model that learns needs less.
-    assert held_out < 3 and metrics["loss_scale"] >= 2**15 and metrics["global_step"] == 40
+    # The untrained model needs 8 bits per byte, and a model of the letters' frequencies
+    # 4. The text repeats one sentence, so a model that learns needs less.
+    assert (
+        held_out < 3 and metrics["loss_scale"] >= 2**15 and metrics["global_step"] == 40
+    )
 
 
 def test_samples_depend_on_the_key_alone(folder, network):
@@ -375,23 +431,30 @@ def test_samples_depend_on_the_key_alone(folder, network):
         shapes.add((batch["text"].shape, batch["text"].dtype))
         return apply(params, batch["text"][:, :-1])
 
-    first, again = (language_model.samples(predict, jax.random.key(3)) for _ in range(2))
+    first, again = (
+        language_model.samples(predict, jax.random.key(3)) for _ in range(2)
+    )
     assert first == again != language_model.samples(predict, jax.random.key(4))
-    # All calls have one shape, so predict compiles once, although the sample is longer than a window.
+    # All calls have one shape, so predict compiles once, although the sample is longer
+    # than a window.
     assert shapes == {((2, config.text.length + 1), np.dtype(np.uint8))}
 
 
 def test_a_temperature_of_zero_takes_the_most_likely_byte(folder):
     config = small(folder, **{"sample.temperature": 0.0})
     # This network predicts that each byte is followed by the next larger one.
-    predict = lambda batch: 5 * np.eye(256)[(batch["text"][:, :-1].astype(int) + 1) % 256]
+    predict = lambda batch: (
+        5 * np.eye(256)[(batch["text"][:, :-1].astype(int) + 1) % 256]
+    )
     printed = experiment.LanguageModel(config).samples(predict, jax.random.key(0))
     # Characters that would move a terminal's cursor are replaced.
     assert printed.startswith("--- 'one'\nonefghijklmnopq\n--- ''\n\ufffd\ufffd")
     assert "\t\n" in printed
 
 
-@pytest.mark.parametrize("kind, skips", [("dynamic", True), ("fixed", False), ("none", False)])
+@pytest.mark.parametrize(
+    "kind, skips", [("dynamic", True), ("fixed", False), ("none", False)]
+)
 def test_kinds_of_loss_scale(folder, kind, skips):
     config = small(folder, **{"loss_scale.kind": kind})
     language_model = experiment.LanguageModel(config)
@@ -408,7 +471,9 @@ def test_kinds_of_loss_scale(folder, kind, skips):
     assert bool(jnp.isfinite(new["layer"]["weights"]).all()) == skips
 
 
-@pytest.mark.parametrize("get_config", [lm.get_config, lm_tiny.get_config, lm_pod.get_config])
+@pytest.mark.parametrize(
+    "get_config", [lm.get_config, lm_tiny.get_config, lm_pod.get_config]
+)
 def test_the_config_files_are_valid(get_config):
     config = get_config().lock()
     config_lib.check(config)
@@ -419,13 +484,20 @@ def test_the_config_files_are_valid(get_config):
 
 def test_windows_are_views_of_the_text(folder):
     examples = experiment.LanguageModel(small(folder)).train_data()["text"]
-    assert examples.base is not None and not examples.flags.owndata and os.path.isdir(folder)
+    assert (
+        examples.base is not None
+        and not examples.flags.owndata
+        and os.path.isdir(folder)
+    )
 
 
 def test_float16_gradients_of_a_large_batch_s_mean_need_a_loss_scale(network):
     apply, params = transformer().apply, dict(network[1])
     # The head is scaled to its size after a few training steps.
-    params["transformer"] = {**params["transformer"], "head": params["transformer"]["head"] / 20}
+    params["transformer"] = {
+        **params["transformer"],
+        "head": params["transformer"]["head"] / 20,
+    }
     rows = jax.random.randint(jax.random.key(5), (128, 17), 0, 256).astype(jnp.uint8)
     # The rows are the first of this many micro-batches, of 2,048 bytes each.
     parts = 32
@@ -433,7 +505,9 @@ def test_float16_gradients_of_a_large_batch_s_mean_need_a_loss_scale(network):
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def grads(dtype, scale):
         def loss(params):
-            outputs = apply(jax.tree.map(lambda p: p.astype(dtype), params), rows[:, :-1])
+            outputs = apply(
+                jax.tree.map(lambda p: p.astype(dtype), params), rows[:, :-1]
+            )
             return scale * jnp.mean(experiment._losses(outputs, {"text": rows})) / parts
 
         return jax.tree.map(lambda g: g / scale, jax.grad(loss)(params))
@@ -442,8 +516,11 @@ def test_float16_gradients_of_a_large_batch_s_mean_need_a_loss_scale(network):
 
     def error(scale):
         """Returns the largest relative error among all gradient arrays, by their norms."""
-        pairs = zip(*map(jax.tree.leaves, (grads(jnp.float16, scale), exact)), strict=True)
+        pairs = zip(
+            *map(jax.tree.leaves, (grads(jnp.float16, scale), exact)), strict=True
+        )
         return max(float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e)) for g, e in pairs)
 
-    # A float16 number has 11 significant bits. Below 6e-5, each halving costs one of them.
+    # A float16 number has 11 significant bits. Below 6e-5, each halving costs one of
+    # them.
     assert error(2.0**15) < 0.01 and error(1.0) > 0.05

@@ -1,4 +1,6 @@
-"""Tests of the language model of tokens: segments, several sources, and a pod that resumes as one process."""
+"""Tests of the language model of tokens: segments, several sources, and a pod that
+resumes as one process.
+"""
 
 import os
 import signal
@@ -45,7 +47,10 @@ def standard_promotion():
 def folders(tmp_path_factory):
     """Two folders of files with the same words, in opposite orders."""
     found = []
-    for name, line in (("up", "one two three four five. "), ("down", "five four three two one! ")):
+    for name, line in (
+        ("up", "one two three four five. "),
+        ("down", "five four three two one! "),
+    ):
         place = tmp_path_factory.mktemp(name)
         for i in range(30):
             (place / f"{i}.txt").write_text(line * (1 + i % 5))
@@ -76,10 +81,14 @@ def test_a_token_attends_to_its_own_segment_alone():
     whole = language_model.apply(params, tokens, segments)
     # The sums are computed in another order, so they are rounded differently.
     same = {"rtol": 1e-4, "atol": 1e-5}
-    parts = [language_model.apply(params, part) for part in (tokens[:, :5], tokens[:, 5:])]
+    parts = [
+        language_model.apply(params, part) for part in (tokens[:, :5], tokens[:, 5:])
+    ]
     np.testing.assert_allclose(whole, jnp.concatenate(parts, axis=1), **same)
     one_segment = language_model.apply(params, tokens, jnp.ones_like(segments))
-    np.testing.assert_allclose(one_segment, language_model.apply(params, tokens), **same)
+    np.testing.assert_allclose(
+        one_segment, language_model.apply(params, tokens), **same
+    )
     assert np.abs(one_segment - whole).max() > 0.1
 
 
@@ -106,7 +115,8 @@ def test_sources_are_mixed_by_their_weights(folders):
     for _ in range(8):
         for row in next(iterator)["text"]:
             sentence = tokenizer.decode(row.tolist())
-            # Sentences end with a period in the first source, and with an exclamation mark in the second.
+            # Sentences end with a period in the first source, and with an exclamation
+            # mark in the second.
             assert ("." in sentence) != ("!" in sentence)
             of_second += "!" in sentence
     assert of_second == 16
@@ -132,7 +142,10 @@ def test_the_evaluation_contains_each_byte_of_the_held_out_files(folders):
         ({"text.weights": (1, 0)}, "a number above 0"),
         ({"text.streams": 0}, "text.streams=0 must be at least 1"),
         ({"text.streams": 3}, "3 streams do not fit batch_size=8"),
-        ({"text.streams": 4, "batch_size": 128, "text.held_out": 0.97}, "examples for 4 streams"),
+        (
+            {"text.streams": 4, "batch_size": 128, "text.held_out": 0.97},
+            "examples for 4 streams",
+        ),
         ({"text.held_out": 1e-9}, "60 files to train on and 0 held-out files"),
         ({"text.vocabulary": 256}, "must have more than 256 tokens"),
     ],
@@ -144,10 +157,14 @@ def test_values_out_of_range_are_refused(folders, tmp_path, changes, match):
 
 
 def test_a_tokenizer_is_read_from_a_file(folders, tmp_path):
-    text.train_tokenizer(["one two three"] * 9, 265).save(str(tmp_path / "tokenizer.json"))
+    text.train_tokenizer(["one two three"] * 9, 265).save(
+        str(tmp_path / "tokenizer.json")
+    )
     place = {"text.tokenizer": str(tmp_path / "tokenizer.json")}
     assert words.Words(small(folders, **place))._tokenizer.get_vocab_size() == 265
-    with pytest.raises(ValueError, match="vocabulary=260 must be at least the 265 tokens"):
+    with pytest.raises(
+        ValueError, match="vocabulary=260 must be at least the 265 tokens"
+    ):
         words.Words(small(folders, **place, **{"text.vocabulary": 260})).eval_data()
 
 
@@ -164,7 +181,9 @@ def test_an_interrupted_run_ends_in_the_same_bits(folders, tmp_path):
         config = small(folders, **changes, **{"checkpoint.every_steps": 3})
         assert loop.run(config, str(directory), "") == 0
     assert rows.same_bits(tmp_path / "None") == rows.same_bits(tmp_path / "3")
-    harness.assert_equal(*(rows.final_state(tmp_path / name, config) for name in ("None", "3")))
+    harness.assert_equal(
+        *(rows.final_state(tmp_path / name, config) for name in ("None", "3"))
+    )
     # The results contain samples, too.
     assert rows.results(tmp_path / "None")["samples"].startswith("--- 'def '\n")
 
@@ -188,7 +207,14 @@ def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
         "--config.experiment=tests.words.Seen", f"--config.text.files={folders!r}",
         "--config.steps=24", "--config.checkpoint.every_steps=5", "--config.eval_every_steps=24",
     ]  # fmt: skip
-    launch = [sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=1", "--"]
+    launch = [
+        sys.executable,
+        "-m",
+        "launch",
+        "--num_processes=2",
+        "--cpu_devices=1",
+        "--",
+    ]
     env = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
     def start(command, directory):
@@ -210,6 +236,10 @@ def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
         run = start([*program, "--cpu_devices=2"], directory)
         output = run.communicate()[0]
         assert run.returncode == 0, output
-        assert ("resumed from the checkpoint of step" in output) == (directory == "killed")
-        seen[directory] = [row["seen"] for row in rows.read(tmp_path / directory) if "seen" in row]
+        assert ("resumed from the checkpoint of step" in output) == (
+            directory == "killed"
+        )
+        seen[directory] = [
+            row["seen"] for row in rows.read(tmp_path / directory) if "seen" in row
+        ]
     assert seen["killed"] == seen["whole"] and len(set(seen["whole"])) == 24

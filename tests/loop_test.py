@@ -1,4 +1,6 @@
-"""Tests that a run that is resumed, stopped or killed ends in the same bits, in this process and in separate ones."""
+"""Tests that a run that is resumed, stopped or killed ends in the same bits, in this
+process and in separate ones.
+"""
 
 import collections
 import dataclasses
@@ -63,17 +65,22 @@ def test_the_output_and_the_files_of_a_run(tmp_path, capsys):
 
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
 def test_the_samples_of_the_trained_network(tmp_path, capsys, groups):
-    config = make_config(experiment="tests.toy.Talking", steps=2, group_assignment=groups)
+    config = make_config(
+        experiment="tests.toy.Talking", steps=2, group_assignment=groups
+    )
     assert loop.run(config, str(tmp_path), "") == 0
     samples_text = json.loads((tmp_path / "results.json").read_text())["samples"]
     assert f"samples:\n{samples_text}\n" in capsys.readouterr().out
     linear = final_state(tmp_path, config).experiment.params["linear"]
     w, b = np.asarray(linear["w"]), np.asarray(linear["b"])
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3)))
-    # The prediction is the mean over the groups, one or two. The samples print six decimals.
+    # The prediction is the mean over the groups, one or two. The samples print six
+    # decimals.
     outputs = np.mean((x @ w + b[..., None, :])[..., 0].reshape(-1, 2), axis=0)
     np.testing.assert_allclose(
-        [float(samples_text.split()[1]), float(samples_text.split()[3])], outputs, atol=2e-6
+        [float(samples_text.split()[1]), float(samples_text.split()[3])],
+        outputs,
+        atol=2e-6,
     )
 
 
@@ -90,7 +97,11 @@ def test_results_are_written_even_if_samples_fail(tmp_path):
     with pytest.raises(AttributeError, match="no such thing"):
         loop.run(config, str(tmp_path), "")
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["step"] == 2 and results["eval"]["error"] > 0 and results["samples"] == ""
+    assert (
+        results["step"] == 2
+        and results["eval"]["error"] > 0
+        and results["samples"] == ""
+    )
 
 
 class Columns(toy.Wide):
@@ -109,13 +120,19 @@ class Columns(toy.Wide):
         return (("linear_1/w$", jax.P(None, "model")), ("linear_1/b$", jax.P("model")))
 
     def samples(self, predict, key):
-        return str(predict({"x": np.ones((2, 3), np.float32), "y": np.zeros(2, np.float32)}).shape)
+        return str(
+            predict(
+                {"x": np.ones((2, 3), np.float32), "y": np.zeros(2, np.float32)}
+            ).shape
+        )
 
 
 def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
     seen, fetch = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: seen.append(x) or fetch(x))
-    config = make_config(experiment="tests.loop_test.Columns", steps=1, model_parallel=2)
+    config = make_config(
+        experiment="tests.loop_test.Columns", steps=1, model_parallel=2
+    )
     assert loop.run(config, str(tmp_path), "") == 0
     outputs = [x for x in seen if getattr(x, "shape", ()) == (2, 4)]
     assert outputs and all(x.is_fully_replicated for x in outputs)
@@ -127,15 +144,22 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
     config = {"group_assignment": groups, "overflow_above": 2.0}
     for name, parts in (("whole", [12]), ("parts", [5, 7, 12])):
         for steps in parts:
-            assert loop.run(make_config(steps=steps, **config), str(tmp_path / name), "") == 0
-    whole, parts = (final_state(tmp_path / n, make_config(**config)) for n in ("whole", "parts"))
+            assert (
+                loop.run(make_config(steps=steps, **config), str(tmp_path / name), "")
+                == 0
+            )
+    whole, parts = (
+        final_state(tmp_path / n, make_config(**config)) for n in ("whole", "parts")
+    )
     harness.assert_equal(parts, whole)
     assert np.any(np.asarray(whole.experiment.global_step) < 12)
     if groups:
         w = np.asarray(whole.experiment.params["linear"]["w"])
         assert w.shape[0] == 2 and not np.array_equal(w[0], w[1])
         ensemble = json.loads((tmp_path / "whole/results.json").read_text())["eval"]
-        assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(ensemble["error"])
+        assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(
+            ensemble["error"]
+        )
 
 
 class Counting(toy.Talking):
@@ -190,7 +214,9 @@ def test_rows_are_in_the_file_before_their_checkpoint_counts(tmp_path, monkeypat
 def test_checkpoints_are_saved_by_the_clock(tmp_path):
     config = make_config(steps=3)
     with config.unlocked():
-        config.checkpoint.update({"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5})
+        config.checkpoint.update(
+            {"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5}
+        )
     assert loop.run(config, str(tmp_path), "") == 0
     assert loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() == [1, 2, 3]
 
@@ -214,10 +240,14 @@ def test_the_best_checkpoints_by_a_metric_are_kept(tmp_path):
 
 
 def test_a_step_that_is_due_for_two_reasons_is_saved_once(tmp_path, monkeypatch):
-    config = with_checkpoint(make_config(eval_every_steps=6), every_steps=6, keep_best=1)
+    config = with_checkpoint(
+        make_config(eval_every_steps=6), every_steps=6, keep_best=1
+    )
     run = loop.Run(config, str(tmp_path))
     saved = []
-    monkeypatch.setattr(run.checkpoints.manager, "save", lambda made, *_, **__: saved.append(made))
+    monkeypatch.setattr(
+        run.checkpoints.manager, "save", lambda made, *_, **__: saved.append(made)
+    )
     with run.workdir.opened(config):
         run.train()
     assert saved == [6, 12]
@@ -225,13 +255,17 @@ def test_a_step_that_is_due_for_two_reasons_is_saved_once(tmp_path, monkeypatch)
 
 def test_an_unknown_best_metric_is_refused_before_the_run(tmp_path):
     config = with_checkpoint(make_config(), keep_best=1, best_metric="accuracy")
-    with pytest.raises(ValueError, match="best_metric='accuracy' must be a metric .*: error"):
+    with pytest.raises(
+        ValueError, match="best_metric='accuracy' must be a metric .*: error"
+    ):
         loop.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "go_on"])
-def test_a_full_disk_stops_the_run_or_is_reported(tmp_path, capfd, on_failure, monkeypatch):
+def test_a_full_disk_stops_the_run_or_is_reported(
+    tmp_path, capfd, on_failure, monkeypatch
+):
     real = checkpoint.saver.writer.write_part
     full = [False]
 
@@ -243,17 +277,25 @@ def test_a_full_disk_stops_the_run_or_is_reported(tmp_path, capfd, on_failure, m
         return real(attempt, *args)
 
     monkeypatch.setattr(checkpoint.saver.writer, "write_part", write_part)
-    config = with_checkpoint(make_config(), every_steps=3, on_failure=on_failure, keep_last=9)
+    config = with_checkpoint(
+        make_config(), every_steps=3, on_failure=on_failure, keep_last=9
+    )
     if on_failure == "stop":
-        with pytest.raises(ValueError, match="Step 6 could not be saved in .*No space left"):
+        with pytest.raises(
+            ValueError, match="Step 6 could not be saved in .*No space left"
+        ):
             loop.run(config, str(tmp_path), "")
-        # The run learns of the failure at some step up to 9. By then the save of step 9 may have begun.
+        # The run learns of the failure at some step up to 9. By then the save of step 9
+        # may have begun.
         allowed = [[3], [3, 9]]
     else:
         assert loop.run(config, str(tmp_path), "") == 0
         assert "NOT SAVED: Step 6 could not be saved" in capfd.readouterr().err
         allowed = [[3, 9, 12]]
-    assert full[0] and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
+    assert (
+        full[0]
+        and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
+    )
 
 
 def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch):
@@ -287,7 +329,9 @@ def test_a_run_refuses_another_number_of_examples(tmp_path, monkeypatch):
         loop.run(make_config(), str(tmp_path), "")
     # A directory of an older version, which did not record a checksum of the data.
     (tmp_path / "origin.json").unlink()
-    with pytest.raises(ValueError, match="written with 50 training examples, but there are now 49"):
+    with pytest.raises(
+        ValueError, match="written with 50 training examples, but there are now 49"
+    ):
         loop.run(make_config(), str(tmp_path), "")
 
 
@@ -298,41 +342,53 @@ def origin(directory):
 def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     manager = loop.Run(make_config(), str(tmp_path / "run")).checkpoints.manager
-    kept = manager.restore(loop.Run(make_config(), str(tmp_path / "run"))._target).metadata[
-        "origin"
-    ]
-    assert kept == origin(tmp_path / "run") and kept["training"].startswith("50 examples, CRC-32 ")
+    kept = manager.restore(
+        loop.Run(make_config(), str(tmp_path / "run"))._target
+    ).metadata["origin"]
+    assert kept == origin(tmp_path / "run") and kept["training"].startswith(
+        "50 examples, CRC-32 "
+    )
     train_data = toy.Toy.train_data
 
     def changed(self):
         examples = train_data(self)
-        # The number of examples stays. One value changes by one bit, in an example that the evaluation does not use.
+        # The number of examples stays. One value changes by one bit, in an example that
+        # the evaluation does not use.
         examples["x"][31, 1] = np.nextafter(examples["x"][31, 1], np.float32(9))
         return examples
 
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     with monkeypatch.context() as patch:
         patch.setattr(toy.Toy, "train_data", changed)
-        with pytest.raises(ValueError, match="restore that data, or start .* --init_from="):
+        with pytest.raises(
+            ValueError, match="restore that data, or start .* --init_from="
+        ):
             loop.run(make_config(), str(tmp_path / "run"), "")
-        assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+        assert before == {
+            p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()
+        }
         # The new run that the message proposes works.
         source = checkpoint.Source(str(tmp_path / "run"))
         assert loop.run(make_config(steps=5), str(tmp_path / "other"), "", source) == 0
     assert origin(tmp_path / "other")["training"] != kept["training"]
-    # The directory of an older version has no origin.json. Its run resumes and writes the file.
+    # The directory of an older version has no origin.json. Its run resumes and writes
+    # the file.
     (tmp_path / "run/origin.json").unlink()
     assert loop.run(make_config(steps=6), str(tmp_path / "run"), "") == 0
     assert origin(tmp_path / "run") == kept
 
 
-def test_evaluation_data_and_code_may_change_and_are_reported(tmp_path, monkeypatch, capsys):
+def test_evaluation_data_and_code_may_change_and_are_reported(
+    tmp_path, monkeypatch, capsys
+):
     assert loop.run(make_config(steps=5), str(tmp_path), "") == 0
     eval_data = toy.Toy.eval_data
     fewer = lambda self: {name: array[1:] for name, array in eval_data(self).items()}
     monkeypatch.setattr(toy.Toy, "eval_data", fewer)
     monkeypatch.setattr(loop.origin_lib, "commit", lambda file: "0123")
-    (tmp_path / "origin.json").write_text(json.dumps(origin(tmp_path) | {"commit": "4567-dirty"}))
+    (tmp_path / "origin.json").write_text(
+        json.dumps(origin(tmp_path) | {"commit": "4567-dirty"})
+    )
     capsys.readouterr()
     assert loop.run(make_config(steps=6), str(tmp_path), "") == 0
     out = capsys.readouterr().out
@@ -367,7 +423,8 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     state = begun.resume_or_init().state
     for path, param in trees.leaves_by_path(state.experiment.params).items():
         np.testing.assert_array_equal(
-            state.experiment.opt_state["MovingAverageOptimizer"][f"average/{path}"], param
+            state.experiment.opt_state["MovingAverageOptimizer"][f"average/{path}"],
+            param,
         )
     values = begun.evaluate(state)
     assert values["average/error"] == pytest.approx(values["error"], rel=1e-6)
@@ -375,11 +432,16 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     with_checkpoint(run.config, every_steps=3)
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0
-    assert "is for a new run; this run resumes from its own checkpoint" in capsys.readouterr().err
+    assert (
+        "is for a new run; this run resumes from its own checkpoint"
+        in capsys.readouterr().err
+    )
 
 
 def with_frozen_slots(state, layer="linear_0"):
-    """Returns a state as older versions saved it: all parameters have slots, even those that are not trained."""
+    """Returns a state as older versions saved it: all parameters have slots, even those
+    that are not trained.
+    """
     slots = {}
     for name, param in state.experiment.params["mlp/~/linear_0"].items():
         for slot in ("0/mu", "0/nu", "average"):
@@ -393,7 +455,9 @@ def with_frozen_slots(state, layer="linear_0"):
         for name, average in modules.items()
     }
     opt_state = {**state.experiment.opt_state, **added}
-    return dataclasses.replace(state, experiment=state.experiment.replace(opt_state=opt_state))
+    return dataclasses.replace(
+        state, experiment=state.experiment.replace(opt_state=opt_state)
+    )
 
 
 @pytest.mark.sample(0.4)
@@ -425,13 +489,23 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
     states = [final_state(tmp_path / name, config()) for name in ("whole", "older")]
     harness.assert_equal(*states)
     assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]
-    assert not any("linear_0" in name for name in states[0].experiment.opt_state["adam"])
-    # The job of --mode=eval reads these checkpoints, and a run may be initialized from them.
+    assert not any(
+        "linear_0" in name for name in states[0].experiment.opt_state["adam"]
+    )
+    # The job of --mode=eval reads these checkpoints, and a run may be initialized from
+    # them.
     assert continuous_eval.run(config(), str(tmp_path / "older"), "", None) == 0
-    assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [3, 5, 6, 9, 12]
+    assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [
+        3,
+        5,
+        6,
+        9,
+        12,
+    ]
     init = checkpoint.Source(f"{tmp_path}/older@5", "^(params|opt_state)/")
     assert loop.run(config(), str(tmp_path / "new"), "", init) == 0
-    # Slots for a parameter that does not exist are still refused, as a sign of another optimizer.
+    # Slots for a parameter that does not exist are still refused, as a sign of another
+    # optimizer.
     begin("other", lambda state: with_frozen_slots(state, "linear_2"))
     with pytest.raises(ValueError, match="0/mu/mlp/~/linear_2/b' is only in it"):
         loop.run(config(), str(tmp_path / "other"), "")
@@ -441,7 +515,9 @@ def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
 @pytest.mark.parametrize("first,then", [(1, 2), (2, 1)])
 def test_a_run_may_resume_with_another_model_axis(tmp_path, first, then, capsys):
     for steps, model in ((5, first), (12, then)):
-        config = make_config(steps=steps, model_parallel=model, group_assignment=((0, 1), (2, 3)))
+        config = make_config(
+            steps=steps, model_parallel=model, group_assignment=((0, 1), (2, 3))
+        )
         devices = {1: 4, 2: 8}[model]
         mesh_of = loop.experiment_lib.mesh_of
         with pytest.MonkeyPatch.context() as patch:
@@ -481,7 +557,9 @@ def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
 
 @pytest.mark.parametrize("first", [0, 5])
 def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
-    """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which takes 1000 s."""
+    """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which
+    takes 1000 s.
+    """
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
@@ -504,18 +582,27 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
     run.checkpoints.save = taking(100.0, run.checkpoints.save)
     with run.opened():
         run.train()
-    logged = [row for row in rows.read(tmp_path) if "loss" in row and row["step"] > first]
-    assert [row["step"] for row in logged] == [step for step in (4, 8, 12) if step > first]
+    logged = [
+        row for row in rows.read(tmp_path) if "loss" in row and row["step"] > first
+    ]
+    assert [row["step"] for row in logged] == [
+        step for step in (4, 8, 12) if step > first
+    ]
     last = logged[-1]
     # When the numbers of a row arrive, up to two further steps have been dispatched.
     assert all(0.5 <= row["perf/steps_per_second"] <= 2 for row in logged)
     for row in logged:
-        assert row["perf/examples_per_second"] == pytest.approx(16 * row["perf/steps_per_second"])
+        assert row["perf/examples_per_second"] == pytest.approx(
+            16 * row["perf/steps_per_second"]
+        )
     total = 500 + 1000 + (12 - first - 1) + 10 + 100 * (2 - first // 5)
     assert last["perf/seconds"] == total and last["perf/start_seconds"] == 1500
     assert last["perf/evaluation_seconds"] == 10
     assert last["perf/checkpoint_seconds"] == 100 * (2 - first // 5)
-    costs = [last[f"perf/{name}_seconds"] for name in ("start", "data", "checkpoint", "evaluation")]
+    costs = [
+        last[f"perf/{name}_seconds"]
+        for name in ("start", "data", "checkpoint", "evaluation")
+    ]
     # Rows contain six digits of each number.
     assert last["perf/goodput"] == pytest.approx(1 - sum(costs) / total, rel=1e-5)
     # Rows contain the time rounded to milliseconds.
@@ -578,7 +665,9 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path, uninterrupted):
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)]
+)
 def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
     tmp_path, uninterrupted, number, code
 ):
@@ -588,14 +677,19 @@ def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
         process.send_signal(number)
         output = process.communicate()[0]
     assert process.returncode == code, output
-    assert "state saved in" in output and "to resume: " in output and "-m xshard.main" in output
+    assert (
+        "state saved in" in output
+        and "to resume: " in output
+        and "-m xshard.main" in output
+    )
     process = start(tmp_path / "run")
     assert process.communicate()[0] and process.returncode == 0
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
 def run_with_notices(directory, config, at, kind, again=None):
-    """Runs to the end, with a notice at poll `at` of the first start, and at poll `again` of the second if it is given.
+    """Runs to the end, with a notice at poll `at` of the first start, and at poll
+    `again` of the second if it is given.
 
     Returns:
       The number of polls of the first start.
@@ -604,7 +698,8 @@ def run_with_notices(directory, config, at, kind, again=None):
     code = loop.run(config, str(directory), "", None, scripted)
     assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
     if code and again:
-        # If the second start makes fewer polls than `again`, it gets no notice and runs to the end.
+        # If the second start makes fewer polls than `again`, it gets no notice and runs
+        # to the end.
         loop.run(config, str(directory), "", None, rows.ScriptedWatch(again, kind))
     if code:
         assert loop.run(config, str(directory), "") == 0
@@ -622,19 +717,33 @@ def metrics_by_step(directory):
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.
     config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
-    with_checkpoint(config, every_steps=3, keep_best=3, best_metric="error", best_mode="min")
+    with_checkpoint(
+        config, every_steps=3, keep_best=3, best_metric="error", best_mode="min"
+    )
     with programs.shared():
         polls = run_with_notices(tmp_path / "not", config, 1000, kind)
-        assert polls == 5 + 2 + 2 + 2 and list(metrics_by_step(tmp_path / "not")) == [2, 4, 5]
+        assert polls == 5 + 2 + 2 + 2 and list(metrics_by_step(tmp_path / "not")) == [
+            2,
+            4,
+            5,
+        ]
         end = final_state(tmp_path / "not", config)
         for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
             for again in (None, 1) if kind == notice.STOP else (None,):
                 directory = tmp_path / f"{at} {again}"
                 run_with_notices(directory, config, at, kind, again)
                 harness.assert_equal(final_state(directory, config), end)
-                assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (at, again)
-                assert metrics_by_step(directory) == metrics_by_step(tmp_path / "not"), (at, again)
-                assert rows.results(directory) == rows.results(tmp_path / "not"), (at, again)
+                assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (
+                    at,
+                    again,
+                )
+                assert metrics_by_step(directory) == metrics_by_step(
+                    tmp_path / "not"
+                ), (at, again)
+                assert rows.results(directory) == rows.results(tmp_path / "not"), (
+                    at,
+                    again,
+                )
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
@@ -642,7 +751,10 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
     try:
         read_until(first, "step       1/1000000")
         second = start(tmp_path / "run", "--config.steps=1000000")
-        assert "is in use by another process" in second.communicate()[0] and second.returncode == 1
+        assert (
+            "is in use by another process" in second.communicate()[0]
+            and second.returncode == 1
+        )
         assert first.poll() is None
     finally:
         first.kill()
@@ -652,16 +764,21 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
 def test_only_metrics_of_logged_steps_are_fetched(tmp_path, monkeypatch):
     fetched = []
     real = loop.ending.rows.to_number
-    monkeypatch.setattr(loop.ending.rows, "to_number", lambda v: fetched.append(v) or real(v))
+    monkeypatch.setattr(
+        loop.ending.rows, "to_number", lambda v: fetched.append(v) or real(v)
+    )
     run = loop.Run(make_config(eval_every_steps=100), str(tmp_path))
     with run.workdir.opened(run.config):
         run.train()
-    # Each of the three rows has seven numbers and four fingerprints. The other nine steps fetch nothing.
+    # Each of the three rows has seven numbers and four fingerprints. The other nine
+    # steps fetch nothing.
     assert len(fetched) == 3 * (7 + 4)
 
 
 def test_the_steps_at_which_evaluations_and_saves_are_due():
-    due = schedule_lib.Schedule(last=7, evaluation_every=3, save_every=5, saves_evaluated=False)
+    due = schedule_lib.Schedule(
+        last=7, evaluation_every=3, save_every=5, saves_evaluated=False
+    )
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]

@@ -1,4 +1,6 @@
-"""Tests of the program as a user runs it: bad input gives one clear message, and no file is lost."""
+"""Tests of the program as a user runs it: bad input gives one clear message, and no
+file is lost.
+"""
 
 import json
 import os
@@ -13,12 +15,16 @@ from tests.checkpoint import harness
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns a function that runs the program: `(exit code, standard output, standard error)`."""
+    """Returns a function that runs the program: `(exit code, standard output, standard
+    error)`.
+    """
     directory = tmp_path_factory.mktemp("output")
     output = [directory / "out", directory / "err"]
 
     def run_once(*arguments):
-        program = forks.program("xshard.main", *arguments, env=harness.environment(), output=output)
+        program = forks.program(
+            "xshard.main", *arguments, env=harness.environment(), output=output
+        )
         return program.wait(harness.FOREVER), *(path.read_text() for path in output)
 
     return run_once
@@ -31,13 +37,16 @@ def contents(directory):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, run):
     directory = tmp_path_factory.mktemp("finished") / "run"
-    code, out, err = run("--config=tests/toy.py", f"--workdir={directory}", "--cpu_devices=4")
+    code, out, err = run(
+        "--config=tests/toy.py", f"--workdir={directory}", "--cpu_devices=4"
+    )
     assert code == 0, out + err
     assert err == ""
     return directory
 
 
-# The flags after --config=tests/toy.py for the directory of a finished run, and parts of the message.
+# The flags after --config=tests/toy.py for the directory of a finished run, and parts
+# of the message.
 BAD = {
     "misspelt key": (["--config.stepz=3"], ["--config.stepz", "did you mean steps"]),
     "misspelt nested key": (
@@ -47,7 +56,10 @@ BAD = {
     "empty": (["--workdir="], ["--workdir= is empty", "give a directory"]),
     "not UTF-8": (["--workdir=bad\udcff"], ["bad\\udcff'", "must be UTF-8"]),
     # UTF-8, as Python decodes it in a locale of ASCII.
-    "UTF-8": (["--workdir=\udcc3\udcbc", "--quiet", "--verbose"], ["exclude each other"]),
+    "UTF-8": (
+        ["--workdir=\udcc3\udcbc", "--quiet", "--verbose"],
+        ["exclude each other"],
+    ),
     "misspelt flag": (["--worrkdir=x"], ["worrkdir", "workdir"]),
     "wrong type": (["--config.steps=many"], ["--config.steps=many", "int"]),
     "no flag": (["digits"], ["digits", "begin with '--'"]),
@@ -59,14 +71,24 @@ BAD = {
     ),
     "groups": (
         ["--config.group_assignment=((0,1),(2,3),(4,5))"],
-        ["group_assignment=[[0, 1], [2, 3], [4, 5]]", "4 replicas", "as [[0, 1], [2, 3]]"],
+        [
+            "group_assignment=[[0, 1], [2, 3], [4, 5]]",
+            "4 replicas",
+            "as [[0, 1], [2, 3]]",
+        ],
     ),
-    "experiment": (["--config.experiment=tests.toy.Tiger"], ["tests.toy.Tiger", "Tiger"]),
+    "experiment": (
+        ["--config.experiment=tests.toy.Tiger"],
+        ["tests.toy.Tiger", "Tiger"],
+    ),
     "another experiment": (
         ["--config.experiment=tests.toy.Drifting"],
         ["tests.toy.Toy", "tests.toy.Drifting", "another directory"],
     ),
-    "no groups": (["--config.group_assignment=None"], ["list of lists", "as [[0, 1], [2, 3]] is"]),
+    "no groups": (
+        ["--config.group_assignment=None"],
+        ["list of lists", "as [[0, 1], [2, 3]] is"],
+    ),
     "another config": (
         ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],
         ["optimizer.learning_rate: 0.1 -> 0.5", "seed: 0 -> 3", "new directory"],
@@ -75,15 +97,27 @@ BAD = {
         ["--config.checkpoint.every_minutes=-1"],
         ["checkpoint.every_minutes=-1", "at least 0"],
     ),
-    "checkpoints": (["--config.checkpoint.keep_last=0"], ["checkpoint.keep_last=0", "at least 1"]),
+    "checkpoints": (
+        ["--config.checkpoint.keep_last=0"],
+        ["checkpoint.keep_last=0", "at least 1"],
+    ),
     "best": (
         ["--config.checkpoint.keep_best=1", "--config.checkpoint.best_metric=bleu"],
         ["checkpoint.best_metric='bleu'", "error"],
     ),
-    "failure": (["--config.checkpoint.on_failure=ignore"], ["on_failure='ignore'", "'go_on'"]),
+    "failure": (
+        ["--config.checkpoint.on_failure=ignore"],
+        ["on_failure='ignore'", "'go_on'"],
+    ),
     "budget": (["--config.checkpoint.budget_gb=0.0"], ["budget_gb=0.0", "above 0"]),
-    "writers": (["--config.writers=('csv',)"], ["writers=('csv',)", "must have 'jsonl'"]),
-    "writer": (["--config.writers=('jsonl','tsv')"], ["'tsv'", "jsonl, csv, tensorboard, wandb"]),
+    "writers": (
+        ["--config.writers=('csv',)"],
+        ["writers=('csv',)", "must have 'jsonl'"],
+    ),
+    "writer": (
+        ["--config.writers=('jsonl','tsv')"],
+        ["'tsv'", "jsonl, csv, tensorboard, wandb"],
+    ),
     "stop": (["--stop_after=nan"], ["--stop_after=nan", "a finite number of minutes"]),
     "devices": (["--cpu_devices=100000"], ["--cpu_devices=100000", "[0, 1024]"]),
     "quiet and verbose": (["--quiet", "--verbose"], ["exclude each other"]),
@@ -126,7 +160,9 @@ INIT = {
 
 
 @pytest.mark.parametrize("case", INIT)
-def test_bad_initialization_flags_are_refused_before_the_run_starts(finished, tmp_path, run, case):
+def test_bad_initialization_flags_are_refused_before_the_run_starts(
+    finished, tmp_path, run, case
+):
     flags, parts = INIT[case]
     flags = [flag.format(finished) for flag in flags]
     code, out, err = run(
@@ -153,7 +189,14 @@ def write(path, text):
     return path
 
 
-CONFIG_FILES = ["raises", "missing", "missing, with a space", "folder", "incomplete", "no config"]
+CONFIG_FILES = [
+    "raises",
+    "missing",
+    "missing, with a space",
+    "folder",
+    "incomplete",
+    "no config",
+]
 
 
 @pytest.mark.parametrize("case", [*CONFIG_FILES, "syntax"])
@@ -163,9 +206,15 @@ def test_bad_config_files_are_refused(tmp_path, run, case):
         "incomplete": "import ml_collections\ndef get_config():\n  return ml_collections.ConfigDict()\n",
         "syntax": "def get_config(:\n",
     }
-    path = write(tmp_path / "c.py", texts[case]) if case in texts else tmp_path / "nothing.py"
+    path = (
+        write(tmp_path / "c.py", texts[case])
+        if case in texts
+        else tmp_path / "nothing.py"
+    )
     flags = [f"--config={path.parent if case == 'folder' else path}"]
-    flags = {"no config": [], "missing, with a space": ["--config", str(path)]}.get(case, flags)
+    flags = {"no config": [], "missing, with a space": ["--config", str(path)]}.get(
+        case, flags
+    )
     code, out, err = run(*flags, f"--workdir={tmp_path}/run")
     assert code == 1 and "Traceback" not in out + err
     expected = {
@@ -182,7 +231,9 @@ def test_bad_config_files_are_refused(tmp_path, run, case):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("case", ["a file", "below a file", "somebody's", "config", "checkpoints"])
+@pytest.mark.parametrize(
+    "case", ["a file", "below a file", "somebody's", "config", "checkpoints"]
+)
 def test_bad_work_directories_are_refused(tmp_path, run, case):
     write(tmp_path / "file", "mine")
     (tmp_path / "other/checkpoints").mkdir(parents=True)
@@ -191,9 +242,11 @@ def test_bad_work_directories_are_refused(tmp_path, run, case):
         write(tmp_path / name / "metrics.jsonl", '{"step": 3}\n')
     write(tmp_path / "config/config.json", "[]")
     write(tmp_path / "checkpoints/checkpoints", "a file")
-    directory = {"a file": "file", "below a file": "file/run", "somebody's": "other"}.get(
-        case, case
-    )
+    directory = {
+        "a file": "file",
+        "below a file": "file/run",
+        "somebody's": "other",
+    }.get(case, case)
     before = contents(tmp_path)
     code, out, err = run(
         "--config=tests/toy.py", f"--workdir={tmp_path / directory}", "--cpu_devices=4"
@@ -237,7 +290,12 @@ def test_a_bug_keeps_its_traceback(tmp_path, run):
 
 
 def test_quiet_prints_only_the_results(tmp_path, run):
-    flags = ["--config=tests/toy.py", f"--workdir={tmp_path}/run", "--cpu_devices=4", "--quiet"]
+    flags = [
+        "--config=tests/toy.py",
+        f"--workdir={tmp_path}/run",
+        "--cpu_devices=4",
+        "--quiet",
+    ]
     code, out, err = run(*flags)
     assert (code, err) == (0, "") and out.startswith("\nresults:\n  error")
     # A run may resume with other writers.
@@ -257,7 +315,8 @@ def test_steps_can_be_added_to_a_finished_run(finished, run):
     assert "resumed from the checkpoint of step 12" in out
     assert "steps: 12 -> 14" in out
     assert json.loads((finished / "results.json").read_text())["step"] == 14
-    # With fewer steps than the run has made, nothing is lost, and the message suggests a number that trains on.
+    # With fewer steps than the run has made, nothing is lost, and the message suggests
+    # a number that trains on.
     code, out, err = run(*flags[:-1], "--config.steps=3")
     assert code == 0, err
     assert (
@@ -267,7 +326,8 @@ def test_steps_can_be_added_to_a_finished_run(finished, run):
 
 
 def __getattr__(name):
-    # Only test_a_bug_keeps_its_traceback needs the class; its program imports it by its path.
+    # Only test_a_bug_keeps_its_traceback needs the class; its program imports it by its
+    # path.
     if name != "Buggy":
         raise AttributeError(name)
     from tests import toy
@@ -295,13 +355,19 @@ def test_a_flag_for_a_value_of_none_is_refused_with_the_cure(tmp_path, run):
         "from tests import toy\n\n\ndef get_config():\n    config = toy.get_config()\n"
         "    config.plain = None\n    return config\n"
     )
-    code, _, err = run(f"--config={config}", f"--workdir={tmp_path}/run", "--config.plain=1.0")
-    assert code == 1 and err.startswith("error: --config.plain: the config file sets this key to")
+    code, _, err = run(
+        f"--config={config}", f"--workdir={tmp_path}/run", "--config.plain=1.0"
+    )
+    assert code == 1 and err.startswith(
+        "error: --config.plain: the config file sets this key to"
+    )
     assert "ml_collections.config_dict.placeholder(float)" in err
 
 
 def test_a_signal_during_the_imports_is_a_stop(tmp_path):
-    """Only a new interpreter imports anything. The import of Haiku is where the signal comes."""
+    """Only a new interpreter imports anything. The import of Haiku is where the signal
+    comes.
+    """
     (tmp_path / "haiku.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(600)\n"
     )

@@ -1,8 +1,9 @@
-"""Tries each promise that holds for digits on the experiments that are more than a classifier.
+"""Tries each promise that holds for digits on the experiments that are more than a
+classifier.
 
-Run it with `python -m tests.matrix`; it takes some minutes for each of EXPERIMENTS. Each cell of its table has one of
-two outcomes: it works, or the run is refused with a message before it creates its directory. Anything else is an
-error.
+Run it with `python -m tests.matrix`; it takes some minutes for each of EXPERIMENTS.
+Each cell of its table has one of two outcomes: it works, or the run is refused with a
+message before it creates its directory. Anything else is an error.
 """
 
 import argparse
@@ -47,7 +48,9 @@ class Cell:
         self._config, self._folder = config, pathlib.Path(folder)
 
     def killed(self, processes, seed):
-        """Kills a run at a random step and resumes it; its arrays, rows and results must have the same bits."""
+        """Kills a run at a random step and resumes it; its arrays, rows and results
+        must have the same bits.
+        """
         self._train("whole", processes=processes)
         step = random.Random(seed).randrange(3, _STEPS - 2)
         with self._start("killed", processes=processes) as running:
@@ -56,16 +59,22 @@ class Cell:
                     break
             # This kills the launcher and its processes.
             os.killpg(running.pid, signal.SIGKILL)
-        assert "resumed from the checkpoint of step" in self._train("killed", processes=processes)
+        assert "resumed from the checkpoint of step" in self._train(
+            "killed", processes=processes
+        )
         harness.assert_same_end(self._folder / "killed", self._folder / "whole", _STEPS)
 
     def moved(self):
         """Runs on 1 device, resumes on 8 and then on 4; each step must be logged once."""
         for part, devices in enumerate((1, 8, 4), 1):
-            output = self._train("moved", f"steps={_STEPS * part // 3}", devices=devices)
+            output = self._train(
+                "moved", f"steps={_STEPS * part // 3}", devices=devices
+            )
             assert part == 1 or "resumed from the checkpoint of step" in output
         steps = [
-            row["step"] for row in rows.read(self._folder / "moved") if "eval/" not in str(row)
+            row["step"]
+            for row in rows.read(self._folder / "moved")
+            if "eval/" not in str(row)
         ]
         assert steps == [*range(1, _STEPS + 1)], steps
 
@@ -74,7 +83,9 @@ class Cell:
         self._train("changed", *changes, devices=4)
 
     def tools(self):
-        """Evaluates a run in another process, builds its report, verifies its checkpoints, and loads it in a script."""
+        """Evaluates a run in another process, builds its report, verifies its
+        checkpoints, and loads it in a script.
+        """
         self._train("run", devices=4)
         run = str(self._folder / "run")
         self._call(*self._command("run")[2:], "--mode=eval", "--cpu_devices=2")
@@ -94,12 +105,16 @@ class Cell:
         points.write_text("def get_sweep():\n    return [{'seed': 1}, {'seed': 2}]\n")
         self._call("launch", f"--sweep={points}", "--parallel=2", "--cpu_devices=2", "--",
                    *self._command("sweep"))  # fmt: skip
-        results = [rows.results(self._folder / "sweep" / point) for point in ("000", "001")]
+        results = [
+            rows.results(self._folder / "sweep" / point) for point in ("000", "001")
+        ]
         assert results[0] != results[1] and all(result["finite"] for result in results)
 
     def dry_run(self):
         """Compiles the step for a TPU slice."""
-        self._call("xshard.dryrun", f"--config={self._config}", "--topology=v5e:2x4", "--json")
+        self._call(
+            "xshard.dryrun", f"--config={self._config}", "--topology=v5e:2x4", "--json"
+        )
 
     def _command(self, directory, *changes):
         options = (f"steps={_STEPS}", "log_every_steps=1", "eval_every_steps=8", "writers=('jsonl',)",
@@ -112,7 +127,13 @@ class Cell:
         command = self._command(directory, *changes)
         share = f"--cpu_devices={devices // processes}"
         if processes > 1:
-            launch = [sys.executable, "-m", "launch", f"--num_processes={processes}", share]
+            launch = [
+                sys.executable,
+                "-m",
+                "launch",
+                f"--num_processes={processes}",
+                share,
+            ]
             command = [*launch, "--", *command]
         else:
             command += [share]
@@ -122,7 +143,9 @@ class Cell:
         )  # fmt: skip
 
     def _train(self, directory, *changes, **layout):
-        """Returns the output of a successful run; raises RefusedError if the run is refused."""
+        """Returns the output of a successful run; raises RefusedError if the run is
+        refused.
+        """
         with self._start(directory, *changes, **layout) as running:
             output = running.communicate()[0]
         if running.returncode:
@@ -184,13 +207,18 @@ def main():
     parser.add_argument("--cell", action="append", choices=CELLS)
     options = parser.parse_args()
     failures = 0
-    for config, name in itertools.product(options.experiment or EXPERIMENTS, options.cell or CELLS):
+    for config, name in itertools.product(
+        options.experiment or EXPERIMENTS, options.cell or CELLS
+    ):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 outcome = attempt(config, name, folder)
             except AssertionError as e:
                 outcome, failures = f"FAILED: {e}", failures + 1
-        print(json.dumps({"experiment": config, "cell": name, "outcome": outcome}), flush=True)
+        print(
+            json.dumps({"experiment": config, "cell": name, "outcome": outcome}),
+            flush=True,
+        )
     return int(failures > 0)
 
 

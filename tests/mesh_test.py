@@ -1,4 +1,6 @@
-"""Tests of the mesh: the replica that each device belongs to, and the sharding of leaves."""
+"""Tests of the mesh: the replica that each device belongs to, and the sharding of
+leaves.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +57,35 @@ def test_sizes_and_groups_that_do_not_fit_are_refused(groups, model, match):
 
 
 PLANES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "4x4x12", "4x4x20")
+CUBES = (
+    "2x2x1",
+    "2x2x2",
+    "2x2x4",
+    "2x4x4",
+    "4x4x4",
+    "4x4x8",
+    "4x8x8",
+    "8x8x8",
+    "4x4x12",
+    "4x4x20",
+)
 PODS = [
     *((f"v5e:{shape}", 1) for shape in PLANES),
     *((f"v5p:{shape}", 1) for shape in CUBES),
-    *(("v6e:4x4", 2), ("v6e:8x8", 2), ("v6e:16x16", 1), ("v6e:8x16", 4), ("v5e:16x16", 4)),
-    *(("v4:2x2x1", 1), ("v4:4x4x4", 2), ("v4:8x8x8", 1), ("v5p:4x4x8", 4), ("v5p:8x8x16", 1)),
+    *(
+        ("v6e:4x4", 2),
+        ("v6e:8x8", 2),
+        ("v6e:16x16", 1),
+        ("v6e:8x16", 4),
+        ("v5e:16x16", 4),
+    ),
+    *(
+        ("v4:2x2x1", 1),
+        ("v4:4x4x4", 2),
+        ("v4:8x8x8", 1),
+        ("v5p:4x4x8", 4),
+        ("v5p:8x8x16", 1),
+    ),
 ]
 
 
@@ -79,7 +104,9 @@ def all_meshes(topology, slices):
     for model in divisors(chips_per_slice):
         for groups in divisors(chips_per_slice // model):
             assignment = consecutive_groups(len(chips) // model, groups)
-            new_mesh = mesh.make_mesh(assignment, slices=slices, model=model, devices=chips)
+            new_mesh = mesh.make_mesh(
+                assignment, slices=slices, model=model, devices=chips
+            )
             yield new_mesh, (groups, slices, chips_per_slice // model // groups, model)
 
 
@@ -90,7 +117,9 @@ def coordinates(the_mesh):
 
 
 def are_boxes(places):
-    """Returns whether, for each index of the first dimension, the chips fill a box without gaps."""
+    """Returns whether, for each index of the first dimension, the chips fill a box
+    without gaps.
+    """
     places = places.reshape(len(places), -1, 3)
     sides = places.max(axis=1) - places.min(axis=1) + 1
     return bool((sides.prod(axis=1) == places.shape[1]).all())
@@ -102,22 +131,34 @@ def test_every_mesh_that_divides_keeps_neighbors_together(topology, slices):
     whole_axes = torus.whole_axes(pods.shape(topology))
     for new_mesh, sizes in all_meshes(topology, slices):
         assert new_mesh.devices.shape == sizes
-        assert {chip.id for chip in new_mesh.devices.flat} == {chip.id for chip in chips}
+        assert {chip.id for chip in new_mesh.devices.flat} == {
+            chip.id for chip in chips
+        }
         places = coordinates(new_mesh)
-        # Only the axis `slice` crosses slices, and it connects chips with the same coordinates.
+        # Only the axis `slice` crosses slices, and it connects chips with the same
+        # coordinates.
         for part in range(slices):
-            assert {chip.slice_index for chip in new_mesh.devices[:, part].flat} == {part}
+            assert {chip.slice_index for chip in new_mesh.devices[:, part].flat} == {
+                part
+            }
             assert (places[:, part] == places[:, 0]).all()
         within_slice = places[:, 0]
         assert are_boxes(within_slice), (sizes, "a group")
         groups, replicas, model, _ = within_slice.shape
-        assert are_boxes(within_slice.reshape(groups * replicas, model, 3)), (sizes, "a model")
+        assert are_boxes(within_slice.reshape(groups * replicas, model, 3)), (
+            sizes,
+            "a model",
+        )
         if model in whole_axes:
-            by_replica = np.moveaxis(within_slice, 2, 1).reshape(groups * model, replicas, 3)
+            by_replica = np.moveaxis(within_slice, 2, 1).reshape(
+                groups * model, replicas, 3
+            )
             assert are_boxes(by_replica), (sizes, "the replicas of a group")
 
 
-@pytest.mark.parametrize("topology", ["v4:4x4x4", "v5p:4x4x12", "v5e:8x16", "v6e:16x16"])
+@pytest.mark.parametrize(
+    "topology", ["v4:4x4x4", "v5p:4x4x12", "v5e:8x16", "v6e:16x16"]
+)
 def test_the_layout_does_not_depend_on_the_order_of_the_devices(topology):
     chips = pods.make(topology, 2)
     shuffled = np.random.default_rng(0).permutation(chips).tolist()
@@ -129,10 +170,14 @@ def test_the_layout_does_not_depend_on_the_order_of_the_devices(topology):
 
 
 def hops_along(the_mesh, axis):
-    """Returns the distances between the first chips along a mesh axis, within the first slice."""
+    """Returns the distances between the first chips along a mesh axis, within the first
+    slice.
+    """
     chips = list(the_mesh.devices[:, 0].flat)
     places = np.arange(len(chips)).reshape(the_mesh.devices[:, :1].shape)
-    group = np.moveaxis(places, mesh.AXES.index(axis), -1).reshape(-1, the_mesh.shape[axis])[0]
+    group = np.moveaxis(places, mesh.AXES.index(axis), -1).reshape(
+        -1, the_mesh.shape[axis]
+    )[0]
     return torus.hops(chips, [group])
 
 
@@ -141,13 +186,15 @@ def hops_along(the_mesh, axis):
     [
         ("v5e:16x16", 1, 1, [1] * 255),
         ("v5e:16x16", 16, 1, [1] * 15),
-        # A model takes half a ring of 16. The replicas fill two rings of the other axis, 8 links apart.
+        # A model takes half a ring of 16. The replicas fill two rings of the other
+        # axis, 8 links apart.
         ("v5e:16x16", 8, 1, [1] * 30 + [8]),
         ("v6e:16x16", 8, 1, [1] * 30 + [8]),
         ("v6e:16x16", 8, 2, [1] * 15),
         ("v6e:16x16", 4, 8, [1] * 7),
         ("v6e:4x4", 2, 1, [1] * 6 + [2]),
-        # No axis of this slice is a ring. A model takes an 8x4 box, so the two replicas are 4 links apart.
+        # No axis of this slice is a ring. A model takes an 8x4 box, so the two replicas
+        # are 4 links apart.
         ("v6e:8x8", 32, 1, [4]),
         ("v5p:8x8x16", 16, 1, [1] * 63),
         ("v5p:8x8x16", 8, 4, [1] * 31),
@@ -172,13 +219,19 @@ def test_distances_between_the_replicas_of_a_group(topology, model, groups, hops
 def test_an_axis_is_a_ring_only_where_the_torus_closes(topology, end_hops):
     chips = pods.make(topology)
     last = pods.shape(topology)[0] - 1
-    ends = [i for i, chip in enumerate(chips) if chip.coords in ((0, 0, 0), (last, 0, 0))]
+    ends = [
+        i for i, chip in enumerate(chips) if chip.coords in ((0, 0, 0), (last, 0, 0))
+    ]
     assert torus.hops(chips, [ends]) == [end_hops]
 
 
 def test_chips_that_fill_no_box_stay_in_their_order():
     chips = pods.make("v5e:4x4")
-    for subset in (chips[:3], [chips[5], chips[0], chips[9], chips[2]], [chips[0], chips[0]]):
+    for subset in (
+        chips[:3],
+        [chips[5], chips[0], chips[9], chips[2]],
+        [chips[0], chips[0]],
+    ):
         new_mesh = mesh.make_mesh(devices=subset)
         assert list(new_mesh.devices.flat) == subset
         assert mesh.torus_steps(new_mesh) == ((), ())
@@ -195,7 +248,9 @@ def test_devices_that_are_not_tpus_stay_in_their_order():
 
 def test_a_group_needs_replicas_in_each_slice():
     chips = pods.make("v5e:2x2", 2)
-    with pytest.raises(errors.UserError, match="good values: none: each group needs as many"):
+    with pytest.raises(
+        errors.UserError, match="good values: none: each group needs as many"
+    ):
         mesh.make_mesh(consecutive_groups(8, 8), slices=2, devices=chips)
 
 
@@ -248,7 +303,16 @@ def test_sums_over_a_part_of_a_slice_take_one_step():
 def test_sums_in_another_order_than_the_torus_s_take_one_step():
     # Up one row and down the other, as JAX orders a slice of eight chips.
     chips = {chip.coords: chip for chip in pods.make("v5e:2x4")}
-    ring = [(0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 3, 0), (1, 3, 0), (1, 2, 0), (1, 1, 0), (1, 0, 0)]
+    ring = [
+        (0, 0, 0),
+        (0, 1, 0),
+        (0, 2, 0),
+        (0, 3, 0),
+        (1, 3, 0),
+        (1, 2, 0),
+        (1, 1, 0),
+        (1, 0, 0),
+    ]
     devices = np.array([chips[place] for place in ring]).reshape(1, 1, 8, 1)
     assert mesh.torus_steps(jax.sharding.Mesh(devices, mesh.AXES)) == ((), ())
 
@@ -260,7 +324,10 @@ def test_sums_on_devices_that_are_not_tpus_take_one_step():
 def test_rules_decide_the_shardings():
     the_mesh = mesh.make_mesh(model=2)
     rules = ((r"attention/w$", jax.P(None, "model")), ("w$", jax.P("model")))
-    tree = {"attention": {"w": jnp.ones((4, 6)), "b": jnp.ones(3)}, "mlp": {"w": jnp.ones((2, 3))}}
+    tree = {
+        "attention": {"w": jnp.ones((4, 6)), "b": jnp.ones(3)},
+        "mlp": {"w": jnp.ones((2, 3))},
+    }
     result = jax.tree.map(lambda s: s.spec, mesh.tree_shardings(the_mesh, tree, rules))
     assert result == {
         "attention": {"w": jax.P(None, "model"), "b": jax.P()},
@@ -270,7 +337,9 @@ def test_rules_decide_the_shardings():
     result = mesh.tree_shardings(the_mesh, slots, rules, slots=True)
     assert [s.spec for s in result.values()] == [jax.P(None, "model"), jax.P()]
     grouped = mesh.make_mesh([[0, 1], [2, 3]], model=2)
-    (place,) = mesh.tree_shardings(grouped, [jnp.ones((2, 4, 6))], (("", jax.P(None, "model")),))
+    (place,) = mesh.tree_shardings(
+        grouped, [jnp.ones((2, 4, 6))], (("", jax.P(None, "model")),)
+    )
     assert place.spec == jax.P("group", None, "model")
 
 
@@ -278,10 +347,16 @@ def test_rules_decide_the_shardings():
     "shape,spec,match",
     [
         ((3,), jax.P("model"), "'w' splits a dimension of 3 over model_parallel=2"),
-        ((4,), jax.P(None, "model"), r"'w' of shape \(4,\) must have at most one entry"),
+        (
+            (4,),
+            jax.P(None, "model"),
+            r"'w' of shape \(4,\) must have at most one entry",
+        ),
         ((4,), jax.P("replica"), "None or 'model'"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(shape, spec, match):
     with pytest.raises(ValueError, match=match):
-        mesh.tree_shardings(mesh.make_mesh(model=2), {"w": jnp.ones(shape)}, (("w", spec),))
+        mesh.tree_shardings(
+            mesh.make_mesh(model=2), {"w": jnp.ones(shape)}, (("w", spec),)
+        )

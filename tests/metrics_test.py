@@ -1,4 +1,6 @@
-"""Tests of metrics: their transfer to the host, their JSON and text, and the files that hold them."""
+"""Tests of metrics: their transfer to the host, their JSON and text, and the files that
+hold them.
+"""
 
 import json
 
@@ -23,8 +25,12 @@ def test_every_row_arrives_some_steps_later():
     assert [row["step"] for row in deferred.flush()] == [5]
 
 
-def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(tmp_path):
-    with pytest.raises(ValueError, match="run does not exist: create it, or restore it") as caught:
+def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(
+    tmp_path,
+):
+    with pytest.raises(
+        ValueError, match="run does not exist: create it, or restore it"
+    ) as caught:
         jsonfile.write(tmp_path / "run/status.json", {})
     assert "saved so far" not in str(caught.value)
 
@@ -34,7 +40,10 @@ def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(
     [
         ({"global_step": 4, "skipped": 0}, {"skipped": 1}),
         ({"a/global_step": [5, 3], "a/skipped": [0, 0]}, {"a/skipped": [0, 2]}),
-        ({"a/global_step": 14, "a/skipped": 0, "a/updates_per_step": 3}, {"a/skipped": 1}),
+        (
+            {"a/global_step": 14, "a/skipped": 0, "a/updates_per_step": 3},
+            {"a/skipped": 1},
+        ),
         # The step makes several updates, and returns the outcome of one.
         ({"a/global_step": 14, "a/skipped": 0}, {}),
     ],
@@ -45,7 +54,12 @@ def test_a_row_has_the_skips_so_far(values, expected):
 
 
 def test_nonfinite_numbers_become_null_in_json():
-    row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
+    row = {
+        "step": 1,
+        "loss": float("inf"),
+        "of groups": [1.5, float("nan")],
+        "nested": {"a": 2.0},
+    }
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
     assert json.loads(jsonfile.dumps(row)) == expected
 
@@ -60,11 +74,18 @@ def test_nested_rows_are_flattened_to_one_name_per_number():
 def test_long_lists_of_lines_are_cut_in_the_middle():
     lines = [str(i) for i in range(10)]
     assert formatting.shortened(lines, 10) == lines
-    assert formatting.shortened(lines, 5) == ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
+    assert formatting.shortened(lines, 5) == [
+        "0",
+        "1",
+        "... 6 more; --verbose shows all",
+        "8",
+        "9",
+    ]
 
 
 @pytest.mark.parametrize(
-    "seconds,text", [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")]
+    "seconds,text",
+    [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (float("nan"), "?")],
 )
 def test_durations_as_text(seconds, text):
     assert formatting.duration(seconds) == text

@@ -1,4 +1,6 @@
-"""Tests that a mistake in an experiment is reported, with its place and a fix, before the run creates anything."""
+"""Tests that a mistake in an experiment is reported, with its place and a fix, before
+the run creates anything.
+"""
 
 import itertools
 import sys
@@ -11,9 +13,7 @@ from xshard.new import __main__ as new
 
 FORWARD = '        return network(batch["point"])'
 LOSS = '        return jnp.mean(_cross_entropy(outputs, batch)), {"accuracy": accuracy}'
-EVALUATE = (
-    '        return {"loss": _cross_entropy(outputs, batch), "accuracy": _hits(outputs, batch)}'
-)
+EVALUATE = '        return {"loss": _cross_entropy(outputs, batch), "accuracy": _hits(outputs, batch)}'
 TRAIN = "        return _spirals(np.arange(97))"
 EVAL = "        return _spirals(np.arange(96) + 0.5)"
 CROSS = '        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)\n'
@@ -27,7 +27,9 @@ def before(line, text):
 
 
 def train(text):
-    """Returns the edit that makes `train_data` return `text`, in which `d` is the original data."""
+    """Returns the edit that makes `train_data` return `text`, in which `d` is the
+    original data.
+    """
     return (TRAIN, f"        d = _spirals(np.arange(97))\n        return {text}")
 
 
@@ -39,9 +41,12 @@ def in_evaluate(text):
     return (EVALUATE, EVALUATE.replace("_hits(outputs, batch)", text))
 
 
-NORM = "        hk.BatchNorm(True, True, 0.9{})(batch['point'], is_training=is_training)"
+NORM = (
+    "        hk.BatchNorm(True, True, 0.9{})(batch['point'], is_training=is_training)"
+)
 STATE = "        x = hk.get_state('x', {}, init=jnp.zeros); hk.set_state('x', {})"
-# Each case: an edit of the experiment that `python -m xshard.new` writes, and parts of the message.
+# Each case: an edit of the experiment that `python -m xshard.new` writes, and parts of
+# the message.
 MISTAKES = {
     "loss alone": (
         in_loss(', {"accuracy": accuracy}', ""),
@@ -158,7 +163,8 @@ MISTAKES = {
         ["of type int32, which differs between the replicas"],
     ),
 }  # fmt: skip
-# Bugs in the user's code: an edit, and parts of the message. {FORWARD} stands for the number of that line.
+# Bugs in the user's code: an edit, and parts of the message. {FORWARD} stands for the
+# number of that line.
 BUGS = {
     "a shape": (
         (FORWARD, '        return network(batch["point"].reshape(-1))'),
@@ -229,7 +235,9 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Returns a function that creates a run of the edited experiment, which checks the experiment."""
+    """Returns a function that creates a run of the edited experiment, which checks the
+    experiment.
+    """
     name = f"experiment_{next(_NUMBERS)}"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -275,11 +283,16 @@ def test_a_bug_is_reported_with_its_place(check, case, capsys):
         check(edit)
     assert cli.is_bug(caught.value)
     for part in parts:
-        for name, text in (("FORWARD", FORWARD), ("TRAIN", TRAIN), ("EVALUATE", EVALUATE)):
+        for name, text in (
+            ("FORWARD", FORWARD),
+            ("TRAIN", TRAIN),
+            ("EVALUATE", EVALUATE),
+        ):
             part = part.replace(f"{{{name}}}", str(line_of(text)))
         assert part in cli.summary(caught.value), cli.summary(caught.value)
     cli.print_error(caught.value, has_debug_flag=True)
-    # The traceback hides the framework's frames; only the failed import of optx may show them.
+    # The traceback hides the framework's frames; only the failed import of optx may
+    # show them.
     printed = capsys.readouterr().err
     assert "xshard/loop.py" not in printed or "optx" in printed
     assert printed.endswith(f"error: {cli.summary(caught.value)}\n")
@@ -292,5 +305,7 @@ def test_odd_code_that_works_is_accepted(check, case):
 
 def test_an_unknown_best_metric_is_refused(check):
     checkpoint = {"keep_best": 1, "best_metric": "acc"}
-    with pytest.raises(errors.UserError, match="best_metric='acc' must be a metric .* accuracy, l"):
+    with pytest.raises(
+        errors.UserError, match="best_metric='acc' must be a metric .* accuracy, l"
+    ):
         check((FORWARD, FORWARD), checkpoint=checkpoint)

@@ -1,4 +1,6 @@
-"""Tests of the watch over a run, in one process; tests/launch/pod_test.py tests it between processes."""
+"""Tests of the watch over a run, in one process; tests/launch/pod_test.py tests it
+between processes.
+"""
 
 import concurrent.futures
 import contextlib
@@ -54,7 +56,8 @@ def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number
         signal_receiver = poll(watching)
         assert signal_receiver == (notice.STOP, signal.Signals(number).name, code)
         if number != signal.SIGINT:
-            # The signals that stop a job on many hosts, or at the limit of CPU time, come several times.
+            # The signals that stop a job on many hosts, or at the limit of CPU time,
+            # come several times.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
             assert watching._agreement._requested is None and watching.poll() is None
@@ -66,14 +69,16 @@ def test_a_signal_from_before_the_watch_is_handled(tmp_path):
     with signals.SignalReceiver() as signal_receiver:
         os.kill(os.getpid(), signal.SIGTERM)
         watching = monitor.PodMonitor(tmp_path, signal_receiver=signal_receiver)
-        # This poll comes before the watch reads the signal, because a stop before the first poll ends the process.
+        # This poll comes before the watch reads the signal, because a stop before the
+        # first poll ends the process.
         watching.poll()
         with watching:
             assert poll(watching).why == "SIGTERM"
 
 
 def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
-    # The main thread waits at this barrier in C, as in a compilation, so no Python handler can run.
+    # The main thread waits at this barrier in C, as in a compilation, so no Python
+    # handler can run.
     libc, barrier = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     assert libc.pthread_barrier_init(barrier, None, 2) == 0
 
@@ -84,7 +89,10 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
         finally:
             libc.pthread_barrier_wait(barrier)
 
-    with monitor.PodMonitor(tmp_path) as watching, concurrent.futures.ThreadPoolExecutor() as pool:
+    with (
+        monitor.PodMonitor(tmp_path) as watching,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
         watching.poll()
         stopping = pool.submit(stop)
         libc.pthread_barrier_wait(barrier)
@@ -95,9 +103,14 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
 def test_the_signal_handlers_are_restored(tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM)
     signal_receiver = []
-    # The test sets its own handlers, because a program that a shell starts in the background ignores SIGINT.
-    handlers = {number: lambda got, _: signal_receiver.append(got) for number in numbers}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    # The test sets its own handlers, because a program that a shell starts in the
+    # background ignores SIGINT.
+    handlers = {
+        number: lambda got, _: signal_receiver.append(got) for number in numbers
+    }
+    before = {
+        number: signal.signal(number, handler) for number, handler in handlers.items()
+    }
     try:
         with monitor.PodMonitor(tmp_path):
             pass
@@ -142,7 +155,10 @@ with signals.SignalReceiver() as receiver:
 
 def test_a_signal_to_a_forked_child_is_not_the_run_s():
     done = subprocess.run(
-        [sys.executable, "-c", FORK], env=harness.environment(), capture_output=True, text=True
+        [sys.executable, "-c", FORK],
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
     )
     lines = done.stdout.splitlines()
     assert lines == [f"{-signal.SIGTERM} []", "[]", f"[{signal.SIGINT!r}]"], done.stderr
@@ -174,7 +190,9 @@ finally:
 
 
 def test_a_forked_child_does_not_hold_the_locks_of_its_run(tmp_path):
-    """A worker of a pool may outlive a run that was killed, and the run is started again at once."""
+    """A worker of a pool may outlive a run that was killed, and the run is started
+    again at once.
+    """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOCKS, str(tmp_path / "run")],
         env=harness.environment(), capture_output=True, text=True,
@@ -186,7 +204,11 @@ def test_a_stop_file_stops_the_run(tmp_path):
     with monitor.PodMonitor(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
-        assert poll(watching) == (notice.STOP, f"there is a file {tmp_path / 'STOP'}", 42)
+        assert poll(watching) == (
+            notice.STOP,
+            f"there is a file {tmp_path / 'STOP'}",
+            42,
+        )
 
 
 def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
@@ -196,7 +218,11 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
     with monitor.PodMonitor(tmp_path, stop_after_seconds=5000) as watching:
         assert watching.poll() is None
         passed = 5000.0
-        assert poll(watching) == (notice.STOP, "the time of --stop_after has passed", 42)
+        assert poll(watching) == (
+            notice.STOP,
+            "the time of --stop_after has passed",
+            42,
+        )
 
 
 def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
@@ -228,7 +254,8 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
     written = calls_of(monkeypatch, watching, "_write_status")
     with watching:
         watching.doing("compiling", step=0, steps=100)
-        # The watch writes nothing before it is told that the directory belongs to this run.
+        # The watch writes nothing before it is told that the directory belongs to this
+        # run.
         harness.wait_until(lambda: len(written) > 1)
         assert not (tmp_path / "status.json").exists()
         watching.publish()
@@ -261,7 +288,8 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "action, code", [("lambda: exits.exit_now(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)]
+    "action, code",
+    [("lambda: exits.exit_now(7)", 7), ("lambda: print('heard')", -signal.SIGABRT)],
 )
 def test_an_abort_in_any_thread_calls_the_handler(action, code):
     # The main thread is blocked meanwhile, as it is in a computation.
@@ -291,7 +319,9 @@ ctypes.CDLL(None).abort()
 
 
 class LossyBoard:
-    """A stand-in for the board that several processes share; it loses some calls, and only the reply of others."""
+    """A stand-in for the board that several processes share; it loses some calls, and
+    only the reply of others.
+    """
 
     def __init__(self, index, shared, choose):
         self._index, self._shared, self._choose = index, shared, choose
@@ -306,7 +336,9 @@ class LossyBoard:
         return result
 
     def write(self, topic, text):
-        self._call(lambda: self._shared.setdefault(topic, {}).__setitem__(self._index, text))
+        self._call(
+            lambda: self._shared.setdefault(topic, {}).__setitem__(self._index, text)
+        )
 
     def read(self, topic):
         return self._call(lambda: dict(self._shared.get(topic, {})))
@@ -321,7 +353,9 @@ class LossyBoard:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
-def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypatch, seed):
+def test_two_processes_agree_over_a_network_that_loses_calls(
+    tmp_path, monkeypatch, seed
+):
     def train(watching, asks):
         """Makes steps at a random pace; returns the step and the kind of each notice."""
         choose = random.Random(seed * 2 + asks)
@@ -344,7 +378,9 @@ def test_two_processes_agree_over_a_network_that_loses_calls(tmp_path, monkeypat
         for index in range(2):
             watching = monitor.PodMonitor(tmp_path, ["h0", "h0"])
             watching._index = index
-            watching._board = LossyBoard(index, shared, random.Random(100 * seed + index))
+            watching._board = LossyBoard(
+                index, shared, random.Random(100 * seed + index)
+            )
             watching._agreement._board = watching._board
             watches.append(watching)
         for watching in watches:
@@ -369,7 +405,10 @@ def test_only_training_and_evaluation_can_stall():
 @pytest.mark.sample(0.4)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, processes):
-    options = ("--config.experiment=tests.standstill.Standstill", "--step_timeout_seconds=15")
+    options = (
+        "--config.experiment=tests.standstill.Standstill",
+        "--step_timeout_seconds=15",
+    )
     process = harness.launch(
         f"--num_processes={processes}",
         "--cpu_devices=2",
@@ -381,13 +420,20 @@ def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, pro
     said = next(line for line in output.splitlines() if "no progress for" in line)
     # The host is some steps ahead of the step that never ends.
     assert re.search(r"since \d\d:\d\d:\d\d, in training at step [789]: a device", said)
-    assert "--step_timeout_seconds=15" in said and "resumes from the last checkpoint" in said
-    # Each process prints the stacks of its threads: the main thread is in the loop, and the host function hangs in one
-    # of the processes. Processes other than 0 print to their logs.
+    assert (
+        "--step_timeout_seconds=15" in said
+        and "resumes from the last checkpoint" in said
+    )
+    # Each process prints the stacks of its threads: the main thread is in the loop, and
+    # the host function hangs in one of the processes. Processes other than 0 print to
+    # their logs.
     logs = [path.read_text() for path in (tmp_path / "run").glob("logs/*.log")]
     for name in ("loop.py", "standstill.py"):
         assert any(name in text for text in (output, *logs))
-    assert sum(text.count("The stack of each thread:") for text in (output, *logs)) >= processes
+    assert (
+        sum(text.count("The stack of each thread:") for text in (output, *logs))
+        >= processes
+    )
     assert output.count("failure 1 of") == 1
     assert "resumed from the checkpoint of step 5" in output
 

@@ -1,4 +1,6 @@
-"""Tests that a new experiment is written whole or not at all; docs_test runs it as part of the tutorial."""
+"""Tests that a new experiment is written whole or not at all; docs_test runs it as part
+of the tutorial.
+"""
 
 import importlib.util
 
@@ -15,7 +17,9 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
     directory = tmp_path / "some where" / "spirals"
     assert sorted(path.name for path in directory.iterdir()) == sorted(new.FILES)
     assert "  cd 'some where/spirals'\n" in out
-    commands = [line.split("#")[0].strip() for line in out.splitlines() if "python -m" in line]
+    commands = [
+        line.split("#")[0].strip() for line in out.splitlines() if "python -m" in line
+    ]
     readme = (directory / "README.md").read_text()
     assert len(commands) == 2 and all(command in readme for command in commands)
 
@@ -34,7 +38,9 @@ def test_the_new_config_has_every_key_of_a_run():
     exec((new.TEMPLATE / "config.py").read_text(), namespace)
     config.check(namespace["get_config"]())
     keys = config.flatten(namespace["get_config"]().to_dict()).keys()
-    own = {key for key in keys if key.startswith(("model.", "optimizer.", "loss_scale."))}
+    own = {
+        key for key in keys if key.startswith(("model.", "optimizer.", "loss_scale."))
+    }
     assert keys - own == {key.name for key in config.KEYS}
 
 
@@ -42,7 +48,9 @@ def test_an_empty_directory_is_accepted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert new.main(["."]) == 0
     assert "  cd " not in capsys.readouterr().out
-    assert (tmp_path / "config.py").read_text() == (new.TEMPLATE / "config.py").read_text()
+    assert (tmp_path / "config.py").read_text() == (
+        new.TEMPLATE / "config.py"
+    ).read_text()
 
 
 @pytest.mark.parametrize(

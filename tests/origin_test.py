@@ -1,4 +1,6 @@
-"""Tests of the origin that a run records: the Git commit of its experiment's code, and the libraries."""
+"""Tests of the origin that a run records: the Git commit of its experiment's code, and
+the libraries.
+"""
 
 import json
 import subprocess
@@ -23,7 +25,9 @@ def repository(tmp_path):
 def git(folder, *arguments):
     identity = ["-c", "user.name=Someone", "-c", "user.email=someone@example.com"]
     command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_the_commit_is_marked_dirty_only_if_the_file_has_changed(repository):
@@ -46,7 +50,9 @@ def test_an_untracked_experiment_marks_the_commit_dirty(repository):
     assert origin_lib.commit(str(repository / "experiment.py")) == commit
 
 
-def test_without_git_or_a_repository_the_commit_is_empty(repository, tmp_path, monkeypatch):
+def test_without_git_or_a_repository_the_commit_is_empty(
+    repository, tmp_path, monkeypatch
+):
     assert origin_lib.commit(str(tmp_path / "experiment.py")) == ""
     assert origin_lib.commit("/nowhere/experiment.py") == ""
     monkeypatch.setenv("PATH", "")
@@ -60,4 +66,7 @@ def test_a_resume_with_other_libraries_is_reported(tmp_path):
     of_run = workdir.Workdir(tmp_path)
     assert of_run.check_origin(then) == []
     (change,) = of_run.check_origin(now)
-    assert change == "libraries: jax 0.10.2, jaxlib 0.10.2 -> jax 0.12.0.1, jaxlib 0.12.0.1"
+    assert (
+        change
+        == "libraries: jax 0.10.2, jaxlib 0.10.2 -> jax 0.12.0.1, jaxlib 0.12.0.1"
+    )

@@ -1,4 +1,6 @@
-"""Slows runs down, so that they have not ended when a test interrupts them, however late that is."""
+"""Slows runs down, so that they have not ended when a test interrupts them, however
+late that is.
+"""
 
 import contextlib
 import os
@@ -11,10 +13,12 @@ _SECONDS = 0.5
 
 @contextlib.contextmanager
 def slow(file, after):
-    """Makes runs slow after a number of steps; yields the environment variables that the runs need.
+    """Makes runs slow after a number of steps; yields the environment variables that
+    the runs need.
 
     Args:
-      file: a path that the runs can read; it is deleted at the end, and the runs go on at full speed.
+      file: a path that the runs can read; it is deleted at the end, and the runs go on
+        at full speed.
       after: the number of steps at full speed.
     """
     file.write_text(str(after))

@@ -18,7 +18,9 @@ PACKAGES = ("xshard", "launch")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Returns the names of the files in a wheel that is built from a copy, without a network."""
+    """Returns the names of the files in a wheel that is built from a copy, without a
+    network.
+    """
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -26,8 +28,12 @@ def wheel(tmp_path_factory):
     for path in [*ROOT.glob("requirements*.in"), ROOT / "README.md", ROOT / "LICENSE"]:
         shutil.copy(path, source)
     shutil.copy(ROOT / "pyproject.toml", source)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(output)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    build = (
+        f"from setuptools import build_meta; build_meta.build_wheel({str(output)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (path,) = output.glob("*.whl")
     return set(zipfile.ZipFile(path).namelist())
@@ -61,8 +67,12 @@ def test_the_wheel_has_nothing_else(wheel):
 
 
 def test_each_requirements_file_is_an_extra_and_is_exported():
-    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
-    extras = {name: value["file"] for name, value in dynamic["optional-dependencies"].items()}
+    dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
+        "setuptools"
+    ]["dynamic"]
+    extras = {
+        name: value["file"] for name, value in dynamic["optional-dependencies"].items()
+    }
     names = {path.stem.partition("_")[2] for path in ROOT.glob("requirements_*.in")}
     assert {"tpu", "cuda"} < names
     assert extras == {name: [f"requirements_{name}.in"] for name in names}

@@ -1,4 +1,6 @@
-"""Stand-ins for the chips of TPU pods, with the attributes that libtpu reports; the tests have no TPU."""
+"""Stand-ins for the chips of TPU pods, with the attributes that libtpu reports; the
+tests have no TPU.
+"""
 
 import dataclasses
 
@@ -25,17 +27,23 @@ class Chip:
 
 
 def shape(topology):
-    """Returns the number of chips along each axis of a topology such as 'v5e:4x8' or 'v5p:4x4x8'."""
+    """Returns the number of chips along each axis of a topology such as 'v5e:4x8' or
+    'v5p:4x4x8'.
+    """
     chips.parse_topology(topology)
     sizes = topology.split(":")[1].split("x")
     return tuple(map(int, sizes))
 
 
 def make(topology, slices=1):
-    """Returns the chips of slices in the order of `jax.devices()`: host by host, each with a square of 2x2."""
+    """Returns the chips of slices in the order of `jax.devices()`: host by host, each
+    with a square of 2x2.
+    """
     name, sizes = topology.split(":")[0], shape(topology)
     sizes += (1,) * (3 - len(sizes))
-    hosts = [-(-size // side) for size, side in zip(sizes, (_HOST, _HOST, 1), strict=True)]
+    hosts = [
+        -(-size // side) for size, side in zip(sizes, (_HOST, _HOST, 1), strict=True)
+    ]
     devices = []
     for part in range(slices):
         # The device numbers of different slices are not consecutive.

@@ -52,7 +52,9 @@ def test_a_key_that_reaches_a_rule_is_accepted(tmp_path):
 def test_gathers_of_whole_parameters_are_refused(tmp_path):
     config = make_config("tests.toy.Wide")
     config.gather_once = True
-    with pytest.raises(errors.UserError, match="gather_once=True has no effect without"):
+    with pytest.raises(
+        errors.UserError, match="gather_once=True has no effect without"
+    ):
         loop.Run(config.lock(), str(tmp_path / "run"))
 
 
@@ -64,16 +66,23 @@ class Averaged(toy.Toy):
 
 
 def test_a_run_warns_of_averages_beside_the_state_of_raw_parameters(tmp_path, capsys):
-    for experiment, warns in (("tests.preflight_test.Averaged", True), ("tests.toy.Toy", False)):
+    for experiment, warns in (
+        ("tests.preflight_test.Averaged", True),
+        ("tests.toy.Toy", False),
+    ):
         config = make_config(experiment)
         config.steps = 1
         assert loop.run(config.lock(), str(tmp_path / experiment), "") == 0
         said = capsys.readouterr().out
-        assert ("warning: the averages of parameters are evaluated with" in said) == warns
+        assert (
+            "warning: the averages of parameters are evaluated with" in said
+        ) == warns
 
 
 class Counting(toy.Wide):
-    """Logs integers: a large one, and the replica's own number of large labels, as it is or reduced."""
+    """Logs integers: a large one, and the replica's own number of large labels, as it
+    is or reduced.
+    """
 
     def train_step(self, state, batch, key):
         state, outcome = super().train_step(state, batch, key)
@@ -83,7 +92,12 @@ class Counting(toy.Wide):
             "sum": jax.lax.psum(count, ("slice", "replica")),
             "mean": count.astype(jnp.float32),
         }[self.config.count]
-        return state, {"": outcome, "large": 2**24 + 1, "too_large": 2**40, "count": own}
+        return state, {
+            "": outcome,
+            "large": 2**24 + 1,
+            "too_large": 2**40,
+            "count": own,
+        }
 
 
 def test_integers_are_logged_as_they_are(tmp_path):
@@ -99,7 +113,9 @@ def test_an_integer_that_differs_between_replicas_is_refused(tmp_path):
     for count, refused in (("own", True), ("mean", False)):
         config = make_config("tests.preflight_test.Counting")
         config.count = count
-        raises = pytest.raises(errors.UserError, match="returns the integer 'count', which differs")
+        raises = pytest.raises(
+            errors.UserError, match="returns the integer 'count', which differs"
+        )
         with raises if refused else contextlib.nullcontext():
             loop.Run(config.lock(), str(tmp_path / count))
 
@@ -132,17 +148,27 @@ def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("hidden, groups", [(16, ()), (20, ()), (18, ((0, 1, 2, 3), (4, 5, 6, 7)))])
+@pytest.mark.parametrize(
+    "hidden, groups", [(16, ()), (20, ()), (18, ((0, 1, 2, 3), (4, 5, 6, 7)))]
+)
 def test_arrays_that_no_dimension_divides_are_named(tmp_path, capsys, hidden, groups):
     config = make_config("tests.toy.Wide", shard_update=True)
     config.update({"hidden": hidden, "steps": 1, "group_assignment": groups})
     assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "are updated whole" in line]
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "are updated whole" in line
+    ]
     # The last bias is one number, which needs no mention.
     all_others = 5 * hidden
     if hidden == 16:
         assert not said
         return
     (line,) = said
-    assert f"note: of {all_others + 1} parameters, {all_others} are updated whole" in line
-    assert f"arrays: mlp/~/linear_0/w (3, {hidden}), mlp/~/linear_0/b ({hidden},)" in line
+    assert (
+        f"note: of {all_others + 1} parameters, {all_others} are updated whole" in line
+    )
+    assert (
+        f"arrays: mlp/~/linear_0/w (3, {hidden}), mlp/~/linear_0/b ({hidden},)" in line
+    )

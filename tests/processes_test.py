@@ -1,4 +1,6 @@
-"""Tests of the exchanges between processes; tests/launch tests their meeting with real processes."""
+"""Tests of the exchanges between processes; tests/launch tests their meeting with real
+processes.
+"""
 
 import json
 
@@ -31,7 +33,9 @@ class Jitted:
 
 @pytest.fixture
 def meetings(monkeypatch):
-    """The events of a run of two processes, in which the other process always brings the same value."""
+    """The events of a run of two processes, in which the other process always brings
+    the same value.
+    """
     events = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -45,7 +49,10 @@ def meetings(monkeypatch):
 
 def test_no_process_runs_a_program_before_all_have_compiled_it(meetings):
     step = processes.compiled_by_all(Jitted(meetings), "the step")
-    assert not meetings and [float(step(0, jnp.float32(x))) for x in (1, 2)] == [2.0, 3.0]
+    assert not meetings and [float(step(0, jnp.float32(x))) for x in (1, 2)] == [
+        2.0,
+        3.0,
+    ]
     assert meetings == ["compiled", "compiling the step", "called", "called"]
 
 
@@ -60,8 +67,12 @@ def test_other_shapes_on_another_process_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     meet = lambda self, value: [value, "({'x': (8, 9)},)"]
     monkeypatch.setattr(processes.Exchange, "__call__", meet)
-    step = processes.compiled_by_all(jax.jit(lambda state, batch: batch["x"]), "the step")
-    with pytest.raises(errors.UserError, match=r"'x': \(8, 5\).*'x': \(8, 9\).*same shapes on all"):
+    step = processes.compiled_by_all(
+        jax.jit(lambda state, batch: batch["x"]), "the step"
+    )
+    with pytest.raises(
+        errors.UserError, match=r"'x': \(8, 5\).*'x': \(8, 9\).*same shapes on all"
+    ):
         step(0, {"x": jnp.ones((8, 5))})
 
 
@@ -69,7 +80,9 @@ def test_a_process_that_does_not_respond_is_reported(monkeypatch):
     events = []
 
     def raise_lost(self, value):
-        raise processes.LostError(f"{self._what}: process 1 of 2 did not respond within 7200 s")
+        raise processes.LostError(
+            f"{self._what}: process 1 of 2 did not respond within 7200 s"
+        )
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes.Exchange, "__call__", raise_lost)
@@ -87,11 +100,15 @@ def test_a_program_is_compiled_once(meetings):
 
 
 @pytest.mark.parametrize(
-    "others, difference", [(["10 rows", "9 rows"], "process 2: 9 rows"), (["10 rows"] * 2, "")]
+    "others, difference",
+    [(["10 rows", "9 rows"], "process 2: 9 rows"), (["10 rows"] * 2, "")],
 )
 def test_different_data_on_the_processes_is_refused(monkeypatch, others, difference):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    exchange = lambda _, mine: [mine, *(json.dumps({"held-out": other}) for other in others)]
+    exchange = lambda _, mine: [
+        mine,
+        *(json.dumps({"held-out": other}) for other in others),
+    ]
     monkeypatch.setattr(processes.Exchange, "__call__", exchange)
     facts = {"held-out": lambda: "10 rows"}
     if not difference:

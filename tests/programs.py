@@ -1,4 +1,6 @@
-"""Programs that runs of one config share. To trace them anew would take most of the time of a short run."""
+"""Programs that runs of one config share. To trace them anew would take most of the
+time of a short run.
+"""
 
 import contextlib
 import functools
@@ -10,7 +12,8 @@ from xshard import step
 from xshard.run import preflight
 from xshard.stored import fingerprint
 
-# These functions depend on the experiment and the mesh, and on nothing else that differs between runs of one config.
+# These functions depend on the experiment and the mesh, and on nothing else that
+# differs between runs of one config.
 _MAKERS = (
     (step, "make_watched_step"),
     (step, "make_predict"),
@@ -22,21 +25,26 @@ _MAKERS = (
 
 @contextlib.contextmanager
 def shared(besides=()):
-    """Makes runs of one config share their programs, so that JAX traces, lowers and loads each program once.
+    """Makes runs of one config share their programs, so that JAX traces, lowers and
+    loads each program once.
 
     Args:
-      besides: keys of the config in which the runs may differ because only their data depends on these keys.
+      besides: keys of the config in which the runs may differ because only their data
+        depends on these keys.
     """
     with pytest.MonkeyPatch.context() as patch:
         for module, name in _MAKERS:
             patch.setattr(module, name, _once(getattr(module, name), besides))
-        # A program that is traced once makes its rules once, so later runs would have none to look at.
+        # A program that is traced once makes its rules once, so later runs would have
+        # none to look at.
         patch.setattr(preflight, "_check_reduction", lambda *args: None)
         yield
 
 
 def _once(make, besides):
-    """Wraps a function so that it is called once for each config, mesh and set of options."""
+    """Wraps a function so that it is called once for each config, mesh and set of
+    options.
+    """
     programs = {}
 
     @functools.wraps(make)

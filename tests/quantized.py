@@ -1,6 +1,8 @@
-"""An experiment for tests: an autoencoder whose codebook is a moving average over the batches of all replicas.
+"""An experiment for tests: an autoencoder whose codebook is a moving average over the
+batches of all replicas.
 
-Source: van den Oord et al., "Neural Discrete Representation Learning", 2017. The codebook is Haiku's.
+Source: van den Oord et al., "Neural Discrete Representation Learning", 2017. The
+codebook is Haiku's.
 """
 
 import haiku as hk
@@ -13,7 +15,9 @@ from experiments.digits import images
 
 
 class Quantized(xshard.Supervised):
-    """Encodes each part of a handwritten digit as one of a few codes, and decodes the digit again."""
+    """Encodes each part of a handwritten digit as one of a few codes, and decodes the
+    digit again.
+    """
 
     def train_data(self):
         return images.split()[0]
@@ -30,17 +34,27 @@ class Quantized(xshard.Supervised):
         hidden = norm(hk.Linear(self.config.hidden, name="encode")(flat), is_training)
         coded = codebook(hidden.reshape(len(hidden), -1, 4), is_training)
         quantized = coded["quantize"].reshape(hidden.shape)
-        decoded = hk.nets.MLP([self.config.hidden, flat.shape[1]], name="decode")(quantized)
+        decoded = hk.nets.MLP([self.config.hidden, flat.shape[1]], name="decode")(
+            quantized
+        )
         error = jnp.mean((decoded - flat) ** 2, axis=-1)
-        return {"error": error, "codebook": coded["loss"], "perplexity": coded["perplexity"]}
+        return {
+            "error": error,
+            "codebook": coded["loss"],
+            "perplexity": coded["perplexity"],
+        }
 
     def loss(self, outputs, batch):
         loss = jnp.mean(outputs["error"]) + outputs["codebook"]
         return loss, {"perplexity": outputs["perplexity"]}
 
     def optimizer(self):
-        opt = xshard.OptaxOptimizer(optax.adam(self.config.optimizer.learning_rate), name="adam")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.OptaxOptimizer(
+            optax.adam(self.config.optimizer.learning_rate), name="adam"
+        )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
     def evaluate(self, outputs, batch):
@@ -58,5 +72,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.hidden = 64
     config.optimizer = {"learning_rate": 3e-3}
     config.eval_every_steps = 100
-    config.checkpoint.update({"every_steps": 100, "best_metric": "error", "best_mode": "min"})
+    config.checkpoint.update(
+        {"every_steps": 100, "best_metric": "error", "best_mode": "min"}
+    )
     return config

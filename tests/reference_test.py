@@ -1,4 +1,6 @@
-"""Tests that every public name has a docstring that fits it, and that the reference is built from these."""
+"""Tests that every public name has a docstring that fits it, and that the reference is
+built from these.
+"""
 
 import ast
 import importlib.util
@@ -14,7 +16,9 @@ import xshard
 from tests.checkpoint import harness
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SPEC = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+SPEC = importlib.util.spec_from_file_location(
+    "reference", ROOT / "docs" / "reference.py"
+)
 reference = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(reference)
 MODULES = reference.modules()
@@ -26,7 +30,9 @@ def source(module):
 
 
 def public(node, prefix):
-    """Yields `(name, node)` for the public classes, functions, methods and properties below a node, and `__init__`."""
+    """Yields `(name, node)` for the public classes, functions, methods and properties
+    below a node, and `__init__`.
+    """
     for child in node.body:
         if not isinstance(child, ast.ClassDef | ast.FunctionDef):
             continue
@@ -38,7 +44,9 @@ def public(node, prefix):
 
 
 def section(docstring, title):
-    """Returns the names that a section of a docstring describes; None if there is no such section."""
+    """Returns the names that a section of a docstring describes; None if there is no
+    such section.
+    """
     lines = inspect.cleandoc(docstring).splitlines()
     if f"{title}:" not in lines:
         return None
@@ -53,7 +61,13 @@ def section(docstring, title):
 
 def arguments(function):
     args = function.args
-    parameters = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+    parameters = [
+        *args.posonlyargs,
+        *args.args,
+        args.vararg,
+        *args.kwonlyargs,
+        args.kwarg,
+    ]
     return [arg.arg for arg in parameters if arg and arg.arg not in ("self", "cls")]
 
 
@@ -64,15 +78,20 @@ def problems(module):
     for name, node in public(tree, module):
         docstring = ast.get_docstring(node)
         if not docstring:
-            # If a constructor's arguments need no explanation, the docstring of the class is enough.
+            # If a constructor's arguments need no explanation, the docstring of the
+            # class is enough.
             if node.name != "__init__":
                 yield f"{name} has no docstring"
             continue
         if isinstance(node, ast.ClassDef):
             described = section(docstring, "Attributes") or []
             used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-            used |= {name.attr for name in ast.walk(node) if isinstance(name, ast.Attribute)}
-            yield from (f"{name}: no attribute {word}" for word in described if word not in used)
+            used |= {
+                name.attr for name in ast.walk(node) if isinstance(name, ast.Attribute)
+            }
+            yield from (
+                f"{name}: no attribute {word}" for word in described if word not in used
+            )
             continue
         described = section(docstring, "Args")
         if described is not None and described != arguments(node):
@@ -94,7 +113,8 @@ def test_every_exported_name_is_documented():
 
 
 def test_the_reference_has_every_module_and_exported_name(tmp_path):
-    # In another process, because the programs of the package define flags that launch defines too.
+    # In another process, because the programs of the package define flags that launch
+    # defines too.
     command = [sys.executable, str(ROOT / "docs" / "reference.py"), str(tmp_path)]
     # In an empty folder, because pdoc warns of a folder that has the package's name.
     subprocess.run(command, check=True, env=harness.environment(), cwd=tmp_path)
@@ -105,4 +125,6 @@ def test_the_reference_has_every_module_and_exported_name(tmp_path):
     exported = (tmp_path / "xshard.html").read_text()
     for name in xshard.__all__:
         assert f'id="{name}"' in exported
-    assert "Scales the loss that" in exported and "Source: <code>tf.compat.v1" in exported
+    assert (
+        "Scales the loss that" in exported and "Source: <code>tf.compat.v1" in exported
+    )

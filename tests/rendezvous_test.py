@@ -1,4 +1,6 @@
-"""Tests of how processes meet, over real sockets, with threads as processes; tests/launch uses real processes."""
+"""Tests of how processes meet, over real sockets, with threads as processes;
+tests/launch uses real processes.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,14 @@ from tests.guests import (
     processes,
 )
 from tests.launch import harness
-from xshard.pod import handshake, process_spec, rendezvous, rendezvous_server, signals, startup
+from xshard.pod import (
+    handshake,
+    process_spec,
+    rendezvous,
+    rendezvous_server,
+    signals,
+    startup,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +63,15 @@ def test_a_loopback_address_stays_on_loopback(host):
 
 
 def test_an_address_of_no_interface_listens_on_all_interfaces():
-    # The address of a Kubernetes service, or before address translation, belongs to no interface. Nor does any in
-    # 192.0.2.0/24.
+    # The address of a Kubernetes service, or before address translation, belongs to no
+    # interface. Nor does any in 192.0.2.0/24.
     for address in ("192.0.2.1:8476", "no.such.host.invalid:8476", f"{'x' * 70}:8476"):
         assert process_spec.interface(address) == ""
 
 
 def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch):
-    # Debian resolves a machine's own name to 127.0.1.1; other machines resolve it to another address.
+    # Debian resolves a machine's own name to 127.0.1.1; other machines resolve it to
+    # another address.
     resolve = lambda host, *args, **kwargs: original(
         "127.0.1.1" if host == "h0" else host, *args, **kwargs
     )
@@ -80,14 +90,20 @@ def test_a_name_that_is_loopback_only_here_listens_on_all_interfaces(monkeypatch
 
 @pytest.mark.parametrize(
     ("address", "bound"),
-    [("127.0.0.1:8476", "127.0.0.1:8476"), ("[::1]:8476", "[::1]:8476"), ("192.0.2.1:8476", None)],
+    [
+        ("127.0.0.1:8476", "127.0.0.1:8476"),
+        ("[::1]:8476", "[::1]:8476"),
+        ("192.0.2.1:8476", None),
+    ],
 )
 def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, bound):
     captured = {}
     monkeypatch.setattr(startup.rendezvous, "meet", lambda *args: ["h0", "h1"])
     monkeypatch.setattr(startup.jax.config, "update", lambda *args: None)
     monkeypatch.setattr(
-        startup.jax.distributed, "initialize", lambda *args, **kwargs: captured.update(kwargs)
+        startup.jax.distributed,
+        "initialize",
+        lambda *args, **kwargs: captured.update(kwargs),
     )
     place = process_spec.ProcessSpec(address, 2, 0)
     startup.join(place, startup.Timeouts(), FACTS, "", SignalReceiver())
@@ -100,11 +116,20 @@ def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, 
         ({}, None),
         ({"https_proxy": "http://proxy:3128"}, "10.0.0.1"),
         ({"http_proxy": "http://proxy:3128", "no_proxy": ".local"}, ".local,10.0.0.1"),
-        ({"grpc_proxy": "proxy:1", "no_proxy": "a", "no_grpc_proxy": "b"}, "b,10.0.0.1"),
+        (
+            {"grpc_proxy": "proxy:1", "no_proxy": "a", "no_grpc_proxy": "b"},
+            "b,10.0.0.1",
+        ),
     ],
 )
 def test_the_coordinator_is_reached_without_a_proxy(monkeypatch, given, exempt):
-    for name in ("http_proxy", "https_proxy", "grpc_proxy", "no_proxy", "no_grpc_proxy"):
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "grpc_proxy",
+        "no_proxy",
+        "no_grpc_proxy",
+    ):
         # Set before, so that it is restored whatever the code sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -144,15 +169,19 @@ def test_a_port_taken_by_another_program_is_reported():
         port = other.getsockname()[1]
         received = meet(make_places(2, port)[:1])
         assert f"port {port} is taken by another program" in str(received[0])
-        # To a client, the other program accepts the connection and sends nothing. A client waits for an answer for 5 s
-        # more than `seconds`, so here for 0.5 s.
+        # To a client, the other program accepts the connection and sends nothing. A
+        # client waits for an answer for 5 s more than `seconds`, so here for 0.5 s.
         received = meet(make_places(2, port)[1:], seconds=-4.5)
         assert "did not answer as process 0" in str(received[0])
 
 
 def test_a_guest_gives_up_on_a_program_that_is_not_process_0(monkeypatch):
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.5)
-    for answer in (b"HTTP/1.0 400 Bad Request\r\n\r\n", b"[" * 200_000 + b"\n", b"x" * (2 << 20)):
+    for answer in (
+        b"HTTP/1.0 400 Bad Request\r\n\r\n",
+        b"[" * 200_000 + b"\n",
+        b"x" * (2 << 20),
+    ):
         with socket.create_server(("127.0.0.1", 0)) as other, processes() as start:
             last = start(make_places(2, other.getsockname()[1])[1])
             while not last.done():
@@ -168,7 +197,9 @@ def test_an_unreachable_coordinator_is_reported():
         ("no.such.host.invalid:1", "known"),
     ):
         (received,) = meet([process_spec.ProcessSpec(address, 2, 1)], seconds=0.5)
-        assert str(received).startswith("process 1 on ") and "cannot reach" in str(received)
+        assert str(received).startswith("process 1 on ") and "cannot reach" in str(
+            received
+        )
         assert reason in str(received)
 
 
@@ -182,8 +213,13 @@ def impatient(monkeypatch):
 
 def test_different_process_counts_are_refused(impatient):
     first = make_places(2)[0]
-    received = [str(e) for e in meet([first, process_spec.ProcessSpec(first.address, 3, 1)])]
-    assert set(received) == {received[0]} and "--num_processes=3, process 0 on" in received[0]
+    received = [
+        str(e) for e in meet([first, process_spec.ProcessSpec(first.address, 3, 1)])
+    ]
+    assert (
+        set(received) == {received[0]}
+        and "--num_processes=3, process 0 on" in received[0]
+    )
 
 
 def test_two_processes_with_one_id_are_refused(impatient):
@@ -197,7 +233,11 @@ def test_different_code_or_config_is_named(impatient):
     with processes() as start:
         received = [str(f.result()) for f in (start(first), start(second, facts=OTHER))]
     assert set(received) == {received[0]}
-    for part in ("process 1 on", "config.steps: 13 there, 12 on", "xshard/loop.py: ffffffff there"):
+    for part in (
+        "process 1 on",
+        "config.steps: 13 there, 12 on",
+        "xshard/loop.py: ffffffff there",
+    ):
         assert part in received[0]
 
 
@@ -219,7 +259,10 @@ def test_the_first_differences_are_listed_and_the_rest_counted(impatient):
     facts = {f"file{i}": "a" for i in range(8)}
     first, second = make_places(2)
     with processes() as start:
-        futures = [start(first, facts=facts), start(second, facts=dict.fromkeys(facts, "b"))]
+        futures = [
+            start(first, facts=facts),
+            start(second, facts=dict.fromkeys(facts, "b")),
+        ]
         received = str(futures[0].result())
     assert "file4" in received and "file5" not in received and "and 3 more" in received
 
@@ -227,11 +270,17 @@ def test_the_first_differences_are_listed_and_the_rest_counted(impatient):
 def test_a_long_value_is_compared_by_its_checksum(impatient):
     first, second = make_places(2)
     long = "x" * (4 << 20)
-    assert meet((first, second), facts={"config.table": long}) == [[socket.gethostname()] * 2] * 2
+    assert (
+        meet((first, second), facts={"config.table": long})
+        == [[socket.gethostname()] * 2] * 2
+    )
     with processes() as start:
         futures = [start(p, facts={"t": f"{long}{p.index}"}) for p in (first, second)]
         received = str(futures[0].result())
-    assert "has different code or a different config (t: xxx" in received and len(received) < 2000
+    assert (
+        "has different code or a different config (t: xxx" in received
+        and len(received) < 2000
+    )
 
 
 def test_more_facts_than_a_message_holds_are_refused():
@@ -239,7 +288,8 @@ def test_more_facts_than_a_message_holds_are_refused():
     with processes() as start:
         first = start(all_places[0], seconds=1.0)
         last = start(
-            all_places[1], facts={f"package/{i:0100}.py": "0a1b2c3d" for i in range(10_000)}
+            all_places[1],
+            facts={f"package/{i:0100}.py": "0a1b2c3d" for i in range(10_000)},
         )
         assert "has 10000 facts" in str(last.result())
         assert "did not connect" in str(first.result())
@@ -249,12 +299,16 @@ def test_the_right_process_still_starts_the_run_after_a_wrong_one():
     first, second = make_places(2)
     with processes() as start:
         futures = [start(first)]
-        assert "different code or a different config" in str(start(second, facts=OTHER).result())
+        assert "different code or a different config" in str(
+            start(second, facts=OTHER).result()
+        )
         assert "--num_processes=3" in str(
             start(process_spec.ProcessSpec(first.address, 3, 1)).result()
         )
         futures.append(start(second))
-        assert [future.result() for future in futures] == [[socket.gethostname()] * 2] * 2
+        assert [future.result() for future in futures] == [
+            [socket.gethostname()] * 2
+        ] * 2
 
 
 # Processes of another launch.
@@ -270,7 +324,10 @@ def test_processes_with_another_token_or_none_are_turned_away(monkeypatch):
             assert "it has a different launch token (XSHARD_LAUNCH_TOKEN)" in received
         received = str(host.result())
     assert received.startswith("process 1 of 2 did not connect")
-    assert "that connected, the last from 127.0.0.1, did not have this launch's token" in received
+    assert (
+        "that connected, the last from 127.0.0.1, did not have this launch's token"
+        in received
+    )
 
 
 def test_a_stranger_without_the_token_is_dropped():
@@ -282,7 +339,9 @@ def test_a_stranger_without_the_token_is_dropped():
         stranger.say({})
         stranger.say_hello(facts=OTHER)
         assert stranger.is_dropped()
-        assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
+        assert isinstance(start(second).result(), list) and isinstance(
+            host.result(), list
+        )
 
 
 def test_a_guest_sends_no_token_and_no_config_to_an_unproven_host():
@@ -291,8 +350,11 @@ def test_a_guest_sends_no_token_and_no_config_to_an_unproven_host():
         # A client waits for an answer for 5 s more than `seconds`, so here for 1 s.
         last = start(make_places(2, other.getsockname()[1])[1], seconds=-4.0)
         with other.accept()[0] as connection:
-            # A host must prove that it has the token before a client sends more; this seal is wrong.
-            connection.sendall(handshake.nonce_line("b" * 32) + b"0" * 64 + b' {"process": 0}\n')
+            # A host must prove that it has the token before a client sends more; this
+            # seal is wrong.
+            connection.sendall(
+                handshake.nonce_line("b" * 32) + b"0" * 64 + b' {"process": 0}\n'
+            )
             while data := connection.recv(1 << 16):
                 sent.append(data)
         last.result()
@@ -333,7 +395,9 @@ def raw(data):
 
 
 def sealed(*messages, token=TOKEN, **fields):
-    """Returns a function that connects, shows the token, sends raw messages, and a hello if it has fields."""
+    """Returns a function that connects, shows the token, sends raw messages, and a
+    hello if it has fields.
+    """
 
     def visit(place):
         stranger = Stranger(place, token)
@@ -397,7 +461,9 @@ def test_a_rogue_connection_is_dropped_and_the_run_starts(rogue):
                 while connection.recv(1 << 16):
                     pass
         futures.append(start(all_places[2]))
-        assert [future.result() for future in futures] == [[socket.gethostname()] * 3] * 3
+        assert [future.result() for future in futures] == [
+            [socket.gethostname()] * 3
+        ] * 3
 
 
 def test_an_accepted_guest_that_sends_an_invalid_message_is_dropped():
@@ -434,7 +500,9 @@ def test_slow_guests_delay_neither_the_others_nor_the_deadline(monkeypatch):
         # Process 0 drops both while it waits for the other process.
         trickling.join(harness.FOREVER)
         assert not trickling.is_alive() and silent.recv(1) == b"" and not host.done()
-        assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
+        assert isinstance(start(second).result(), list) and isinstance(
+            host.result(), list
+        )
         # If only a slow client has connected, process 0 still keeps to its deadline.
         first = make_places(2)[0]
         host = start(first, seconds=2.0)
@@ -448,7 +516,9 @@ def test_200_simultaneous_connections_keep_nobody_out():
     with processes() as start:
         host = start(first)
         crowd = [connect(first) for _ in range(200)]
-        assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
+        assert isinstance(start(second).result(), list) and isinstance(
+            host.result(), list
+        )
         for visitor in crowd:
             visitor.close()
 
@@ -460,7 +530,9 @@ def test_the_oldest_strangers_are_dropped_when_there_are_too_many(monkeypatch):
         host = start(first)
         crowd = [connect(first) for _ in range(5)]
         assert crowd[0].recv(1) == b"" and crowd[1].recv(1) == b""
-        assert isinstance(start(second).result(), list) and isinstance(host.result(), list)
+        assert isinstance(start(second).result(), list) and isinstance(
+            host.result(), list
+        )
 
 
 def test_a_process_that_left_frees_its_index():
@@ -472,7 +544,8 @@ def test_a_process_that_left_frees_its_index():
         gone.say_hello(index=1, count=3)
         assert gone.hear() == {"welcome": True}
         gone.connection.shutdown(socket.SHUT_RDWR)
-        # Its index is free again, whether or not process 0 has detected the end of the connection yet.
+        # Its index is free again, whether or not process 0 has detected the end of the
+        # connection yet.
         others = [start(all_places[1]), start(all_places[2])]
         assert [f.result() for f in (host, *others)] == [[socket.gethostname()] * 3] * 3
 
@@ -497,7 +570,9 @@ def test_the_end_of_process_0_is_detected_at_once():
         with server.accept()[0] as connection, connection.makefile("rb") as file:
             nonces = f"{handshake.read_nonce(file.readline()[:-1])} {'c' * 32}"
             seals = handshake.Seals(TOKEN, handshake.SERVER, nonces)
-            connection.sendall(handshake.nonce_line("c" * 32) + seals.line({"process": 0}))
+            connection.sendall(
+                handshake.nonce_line("c" * 32) + seals.line({"process": 0})
+            )
             for _ in range(2):
                 seals.read(file.readline()[:-1])
             connection.sendall(seals.line({"welcome": True}))
@@ -509,7 +584,8 @@ def test_the_end_of_process_0_is_detected_at_once():
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGUSR1, 42)]
+    ("number", "code"),
+    [(signal.SIGTERM, 42), (signal.SIGINT, 130), (signal.SIGUSR1, 42)],
 )
 def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, code):
     all_places = make_places(4)
@@ -530,9 +606,7 @@ def test_a_signal_to_one_waiting_process_stops_all(monkeypatch, index, number, c
         receivers[index].send(number)
         stops = [future.result() for future in futures]
     assert [e.code for e in stops] == [code] * 3
-    prefix = (
-        f"{number.name} on process {index} on {socket.gethostname()}: stopped before the run began"
-    )
+    prefix = f"{number.name} on process {index} on {socket.gethostname()}: stopped before the run began"
     assert all(str(e).startswith(prefix) for e in stops)
 
 
@@ -544,7 +618,9 @@ def test_a_signal_before_the_welcome_is_read_reaches_process_0():
         with server.accept()[0] as connection, connection.makefile("rb") as file:
             nonces = f"{handshake.read_nonce(file.readline()[:-1])} {'c' * 32}"
             seals = handshake.Seals(TOKEN, handshake.SERVER, nonces)
-            connection.sendall(handshake.nonce_line("c" * 32) + seals.line({"process": 0}))
+            connection.sendall(
+                handshake.nonce_line("c" * 32) + seals.line({"process": 0})
+            )
             for _ in range(2):
                 seals.read(file.readline()[:-1])
             signal_receiver.send(signal.SIGTERM)
@@ -611,7 +687,11 @@ def test_signals_that_a_program_was_started_to_ignore_stay_ignored():
     )
     command = ["nohup", sys.executable, "-c", program]
     done = subprocess.run(
-        command, env=harness.environment(), capture_output=True, text=True, stdin=subprocess.DEVNULL
+        command,
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
     )
     assert done.stdout.split() == [str(int(signal.SIGXCPU))], done.stderr
 

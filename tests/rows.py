@@ -1,4 +1,6 @@
-"""Readers of the rows, results and state of a run, for comparisons; and ways to stop a run."""
+"""Readers of the rows, results and state of a run, for comparisons; and ways to stop a
+run.
+"""
 
 import json
 
@@ -10,11 +12,15 @@ from xshard.run import preflight
 
 
 class Killed(BaseException):
-    """The end of a run at an instant that a test chooses, as if the process were killed."""
+    """The end of a run at an instant that a test chooses, as if the process were
+    killed.
+    """
 
 
 class ScriptedWatch:
-    """A stand-in for the watch over a run, which delivers one notice at the poll with a given number."""
+    """A stand-in for the watch over a run, which delivers one notice at the poll with a
+    given number.
+    """
 
     def __init__(self, at, kind):
         self._at = at
@@ -39,9 +45,13 @@ def read(directory):
 
 
 def same_bits(directory):
-    """Returns the rows as text, without the `perf/` values, which differ between runs of the same bits."""
+    """Returns the rows as text, without the `perf/` values, which differ between runs
+    of the same bits.
+    """
     return [
-        json.dumps({name: value for name, value in row.items() if not name.startswith("perf/")})
+        json.dumps(
+            {name: value for name, value in row.items() if not name.startswith("perf/")}
+        )
         for row in read(directory)
     ]
 

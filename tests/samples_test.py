@@ -1,4 +1,6 @@
-"""Tests of samples: their files, the samples of a run that was killed, and the places that show them."""
+"""Tests of samples: their files, the samples of a run that was killed, and the places
+that show them.
+"""
 
 import json
 import struct
@@ -6,7 +8,10 @@ import zlib
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing import event_accumulator, plugin_event_accumulator
+from tensorboard.backend.event_processing import (
+    event_accumulator,
+    plugin_event_accumulator,
+)
 
 import xshard
 from tests import rows, toy
@@ -26,10 +31,16 @@ class Showing(toy.Toy):
 
     def samples(self, predict, key):
         del key
-        outputs = predict({"x": np.eye(3, dtype=np.float32), "y": np.zeros(3, np.float32)})
+        outputs = predict(
+            {"x": np.eye(3, dtype=np.float32), "y": np.zeros(3, np.float32)}
+        )
         pixels = np.outer(outputs, outputs)
         said = f"predicted {outputs[0]:.6f} < 9"
-        return {"said": said, "pixels": xshard.Image(pixels), "out": xshard.Histogram(outputs)}
+        return {
+            "said": said,
+            "pixels": xshard.Image(pixels),
+            "out": xshard.Histogram(outputs),
+        }
 
 
 class Huge(toy.Toy):
@@ -53,7 +64,9 @@ def make_config(name="Showing", **changes):
     config = toy.get_config()
     config.experiment = f"tests.samples_test.{name}"
     config.update({"steps": 6, "eval_every_steps": 3, "samples_every_steps": 2})
-    config.update({"log_every_steps": 1, "writers": ("jsonl", "tensorboard"), **changes})
+    config.update(
+        {"log_every_steps": 1, "writers": ("jsonl", "tensorboard"), **changes}
+    )
     config.checkpoint.every_steps = 4
     return config.lock()
 
@@ -63,13 +76,17 @@ def lines(directory):
 
 
 def pixels_of(content):
-    """Returns the pixels of a PNG file; checks each chunk's checksum, and that no line has a filter."""
+    """Returns the pixels of a PNG file; checks each chunk's checksum, and that no line
+    has a filter.
+    """
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     place, chunks = 8, {}
     while place < len(content):
         (length,) = struct.unpack_from(">I", content, place)
         body = content[place + 4 : place + 8 + length]
-        assert struct.unpack_from(">I", content, place + 8 + length)[0] == zlib.crc32(body)
+        assert struct.unpack_from(">I", content, place + 8 + length)[0] == zlib.crc32(
+            body
+        )
         chunks[body[:4]], place = body[4:], place + 12 + length
     width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
     assert depth == 8 and list(chunks)[-1] == b"IEND"
@@ -84,7 +101,8 @@ def test_an_image_becomes_a_png_file_of_its_pixels(shape):
     item = xshard.Image(whole).item()
     np.testing.assert_array_equal(pixels_of(samples.png(item)).reshape(shape), whole)
     assert (item["height"], item["width"]) == (3, 5)
-    # A float becomes the nearest of 256 shades. NaN and values below 0 become black, values above 1 white.
+    # A float becomes the nearest of 256 shades. NaN and values below 0 become black,
+    # values above 1 white.
     np.testing.assert_array_equal(
         xshard.Image(whole / np.float32(255)).pixels.reshape(shape), whole
     )
@@ -117,20 +135,27 @@ def test_invalid_samples_are_refused(make, match):
 
 
 def test_invalid_samples_fail_before_a_run_and_large_ones_when_shown(tmp_path, capsys):
-    with pytest.raises(errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"):
+    with pytest.raises(
+        errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"
+    ):
         loop.Run(make_config("Wrong"), str(tmp_path / "run"))
     with pytest.raises(
-        errors.UserError, match="samples_every_steps=-1 must be an integer of at least 0"
+        errors.UserError,
+        match="samples_every_steps=-1 must be an integer of at least 0",
     ):
         loop.Run(make_config(samples_every_steps=-1), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(errors.UserError, match="below 4,194,304 bytes .*largest is 'noise'"):
+    with pytest.raises(
+        errors.UserError, match="below 4,194,304 bytes .*largest is 'noise'"
+    ):
         loop.run(make_config("Huge", steps=1), str(tmp_path / "run"), "")
     assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == ""
 
 
 def dies(method, at, *, after):
-    """Wraps a method so that its call with this number kills the run, before or after it does its work."""
+    """Wraps a method so that its call with this number kills the run, before or after
+    it does its work.
+    """
     calls = []
 
     def call(*args, **kwargs):
@@ -154,7 +179,8 @@ def whole(tmp_path_factory):
 
 INSTANTS = [
     (log_lib.Log, "write_samples", 1, True),
-    # The calls come after steps 2, 4 and 6. Step 6 is the last; its checkpoint exists when the third call comes.
+    # The calls come after steps 2, 4 and 6. Step 6 is the last; its checkpoint exists
+    # when the third call comes.
     (log_lib.Log, "write_samples", 3, False),
     (log_lib.Log, "write_samples", 3, True),
     (loop.Run, "_sample", 2, False),
@@ -164,7 +190,9 @@ INSTANTS = [
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("instant", INSTANTS, ids=str)
-def test_a_run_that_was_killed_shows_the_same_samples(tmp_path, whole, instant, monkeypatch):
+def test_a_run_that_was_killed_shows_the_same_samples(
+    tmp_path, whole, instant, monkeypatch
+):
     owner, name, at, after = instant
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dies(getattr(owner, name), at, after=after))
@@ -176,7 +204,9 @@ def test_a_run_that_was_killed_shows_the_same_samples(tmp_path, whole, instant, 
 
 
 class Stop:
-    """A watch that stops a run at the first step after which it both saves and shows samples."""
+    """A watch that stops a run at the first step after which it both saves and shows
+    samples.
+    """
 
     def __init__(self):
         self.step = 0
@@ -207,19 +237,26 @@ def test_tensorboard_reads_the_samples_of_the_json_lines(whole, tmp_path):
         kept = [json.loads(line)["samples"] for line in lines(directory)]
         path = str(directory / "tensorboard")
         accumulator = event_accumulator.EventAccumulator(path, ALL_OF_EACH)
-        # TensorBoard's own program uses this accumulator. Only this one also drops the texts from before a restart.
-        plugin_accumulator = plugin_event_accumulator.EventAccumulator(path, {"tensors": 0})
+        # TensorBoard's own program uses this accumulator. Only this one also drops the
+        # texts from before a restart.
+        plugin_accumulator = plugin_event_accumulator.EventAccumulator(
+            path, {"tensors": 0}
+        )
         accumulator.Reload()
         plugin_accumulator.Reload()
         images, histograms = accumulator.Images("pixels"), accumulator.Histograms("out")
         texts = plugin_accumulator.Tensors("said")
         for events in (images, histograms, texts, plugin_accumulator.Tensors("pixels")):
             assert [event.step for event in events] == steps
-        for row, image, histogram, text in zip(kept, images, histograms, texts, strict=True):
+        for row, image, histogram, text in zip(
+            kept, images, histograms, texts, strict=True
+        ):
             assert image.encoded_image_string == samples.png(row["pixels"])
             assert (image.height, image.width) == (3, 3)
             assert list(histogram.histogram_value.bucket) == row["out"]["counts"]
-            assert text.tensor_proto.string_val[0].decode().strip() == row["said"]["text"]
+            assert (
+                text.tensor_proto.string_val[0].decode().strip() == row["said"]["text"]
+            )
         plugin = plugin_accumulator.SummaryMetadata("said").plugin_data.plugin_name
         assert plugin == "text" and accumulator.Scalars("loss")
 
@@ -235,20 +272,36 @@ def test_the_results_and_the_report_show_the_samples(whole, tmp_path):
         row = json.loads(line)["samples"]
         assert f"data:image/png;base64,{row['pixels']['png']}" in shown
         assert row["said"]["text"].replace("<", "&lt;") in shown
-    assert shown.count("<svg width=") == 3 and shown.count("<summary>2 before</summary>") == 3
+    assert (
+        shown.count("<svg width=") == 3
+        and shown.count("<summary>2 before</summary>") == 3
+    )
     # Forged samples reach the page as escaped text only.
     evil = "<script>alert(1)</script>"
     image = {"kind": "image", "png": f'"{evil}', "height": 1, "width": 1, "channels": 1}
-    rows = [{"step": 1, "samples": {evil: {"kind": "text", "text": evil}, "x": image, "y": 5}}]
+    rows = [
+        {
+            "step": 1,
+            "samples": {evil: {"kind": "text", "text": evil}, "x": image, "y": 5},
+        }
+    ]
     path = directories.write(tmp_path / "forged", directories.rows(steps=30))
     directories.write_rows(path / "samples.jsonl", [*rows, {"step": 2, "samples": []}])
     shown = page.build(runs.read([str(path)]))
-    assert evil not in shown and "&lt;script&gt;alert(1)" in shown and '<img src="data' not in shown
+    assert (
+        evil not in shown
+        and "&lt;script&gt;alert(1)" in shown
+        and '<img src="data' not in shown
+    )
 
 
 def test_a_custom_writer_may_take_samples(tmp_path):
     assert (
-        loop.run(make_config(steps=2, writers=("jsonl", f"{__name__}.Mine")), str(tmp_path), "")
+        loop.run(
+            make_config(steps=2, writers=("jsonl", f"{__name__}.Mine")),
+            str(tmp_path),
+            "",
+        )
         == 0
     )
     assert Mine.taken == [json.loads(line) for line in lines(tmp_path)]

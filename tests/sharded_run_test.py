@@ -1,4 +1,6 @@
-"""Tests of runs with a sharded update: they end like replicated runs, and can switch to replicated and back."""
+"""Tests of runs with a sharded update: they end like replicated runs, and can switch to
+replicated and back.
+"""
 
 import dataclasses
 
@@ -36,9 +38,9 @@ def train(directory, **changes):
     return run, state
 
 
-# With 16 hidden units, every array but the last bias has a dimension that 8, 4 and 2 divide. With 20, 8 divides no
-# dimension, so each replica holds the arrays whole.
-# With 1024 hidden units, all parameters but the last bias are held in shards.
+# With 16 hidden units, every array but the last bias has a dimension that 8, 4 and 2
+# divide. With 20, 8 divides no dimension, so each replica holds the arrays whole. With
+# 1024 hidden units, all parameters but the last bias are held in shards.
 HELD = {"shard_params": True, "hidden": 1024}
 DIVIDED = {"shard_params": True, "hidden": 128, "model_parallel": 2}
 SHAPES = [
@@ -62,7 +64,9 @@ def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     replicated = {**shape, "shard_params": False}
     runs = {"sharded": {**shape, "shard_update": True}, "replicated": replicated}
     ends = [train(tmp_path / name, **changes)[1] for name, changes in runs.items()]
-    (sharded, replicated) = ({"state": dataclasses.replace(end, rng=None)} for end in ends)
+    (sharded, replicated) = (
+        {"state": dataclasses.replace(end, rng=None)} for end in ends
+    )
     # No norms are computed here, so only the order of the sums over replicas differs.
     harness.assert_close(sharded, replicated, rtol=2e-4, atol=1e-5)
 
@@ -91,7 +95,9 @@ def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
     slots = lambda state: bytes_per_device(state.experiment.opt_state) - small
     # Padding adds less than one element per replica to each of the six sharded slots.
     assert slots(cut) <= slots(whole) / 8 + 4 * padding
-    assert bytes_per_device(cut.experiment.params) == bytes_per_device(whole.experiment.params)
+    assert bytes_per_device(cut.experiment.params) == bytes_per_device(
+        whole.experiment.params
+    )
 
 
 @pytest.mark.sample(0.4)
@@ -178,7 +184,9 @@ def test_a_sharded_run_starts_from_a_replicated_run_s_parameters(tmp_path):
     fresh = state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
     initialized = checkpoint.init_from(checkpoint.Source(str(tmp_path)), fresh, print)
     for name in ("average", "doubt", "guess"):
-        of = lambda tree: getattr(tree.experiment[name], "params", tree.experiment[name])
+        of = lambda tree: getattr(
+            tree.experiment[name], "params", tree.experiment[name]
+        )
         harness.assert_equal(of(initialized), of(state))
         places = lambda tree: jax.tree.map(lambda x: x.sharding, of(tree))
         assert places(initialized) == places(fresh) != places(state)
@@ -187,7 +195,8 @@ def test_a_sharded_run_starts_from_a_replicated_run_s_parameters(tmp_path):
 def test_int8_errors_cannot_be_restored_for_another_slice_count(tmp_path):
     train(tmp_path, slices=2, slice_dtype="int8")
     with pytest.raises(
-        ValueError, match=r"error/mlp.* is float32\[2, .*\[4, .* Restore it with the config"
+        ValueError,
+        match=r"error/mlp.* is float32\[2, .*\[4, .* Restore it with the config",
     ):
         loop.Run(config(slices=4, slice_dtype="int8"), str(tmp_path)).resume_or_init()
 
@@ -223,40 +232,57 @@ def test_slice_counts_that_do_not_fit_are_refused(tmp_path, slices):
 
 def compiled(which, **changes):
     the_config = config(**changes)
-    the_mesh = mesh.make_mesh(the_config.group_assignment or None, slices=the_config.slices)
+    the_mesh = mesh.make_mesh(
+        the_config.group_assignment or None, slices=the_config.slices
+    )
     experiment = toy.Wide(the_config)
     examples = experiment.train_data()
     state = state_lib.abstract_state(experiment, the_mesh, 0, examples)
     if which == "train":
-        train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+        train = batches.TrainBatches(
+            experiment.train_batches, the_mesh, batch_size=16, seed=0
+        )
         batch = next(train)
     else:
         batch = next(iter(batches.EvalBatches(examples, the_mesh, 8)))
     make = {"train": step.make_train_step, "eval": step.make_eval_step}[which]
-    operations = collectives.of(jax.jit(make(experiment, the_mesh)).lower(state, batch).compile())
+    operations = collectives.of(
+        jax.jit(make(experiment, the_mesh)).lower(state, batch).compile()
+    )
     return the_mesh, operations
 
 
 def kinds(the_mesh, operations):
     return sorted(
-        {(operation.kind, collectives.axes(the_mesh, operation)) for operation in operations}
+        {
+            (operation.kind, collectives.axes(the_mesh, operation))
+            for operation in operations
+        }
     )
 
 
 @pytest.mark.parametrize("groups", [(), HALVES])
 def test_the_collectives_of_a_sharded_step(groups):
     operations = kinds(*compiled("train", shard_update=True, group_assignment=groups))
-    # Parameters are gathered and gradients scattered. The rest is reduced: whole arrays, the vote and the metrics.
+    # Parameters are gathered and gradients scattered. The rest is reduced: whole
+    # arrays, the vote and the metrics.
     over = ("replica",)
-    assert operations == [("all-gather", over), ("all-reduce", over), ("reduce-scatter", over)]
+    assert operations == [
+        ("all-gather", over),
+        ("all-reduce", over),
+        ("reduce-scatter", over),
+    ]
 
 
 def test_a_quarter_of_the_gradients_is_sent_between_slices():
     the_mesh, operations = compiled("train", slices=2)
     between = [
-        operation for operation in operations if "slice" in collectives.axes(the_mesh, operation)
+        operation
+        for operation in operations
+        if "slice" in collectives.axes(the_mesh, operation)
     ]
-    # The metrics are reduced over both axes at once. A quarter of the gradients is sent between slices.
+    # The metrics are reduced over both axes at once. A quarter of the gradients is sent
+    # between slices.
     params = 3 * 16 + 16 + 16
     gradients = sum(
         operation.bytes

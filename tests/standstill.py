@@ -9,7 +9,8 @@ import numpy as np
 
 from tests import toy
 
-# The variable that names a file. The first start creates the file and hangs; the next start sees it and does not.
+# The variable that names a file. The first start creates the file and hangs; the next
+# start sees it and does not.
 VARIABLE = "XSHARD_TEST_STANDSTILL"
 
 
@@ -50,11 +51,16 @@ class _Marked:
     def __next__(self):
         number = self.get_state()["batches"] + 1
         batch = next(self._batches)
-        return {**batch, "wait": np.full(len(batch["x"]), float(number == 7), np.float32)}
+        return {
+            **batch,
+            "wait": np.full(len(batch["x"]), float(number == 7), np.float32),
+        }
 
 
 class Silent(toy.Toy):
-    """Has a stream of training data that yields as many batches as the config says, and then none."""
+    """Has a stream of training data that yields as many batches as the config says, and
+    then none.
+    """
 
     def train_batches(self, part):
         return _Ending(super().train_batches(part), self.config.yields)

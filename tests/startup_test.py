@@ -27,7 +27,13 @@ def test_a_single_process_has_no_place():
 
 
 def test_a_place_is_detected_under_slurm(monkeypatch):
-    step = {"JOB_ID": 7, "STEP_NODELIST": "h[0-1]", "NTASKS": 2, "PROCID": 1, "LOCALID": 0}
+    step = {
+        "JOB_ID": 7,
+        "STEP_NODELIST": "h[0-1]",
+        "NTASKS": 2,
+        "PROCID": 1,
+        "LOCALID": 0,
+    }
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert startup.resolve_process(None, None, None) == process_spec.ProcessSpec(

@@ -1,4 +1,6 @@
-"""Tests of the step: replicas, groups, micro-batches, precision, skipped steps, shardings."""
+"""Tests of the step: replicas, groups, micro-batches, precision, skipped steps,
+shardings.
+"""
 
 import dataclasses
 
@@ -96,9 +98,13 @@ def test_gradients_are_reduced_once_for_all_micro_batches():
     )
     batch = next(train)
     text = (
-        jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, batch).compile().as_text()
+        jax.jit(step.make_train_step(experiment, the_mesh))
+        .lower(state, batch)
+        .compile()
+        .as_text()
     )
-    # XLA may merge the all-reduce of the gradients with the all-reduce of the metrics, or not.
+    # XLA may merge the all-reduce of the gradients with the all-reduce of the metrics,
+    # or not.
     assert text.count(" all-reduce(") <= 2
 
 
@@ -108,7 +114,10 @@ def test_each_group_trains_its_own_model():
     w = np.asarray(state.experiment.params["linear"]["w"])
     assert w.shape == (2, 3, 1) and not np.array_equal(w[0], w[1])
     assert state.experiment.params["linear"]["w"].sharding.spec[0] == "group"
-    assert history[0]["loss"].shape == (2,) and history[0]["loss"][0] != history[0]["loss"][1]
+    assert (
+        history[0]["loss"].shape == (2,)
+        and history[0]["loss"][0] != history[0]["loss"][1]
+    )
     assert state.experiment.global_step.shape == (2,) and state.step.shape == ()
 
 
@@ -116,7 +125,9 @@ def test_the_first_group_equals_a_run_of_one_group():
     grouped, _ = run(*make(Quiet, group_assignment=((0, 1, 2, 3), (4, 5, 6, 7))), 3)
     alone, _ = run(*make(Quiet, devices=4), 3)
     first = jax.tree.map(lambda a: np.asarray(a)[0], grouped.experiment.params)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(alone.experiment.params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(first), jax.tree.leaves(alone.experiment.params), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -125,7 +136,9 @@ def test_each_group_skips_steps_independently():
     state, history = run(experiment, the_mesh, 12)
     skipped = np.array([m["skipped"] for m in history])
     assert skipped.any(axis=0).all() and (skipped[:, 0] != skipped[:, 1]).any()
-    np.testing.assert_array_equal(state.experiment.global_step, 12 - skipped.sum(axis=0))
+    np.testing.assert_array_equal(
+        state.experiment.global_step, 12 - skipped.sum(axis=0)
+    )
     np.testing.assert_array_equal(
         state.experiment.opt_state["adam"]["0/count"], state.experiment.global_step
     )
@@ -145,7 +158,9 @@ class Plain(toy.Wide):
 
 
 def global_norm(tree):
-    return np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree)))
+    return np.sqrt(
+        sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree))
+    )
 
 
 @pytest.mark.sample(3)
@@ -155,7 +170,8 @@ def global_norm(tree):
         {},
         {"micro_batches": 2},
         {"model_parallel": 2},
-        # With 20 hidden units, the arrays are flattened and padded, and the last bias is whole.
+        # With 20 hidden units, the arrays are flattened and padded, and the last bias
+        # is whole.
         {"shard_update": True, "hidden": 20},
         {"shard_update": True, "slices": 2},
     ],
@@ -179,7 +195,8 @@ def test_norms_are_of_the_whole_batch_and_of_the_new_parameters(changes):
     gradient_norm = global_norm(jax.grad(loss)(jax.device_get(state.experiment.params)))
     after, (metrics,) = run(experiment, the_mesh, 1, state)
     assert {metrics[name].dtype for name in inspection.NORMS} == {np.dtype(np.float32)}
-    # Scaling the loss by 2**15 loses no precision, but float32 sums are computed in another order.
+    # Scaling the loss by 2**15 loses no precision, but float32 sums are computed in
+    # another order.
     np.testing.assert_allclose(metrics["gradient_norm"], gradient_norm, rtol=1e-5)
     np.testing.assert_allclose(
         metrics["parameter_norm"], global_norm(after.experiment.params), rtol=1e-6
@@ -200,9 +217,13 @@ def test_each_group_has_its_own_norms_and_a_skipped_step_shows(shard_update):
     # A skipped step keeps the parameters of the step before it.
     parameter_norms = np.array([m["parameter_norm"] for m in history])
     for step_number, group in zip(*np.nonzero(skipped[1:]), strict=True):
-        assert parameter_norms[step_number + 1, group] == parameter_norms[step_number, group]
+        assert (
+            parameter_norms[step_number + 1, group]
+            == parameter_norms[step_number, group]
+        )
     final_norms = [
-        global_norm(jax.tree.map(lambda x, g=g: x[g], state.experiment.params)) for g in range(2)
+        global_norm(jax.tree.map(lambda x, g=g: x[g], state.experiment.params))
+        for g in range(2)
     ]
     np.testing.assert_allclose(parameter_norms[-1], final_norms, rtol=1e-6)
 
@@ -210,7 +231,9 @@ def test_each_group_has_its_own_norms_and_a_skipped_step_shows(shard_update):
 def test_norms_have_the_same_bits_on_all_replicas():
     experiment, the_mesh = make(toy.Wide, shard_update=True, hidden=20)
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     _, metrics = jax.jit(step.make_train_step(experiment, the_mesh))(state, next(train))
     for name in inspection.NORMS:
         copies = {shard.data.tobytes() for shard in metrics[name].addressable_shards}
@@ -255,15 +278,21 @@ def test_a_precision_policy_sets_the_dtypes(compute):
             assert outputs.dtype == jnp.float32
             return super().loss(outputs, batch)
 
-    state, _ = run(*make(Spy, precision=f"params=float32,compute={compute},output=float32"), 2)
+    state, _ = run(
+        *make(Spy, precision=f"params=float32,compute={compute},output=float32"), 2
+    )
     assert (True, jnp.dtype(compute), jnp.dtype(compute)) in seen
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.experiment.params))
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.experiment.params)
+    )
 
 
 def test_the_state_is_donated_and_nothing_compiles_again():
     experiment, the_mesh = make()
     examples = experiment.train_data()
-    train = batches.TrainBatches(experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     state = state_lib.init(experiment, the_mesh, 0, examples)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
     first = state.experiment.params["linear"]["w"]
@@ -331,7 +360,9 @@ def test_evaluation_counts_each_example_once_and_adds_an_ensemble():
     np.testing.assert_array_equal(total["count"], [10, 10])
     w, b = (np.asarray(state.experiment.params["linear"][name]) for name in ("w", "b"))
     outputs = np.stack([(examples["x"] @ w[g] + b[g])[:, 0] for g in range(2)])
-    np.testing.assert_allclose(total["error"], ((outputs - examples["y"]) ** 2).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        total["error"], ((outputs - examples["y"]) ** 2).sum(1), rtol=1e-5
+    )
     ensemble = ((outputs.mean(0) - examples["y"]) ** 2).sum()
     np.testing.assert_allclose(total["ensemble/error"], ensemble, rtol=1e-5)
 
@@ -341,7 +372,8 @@ def test_evaluation_counts_each_example_once_and_adds_an_ensemble():
     "changes",
     [
         {},
-        # With 20 hidden units, 8 divides no dimension, so the averages are stored flattened and padded.
+        # With 20 hidden units, 8 divides no dimension, so the averages are stored
+        # flattened and padded.
         {"shard_update": True, "hidden": 20},
         {"shard_update": True, "group_assignment": GROUPS, "hidden": 18},
         {"shard_update": True, "model_parallel": 2},
@@ -361,22 +393,34 @@ def test_averages_are_evaluated_beside_the_parameters(changes):
         ],
         state.experiment.params,
     )
-    averaged = dataclasses.replace(state, experiment=state.experiment.replace(params=params))
+    averaged = dataclasses.replace(
+        state, experiment=state.experiment.replace(params=params)
+    )
     wanted = jax.device_get(evaluate(averaged, batch))
     # Here the averages replace the parameters.
     np.testing.assert_allclose(sums["average/error"], wanted["error"], rtol=1e-6)
-    np.testing.assert_allclose(sums["average/error"], wanted["average/error"], rtol=1e-6)
+    np.testing.assert_allclose(
+        sums["average/error"], wanted["average/error"], rtol=1e-6
+    )
     assert np.all(sums["average/error"] != sums["error"])
-    assert sums["average/error"].shape == sums["error"].shape and "average/count" not in sums
+    assert (
+        sums["average/error"].shape == sums["error"].shape
+        and "average/count" not in sums
+    )
 
 
 def test_a_run_without_averages_evaluates_none():
     experiment, the_mesh = make()
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    with run_context.run_on(the_mesh), pytest.raises(errors.UserError, match="keeps no averages"):
+    with (
+        run_context.run_on(the_mesh),
+        pytest.raises(errors.UserError, match="keeps no averages"),
+    ):
         experiment.learner.averages(state.experiment)
     batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
-    assert jax.eval_shape(step.make_eval_step(experiment, the_mesh), state, batch).keys() == {
+    assert jax.eval_shape(
+        step.make_eval_step(experiment, the_mesh), state, batch
+    ).keys() == {
         "error",
         "count",
     }
@@ -388,13 +432,19 @@ def test_gradients_can_be_clipped_per_replica():
             return jax.tree.map(jnp.zeros_like, grads)
 
     experiment, the_mesh = make(Clipped)
-    before = state_lib.init(experiment, the_mesh, 0, experiment.train_data()).experiment.params
+    before = state_lib.init(
+        experiment, the_mesh, 0, experiment.train_data()
+    ).experiment.params
     after, _ = run(experiment, the_mesh, 1)
-    np.testing.assert_array_equal(after.experiment.params["linear"]["w"], before["linear"]["w"])
+    np.testing.assert_array_equal(
+        after.experiment.params["linear"]["w"], before["linear"]["w"]
+    )
 
 
 class Normed(Wide):
-    """Clips the global norm of gradients that are sharded over 'model', which needs a sum over that axis."""
+    """Clips the global norm of gradients that are sharded over 'model', which needs a
+    sum over that axis.
+    """
 
     def optimizer(self):
         opt = xshard.CrossShardOptimizer(
@@ -411,5 +461,9 @@ def test_groups_with_a_model_axis_skip_steps_independently():
     state, history = run(experiment, the_mesh, 12)
     skipped = np.array([m["skipped"] for m in history])
     assert (skipped[:, 0] != skipped[:, 1]).any() and (skipped == 0).any(axis=0).all()
-    assert state.experiment.params["wide"]["w"].sharding.spec == jax.P("group", None, "model")
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.experiment.params))
+    assert state.experiment.params["wide"]["w"].sharding.spec == jax.P(
+        "group", None, "model"
+    )
+    assert all(
+        np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.experiment.params)
+    )

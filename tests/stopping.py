@@ -5,7 +5,9 @@ from tests import toy
 
 
 class Stopping(toy.Toy):
-    """Ends after two consecutive evaluations that do not lower the best error by more than 0.5."""
+    """Ends after two consecutive evaluations that do not lower the best error by more
+    than 0.5.
+    """
 
     def callbacks(self):
         metric = self.config.get("metric", "error")

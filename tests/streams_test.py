@@ -1,4 +1,6 @@
-"""Tests of standard streams that are closed, full, broken or ASCII only, with real processes and descriptors."""
+"""Tests of standard streams that are closed, full, broken or ASCII only, with real
+processes and descriptors.
+"""
 
 import io
 import os
@@ -12,7 +14,8 @@ from tests.launch import harness
 from xshard import cli
 from xshard.files import standard_streams
 
-# Prints more than any buffer holds, and reports to a file. The file is opened first: its descriptor must be above 2.
+# Prints more than any buffer holds, and reports to a file. The file is opened first:
+# its descriptor must be above 2.
 PROGRAM = """
 import contextlib, os, sys
 from xshard import cli
@@ -44,7 +47,16 @@ SHELL = {
 @pytest.mark.parametrize("case", SHELL)
 def test_a_program_finishes_with_its_own_exit_code(tmp_path, case):
     line = f'"$@" {SHELL[case]}; exit ${{PIPESTATUS[0]}}'
-    command = ["bash", "-c", line, "-", sys.executable, "-c", PROGRAM, str(tmp_path / "said")]
+    command = [
+        "bash",
+        "-c",
+        line,
+        "-",
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(tmp_path / "said"),
+    ]
     done = subprocess.run(
         command,
         env=harness.environment(**ASCII),
@@ -77,7 +89,9 @@ def test_a_program_outlives_its_terminal(tmp_path):
 def test_help_into_a_pager_that_has_quit(module):
     line = '"$@" --help | true; exit ${PIPESTATUS[0]}'
     command = ["bash", "-c", line, "-", sys.executable, "-m", module]
-    done = subprocess.run(command, env=harness.environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=harness.environment(), capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

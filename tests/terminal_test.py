@@ -1,4 +1,6 @@
-"""Tests of a run's output: a line for each row in a file, and one line that is updated in place on a terminal."""
+"""Tests of a run's output: a line for each row in a file, and one line that is updated
+in place on a terminal.
+"""
 
 import contextlib
 import io
@@ -19,7 +21,13 @@ from xshard import mesh
 from xshard.metrics import log, overview, terminal
 from xshard.optimizers import trees
 
-ROW = {"step": 5, "accuracy": 0.5, "loss": [1.25, 3e-7], "scale": 65536.0, "perf/seconds": 3.0}
+ROW = {
+    "step": 5,
+    "accuracy": 0.5,
+    "loss": [1.25, 3e-7],
+    "scale": 65536.0,
+    "perf/seconds": 3.0,
+}
 
 
 def make(show=terminal.Show.NORMAL, steps=100):
@@ -51,7 +59,9 @@ def test_quiet_prints_nothing(capsys):
 
 
 class Screen:
-    """A terminal that interprets the text and escape sequences written to it, and keeps its lines."""
+    """A terminal that interprets the text and escape sequences written to it, and keeps
+    its lines.
+    """
 
     def __init__(self):
         self.lines, self._row, self._column = [""], 0, 0
@@ -75,7 +85,9 @@ class Screen:
             assert part.endswith("m"), f"an unexpected escape sequence: {part!r}"
         else:
             line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + part + line[self._column + 1 :]
+            self.lines[self._row] = (
+                line[: self._column] + part + line[self._column + 1 :]
+            )
             self._column += 1
 
 
@@ -88,7 +100,9 @@ class Tty(io.StringIO):
 
 @pytest.fixture
 def open_screen(monkeypatch):
-    """Returns a function that replaces stdout and stderr by a terminal, and returns a reader of its lines."""
+    """Returns a function that replaces stdout and stderr by a terminal, and returns a
+    reader of its lines.
+    """
 
     def open_terminal(term="xterm"):
         stream = Tty()
@@ -119,7 +133,9 @@ def test_the_progress_line_is_updated_below_all_other_output(open_screen):
         if step == 10:
             display.row({**ROW, "step": 10, "loss": 0.5}, 10.0)
     print("from anywhere")
-    thread = threading.Thread(target=lambda: print("from another thread", file=sys.stderr))
+    thread = threading.Thread(
+        target=lambda: print("from another thread", file=sys.stderr)
+    )
     thread.start()
     thread.join()
     display.say("step 50: saved")
@@ -184,7 +200,8 @@ def run_on_a_terminal(*arguments, until="", send=b""):
       The exit code, and the lines on the screen.
     """
     ours, theirs = pty.openpty()
-    # Ctrl-C reaches only processes whose controlling terminal this is, so the program first makes it its own.
+    # Ctrl-C reaches only processes whose controlling terminal this is, so the program
+    # first makes it its own.
     program = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv)"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
@@ -214,7 +231,9 @@ def test_ctrl_c_stops_a_run_on_a_real_terminal(tmp_path):
     assert code == 130, lines
     progress = [i for i, line in enumerate(lines) if "/1000000  loss" in line]
     assert len(progress) == 1
-    above, below = ("\n".join(part) for part in (lines[: progress[0]], lines[progress[0] :]))
+    above, below = (
+        "\n".join(part) for part in (lines[: progress[0]], lines[progress[0] :])
+    )
     for text in (
         "of the last 4 steps skipped",
         "step 6  evaluation: error",
@@ -272,7 +291,11 @@ def test_a_long_table_is_cut_in_the_middle():
     [
         ({"skipped": 0}, {"skipped": 0}, ""),
         ({"skipped": 1}, {"skipped": 3}, "step 150: 2 of the last 50 steps skipped"),
-        ({"skipped": [0, 1]}, {"skipped": [0, 3]}, "step 150: [0 2] of the last 50 steps skipped"),
+        (
+            {"skipped": [0, 1]},
+            {"skipped": [0, 3]},
+            "step 150: [0 2] of the last 50 steps skipped",
+        ),
         ({}, {"skipped": 3}, ""),
         (
             {"skipped": 0, "loss_scale": 32768.0},

@@ -1,4 +1,6 @@
-"""A small experiment, its variants and its config, for tests of the loop and the program."""
+"""A small experiment, its variants and its config, for tests of the loop and the
+program.
+"""
 
 import haiku as hk
 import jax
@@ -12,7 +14,9 @@ from tests import pace
 
 
 class Toy(xshard.Supervised):
-    """Linear regression on synthetic data. Noise in training makes the result depend on the random keys."""
+    """Linear regression on synthetic data. Noise in training makes the result depend on
+    the random keys.
+    """
 
     def train_data(self):
         rng = np.random.default_rng(0)
@@ -37,13 +41,18 @@ class Toy(xshard.Supervised):
 
     def loss(self, outputs, batch):
         error = jnp.mean((outputs - batch["y"]) ** 2)
-        # The loss of some batches is infinite, so that a dynamic loss scale skips the step.
+        # The loss of some batches is infinite, so that a dynamic loss scale skips the
+        # step.
         bad = jnp.max(batch["x"]) > self.config.overflow_above
         return jnp.where(bad, jnp.inf, 1.0) * error, {"error": error}
 
     def optimizer(self):
-        opt = xshard.OptaxOptimizer(optax.adam(self.config.optimizer.learning_rate), name="adam")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.OptaxOptimizer(
+            optax.adam(self.config.optimizer.learning_rate), name="adam"
+        )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         return xshard.MixedPrecisionLossScaleOptimizer(
             opt, xshard.DynamicLossScale(increment_period=5)
         )
@@ -79,7 +88,9 @@ class Divided(Wide):
 
 
 class Poisoned(Wide):
-    """Puts NaN into one example of the batches of some steps; in float32, with or without a loss scale."""
+    """Puts NaN into one example of the batches of some steps; in float32, with or
+    without a loss scale.
+    """
 
     def train_batches(self, part):
         return _Poisoned(super().train_batches(part), part, self.config.poisoned)
@@ -131,10 +142,14 @@ class _Poisoned:
 
 
 class Overflowing(Toy):
-    """Makes the parameters nonfinite in update `overflow_at`, by default the last; its gradients are finite."""
+    """Makes the parameters nonfinite in update `overflow_at`, by default the last; its
+    gradients are finite.
+    """
 
     def optimizer(self):
-        rate = lambda count: jnp.where(count == self.config.overflow_at - 1, jnp.inf, 0.0)
+        rate = lambda count: jnp.where(
+            count == self.config.overflow_at - 1, jnp.inf, 0.0
+        )
         return xshard.CrossShardOptimizer(optax.scale_by_schedule(rate))
 
 

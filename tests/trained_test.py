@@ -41,14 +41,20 @@ def test_a_loaded_model_predicts_with_the_run_s_parameters(tmp_path, changes):
     mlp = trained.state.experiment.params
     w = [np.asarray(mlp[f"mlp/~/linear_{i}"]["w"]) for i in (0, 1)]
     b = [np.asarray(mlp[f"mlp/~/linear_{i}"]["b"]) for i in (0, 1)]
-    outputs = np.maximum(BATCH["x"] @ w[0] + b[0][..., None, :], 0) @ w[1] + b[1][..., None, :]
-    # A prediction is the mean over groups. float32 sums of 20 numbers are computed in another order.
+    outputs = (
+        np.maximum(BATCH["x"] @ w[0] + b[0][..., None, :], 0) @ w[1]
+        + b[1][..., None, :]
+    )
+    # A prediction is the mean over groups. float32 sums of 20 numbers are computed in
+    # another order.
     wanted = outputs[..., 0].reshape(-1, 5).mean(axis=0)
     np.testing.assert_allclose(trained.predict(BATCH), wanted, rtol=1e-5, atol=1e-6)
 
 
 class Noisy(toy.Toy):
-    """A network that draws a key whenever it is called, and predicts with one for its samples."""
+    """A network that draws a key whenever it is called, and predicts with one for its
+    samples.
+    """
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)
@@ -94,7 +100,9 @@ def test_a_script_of_three_lines_predicts_on_one_device(tmp_path):
     )
     alone = np.array(finished.stdout.strip(" []\n").split(), np.float32)
     # The script prints eight digits.
-    np.testing.assert_allclose(alone, xshard.load(str(tmp_path)).predict(BATCH), rtol=1e-6)
+    np.testing.assert_allclose(
+        alone, xshard.load(str(tmp_path)).predict(BATCH), rtol=1e-6
+    )
 
 
 def test_each_group_needs_a_device(tmp_path):

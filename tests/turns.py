@@ -1,4 +1,6 @@
-"""An experiment for tests: two learners that train in turn, and a moving average of one. Its config: `tests.toy`."""
+"""An experiment for tests: two learners that train in turn, and a moving average of
+one. Its config: `tests.toy`.
+"""
 
 import haiku as hk
 import jax
@@ -10,7 +12,9 @@ from tests import toy
 
 
 class Turns(xshard.Experiment):
-    """One network learns the labels. A second learns to predict the first one's errors, which the first keeps small."""
+    """One network learns the labels. A second learns to predict the first one's errors,
+    which the first keeps small.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -43,7 +47,9 @@ class Turns(xshard.Experiment):
 
     def _optimizer(self):
         opt = xshard.OptaxOptimizer(optax.sgd(1e-4, momentum=0.9), name="sgd")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         return xshard.MixedPrecisionLossScaleOptimizer(
             opt, xshard.DynamicLossScale(increment_period=5)
         )
@@ -67,7 +73,8 @@ class Turns(xshard.Experiment):
     def _guess_loss(self, doubt, state, batch, key):
         y, net_state = self.guess.apply(state, key, batch["x"], is_training=True)
         doubts, _ = self.doubt.apply(doubt, None, batch["x"], y)
-        # The loss of some batches is infinite, which lowers the loss scale of this learner and not the other's.
+        # The loss of some batches is infinite, which lowers the loss scale of this
+        # learner and not the other's.
         bad = jnp.max(batch["x"]) > self.config.overflow_above
         error = jnp.where(bad, jnp.inf, 1.0) * jnp.mean((y - batch["y"]) ** 2)
         return error + 0.1 * jnp.mean(doubts), net_state, {"error": error}
@@ -79,7 +86,8 @@ class Turns(xshard.Experiment):
             return self.doubt.apply(state, None, batch["x"], y)[0]
 
         error = jnp.mean((doubts(y) - jnp.abs(y - batch["y"])) ** 2)
-        # The loss also penalizes the slope, so its gradient is a derivative of a derivative.
+        # The loss also penalizes the slope, so its gradient is a derivative of a
+        # derivative.
         slope = jax.grad(lambda y: jnp.sum(doubts(y)))(y)
         return error + 0.1 * jnp.mean(slope**2), state.net_state, {}
 
@@ -88,18 +96,25 @@ class Turns(xshard.Experiment):
         return {"error": (self._guessed(averaged, batch) - batch["y"]) ** 2}
 
     def predict(self, state, batch):
-        return jnp.mean(jax.lax.all_gather(self._guessed(state["guess"], batch), "group"), axis=0)
+        return jnp.mean(
+            jax.lax.all_gather(self._guessed(state["guess"], batch), "group"), axis=0
+        )
 
     def _guessed(self, guess, batch):
         return self.guess.apply(guess, None, batch["x"], is_training=False)[0]
 
 
 class Divided(Turns):
-    """Adds a layer, so that a square layer and its average are sharded over the model axis."""
+    """Adds a layer, so that a square layer and its average are sharded over the model
+    axis.
+    """
 
     def _guess(self, x, *, is_training):
         wide = jnp.tanh(hk.Linear(self.config.hidden, name="wide")(x))
         return super()._guess(wide, is_training=is_training)
 
     def sharding_rules(self):
-        return (("hidden/w$", jax.P(None, "model")), ("outputs/w$", jax.P("model", None)))
+        return (
+            ("hidden/w$", jax.P(None, "model")),
+            ("outputs/w$", jax.P("model", None)),
+        )

@@ -1,4 +1,6 @@
-"""Tests of the data sent to Weights & Biases. A stand-in receives it, because real runs need the service."""
+"""Tests of the data sent to Weights & Biases. A stand-in receives it, because real runs
+need the service.
+"""
 
 import sys
 import types
@@ -30,7 +32,9 @@ class Error(Exception):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Returns the rows sent, the arguments of each `init`, and the error that `init` raises, if set."""
+    """Returns the rows sent, the arguments of each `init`, and the error that `init`
+    raises, if set.
+    """
     record = types.SimpleNamespace(rows=[], options=[], error=None)
 
     def init(**options):
@@ -78,14 +82,23 @@ def test_all_parts_of_a_run_send_their_rows_to_one_wandb_run(tmp_path, sent):
     values = lambda step: {"step": step, "loss/0": 1.0, "loss/1": float(step)}
     first = [(1, values(1)), (2, values(2)), (2, evaluation), "finished"]
     assert sent.rows == first
-    # The next part resumes before the end of the last one, and is killed, so the part after it sends its row again.
+    # The next part resumes before the end of the last one, and is killed, so the part
+    # after it sends its row again.
     write_part(tmp_path, 1, [training(2), evaluation, training(3)], killed=True)
     assert sent.rows == [*first, (3, values(3))]
     write_part(tmp_path, 3, [training(4)])
-    assert sent.rows == [*first, (3, values(3)), (3, values(3)), (4, values(4)), "finished"]
+    assert sent.rows == [
+        *first,
+        (3, values(3)),
+        (3, values(3)),
+        (4, values(4)),
+        "finished",
+    ]
     ids = {options["id"] for options in sent.options}
     assert len(sent.options) == 3 and len(ids) == 1
-    assert sent.options[0]["resume"] == "allow" and sent.options[0]["config"] == {"a": 1}
+    assert sent.options[0]["resume"] == "allow" and sent.options[0]["config"] == {
+        "a": 1
+    }
 
 
 def test_a_killed_first_part_belongs_to_the_same_run(tmp_path, sent):
@@ -107,7 +120,8 @@ def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
     pixels = samples.Image(np.zeros((2, 4))).item()
     bars = samples.Histogram(np.arange(4)).item()
     shown = {"a": {"kind": "text", "text": "x < y"}, "b": pixels, "c": bars}
-    # With several learners, each loss has its learner's name. An evaluation follows the row of its step.
+    # With several learners, each loss has its learner's name. An evaluation follows the
+    # row of its step.
     rows = [{"step": 1, "net/loss": 1.0}, {"step": 1, "eval/error": 2.0}]
     rows += [{"step": 1, "samples": shown}, {"step": 2, "net/loss": 1.0}]
     write_part(tmp_path, 0, rows, killed=True)
@@ -116,7 +130,8 @@ def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
     assert values[2]["a"] == ("html", "<pre>x &lt; y</pre>")
     assert f"data:image/png;base64,{pixels['png']}" in values[2]["b"][1]
     assert values[2]["c"] == ("histogram", bars["counts"], bars["edges"])
-    # The next part resends all rows in order, as some may not have arrived. The part after it sends nothing twice.
+    # The next part resends all rows in order, as some may not have arrived. The part
+    # after it sends nothing twice.
     write_part(tmp_path, 2, [])
     assert sent.rows[4:8] == sent.rows[:4] and sent.rows[8:] == ["finished"]
     write_part(tmp_path, 2, [])

@@ -1,4 +1,6 @@
-"""Tests of the writers of rows: rows that an interrupted run wrote after its checkpoint do not stay."""
+"""Tests of the writers of rows: rows that an interrupted run wrote after its checkpoint
+do not stay.
+"""
 
 import contextlib
 import csv
@@ -23,7 +25,9 @@ def open_part(directory, step, names=ALL):
 
 
 def write_part(directory, step, rows, names=ALL):
-    """Writes a part of a run, which may end or be killed: the files are the same, since no writer buffers rows."""
+    """Writes a part of a run, which may end or be killed: the files are the same, since
+    no writer buffers rows.
+    """
     opened = open_part(directory, step, names)
     for row in rows:
         for writer in opened:
@@ -33,7 +37,12 @@ def write_part(directory, step, rows, names=ALL):
 
 
 def training(step, again=0.0):
-    return {"step": step, "loss": 1.0 / step + again, "skipped": 0, "perf/seconds": step + again}
+    return {
+        "step": step,
+        "loss": 1.0 / step + again,
+        "skipped": 0,
+        "perf/seconds": step + again,
+    }
 
 
 def evaluation(step):
@@ -41,7 +50,10 @@ def evaluation(step):
 
 
 def json_rows(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def csv_rows(directory):
@@ -51,14 +63,23 @@ def csv_rows(directory):
 
 def scalars(directory):
     """Returns the scalars that TensorBoard itself reads: {tag: [(step, value)]}."""
-    result = event_accumulator.EventAccumulator(str(directory / "tensorboard"), {"scalars": 0})
+    result = event_accumulator.EventAccumulator(
+        str(directory / "tensorboard"), {"scalars": 0}
+    )
     result.Reload()
     tags = result.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in result.Scalars(tag)] for tag in tags}
+    return {
+        tag: [(event.step, event.value) for event in result.Scalars(tag)]
+        for tag in tags
+    }
 
 
 def test_every_format_has_every_number(tmp_path):
-    rows = [training(1), {**training(2), "loss": [0.5, 0.25]}, {**evaluation(2), "perf/time": 9.0}]
+    rows = [
+        training(1),
+        {**training(2), "loss": [0.5, 0.25]},
+        {**evaluation(2), "perf/time": 9.0},
+    ]
     write_part(tmp_path, 0, rows)
     assert json_rows(tmp_path) == rows
     table = csv_rows(tmp_path)
@@ -75,20 +96,31 @@ def test_every_format_has_every_number(tmp_path):
 
 
 def test_repeated_steps_are_written_once(tmp_path):
-    write_part(tmp_path, 0, [training(1), training(2), evaluation(2), training(3), training(4)])
+    write_part(
+        tmp_path, 0, [training(1), training(2), evaluation(2), training(3), training(4)]
+    )
     # The run was killed after step 4; its last checkpoint is from step 2.
     write_part(tmp_path, 2, [training(3, again=10.0), evaluation(3)])
     # It was soon killed again, and resumes from the same checkpoint.
-    write_part(tmp_path, 2, [training(3, again=20.0), training(4, again=20.0), training(5)])
+    write_part(
+        tmp_path, 2, [training(3, again=20.0), training(4, again=20.0), training(5)]
+    )
     expected = [
         training(1), training(2), evaluation(2), training(3, 20.0), training(4, 20.0), training(5),
     ]  # fmt: skip
     assert json_rows(tmp_path) == expected
     assert [(row["step"], row["perf/seconds"]) for row in csv_rows(tmp_path)] == [
-        (str(row["step"]), str(row["perf/seconds"]) if "loss" in row else "") for row in expected
+        (str(row["step"]), str(row["perf/seconds"]) if "loss" in row else "")
+        for row in expected
     ]
     result = scalars(tmp_path)
-    assert result["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0), (5, 5.0)]
+    assert result["perf/seconds"] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 23.0),
+        (4, 24.0),
+        (5, 5.0),
+    ]
     assert result["eval/error"] == [(2, 1.0)]
 
 
@@ -111,12 +143,19 @@ def test_a_changed_clock_duplicates_no_point(tmp_path, clock, change):
         clock[0] += change
     write_part(tmp_path, 2, [training(3, again=10.0)])
     write_part(tmp_path, 3, [training(4, again=20.0)])
-    assert scalars(tmp_path)["perf/seconds"] == [(1, 1.0), (2, 2.0), (3, 13.0), (4, 24.0)]
+    assert scalars(tmp_path)["perf/seconds"] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 13.0),
+        (4, 24.0),
+    ]
 
 
 def test_a_reader_that_was_open_before_a_restart_continues(tmp_path):
     write_part(tmp_path, 0, [training(1), training(2), training(3)])
-    reader = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0})
+    reader = event_accumulator.EventAccumulator(
+        str(tmp_path / "tensorboard"), {"scalars": 0}
+    )
     for start in range(1, 5):
         reader.Reload()
         opened = open_part(tmp_path, 2)
@@ -152,11 +191,16 @@ def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
         write_part(tmp_path, 0, [training(1)])
     assert other.read_text() == "somebody's"
     result = sorted(path.name for path in folder.iterdir())
-    assert set(names) < set(result) and "events.out.tfevents.1600000001.host.xshard" in result
+    assert (
+        set(names) < set(result)
+        and "events.out.tfevents.1600000001.host.xshard" in result
+    )
     assert len(result) == len(names) + 1 + 2
 
 
-def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(tmp_path, monkeypatch):
+def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(
+    tmp_path, monkeypatch
+):
     for _ in range(2):
         write_part(tmp_path, 0, [training(1)])
     folder = tmp_path / "tensorboard"
@@ -166,7 +210,9 @@ def test_a_file_is_complete_and_durable_before_old_ones_are_deleted(tmp_path, mo
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(event_files.os, "fsync", fail)
-    with pytest.raises(ValueError, match="tensorboard could not be written: Input/output error"):
+    with pytest.raises(
+        ValueError, match="tensorboard could not be written: Input/output error"
+    ):
         open_part(tmp_path, 1)
     assert before.items() <= contents(folder).items()
     assert scalars(tmp_path)["loss"] == [(1, 1.0)]
@@ -193,12 +239,17 @@ def test_sync_covers_the_file_and_its_folder_even_after_close(tmp_path, monkeypa
     writer.sync()
     assert synced == [str(file), str(file.parent)] * 2
     file.unlink()
-    with pytest.raises(ValueError, match="tensorboard could not be written: No such file"):
+    with pytest.raises(
+        ValueError, match="tensorboard could not be written: No such file"
+    ):
         writer.sync()
 
 
 def test_invalid_rows_edited_by_hand_become_no_events(tmp_path):
-    lines = ['{"step": 1.5, "loss": 1}', '{"step": 1, "loss": "x", "perf/time": "noon", "a": 2}']
+    lines = [
+        '{"step": 1.5, "loss": 1}',
+        '{"step": 1, "loss": "x", "perf/time": "noon", "a": 2}',
+    ]
     lines += [f'{{"step": 2, "a": {10**400}, "b": 1e300}}', '{"step": -1e400}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     write_part(tmp_path, 5, [training(6)])
@@ -213,7 +264,12 @@ def test_a_run_that_starts_over_removes_the_earlier_rows(tmp_path):
 
 
 def test_the_table_of_an_interrupted_run_is_the_same(tmp_path):
-    rows = [training(1), {**training(2), "loss": float("inf")}, evaluation(2), training(3)]
+    rows = [
+        training(1),
+        {**training(2), "loss": float("inf")},
+        evaluation(2),
+        training(3),
+    ]
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     write_part(tmp_path / "whole", 0, rows)
@@ -221,7 +277,9 @@ def test_the_table_of_an_interrupted_run_is_the_same(tmp_path):
     with (tmp_path / "parts" / "metrics.csv").open("a") as file:
         file.write("4,0.12")  # The process was killed in the middle of a line.
     write_part(tmp_path / "parts", 2, rows[3:])
-    whole, parts = ((tmp_path / name / "metrics.csv").read_bytes() for name in ("whole", "parts"))
+    whole, parts = (
+        (tmp_path / name / "metrics.csv").read_bytes() for name in ("whole", "parts")
+    )
     assert whole == parts
     assert whole.splitlines()[2] == b"2,,0,2.0,"
 
@@ -240,7 +298,10 @@ def test_a_table_survives_a_disk_that_reports_it_missing(tmp_path, monkeypatch):
     # A disk on a network may report this for a moment.
     monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
     table.write({"step": 2, "loss": 0.5, "error": 2.0})
-    assert [(row["step"], row["error"]) for row in csv_rows(tmp_path)] == [("1", ""), ("2", "2.0")]
+    assert [(row["step"], row["error"]) for row in csv_rows(tmp_path)] == [
+        ("1", ""),
+        ("2", "2.0"),
+    ]
 
 
 def test_a_truncated_json_line_is_removed(tmp_path):
@@ -260,14 +321,26 @@ def test_a_row_without_a_newline_is_not_joined_with_the_next(tmp_path):
 
 
 def test_nonfinite_numbers_in_every_format(tmp_path):
-    row = {"step": 1, "loss": float("inf"), "of groups": [1.5, float("nan")], "nested": {"a": 2.0}}
+    row = {
+        "step": 1,
+        "loss": float("inf"),
+        "of groups": [1.5, float("nan")],
+        "nested": {"a": 2.0},
+    }
     write_part(tmp_path, 0, [row])
     expected = {"step": 1, "loss": None, "of groups": [1.5, None], "nested": {"a": 2.0}}
     assert json_rows(tmp_path) == [expected]
     assert csv_rows(tmp_path) == [
-        {"step": "1", "loss": "", "of groups/0": "1.5", "of groups/1": "", "nested/a": "2.0"}
+        {
+            "step": "1",
+            "loss": "",
+            "of groups/0": "1.5",
+            "of groups/1": "",
+            "nested/a": "2.0",
+        }
     ]
-    # The value is NaN when it is first written, and when it is written again from the JSON row, which has null.
+    # The value is NaN when it is first written, and when it is written again from the
+    # JSON row, which has null.
     for _ in range(2):
         ((step, value),) = scalars(tmp_path)["loss"]
         assert step == 1 and math.isnan(value)
@@ -291,19 +364,27 @@ def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     limit = 500 + max(path.stat().st_size for path in files)
     opened, last_step = open_part(tmp_path, 20), 20
-    match = "(metrics|tensorboard).* could not be written: File too large.*the same command"
+    match = (
+        "(metrics|tensorboard).* could not be written: File too large.*the same command"
+    )
     with pytest.raises(ValueError, match=match):
         while last_step < 1000:
             last_step += 1
             for format_name, writer in zip(ALL, opened, strict=True):
-                with full_disk(limit) if format_name == name else contextlib.nullcontext():
+                with (
+                    full_disk(limit)
+                    if format_name == name
+                    else contextlib.nullcontext()
+                ):
                     writer.write(training(last_step))
     for writer in opened:
         writer.close()
     # The next start resumes from an earlier checkpoint.
     assert 22 < last_step < 1000
     write_part(
-        tmp_path, last_step - 2, [training(step) for step in range(last_step - 1, last_step + 5)]
+        tmp_path,
+        last_step - 2,
+        [training(step) for step in range(last_step - 1, last_step + 5)],
     )
     wanted = list(range(1, last_step + 5))
     assert [row["step"] for row in json_rows(tmp_path)] == wanted
@@ -313,11 +394,20 @@ def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
     write_part(tmp_path, 0, [training(step) for step in range(1, 200)])
-    before, old = (tmp_path / "metrics.csv").read_bytes(), (tmp_path / "metrics.csv").open("rb")
-    with pytest.raises(ValueError, match=r"metrics\.csv could not be written"), full_disk(1000):
-        writers.Csv(tmp_path / "metrics.csv", lambda: writers.read(tmp_path / "metrics.jsonl"))
+    before, old = (
+        (tmp_path / "metrics.csv").read_bytes(),
+        (tmp_path / "metrics.csv").open("rb"),
+    )
+    with (
+        pytest.raises(ValueError, match=r"metrics\.csv could not be written"),
+        full_disk(1000),
+    ):
+        writers.Csv(
+            tmp_path / "metrics.csv", lambda: writers.read(tmp_path / "metrics.jsonl")
+        )
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    # A reader that has the table open still reads the old one, which is not overwritten.
+    # A reader that has the table open still reads the old one, which is not
+    # overwritten.
     with old:
         write_part(tmp_path, 100, [evaluation(100)])
         assert old.read() == before
@@ -351,8 +441,14 @@ def test_a_custom_writer_receives_the_rows(tmp_path):
 @pytest.mark.parametrize(
     "names,message",
     [
-        (("jsonl", "csvv"), "'csvv', which is none of jsonl, csv, tensorboard, wandb, nor the"),
-        (("jsonl", "tests.writers_test.Yours"), "Yours.* can be imported from here: .*Yours"),
+        (
+            ("jsonl", "csvv"),
+            "'csvv', which is none of jsonl, csv, tensorboard, wandb, nor the",
+        ),
+        (
+            ("jsonl", "tests.writers_test.Yours"),
+            "Yours.* can be imported from here: .*Yours",
+        ),
         (("jsonl", "tests.writers_test.ALL"), "cannot be called"),
         (("csv",), "must have 'jsonl'"),
         (("jsonl", "csv", "csv"), "each once"),

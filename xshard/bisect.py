@@ -1,8 +1,10 @@
-"""Finds the first step at which two runs differ, and the arrays that differ: `python -m xshard.bisect RUN_A RUN_B`.
+"""Finds the first step at which two runs differ, and the arrays that differ: `python -m
+xshard.bisect RUN_A RUN_B`.
 
-It compares the state fingerprints in the runs' rows, which identify the arrays that differ first; rows without fingerprints
-are compared by all logged values, and so are evaluations. The runs are only read. Exit codes: 0 if the runs are equal, 1 if
-they differ.
+It compares the state fingerprints in the runs' rows, which identify the arrays that
+differ first; rows without fingerprints are compared by all logged values, and so are
+evaluations. The runs are only read. Exit codes: 0 if the runs are equal, 1 if they
+differ.
 """
 
 import sys

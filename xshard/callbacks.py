@@ -1,4 +1,6 @@
-"""Callbacks: functions of a run's evaluations that may end the run, such as early stopping."""
+"""Callbacks: functions of a run's evaluations that may end the run, such as early
+stopping.
+"""
 
 import dataclasses
 import math
@@ -9,7 +11,8 @@ import jax
 
 from xshard import errors
 
-# One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of floats with several groups.
+# One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of
+# floats with several groups.
 History = Sequence[Mapping[str, Any]]
 Callback = Callable[[History], str | None]
 # How long the other processes wait for process 0's callbacks, which may be slow.
@@ -32,7 +35,8 @@ class _EarlyStopping:
             if isinstance(value, list):
                 raise errors.UserError(_of_groups(self.metric))
             gain = best - value if self.mode == "min" else value - best
-            # A comparison with nan is never an improvement, so the first number needs a rule of its own.
+            # A comparison with nan is never an improvement, so the first number needs a
+            # rule of its own.
             is_first = math.isnan(best) and not math.isnan(value)
             if is_first or gain > self.min_delta:
                 best, best_step, since = value, row["step"], 0
@@ -40,9 +44,7 @@ class _EarlyStopping:
                 since += 1
         if since < self.patience:
             return None
-        return (
-            f"{self.metric} has not improved in {since} evaluations: {best:.4g} at step {best_step}"
-        )
+        return f"{self.metric} has not improved in {since} evaluations: {best:.4g} at step {best_step}"
 
 
 def early_stopping(
@@ -50,12 +52,14 @@ def early_stopping(
 ) -> Callback:
     """Returns a callback that ends a run when an evaluation metric stops improving.
 
-    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are the same as Keras's.
+    Source: Prechelt, "Early Stopping - But When?", 1998; the arguments are the same as
+    Keras's.
 
     Args:
-      metric: the metric's name, such as 'loss' or 'test/accuracy'. With several groups it must be one number for all of
-        them, such as 'ensemble/loss'.
-      patience: the number of consecutive evaluations without an improvement that ends the run.
+      metric: the metric's name, such as 'loss' or 'test/accuracy'. With several groups
+        it must be one number for all of them, such as 'ensemble/loss'.
+      patience: the number of consecutive evaluations without an improvement that ends
+        the run.
       mode: 'min' if smaller is better, or 'max'.
       min_delta: the improvement that a value must exceed to count.
 
@@ -72,11 +76,15 @@ def early_stopping(
             f"early_stopping received metric={metric!r}; it must be the name of a metric of the evaluation, as 'loss'."
         )
     if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-        raise errors.UserError(f"patience={patience!r} must be an integer of at least 1.")
+        raise errors.UserError(
+            f"patience={patience!r} must be an integer of at least 1."
+        )
     if mode not in ("min", "max"):
         raise errors.UserError(f"mode={mode!r} must be 'min' or 'max'.")
     if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
-        raise errors.UserError(f"min_delta={min_delta!r} must be a number of at least 0.")
+        raise errors.UserError(
+            f"min_delta={min_delta!r} must be a number of at least 0."
+        )
     return _EarlyStopping(metric, patience, mode, min_delta)
 
 
@@ -110,7 +118,8 @@ def _of_groups(metric: str) -> str:
 class Evaluations:
     """The evaluations of a run so far, and the decisions of its callbacks.
 
-    Process 0 keeps the evaluations and calls the callbacks; their decision applies to all processes.
+    Process 0 keeps the evaluations and calls the callbacks; their decision applies to
+    all processes.
 
     Attributes:
       end: the reason to end the run; empty while it continues.
@@ -126,11 +135,14 @@ class Evaluations:
 
         Args:
           method: `Experiment.callbacks` of an experiment.
-          metrics: the names of the metrics, and whether each is a list with a value per group; None if unknown.
-          meet: exchanges a text between the processes; returns all texts, process 0's first.
+          metrics: the names of the metrics, and whether each is a list with a value per
+            group; None if unknown.
+          meet: exchanges a text between the processes; returns all texts, process 0's
+            first.
 
         Raises:
-          UserError: if a callback is not a function, or uses a metric that does not exist.
+          UserError: if a callback is not a function, or uses a metric that does not
+            exist.
         """
         callbacks = method()
         where = f"{getattr(method, '__qualname__', method)} ({errors.definition_location(method)})"
@@ -141,7 +153,9 @@ class Evaluations:
         self.end = ""
 
     def begin(self, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Loads the evaluations of the run so far, which `rows` reads on process 0, and calls the callbacks."""
+        """Loads the evaluations of the run so far, which `rows` reads on process 0, and
+        calls the callbacks.
+        """
         if self._callbacks:
             self._rows = list(rows()) if jax.process_index() == 0 else []
             self._decide()
@@ -149,7 +163,9 @@ class Evaluations:
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds an evaluation, and calls the callbacks."""
         if self._callbacks:
-            self._rows.append({"step": step, **{k: _as_read(x) for k, x in metrics.items()}})
+            self._rows.append(
+                {"step": step, **{k: _as_read(x) for k, x in metrics.items()}}
+            )
             self._decide()
 
     def _decide(self) -> None:
@@ -157,7 +173,8 @@ class Evaluations:
         # If a callback raises, process 0 fails, and its watch ends the other processes.
         if jax.process_index() == 0 and self._rows:
             for callback in self._callbacks:
-                # Each callback gets copies, so that it cannot change the rows for the next one.
+                # Each callback gets copies, so that it cannot change the rows for the
+                # next one.
                 reason = _called(callback, [dict(row) for row in self._rows])
                 first = first or reason
         self.end = self._meet(first)[0]
@@ -174,7 +191,8 @@ def _called(callback: Callback, history: History) -> str:
 
 
 def _as_read(value: Any) -> Any:
-    """Returns a metric as it would be read back from its row, where infinities are NaN too.
+    """Returns a metric as it would be read back from its row, where infinities are NaN
+    too.
 
     So callbacks see the same values in a run that was resumed.
     """

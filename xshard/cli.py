@@ -1,4 +1,6 @@
-"""Command-line parsing and error reporting: one message for a user's mistake, a traceback for a bug."""
+"""Command-line parsing and error reporting: one message for a user's mistake, a
+traceback for a bug.
+"""
 
 import argparse
 import difflib
@@ -21,7 +23,8 @@ from xshard.files import identity as identity_lib
 from xshard.files import standard_streams
 from xshard.pod import notice
 
-# The beginnings of the reasons that Python and absl give for a value of another type, and the rule for each.
+# The beginnings of the reasons that Python and absl give for a value of another type,
+# and the rule for each.
 _RULES = {
     "invalid literal for int()": "an integer, such as 1000",
     "could not convert string to float": "a number, such as 0.001",
@@ -29,8 +32,12 @@ _RULES = {
 }
 
 
-def parser(program: str, description: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Returns a parser for the arguments of `python -m xshard.PROGRAM`; its help keeps the description's line breaks."""
+def parser(
+    program: str, description: str | None, **options: Any
+) -> argparse.ArgumentParser:
+    """Returns a parser for the arguments of `python -m xshard.PROGRAM`; its help keeps
+    the description's line breaks.
+    """
     return argparse.ArgumentParser(
         prog=f"python -m xshard.{program}",
         description=description,
@@ -42,13 +49,15 @@ def parser(program: str, description: str | None, **options: Any) -> argparse.Ar
 def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     """Runs a program, and reports the exception if one ends it.
 
-    A `UserError`, and a disk or network error in the framework's own code, print one message. Any other exception is
-    a bug and prints a traceback, which starts at the user's code if the exception comes from there. Output streams that
-    are closed, full or broken, or cannot encode a character, do not end the program.
+    A `UserError`, and a disk or network error in the framework's own code, print one
+    message. Any other exception is a bug and prints a traceback, which starts at the
+    user's code if the exception comes from there. Output streams that are closed, full
+    or broken, or cannot encode a character, do not end the program.
 
     Args:
       program: the program; returns its exit code.
-      has_debug_flag: whether the program has the flag --debug, which messages then mention.
+      has_debug_flag: whether the program has the flag --debug, which messages then
+        mention.
 
     Returns:
       The exit code.
@@ -58,11 +67,15 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
     try:
         sys.path.insert(0, os.getcwd())
     except FileNotFoundError:
-        print("warning: the current directory was removed: give absolute paths.", file=sys.stderr)
+        print(
+            "warning: the current directory was removed: give absolute paths.",
+            file=sys.stderr,
+        )
     try:
         return program()
     except KeyboardInterrupt:
-        # A run handles Ctrl-C itself once it has state to save, so nothing is lost here.
+        # A run handles Ctrl-C itself once it has state to save, so nothing is lost
+        # here.
         print("interrupted", file=sys.stderr, flush=True)
         return notice.INTERRUPTED
     except Exception as e:
@@ -71,12 +84,17 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Decorates the function of a program's arguments, so that it reports the exception that ends it as `run` does."""
+    """Decorates the function of a program's arguments, so that it reports the exception
+    that ends it as `run` does.
+    """
     return functools.wraps(main)(lambda argv: run(lambda: main(argv)))
 
 
-def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses the flags and loads the config file that they name. Returns the arguments that are not flags.
+def parse(
+    config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS
+) -> list[str]:
+    """Parses the flags and loads the config file that they name. Returns the arguments
+    that are not flags.
 
     Args:
       config: the flag from `config_flags.DEFINE_config_file`.
@@ -87,7 +105,8 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
     """
     try:
         words = values(sys.argv)
-        # The config file is read on first use. Use it here, so that a missing file is reported as a flag error.
+        # The config file is read on first use. Use it here, so that a missing file is
+        # reported as a flag error.
         _ = config.value and config.value.is_locked
         return words
     except Exception as e:
@@ -95,7 +114,9 @@ def parse(config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS) -> l
 
 
 def is_bug(e: Exception) -> bool:
-    """Returns whether an exception needs a traceback: it is neither a UserError nor an I/O error in the framework."""
+    """Returns whether an exception needs a traceback: it is neither a UserError nor an
+    I/O error in the framework.
+    """
     if isinstance(e, errors.UserError):
         return False
     return not (isinstance(e, OSError) and errors.is_framework_error(e))
@@ -104,7 +125,8 @@ def is_bug(e: Exception) -> bool:
 def summary(e: Exception) -> str:
     """Summarizes an exception; a bug in one line, with its place in the user's code.
 
-    A UserError that was raised under the user's code also gets the place, since the config or that code may be wrong.
+    A UserError that was raised under the user's code also gets the place, since the
+    config or that code may be wrong.
     """
     where = errors.location(e)
     text = message(e)
@@ -123,7 +145,8 @@ def summary(e: Exception) -> str:
 
 def print_error(e: Exception, *, has_debug_flag: bool) -> None:
     """Prints an exception, with its traceback if it is a bug or --debug is given."""
-    # --debug is read from the arguments themselves, since parsing the flags may be what failed.
+    # --debug is read from the arguments themselves, since parsing the flags may be what
+    # failed.
     debug = "--debug" in sys.argv or "--debug=true" in sys.argv
     if debug:
         traceback.print_exception(e)
@@ -146,7 +169,9 @@ def with_flag(command: str, name: str, value: object) -> str:
 
 
 def flag_value(words: Sequence[str], name: str) -> str:
-    """Returns the value of a flag, given as --name=value or as --name value; of several, the last. Empty if absent."""
+    """Returns the value of a flag, given as --name=value or as --name value; of
+    several, the last. Empty if absent.
+    """
     found = ""
     for word, following in itertools.pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
@@ -156,7 +181,9 @@ def flag_value(words: Sequence[str], name: str) -> str:
 
 
 def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns arguments without some flags, which may be given as --name=value or as --name value."""
+    """Returns arguments without some flags, which may be given as --name=value or as
+    --name value.
+    """
     rest: list[str] = []
     value_follows = False
     for word in words:
@@ -179,7 +206,9 @@ def message(e: Exception) -> str:
 
 
 def flag_error(e: flags.Error) -> str:
-    """Returns the message for an error of absl's parser of flags, with the rule for the value instead of Python's reason."""
+    """Returns the message for an error of absl's parser of flags, with the rule for the
+    value instead of Python's reason.
+    """
     text = str(e).rstrip(" .?")
     # absl appends the parser's exception to the flag.
     reason = str(e.__context__)
@@ -190,7 +219,9 @@ def flag_error(e: flags.Error) -> str:
                 rule += "; leave the flag out for a value of None, if the config file has that"
             return f"{flag} must be {rule}."
     # ml_collections knows no type for a value that is None.
-    untyped = re.match(r"Type <class 'NoneType'> of field (config\S*) is not supported", str(e))
+    untyped = re.match(
+        r"Type <class 'NoneType'> of field (config\S*) is not supported", str(e)
+    )
     if untyped:
         return (
             f"--{untyped[1]}: the config file sets this key to None, which has no type that a flag could have. Set it there to "
@@ -202,7 +233,9 @@ def flag_error(e: flags.Error) -> str:
 
 
 def _parse_error(e: Exception) -> str:
-    """Returns the message for an exception from parsing the flags or loading the config."""
+    """Returns the message for an exception from parsing the flags or loading the
+    config.
+    """
     if isinstance(e, flags.Error):
         return flag_error(e)
     path = flag_value(sys.argv[1:], "config")
@@ -220,9 +253,13 @@ def _parse_error(e: Exception) -> str:
 
 
 def _unknown_key(path: str) -> str | None:
-    """Returns the message for an override of a key that the config lacks; None if the file itself cannot be run."""
+    """Returns the message for an override of a key that the config lacks; None if the
+    file itself cannot be run.
+    """
     try:
-        keys = list(config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]())))
+        keys = list(
+            config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]()))
+        )
     except Exception:
         # The config file itself raises, so its keys are unknown.
         return None

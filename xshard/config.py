@@ -1,4 +1,6 @@
-"""The keys of every run's config: defaults, descriptions, valid values, and whether a resumed run may change them."""
+"""The keys of every run's config: defaults, descriptions, valid values, and whether a
+resumed run may change them.
+"""
 
 import math
 from collections.abc import Callable
@@ -10,12 +12,14 @@ from xshard import errors
 
 # The reactions to a loss or gradients that are not finite.
 ON_NONFINITE = STOP, SKIP, WARN, ROLL_BACK = ("stop", "skip", "warn", "roll_back")
-# The reactions to replicas that hold different copies of an array that must be equal on all of them.
+# The reactions to replicas that hold different copies of an array that must be equal on
+# all of them.
 ON_PARTED = (STOP, ROLL_BACK)
 
 
 def default() -> ml_collections.ConfigDict:
-    """Returns a config with every key at its default. An experiment's config changes values and adds keys.
+    """Returns a config with every key at its default. An experiment's config changes
+    values and adds keys.
 
     >>> config = default()
     >>> config.experiment = 'experiment.Spirals'
@@ -44,7 +48,8 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 
     def __init__(self, config: Any):
         """Freezes a copy of a config, of which nothing has been read."""
-        # ml_collections reads items while it copies. The attribute is no item, which a frozen config could not set.
+        # ml_collections reads items while it copies. The attribute is no item, which a
+        # frozen config could not set.
         object.__setattr__(self, "_read", {})
         super().__init__(config)
         object.__setattr__(self, "_read", {})
@@ -60,7 +65,9 @@ class ReadConfig(ml_collections.FrozenConfigDict):
         return self._read.setdefault(key, value)
 
     def unread(self) -> list[str]:
-        """Lists the keys of values that have not been read, with the keys that lead to them: 'model.depth'."""
+        """Lists the keys of values that have not been read, with the keys that lead to
+        them: 'model.depth'.
+        """
         names = []
         for key in self.keys():
             inner = self._read.get(key, super().__getitem__(key))
@@ -73,7 +80,8 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 
 
 def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
-    """Lists the user's own keys of a config that have not been read, and from which no other key takes its value.
+    """Lists the user's own keys of a config that have not been read, and from which no
+    other key takes its value.
 
     Args:
       read: the copy of the config that the run reads.
@@ -92,9 +100,15 @@ def _is_reference(config: ml_collections.ConfigDict, name: str) -> bool:
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError unless a config has every required key and each value is valid by itself."""
+    """Raises UserError unless a config has every required key and each value is valid
+    by itself.
+    """
     values = flatten(config.to_dict())
-    missing = [key.name for key in KEYS if key.name not in values and not _is_optional(key.name)]
+    missing = [
+        key.name
+        for key in KEYS
+        if key.name not in values and not _is_optional(key.name)
+    ]
     if missing:
         raise errors.UserError(
             f"The config lacks {', '.join(missing)}: begin with `xshard.config.default()`, which has every key."
@@ -106,12 +120,16 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def may_change(name: str) -> bool:
-    """Returns whether a resumed run may have another value of a key, such as 'checkpoint.keep_last'."""
+    """Returns whether a resumed run may have another value of a key, such as
+    'checkpoint.keep_last'.
+    """
     return name.startswith("checkpoint.") or name in _MAY_CHANGE
 
 
 def describe(config: ml_collections.ConfigDict) -> str:
-    """Returns a text with each key of a config and its value; keys of `KEYS` have their description."""
+    """Returns a text with each key of a config and its value; keys of `KEYS` have their
+    description.
+    """
     values = flatten(config.to_dict())
     lines = []
     for key in KEYS:
@@ -142,7 +160,9 @@ def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], None]:
-    """Returns a check that raises UserError, with the rule, unless `is_good` accepts the value."""
+    """Returns a check that raises UserError, with the rule, unless `is_good` accepts
+    the value.
+    """
 
     def check(name: str, value: Any) -> None:
         if not is_good(value):
@@ -155,12 +175,20 @@ def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], 
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
 _count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
-_count_or_never = _must_be(lambda x: _is_int(x) and x >= 0, "an integer of at least 0; 0 is never")
-_seed = _must_be(lambda x: _is_int(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1")
+_count_or_never = _must_be(
+    lambda x: _is_int(x) and x >= 0, "an integer of at least 0; 0 is never"
+)
+_seed = _must_be(
+    lambda x: _is_int(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"
+)
 _text = _must_be(lambda x: isinstance(x, str), "a string")
-_minutes = _must_be(lambda x: _is_number(x) and x >= 0, "a number of at least 0; 0 is never")
+_minutes = _must_be(
+    lambda x: _is_number(x) and x >= 0, "a number of at least 0; 0 is never"
+)
 _gigabytes = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
-_factor_to_lower = _must_be(lambda x: _is_number(x) and 0 < x <= 1, "a number above 0, at most 1")
+_factor_to_lower = _must_be(
+    lambda x: _is_number(x) and 0 < x <= 1, "a number above 0, at most 1"
+)
 _factor_or_never = _must_be(
     lambda x: _is_number(x) and (x == 0 or 1 < x < math.inf),
     "a number above 1, or 0, which is never",
@@ -170,9 +198,12 @@ _on_nonfinite = _must_be(
     "'stop'; 'skip', which does not apply steps whose gradients are not finite; 'roll_back', which restores a checkpoint "
     "and skips the data since; or 'warn', which logs a warning and continues",
 )
-_on_parted = _must_be(ON_PARTED.__contains__, "'stop' or 'roll_back', which repeats steps")
+_on_parted = _must_be(
+    ON_PARTED.__contains__, "'stop' or 'roll_back', which repeats steps"
+)
 _on_failure = _must_be(
-    ("stop", "go_on").__contains__, "'stop' or 'go_on', which continues without the checkpoint"
+    ("stop", "go_on").__contains__,
+    "'stop' or 'go_on', which continues without the checkpoint",
 )
 
 
@@ -196,9 +227,10 @@ class Key(NamedTuple):
       name: its path, such as 'checkpoint.keep_last'.
       default: its value in `default()`.
       meaning: the description that --show_config prints.
-      check: takes the name and a value, and raises UserError if the value is invalid; None: the code that reads the
-        key checks it.
-      may_change: whether a run may resume with another value; otherwise another value makes it another run.
+      check: takes the name and a value, and raises UserError if the value is invalid;
+        None: the code that reads the key checks it.
+      may_change: whether a run may resume with another value; otherwise another value
+        makes it another run.
     """
 
     name: str
@@ -213,7 +245,12 @@ KEYS = (
     Key("experiment", "", "The dotted path of the experiment's class."),
     Key("seed", 0, "The seed of all randomness.", _seed),
     Key("steps", 1000, "The number of steps to train.", _count, may_change=True),
-    Key("batch_size", 128, "The examples per step, over all replicas of a group.", _count),
+    Key(
+        "batch_size",
+        128,
+        "The examples per step, over all replicas of a group.",
+        _count,
+    ),
     Key("eval_batch_size", 128, "The examples per evaluation batch.", _count, True),
     Key(
         "micro_batches",
@@ -264,7 +301,13 @@ KEYS = (
         _count,
         may_change=True,
     ),
-    Key("roll_back.limit", 3, "The most roll-backs of a run; the next one ends it.", _count, True),
+    Key(
+        "roll_back.limit",
+        3,
+        "The most roll-backs of a run; the next one ends it.",
+        _count,
+        True,
+    ),
     Key(
         "roll_back.loss_factor",
         0.0,
@@ -293,7 +336,11 @@ KEYS = (
         "Empty: one group of all replicas.",
     ),
     Key(
-        "slices", 1, "Slices (or machines) connected by a slower network.", _count, may_change=True
+        "slices",
+        1,
+        "Slices (or machines) connected by a slower network.",
+        _count,
+        may_change=True,
     ),
     Key(
         "model_parallel",
@@ -351,7 +398,9 @@ KEYS = (
         "The writers of metrics: 'jsonl' (required), 'csv', 'tensorboard', 'wandb', or the dotted path of your own class.",
         may_change=True,
     ),
-    Key("log_every_steps", 50, "The number of steps between logged rows.", _count, True),
+    Key(
+        "log_every_steps", 50, "The number of steps between logged rows.", _count, True
+    ),
     Key(
         "fingerprint_every_steps",
         10,
@@ -379,16 +428,35 @@ KEYS = (
         "The directory of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER; empty: in the work directory.",
         _text,
     ),
-    Key("checkpoint.every_steps", 500, "The number of steps between checkpoints.", _count),
-    Key("checkpoint.every_minutes", 0.0, "The same interval in minutes; 0: none.", _minutes),
+    Key(
+        "checkpoint.every_steps",
+        500,
+        "The number of steps between checkpoints.",
+        _count,
+    ),
+    Key(
+        "checkpoint.every_minutes",
+        0.0,
+        "The same interval in minutes; 0: none.",
+        _minutes,
+    ),
     Key("checkpoint.keep_last", 3, "The number of newest checkpoints to keep."),
     Key(
         "checkpoint.keep_every_steps",
         0,
         "Keep every checkpoint at a step that is a multiple of this; 0: none.",
     ),
-    Key("checkpoint.keep_best", 0, "The number of best checkpoints to keep, by `best_metric`."),
-    Key("checkpoint.best_metric", "loss", "The evaluation metric that ranks checkpoints.", _text),
+    Key(
+        "checkpoint.keep_best",
+        0,
+        "The number of best checkpoints to keep, by `best_metric`.",
+    ),
+    Key(
+        "checkpoint.best_metric",
+        "loss",
+        "The evaluation metric that ranks checkpoints.",
+        _text,
+    ),
     Key(
         "checkpoint.best_mode",
         "min",
@@ -411,5 +479,7 @@ _MAY_CHANGE = {key.name for key in KEYS if key.may_change}
 
 
 def _is_optional(name: str) -> bool:
-    """Returns whether a config may lack a key: the experiment decides which arguments CrossShardOptimizer gets."""
+    """Returns whether a config may lack a key: the experiment decides which arguments
+    CrossShardOptimizer gets.
+    """
     return name.startswith("reduction.")

@@ -1,7 +1,7 @@
 """Checks the values that an experiment's methods return.
 
-The errors name the method and its line, before the first step. Without these checks a mistake would fail later,
-inside a library, or train something other than intended.
+The errors name the method and its line, before the first step. Without these checks a
+mistake would fail later, inside a library, or train something other than intended.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ _Scalars = dict[str, jax.Array]
 
 
 def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
-    """Checks the result of `Supervised.loss`. Returns the loss, and the scalars as float32."""
+    """Checks the result of `Supervised.loss`. Returns the loss, and the scalars as
+    float32.
+    """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
@@ -39,7 +41,8 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
 def learner_loss(
     method: Callable[..., Any], returned: Any, net_state: Any
 ) -> tuple[Any, Any, _Scalars, tuple[Any, ...]]:
-    """Checks the result of a learner's loss. Returns the loss, network state, float32 scalars and further arrays.
+    """Checks the result of a learner's loss. Returns the loss, network state, float32
+    scalars and further arrays.
 
     Args:
       method: the loss function.
@@ -70,7 +73,9 @@ def learner_loss(
 
 
 def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
-    if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+    if not isinstance(value, jax.Array) or not jnp.issubdtype(
+        value.dtype, jnp.floating
+    ):
         raise errors.UserError(
             f"{where} returned {_in_words(value)} as the loss. It must be a floating-point scalar computed from "
             "the network's outputs, such as jnp.mean(errors)."
@@ -88,7 +93,9 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
     return value, {name: scalar(where, name, x) for name, x in scalars.items()}
 
 
-def scalar(where: str, name: Any, value: Any, *, keep_integers: bool = False) -> jax.Array:
+def scalar(
+    where: str, name: Any, value: Any, *, keep_integers: bool = False
+) -> jax.Array:
     """Checks a scalar to log.
 
     Args:
@@ -123,16 +130,26 @@ def scalar(where: str, name: Any, value: Any, *, keep_integers: bool = False) ->
             f"means over the batch: jnp.mean({_variable(name)})."
         )
     # An unsigned array among metrics is a fingerprint.
-    is_integer = keep_integers and jnp.issubdtype(jnp.result_type(value), jnp.signedinteger)
-    # A number of Python or NumPy may be too large for JAX's integers, and is then rounded.
+    is_integer = keep_integers and jnp.issubdtype(
+        jnp.result_type(value), jnp.signedinteger
+    )
+    # A number of Python or NumPy may be too large for JAX's integers, and is then
+    # rounded.
     fits = isinstance(value, jax.Array) or abs(value) <= jnp.iinfo(jnp.int32).max
-    return jnp.asarray(value) if is_integer and fits else jnp.asarray(value, jnp.float32)
+    return (
+        jnp.asarray(value) if is_integer and fits else jnp.asarray(value, jnp.float32)
+    )
 
 
 def per_example(
-    init: Callable[..., Any], name: str, arrays: Sequence[jax.ShapeDtypeStruct], rows: int
+    init: Callable[..., Any],
+    name: str,
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    rows: int,
 ) -> None:
-    """Raises UserError unless each array, after its dimensions of slices and replicas, has `rows` rows."""
+    """Raises UserError unless each array, after its dimensions of slices and replicas,
+    has `rows` rows.
+    """
     for array in arrays:
         shape = array.shape[2:]
         if shape[:1] != (rows,):
@@ -159,13 +176,15 @@ def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
 def evaluation(
     method: Callable[..., Any], returned: Any, rows: int, *, arrays: bool = False
 ) -> _Scalars:
-    """Checks the values that an evaluation method returned for a batch. Returns them as arrays.
+    """Checks the values that an evaluation method returned for a batch. Returns them as
+    arrays.
 
     Args:
       method: the method.
       returned: its result.
       rows: the number of examples of the batch.
-      arrays: whether an example's value may be an array, because the experiment overrides `summarize`.
+      arrays: whether an example's value may be an array, because the experiment
+        overrides `summarize`.
     """
     where = describe_method(method)
     if not isinstance(returned, Mapping):
@@ -184,7 +203,9 @@ def evaluation(
 
 
 def summary(where: str, returned: Any) -> dict[str, float]:
-    """Checks the result of `Experiment.summarize`, which `where` describes. Returns the numbers as floats."""
+    """Checks the result of `Experiment.summarize`, which `where` describes. Returns the
+    numbers as floats.
+    """
     if not isinstance(returned, Mapping):
         raise errors.UserError(
             f"{where} returned {_in_words(returned)}. It must return a dictionary of numbers by name."
@@ -199,10 +220,14 @@ def summary(where: str, returned: Any) -> dict[str, float]:
     return {name: float(value) for name, value in returned.items()}
 
 
-def _check_per_example(where: str, name: str, value: Any, rows: int, arrays: bool) -> None:
+def _check_per_example(
+    where: str, name: str, value: Any, rows: int, arrays: bool
+) -> None:
     rule = "It must hold a value for each example, of shape (batch,): the framework takes the mean over all of them"
     if not _is_number(value):
-        raise errors.UserError(f"{where} returned {_in_words(value)} as {name!r}. {rule}.")
+        raise errors.UserError(
+            f"{where} returned {_in_words(value)} as {name!r}. {rule}."
+        )
     shape = np.shape(value)
     if shape == (rows,) or (arrays and shape[:1] == (rows,)):
         return
@@ -227,7 +252,9 @@ def optimizer(method: Callable[[], Any]) -> base.Optimizer:
     returned = method()
     if isinstance(returned, base.Optimizer):
         return returned
-    kind = "None (does it end in return opt?)" if returned is None else _in_words(returned)
+    kind = (
+        "None (does it end in return opt?)" if returned is None else _in_words(returned)
+    )
     if isinstance(returned, optax.GradientTransformation):
         kind = "an optax transformation"
     raise errors.UserError(
@@ -292,7 +319,9 @@ def _network_fix(e: Exception) -> str:
     text = str(e)
     if isinstance(e, NameError) and "unbound axis name" in text:
         axis = text.partition("unbound axis name: ")[2].partition(".")[0]
-        return f"there is no axis {axis!r}; a run has the axes {', '.join(_MAPPED_AXES)}."
+        return (
+            f"there is no axis {axis!r}; a run has the axes {', '.join(_MAPPED_AXES)}."
+        )
     if type(e).__name__ == "MissingRNGError":
         return (
             "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "
@@ -309,7 +338,9 @@ def _network_fix(e: Exception) -> str:
 
 @contextlib.contextmanager
 def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
-    """Turns Haiku's error about parameters created in a loss into a UserError that explains the fix."""
+    """Turns Haiku's error about parameters created in a loss into a UserError that
+    explains the fix.
+    """
     try:
         yield
     except ValueError as e:
@@ -333,7 +364,9 @@ def describe_method(method: Callable[..., Any]) -> str:
 
 def _check_name(where: str, name: Any) -> None:
     if not isinstance(name, str):
-        raise errors.UserError(f"{where} returned a value under {name!r}; names must be strings.")
+        raise errors.UserError(
+            f"{where} returned a value under {name!r}; names must be strings."
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""The error type for mistakes that the user can fix, and functions that locate a bug in the user's code."""
+"""The error type for mistakes that the user can fix, and functions that locate a bug in
+the user's code.
+"""
 
 import os
 import traceback
@@ -16,13 +18,16 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 class UserError(ValueError):
     """A command, a config, data or a checkpoint that cannot be used as given.
 
-    The message has what was received, the rule, and the fix. Programs print only this message. Any other exception
-    is a bug, of the framework or of an experiment, and is printed with its traceback.
+    The message has what was received, the rule, and the fix. Programs print only this
+    message. Any other exception is a bug, of the framework or of an experiment, and is
+    printed with its traceback.
     """
 
 
 def user_traceback(e: BaseException) -> types.TracebackType | None:
-    """Returns the traceback from the first frame of user code that the framework called; None if there is none."""
+    """Returns the traceback from the first frame of user code that the framework
+    called; None if there is none.
+    """
     called = False
     step = e.__traceback__
     while step is not None:
@@ -36,7 +41,8 @@ def user_traceback(e: BaseException) -> types.TracebackType | None:
 
 
 def location(e: BaseException) -> str:
-    """Returns the place in the user's code where an exception was raised, such as 'experiment.py:36, in Net.forward'.
+    """Returns the place in the user's code where an exception was raised, such as
+    'experiment.py:36, in Net.forward'.
 
     Empty if it was raised neither in the user's code nor in anything that code called.
     """
@@ -48,7 +54,8 @@ def location(e: BaseException) -> str:
             frames.append((frame.f_code, line))
     if not frames:
         return ""
-    # The first frame is the method that the framework called, the last one is where it failed.
+    # The first frame is the method that the framework called, the last one is where it
+    # failed.
     method, _ = frames[0]
     function, line = frames[-1]
     where = f"{display_path(function.co_filename)}:{line}, in {function.co_qualname}"
@@ -58,7 +65,9 @@ def location(e: BaseException) -> str:
 
 
 def is_framework_error(e: BaseException) -> bool:
-    """Returns whether the framework raised this error, itself or through a call of the standard library."""
+    """Returns whether the framework raised this error, itself or through a call of the
+    standard library.
+    """
     is_own = True
     for frame, _ in traceback.walk_tb(e.__traceback__):
         file = frame.f_code.co_filename
@@ -69,7 +78,9 @@ def is_framework_error(e: BaseException) -> bool:
 
 
 def definition_location(function: object) -> str:
-    """Returns the place where a function, a method or a class is defined, such as 'experiment.py:29'; empty if unknown."""
+    """Returns the place where a function, a method or a class is defined, such as
+    'experiment.py:29'; empty if unknown.
+    """
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -86,20 +97,27 @@ def _is_installed(file: str) -> bool:
 
 
 def is_stdlib_file(file: str) -> bool:
-    """Returns whether a source file belongs to the standard library, as do the methods that it writes for dataclasses."""
+    """Returns whether a source file belongs to the standard library, as do the methods
+    that it writes for dataclasses.
+    """
     if file.startswith(("<frozen", "<string>")):
         return True
-    # Without a virtual environment, installed packages lie below the standard library's directory.
+    # Without a virtual environment, installed packages lie below the standard library's
+    # directory.
     return file.startswith(_STANDARD) and not _is_installed(file)
 
 
 def is_user_file(file: str) -> bool:
-    """Returns whether a source file is the user's: not the framework's, not installed, not in the standard library."""
+    """Returns whether a source file is the user's: not the framework's, not installed,
+    not in the standard library.
+    """
     return not (_is_installed(file) or _is_framework(file) or is_stdlib_file(file))
 
 
 def display_path(file: str) -> str:
-    """Returns a path relative to the current directory if it lies below it, else unchanged."""
+    """Returns a path relative to the current directory if it lies below it, else
+    unchanged.
+    """
     try:
         relative = os.path.relpath(file)
     except FileNotFoundError:

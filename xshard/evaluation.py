@@ -18,7 +18,8 @@ from xshard.metrics import deferred
 from xshard.pod import processes
 from xshard.stored import replica_state as stored
 
-# The name prefixes of sums that come from averaged parameters, and from all groups together.
+# The name prefixes of sums that come from averaged parameters, and from all groups
+# together.
 _ENSEMBLE = "ensemble/"
 _KINDS = ("", "average/", _ENSEMBLE)
 
@@ -27,7 +28,10 @@ class Evaluation:
     """Evaluates states of an experiment."""
 
     def __init__(
-        self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch_size: int
+        self,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
+        batch_size: int,
     ):
         """Checks the batch size and the examples.
 
@@ -65,20 +69,26 @@ class Evaluation:
 
         Args:
           state: the shapes of a state.
-          options: `config.checkpoint`; its `best_metric` must be one of the metrics if best checkpoints are kept.
+          options: `config.checkpoint`; its `best_metric` must be one of the metrics if
+            best checkpoints are kept.
 
         Returns:
-          The names of the metrics, and whether each is a list with a value per group; None if they are unknown.
+          The names of the metrics, and whether each is a list with a value per group;
+          None if they are unknown.
 
         Raises:
-          UserError: if the experiment's methods do not fit, or no metric is called `best_metric`.
+          UserError: if the experiment's methods do not fit, or no metric is called
+            `best_metric`.
         """
         totals = {}
         for split, of_split in self._batches.items():
             traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
-            stored.check_unread(self._experiment.eval_step, traced.jaxpr, state, self._on)
+            stored.check_unread(
+                self._experiment.eval_step, traced.jaxpr, state, self._on
+            )
             sums = traced.out_info
-            # Zeros stand in for the sums, since only `summarize` determines the names of the metrics.
+            # Zeros stand in for the sums, since only `summarize` determines the names
+            # of the metrics.
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)
         names: dict[str, bool] = {}
@@ -86,12 +96,15 @@ class Evaluation:
             with np.errstate(all="ignore"):
                 for split in totals:
                     results = self._results(split, totals[split])
-                    names |= {name: isinstance(value, list) for name, value in results.items()}
+                    names |= {
+                        name: isinstance(value, list) for name, value in results.items()
+                    }
         except errors.UserError:
             raise
         except (ArithmeticError, ValueError):
-            # The sums here are all zeros, and `summarize` may fail on them, for example by dividing by one of them.
-            # Then the names stay unknown until the first evaluation.
+            # The sums here are all zeros, and `summarize` may fail on them, for example
+            # by dividing by one of them. Then the names stay unknown until the first
+            # evaluation.
             return None
         if options.keep_best and options.best_metric not in names:
             raise errors.UserError(
@@ -107,10 +120,12 @@ class Evaluation:
 
         Args:
           state: the state.
-          go_on: returns whether to continue, after each batch; the same on all processes.
+          go_on: returns whether to continue, after each batch; the same on all
+            processes.
 
         Returns:
-          The metrics by name, as lists if there are several groups; None if `go_on` returned False.
+          The metrics by name, as lists if there are several groups; None if `go_on`
+          returned False.
         """
         results: dict[str, Any] = {}
         for split, of_split in self._batches.items():
@@ -120,7 +135,8 @@ class Evaluation:
                 sums = self._step(state, batch, np.int32(number))
                 deferred.to_host(sums.values())
                 pending.append(sums)
-                # As in training, later batches keep the devices busy while the host reads the sums of earlier ones.
+                # As in training, later batches keep the devices busy while the host
+                # reads the sums of earlier ones.
                 if len(pending) > deferred.IN_FLIGHT:
                     _add(totals, pending.popleft())
                 if not go_on():
@@ -131,12 +147,18 @@ class Evaluation:
         return results
 
     def _results(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Summarizes the sums over a split: for each group, for the averages of parameters and for the ensemble."""
+        """Summarizes the sums over a split: for each group, for the averages of
+        parameters and for the ensemble.
+        """
         count = totals.pop("count")
         prefix = f"{split}/" if split else ""
         results: dict[str, Any] = {}
         for kind in _KINDS:
-            sums = {name.removeprefix(kind): x for name, x in totals.items() if _kind(name) == kind}
+            sums = {
+                name.removeprefix(kind): x
+                for name, x in totals.items()
+                if _kind(name) == kind
+            }
             if not sums:
                 continue
             values: dict[str, Any] = {}
@@ -148,19 +170,25 @@ class Evaluation:
             else:
                 # An ensemble's sums are equal in all groups, and so are the counts.
                 values |= self._summary(sums, count.max())
-            results |= {f"{prefix}{kind}{name}": value for name, value in values.items()}
+            results |= {
+                f"{prefix}{kind}{name}": value for name, value in values.items()
+            }
         return results
 
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         summarize = self._experiment.summarize
-        return contract.summary(contract.describe_method(summarize), summarize(sums, float(count)))
+        return contract.summary(
+            contract.describe_method(summarize), summarize(sums, float(count))
+        )
 
 
 def _add(totals: dict[str, np.ndarray], sums: Mapping[str, jax.Array]) -> None:
     """Adds the sums over a batch to those over the batches before."""
     # Summed in float64, since float32 would lose digits over many batches.
     for name, value in sums.items():
-        totals[name] = totals.get(name, np.float64(0)) + np.asarray(value).astype(np.float64)
+        totals[name] = totals.get(name, np.float64(0)) + np.asarray(value).astype(
+            np.float64
+        )
 
 
 def _jitted(
@@ -168,13 +196,18 @@ def _jitted(
     mesh: jax.sharding.Mesh,
     replicas: logical.Replicas | None,
 ) -> Any:
-    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each process has the sums of all groups."""
+    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each
+    process has the sums of all groups.
+    """
     everywhere = mesh_lib.sharding(mesh)
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
     mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
     return logical.Program(
-        contract.describe_method(experiment.eval_step), mapped, replicas, out_shardings=everywhere
+        contract.describe_method(experiment.eval_step),
+        mapped,
+        replicas,
+        out_shardings=everywhere,
     )
 
 
@@ -189,7 +222,8 @@ def sample(
     step: int,
     state: state_lib.TrainState,
 ) -> tuple[dict[str, Any], str]:
-    """Samples the state after a step. Returns the row to log and a text to print; all processes must call it.
+    """Samples the state after a step. Returns the row to log and a text to print; all
+    processes must call it.
 
     Args:
       experiment: the experiment, whose `samples` is called.
@@ -199,21 +233,27 @@ def sample(
     """
     where = contract.describe_method(experiment.samples)
     key = experiment_lib.samples_key(experiment)
-    named = samples.named(where, experiment.samples(functools.partial(predict, state), key))
+    named = samples.named(
+        where, experiment.samples(functools.partial(predict, state), key)
+    )
     return samples.row(where, step, named), samples.text(named)
 
 
 def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """Returns the function that takes a state, a batch on the host and, if any, a key to the predictions on the host.
+    """Returns the function that takes a state, a batch on the host and, if any, a key
+    to the predictions on the host.
 
     Args:
-      jitted: the jitted function of `xshard.step.make_predict`, with replicated outputs, so that each process has all.
+      jitted: the jitted function of `xshard.step.make_predict`, with replicated
+        outputs, so that each process has all.
       mesh: the run's mesh.
     """
     outputs = processes.compiled_by_all(jitted, "the prediction")
 
     def predict(
-        state: state_lib.TrainState, batch: Mapping[str, Any], key: jax.Array | None = None
+        state: state_lib.TrainState,
+        batch: Mapping[str, Any],
+        key: jax.Array | None = None,
     ) -> Any:
         args = [state, mesh_lib.put_whole(mesh, batch)]
         if key is not None:

@@ -1,8 +1,8 @@
 """The interface of an experiment.
 
-An experiment is a class and a config. The class defines the computation, its update and its evaluation. It knows
-nothing about devices, checkpoints or processes: the framework provides those. The same file runs on one CPU, on
-eight virtual devices and on a pod.
+An experiment is a class and a config. The class defines the computation, its update and
+its evaluation. It knows nothing about devices, checkpoints or processes: the framework
+provides those. The same file runs on one CPU, on eight virtual devices and on a pod.
 """
 
 import abc
@@ -31,7 +31,8 @@ Batch = Mapping[str, Any]
 class PerReplica:
     """Marks arrays of an experiment's state that differ from replica to replica.
 
-    In a checkpoint they have a leading dimension of replicas, so they can only be restored on as many replicas.
+    In a checkpoint they have a leading dimension of replicas, so they can only be
+    restored on as many replicas.
 
     Attributes:
       value: a tree of arrays.
@@ -40,11 +41,17 @@ class PerReplica:
     value: Any
 
     def joined(self) -> "PerReplica":
-        """Merges the two leading dimensions, slices and replicas, into one of all replicas."""
-        return PerReplica(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.value))
+        """Merges the two leading dimensions, slices and replicas, into one of all
+        replicas.
+        """
+        return PerReplica(
+            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.value)
+        )
 
     def local(self) -> "PerReplica":
-        """Returns this replica's value: the stored value without its dimension of replicas."""
+        """Returns this replica's value: the stored value without its dimension of
+        replicas.
+        """
         return PerReplica(jax.tree.map(lambda x: x[0], self.value))
 
     def stored(self) -> "PerReplica":
@@ -54,20 +61,26 @@ class PerReplica:
 
 @dataclasses.dataclass(frozen=True)
 class PerExample:
-    """Marks arrays of an experiment's state that have a row per example of the batch, such as environment states.
+    """Marks arrays of an experiment's state that have a row per example of the batch,
+    such as environment states.
 
-    In a checkpoint the first dimension has all examples of a batch, so they can be restored on any number of
-    replicas that divides it.
+    In a checkpoint the first dimension has all examples of a batch, so they can be
+    restored on any number of replicas that divides it.
 
     Attributes:
-      value: a tree of arrays whose first dimension is the number of the replica's examples.
+      value: a tree of arrays whose first dimension is the number of the replica's
+        examples.
     """
 
     value: Any
 
     def joined(self) -> "PerExample":
-        """Merges the three leading dimensions, slices, replicas and examples, into one of all examples."""
-        return PerExample(jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), self.value))
+        """Merges the three leading dimensions, slices, replicas and examples, into one
+        of all examples.
+        """
+        return PerExample(
+            jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), self.value)
+        )
 
     def local(self) -> "PerExample":
         """Returns the value unchanged: a replica's shard holds exactly its examples."""
@@ -84,11 +97,13 @@ def is_own(x: Any) -> bool:
 
 
 def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a pytree's root with their keys, and the structure of the root alone.
+    """Returns the children of a pytree's root with their keys, and the structure of the
+    root alone.
 
     Args:
       tree: the pytree.
-      of_leaf: the key to use if the tree is a single leaf, which counts as its own child.
+      of_leaf: the key to use if the tree is a single leaf, which counts as its own
+        child.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_below(tree))
     key_of = lambda path: path[0] if path else jax.tree_util.GetAttrKey(of_leaf)
@@ -96,17 +111,22 @@ def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def unnamed_children(tree: Any) -> tuple[list[Any], Any]:
-    """Returns what `children` does without the keys, which takes a third of the time. Each call of a step needs it."""
+    """Returns what `children` does without the keys, which takes a third of the time.
+    Each call of a step needs it.
+    """
     return jax.tree.flatten(tree, is_leaf=_below(tree))
 
 
 def _below(tree: Any) -> Callable[[Any], bool]:
-    # JAX also calls `is_leaf` on structures whose children are None, and compares the results.
+    # JAX also calls `is_leaf` on structures whose children are None, and compares the
+    # results.
     return lambda x: x is not tree or x is None
 
 
 def _register(cls: Any) -> None:
-    """Registers a marker class as a pytree that is transparent in paths: its keys are the marked value's."""
+    """Registers a marker class as a pytree that is transparent in paths: its keys are
+    the marked value's.
+    """
 
     def unflatten(structure: Any, leaves: Any) -> Any:
         return cls(jax.tree.unflatten(structure, leaves))
@@ -124,28 +144,33 @@ _register(PerExample)
 
 
 class Experiment(abc.ABC):
-    """The base class of experiments: a training state of any structure, and the step that advances it.
+    """The base class of experiments: a training state of any structure, and the step
+    that advances it.
 
-    Derive from `Supervised` to train one network with a loss on its outputs. Derive from this class for anything
-    else: several networks that train in turn, environments, a moving target. Most such experiments use one `Learner`
-    per network; see docs/beyond_a_classifier.md.
+    Derive from `Supervised` to train one network with a loss on its outputs. Derive
+    from this class for anything else: several networks that train in turn,
+    environments, a moving target. Most such experiments use one `Learner` per network;
+    see docs/beyond_a_classifier.md.
 
-    JAX traces `init`, `train_step`, `eval_step` and `predict`. Each call sees one replica of a group: its part of a
-    batch, and its keys. Collectives may use the mapped axes 'slice' and 'replica'. These methods may read
-    `self.config`, which is frozen, and nothing else that changes.
+    JAX traces `init`, `train_step`, `eval_step` and `predict`. Each call sees one
+    replica of a group: its part of a batch, and its keys. Collectives may use the
+    mapped axes 'slice' and 'replica'. These methods may read `self.config`, which is
+    frozen, and nothing else that changes.
 
     Each array of the state is of one of three kinds:
 
-    - **Equal on all replicas** of a group, like a learner's state. Most arrays are. The framework checks this before
-      the first step.
+    - **Equal on all replicas** of a group, like a learner's state. Most arrays are. The
+      framework checks this before the first step.
     - **Per replica**: wrap it in `PerReplica`.
     - **Per example** of the replica's part of a batch: wrap it in `PerExample`.
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Stores a frozen copy of the config, so that nothing can change it after a function is traced.
+        """Stores a frozen copy of the config, so that nothing can change it after a
+        function is traced.
 
-        The copy records which keys are read, and a run names those of the experiment's own that are not.
+        The copy records which keys are read, and a run names those of the experiment's
+        own that are not.
         """
         if not isinstance(config, config_lib.ReadConfig):
             config = config_lib.ReadConfig(config)
@@ -172,37 +197,50 @@ class Experiment(abc.ABC):
           key: a random key for this replica and this step.
 
         Returns:
-          The new state, and the values to log: the outcome of `Learner.update`, or those of several updates, stacked;
-          or a dictionary of these by the learner's name, and of scalars. Those are averaged over the replicas, but for
-          integers, which must be equal on all replicas and are logged as they are.
+          The new state, and the values to log: the outcome of `Learner.update`, or
+            those of several updates, stacked;
+          or a dictionary of these by the learner's name, and of scalars. Those are
+          averaged over the replicas, but for integers, which must be equal on all
+          replicas and are logged as they are.
         """
 
     @abc.abstractmethod
-    def eval_step(self, state: Any, batch: Batch, key: jax.Array) -> Mapping[str, jax.Array]:
+    def eval_step(
+        self, state: Any, batch: Batch, key: jax.Array
+    ) -> Mapping[str, jax.Array]:
         """Evaluates a state on a replica's part of a batch.
 
         Args:
           state: the state.
           batch: the replica's part of a batch of `eval_data`.
-          key: a random key for this replica and this batch, the same in each evaluation.
+          key: a random key for this replica and this batch, the same in each
+            evaluation.
 
         Returns:
-          Arrays of shape (batch,) by name, with a value per example. The framework averages them over all examples.
-          If the experiment overrides `summarize`, arrays may be of shape (batch, ...).
+          Arrays of shape (batch,) by name, with a value per example. The framework
+          averages them over all examples. If the experiment overrides `summarize`,
+          arrays may be of shape (batch, ...).
         """
 
     def predict(self, state: Any, batch: Batch) -> Any:
-        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used by `samples` and `xshard.load`.
+        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used
+        by `samples` and `xshard.load`.
 
-        A third parameter, `key`, is optional. It receives the random key of a caller that gives one after the batch.
+        A third parameter, `key`, is optional. It receives the random key of a caller
+        that gives one after the batch.
         """
-        raise NotImplementedError(f"{type(self).__name__} makes no predictions: define predict.")
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no predictions: define predict."
+        )
 
-    def summarize(self, sums: Mapping[str, np.ndarray], count: float) -> Mapping[str, Any]:
-        """Computes the metrics of an evaluation, on the host. By default the means of the values of `eval_step`.
+    def summarize(
+        self, sums: Mapping[str, np.ndarray], count: float
+    ) -> Mapping[str, Any]:
+        """Computes the metrics of an evaluation, on the host. By default the means of
+        the values of `eval_step`.
 
-        Override it for metrics that are not means over the examples: a ratio of two sums, or a number computed from
-        a confusion matrix or a histogram of scores.
+        Override it for metrics that are not means over the examples: a ratio of two
+        sums, or a number computed from a confusion matrix or a histogram of scores.
 
         Args:
           sums: the sum of each value of `eval_step` over all examples, float64.
@@ -214,7 +252,8 @@ class Experiment(abc.ABC):
         return {name: value / count for name, value in sums.items()}
 
     def train_data(self) -> data.Examples:
-        """Returns the training examples: arrays by name, of one leading dimension, or a source (`xshard.data.Source`).
+        """Returns the training examples: arrays by name, of one leading dimension, or a
+        source (`xshard.data.Source`).
 
         The framework shuffles and repeats them.
         """
@@ -224,52 +263,67 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def eval_data(self) -> data.Examples | Mapping[str, data.Examples]:
-        """Returns the evaluation examples; or several splits by name, {'test': ..., 'hard': ...}."""
+        """Returns the evaluation examples; or several splits by name, {'test': ...,
+        'hard': ...}.
+        """
 
     def train_batches(self, part: data.Part) -> data.BatchIterator:
-        """Returns an iterator over this process's part of each batch. By default over `train_data`, shuffled by the seed.
+        """Returns an iterator over this process's part of each batch. By default over
+        `train_data`, shuffled by the seed.
 
-        Any iterator with `get_state` and `set_state` works; checkpoints contain its state.
+        Any iterator with `get_state` and `set_state` works; checkpoints contain its
+        state.
         """
         examples = self.train_data()
-        data.check(examples, f"What {contract.describe_method(self.train_data)} returned")
+        data.check(
+            examples, f"What {contract.describe_method(self.train_data)} returned"
+        )
         return data.iterate(examples, part)
 
     def samples(
         self, predict: Callable[[Mapping[str, Any]], Any], key: jax.Array
     ) -> str | Mapping[str, Any]:
-        """Returns samples of the trained model, such as texts and images that it generates. By default none.
+        """Returns samples of the trained model, such as texts and images that it
+        generates. By default none.
 
-        The run calls it on all processes, after the last evaluation, and every `config.samples_every_steps` steps if
-        that is not 0. Before the run begins, a trial call runs up to the first prediction, to detect mistakes early.
+        The run calls it on all processes, after the last evaluation, and every
+        `config.samples_every_steps` steps if that is not 0. Before the run begins, a
+        trial call runs up to the first prediction, to detect mistakes early.
 
         Args:
-          predict: takes a batch on the host, of any number of rows, to the outputs of `self.predict` on the host. It
-            compiles once for each batch shape.
+          predict: takes a batch on the host, of any number of rows, to the outputs of
+            `self.predict` on the host. It compiles once for each batch shape.
           key: a random key, the same in each call.
 
         Returns:
-          A text; or a dictionary of texts, `xshard.Image` and `xshard.Histogram` by name. The run writes them to
-          samples.jsonl in the work directory; TensorBoard, wandb and the report show them.
+          A text; or a dictionary of texts, `xshard.Image` and `xshard.Histogram` by
+          name. The run writes them to samples.jsonl in the work directory; TensorBoard,
+          wandb and the report show them.
         """
         del predict, key
         return ""
 
     def callbacks(self) -> Sequence[callbacks_lib.Callback]:
-        """Returns functions that the run calls after each evaluation, and that may end it. By default none.
+        """Returns functions that the run calls after each evaluation, and that may end
+        it. By default none.
 
-        The run calls each one on process 0 with all evaluations so far, including the latest: a list of dictionaries
-        of 'step' and the metrics by name, which are floats, or lists of floats with several groups. A callback
-        returns None to continue, or a text with the reason to end the run, which then ends as after its last step.
+        The run calls each one on process 0 with all evaluations so far, including the
+        latest: a list of dictionaries of 'step' and the metrics by name, which are
+        floats, or lists of floats with several groups. A callback returns None to
+        continue, or a text with the reason to end the run, which then ends as after its
+        last step.
 
-        A callback must depend on these rows alone. Then a run that was stopped and resumed ends at the same step.
+        A callback must depend on these rows alone. Then a run that was stopped and
+        resumed ends at the same step.
 
         `xshard.early_stopping('loss')` returns one.
         """
         return ()
 
     def sharding_rules(self) -> mesh_lib.Rules:
-        """Returns the rules that shard arrays over the axis 'model': see `xshard.mesh.tree_shardings`. By default none."""
+        """Returns the rules that shard arrays over the axis 'model': see
+        `xshard.mesh.tree_shardings`. By default none.
+        """
         return ()
 
 
@@ -279,13 +333,16 @@ def samples_key(experiment: Experiment) -> jax.Array:
 
 
 def overrides(experiment: Experiment, method: str) -> bool:
-    """Returns whether an experiment defines a method that `Experiment` implements by default, such as `summarize`."""
+    """Returns whether an experiment defines a method that `Experiment` implements by
+    default, such as `summarize`.
+    """
     return getattr(type(experiment), method) is not getattr(Experiment, method)
 
 
 def example(experiment: Experiment) -> data.Arrays:
     """Returns one example of the training data, for its names, dtypes and shapes."""
-    # A custom iterator may need the run's batch size. `train_data` may have fewer examples than that.
+    # A custom iterator may need the run's batch size. `train_data` may have fewer
+    # examples than that.
     size = experiment.config.batch_size if overrides(experiment, "train_batches") else 1
     part = data.Part(size, (np.arange(1),), experiment.config.seed)
     return next(experiment.train_batches(part))
@@ -304,7 +361,8 @@ def mesh_of(
 
 
 def load(path: str) -> type[Experiment]:
-    """Imports the experiment class of a dotted path, such as 'experiments.digits.experiment.Digits'.
+    """Imports the experiment class of a dotted path, such as
+    'experiments.digits.experiment.Digits'.
 
     Raises:
       UserError: if the path names no experiment class, or the class lacks a method.
@@ -312,11 +370,14 @@ def load(path: str) -> type[Experiment]:
     module_name, _, name = path.rpartition(".")
     rule = f"experiment={path!r} must be the dotted path of a class that can be imported from here"
     if not all(path.split(".")) or not module_name:
-        raise errors.UserError(f"{rule}, such as 'experiments.digits.experiment.Digits'.")
+        raise errors.UserError(
+            f"{rule}, such as 'experiments.digits.experiment.Digits'."
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
-        # A module that the experiment's file fails to import is a bug in that file, not a wrong path.
+        # A module that the experiment's file fails to import is a bug in that file, not
+        # a wrong path.
         if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
             raise
         raise errors.UserError(f"{rule}: {e} (seen from {os.getcwd()}).") from e
@@ -334,7 +395,9 @@ def load(path: str) -> type[Experiment]:
 
 
 def _check_methods(experiment: type[Experiment]) -> None:
-    """Raises UserError if a class lacks a required method, and suggests a method of the class with a similar name."""
+    """Raises UserError if a class lacks a required method, and suggests a method of the
+    class with a similar name.
+    """
     lacking = sorted(experiment.__abstractmethods__)
     own: set[str] = set()
     required: set[str] = set()
@@ -359,7 +422,9 @@ def _check_methods(experiment: type[Experiment]) -> None:
 
 
 def checked_eval_data(experiment: Experiment) -> dict[str, data.Examples]:
-    """Returns the evaluation examples by split, after checking that they are valid: see `data.splits`."""
+    """Returns the evaluation examples by split, after checking that they are valid: see
+    `data.splits`.
+    """
     splits = data.splits(experiment.eval_data())
     what = f"What {contract.describe_method(experiment.eval_data)} returned"
     for name, examples in splits.items():

@@ -1,7 +1,9 @@
-"""What xshard uses of JAX that JAX does not promise to keep, and what differs between the versions it runs on.
+"""What xshard uses of JAX that JAX does not promise to keep, and what differs between
+the versions it runs on.
 
-JAX changes its private modules and `jax.extend`, `jax.interpreters` and `jax.experimental` without notice, so only this
-file imports them. xshard runs on JAX 0.10, 0.11 and 0.12. Each item says what it is for, and what makes it superfluous.
+JAX changes its private modules and `jax.extend`, `jax.interpreters` and
+`jax.experimental` without notice, so only this file imports them. xshard runs on JAX
+0.10, 0.11 and 0.12. Each item says what it is for, and what makes it superfluous.
 """
 
 import functools
@@ -20,32 +22,38 @@ from jax.extend import core, source_info_util
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-# The classes of traced programs, which the checks before a run read; JAX has no public ones.
+# The classes of traced programs, which the checks before a run read; JAX has no public
+# ones.
 Jaxpr = core.Jaxpr
 Literal = core.Literal
 Primitive = core.Primitive
-# In JAX 0.10 a program with its constants is a class of its own. From 0.11 on, a Jaxpr has its constants, and this is
-# another name for it, which can go with JAX 0.10.
+# In JAX 0.10 a program with its constants is a class of its own. From 0.11 on, a Jaxpr
+# has its constants, and this is another name for it, which can go with JAX 0.10.
 ClosedJaxpr = core.ClosedJaxpr
 
 
 def closed(program: Any) -> ClosedJaxpr:
     """Returns a program with its constants, from one with or without.
 
-    In JAX 0.10 an equation's parameter may be either. From 0.11 on all programs have their constants, and `closed` can
-    go with JAX 0.10.
+    In JAX 0.10 an equation's parameter may be either. From 0.11 on all programs have
+    their constants, and `closed` can go with JAX 0.10.
     """
-    # `ClosedJaxpr(program, ())` would drop the constants that a program of JAX 0.11 has.
+    # `ClosedJaxpr(program, ())` would drop the constants that a program of JAX 0.11
+    # has.
     return program if hasattr(program, "consts") else core.ClosedJaxpr(program, ())
 
 
 def opened(program: Any) -> Jaxpr:
-    """Returns a program without its constants, from one with or without. It can go with JAX 0.10, as `closed`."""
+    """Returns a program without its constants, from one with or without. It can go with
+    JAX 0.10, as `closed`.
+    """
     return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
 
 
 def as_function(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns the function of a program: from the list of its arguments to the list of its results."""
+    """Returns the function of a program: from the list of its arguments to the list of
+    its results.
+    """
     return core.jaxpr_as_fun(program)
 
 
@@ -59,8 +67,9 @@ def with_constants_as_arguments(program: ClosedJaxpr) -> ClosedJaxpr:
 def without_mesh(x: jax.Array) -> jax.Array:
     """Returns the same array, which JAX no longer types as one on a mesh.
 
-    JAX gives each value in a trace the mesh that it lies on, and a program traced for values on a mesh does not accept
-    one device's part of them. It can go when `jax.shard_map` accepts such programs.
+    JAX gives each value in a trace the mesh that it lies on, and a program traced for
+    values on a mesh does not accept one device's part of them. It can go when
+    `jax.shard_map` accepts such programs.
     """
     return _unchanged(x.shape, x.dtype)(x)[0]
 
@@ -78,15 +87,18 @@ def inner_programs(eqn: Any) -> Iterator[Jaxpr]:
 
 
 def argument_names(eqn: Any) -> tuple[str, ...]:
-    """Returns the names of the arrays that a call of a jitted function is given, such as "tree['linear']['w']".
+    """Returns the names of the arrays that a call of a jitted function is given, such
+    as "tree['linear']['w']".
 
-    Errors name an array by them. JAX records them for its own errors, and has no public way to read them.
+    Errors name an array by them. JAX records them for its own errors, and has no public
+    way to read them.
     """
     return opened(eqn.params["jaxpr"]).debug_info.arg_names or ()
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the number of constants and of carried arrays of a scan, which come first in its inputs, in this order.
+    """Returns the number of constants and of carried arrays of a scan, which come first
+    in its inputs, in this order.
 
     The carried arrays are its first results. The parameters of JAX 0.10 can go with it.
     """
@@ -99,7 +111,8 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 def without_dead_code(
     program: ClosedJaxpr, used: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the part of a program that computes some of its outputs, and which of the inputs it has.
+    """Returns the part of a program that computes some of its outputs, and which of the
+    inputs it has.
 
     Args:
       program: the program.
@@ -116,7 +129,8 @@ def at_line_of(eqn: Any) -> AbstractContextManager[None]:
 
 
 def is_of_current_trace(x: Any) -> bool:
-    """Returns whether a traced value belongs to the innermost trace in progress, not to one around it.
+    """Returns whether a traced value belongs to the innermost trace in progress, not to
+    one around it.
 
     JAX has no public function for it.
     """
@@ -124,14 +138,18 @@ def is_of_current_trace(x: Any) -> bool:
 
 
 def mapped_axis_names() -> list[Any]:
-    """Lists the axes that are mapped where it is called, also by vmap and pmap, which JAX's public functions omit."""
+    """Lists the axes that are mapped where it is called, also by vmap and pmap, which
+    JAX's public functions omit.
+    """
     return core.unsafe_get_axis_names_DO_NOT_USE()
 
 
 def shard_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two arrays of one shape, which the compiler shards alike along the axes whose sharding it chooses.
+    """Returns two arrays of one shape, which the compiler shards alike along the axes
+    whose sharding it chooses.
 
-    Up to 0.11.1, JAX has it as `jax.experimental.shard_alike`. It can go when JAX has it again.
+    Up to 0.11.1, JAX has it as `jax.experimental.shard_alike`. It can go when JAX has
+    it again.
     """
     return tuple(_shard_alike.bind(x, y))
 
@@ -152,14 +170,19 @@ def _lower(context: Any, x: Any, y: Any) -> list[Any]:
 
 
 def _transpose(grads: Sequence[Any], x: Any, y: Any) -> Sequence[Any]:
-    # No array exists for the gradient of a result that nothing uses, so there is nothing to shard.
+    # No array exists for the gradient of a result that nothing uses, so there is
+    # nothing to shard.
     if any(type(grad) is ad.Zero for grad in grads):
         return grads
     return _shard_alike.bind(*grads)
 
 
-def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], list[int]]:
-    (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+def _batch(
+    arrays: Sequence[Any], axes: Sequence[int | None]
+) -> tuple[list[Any], list[int]]:
+    (size,) = {
+        x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None
+    }
 
     def batched(x: Any, axis: int | None) -> Any:
         if axis is None:
@@ -175,11 +198,16 @@ batching.primitive_batchers[_shard_alike] = _batch
 
 
 def detect_cluster(
-    seconds: int, address: str | None = None, count: int | None = None, index: int | None = None
+    seconds: int,
+    address: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
 ) -> tuple[str | None, int | None, int | None, Any]:
-    """Detects this process's place in a cluster as `jax.distributed.initialize` does, which also connects it.
+    """Detects this process's place in a cluster as `jax.distributed.initialize` does,
+    which also connects it.
 
-    Processes meet before JAX connects them, so the place is needed before. It can go when JAX has a public function.
+    Processes meet before JAX connects them, so the place is needed before. It can go
+    when JAX has a public function.
 
     Args:
       seconds: how long requests to a cloud's metadata may take.
@@ -188,8 +216,8 @@ def detect_cluster(
       index: this process's index; None: detected.
 
     Returns:
-      The address of process 0, the number of processes, this process's index, and its devices; None for what is not
-      detected.
+      The address of process 0, the number of processes, this process's index, and its
+      devices; None for what is not detected.
     """
     # The Nones leave the devices and the method of detection to JAX.
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -198,15 +226,18 @@ def detect_cluster(
 
 
 def coordination_client() -> Any:
-    """Returns the client of JAX's coordination service, whose store of keys and values works while devices compute.
+    """Returns the client of JAX's coordination service, whose store of keys and values
+    works while devices compute.
 
-    It is None before `jax.distributed.initialize`. It can go when JAX has a public store.
+    It is None before `jax.distributed.initialize`. It can go when JAX has a public
+    store.
     """
     return distributed.global_state.client
 
 
 def reset_compilation_cache() -> None:
-    """Makes JAX look again whether it has a compilation cache, which it does once, at its first compilation.
+    """Makes JAX look again whether it has a compilation cache, which it does once, at
+    its first compilation.
 
     It can go when `jax.config.update` of the cache's folder does the same.
     """
@@ -214,7 +245,8 @@ def reset_compilation_cache() -> None:
 
 
 def topology_devices(topology: str, **options: Any) -> list[jax.Device]:
-    """Returns devices of a TPU topology for which programs can be compiled, but not run.
+    """Returns devices of a TPU topology for which programs can be compiled, but not
+    run.
 
     It can go when JAX has a function outside of `jax.experimental`.
 
@@ -222,5 +254,7 @@ def topology_devices(topology: str, **options: Any) -> list[jax.Device]:
       topology: libtpu's name of it, as in v5e:4x4.
       **options: libtpu's options.
     """
-    description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, **options
+    )
     return list(description.devices)

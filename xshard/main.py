@@ -1,15 +1,16 @@
-"""The program: `python -m xshard.main --config=configs/digits.py --workdir=runs/digits`.
+"""The program: `python -m xshard.main --config=configs/digits.py
+--workdir=runs/digits`.
 
-On a pod, run one process per host. Each process gets its place from --coordinator_address, --num_processes and
---process_id, or JAX detects it (Slurm, Open MPI, GKE, GCE). `python -m launch` starts all processes.
+On a pod, run one process per host. Each process gets its place from
+--coordinator_address, --num_processes and --process_id, or JAX detects it (Slurm, Open
+MPI, GKE, GCE). `python -m launch` starts all processes.
 
 Exit codes:
-  0    done
-  42   stopped by SIGTERM, --stop_after or a file STOP in the work directory; the state is saved: run the same
+  0    done 42   stopped by SIGTERM, --stop_after or a file STOP in the work directory;
+  the state is saved: run the same
        command again to resume
-  130  the same, stopped by Ctrl-C
-  3    ended because a loss, gradients or parameters are not finite (config.on_nonfinite); a rerun would end the same
-  1    failed
+  130  the same, stopped by Ctrl-C 3    ended because a loss, gradients or parameters
+  are not finite (config.on_nonfinite); a rerun would end the same 1    failed
 """
 
 import gc
@@ -23,8 +24,9 @@ from typing import Any, NoReturn, TextIO
 from xshard.pod import signals
 
 if __name__ == "__main__":
-    # Before the processes join there is nothing to save, and `signals.SignalReceiver` takes the signals over after that. A
-    # scheduler may stop the run already during the imports below, which take a second or more.
+    # Before the processes join there is nothing to save, and `signals.SignalReceiver`
+    # takes the signals over after that. A scheduler may stop the run already during the
+    # imports below, which take a second or more.
     signals.exit_on_signal()
 
 import haiku as hk
@@ -41,9 +43,14 @@ from xshard.pod import handshake, monitor, notice, process_spec, startup
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The run's config file; --config.key=value overrides a value.", lock_config=True
+    "config",
+    None,
+    "The run's config file; --config.key=value overrides a value.",
+    lock_config=True,
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "The work directory. An existing run resumes.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "The work directory. An existing run resumes."
+)
 _INIT_FROM = flags.DEFINE_string(
     "init_from", None,
     "Initialize a new run with the network of a checkpoint (DIR or DIR@STEP) or of FILE.safetensors.",
@@ -63,10 +70,15 @@ _INIT_RENAME = flags.DEFINE_multi_string(
     "Repeat the flag or separate pairs with commas.",
 )  # fmt: skip
 _INIT_GROUP = flags.DEFINE_integer(
-    "init_group", 0, "With --init_from: the group to load, if the source has several.", 0
+    "init_group",
+    0,
+    "With --init_from: the group to load, if the source has several.",
+    0,
 )
 _SHOW_CONFIG = flags.DEFINE_bool(
-    "show_config", False, "Print every key of the config with its value and description, and exit."
+    "show_config",
+    False,
+    "Print every key of the config with its value and description, and exit.",
 )
 _MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval", "profile"],
@@ -95,15 +107,24 @@ _STOP_AFTER = flags.DEFINE_float(
     "stop_after", 0, "Save and exit with 42 after this many minutes; 0: never.", 0
 )
 # NaN is within all bounds.
-flags.register_validator("stop_after", math.isfinite, "it must be a finite number of minutes")
+flags.register_validator(
+    "stop_after", math.isfinite, "it must be a finite number of minutes"
+)
 _COORDINATOR = flags.DEFINE_string(
     "coordinator_address", None, "HOST:PORT of process 0, where the processes connect."
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "The number of processes.", 1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "This process's number, from 0.", 0)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "The number of processes.", 1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "This process's number, from 0.", 0
+)
 _DEFAULTS = startup.Timeouts()
 _START = flags.DEFINE_integer(
-    "start_timeout_seconds", _DEFAULTS.start, "How long to wait for all processes to connect.", 1
+    "start_timeout_seconds",
+    _DEFAULTS.start,
+    "How long to wait for all processes to connect.",
+    1,
 )
 _HEARTBEAT = flags.DEFINE_integer(
     "heartbeat_timeout_seconds", _DEFAULTS.heartbeat,
@@ -115,7 +136,10 @@ _STEP = flags.DEFINE_integer(
     "and a launcher restarts it. 0: forever.", 0,
 )  # fmt: skip
 _SHUTDOWN = flags.DEFINE_integer(
-    "shutdown_timeout_seconds", _DEFAULTS.shutdown, "How long to wait for all processes to exit.", 1
+    "shutdown_timeout_seconds",
+    _DEFAULTS.shutdown,
+    "How long to wait for all processes to exit.",
+    1,
 )
 
 
@@ -132,26 +156,34 @@ def main(argv: Sequence[str], config: Any) -> int:
             "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
         )
     if not _WORKDIR.value:
-        raise errors.UserError("--workdir= is empty; give a directory (--workdir=. for this one).")
+        raise errors.UserError(
+            "--workdir= is empty; give a directory (--workdir=. for this one)."
+        )
     # A name that checkpoints cannot have is refused before anything is written.
     checkpoint.Store(os.path.abspath(_WORKDIR.value))
     if _QUIET.value and _VERBOSE.value:
-        raise errors.UserError("--quiet and --verbose exclude each other; give one of them.")
+        raise errors.UserError(
+            "--quiet and --verbose exclude each other; give one of them."
+        )
     origin_lib.set_up_cpu(config, _CPU_DEVICES.value)
     # Haiku then rejects JAX transformations that would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:
         raise errors.UserError("--init_from is for --mode=train, which begins runs.")
     if _INIT_RENAME.value and _INIT_FROM.value is None:
-        raise errors.UserError("--init_rename is for --init_from, whose paths it renames.")
-    timeouts = startup.Timeouts(_START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value)
+        raise errors.UserError(
+            "--init_rename is for --init_from, whose paths it renames."
+        )
+    timeouts = startup.Timeouts(
+        _START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value
+    )
     try:
         code = _run_process(config, _WORKDIR.value, timeouts)
     except process_spec.StoppedError as e:
         print(e, file=sys.stderr, flush=True)
         return e.code
-    # The run is complete. A signal that arrives now, such as srun's SIGTERM after the first process has exited,
-    # would only replace the exit code.
+    # The run is complete. A signal that arrives now, such as srun's SIGTERM after the
+    # first process has exited, would only replace the exit code.
     signals.ignore()
     jax.distributed.shutdown()
     return code
@@ -159,14 +191,16 @@ def main(argv: Sequence[str], config: Any) -> int:
 
 def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) -> int:
     """Joins the other processes, if there are any, and runs with them."""
-    # An evaluation job writes its own status files, which must not mix with the run's own.
+    # An evaluation job writes its own status files, which must not mix with the run's
+    # own.
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, continuous_eval.FOLDER)
     place = startup.resolve_process(
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
     )
-    # Signals are handled from here on without a gap. A process that has joined passes a signal on to the others.
+    # Signals are handled from here on without a gap. A process that has joined passes a
+    # signal on to the others.
     with signals.SignalReceiver() as signal_receiver:
         hosts, console = _join(place, timeouts, config, directory, signal_receiver)
         with monitor.PodMonitor(
@@ -202,7 +236,9 @@ def _run_mode(config: Any, directory: str, watching: monitor.PodMonitor) -> int:
     init = None
     if _INIT_FROM.value is not None:
         rename = checkpoint.renames(_INIT_RENAME.value)
-        init = checkpoint.Source(_INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value, rename)
+        init = checkpoint.Source(
+            _INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value, rename
+        )
     return loop.run(config, directory, command, init, watching, show, _RESTART.value)
 
 
@@ -216,8 +252,8 @@ def _join(
     """Joins the other processes, if there are any.
 
     Returns:
-      The hosts of all processes, empty for a single process; and a stream to the terminal if stdout and stderr now
-      go to this process's log file, else None.
+      The hosts of all processes, empty for a single process; and a stream to the
+      terminal if stdout and stderr now go to this process's log file, else None.
     """
     # Child processes must not inherit the token.
     token = os.environ.pop(handshake.TOKEN_VARIABLE, "")
@@ -225,7 +261,8 @@ def _join(
         return [], None
     log = None
     if place.index:
-        # A log that cannot be opened must fail before the other processes depend on this one.
+        # A log that cannot be opened must fail before the other processes depend on
+        # this one.
         log = workdir.Workdir(directory).open_log(place.index)
     facts = origin_lib.of(config, _CPU_DEVICES.value)
     hosts = startup.join(place, timeouts, facts, token, signal_receiver)
@@ -238,9 +275,14 @@ def _join(
 
 
 def _fail_together(watching: monitor.PodMonitor, e: Exception) -> NoReturn:
-    """Reports why this process has failed, and ends the others, which would wait for it."""
-    # Most runtime errors in the middle of a computation may be caused by a peer that died. These three never are.
-    is_own = str(e).startswith(("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED"))
+    """Reports why this process has failed, and ends the others, which would wait for
+    it.
+    """
+    # Most runtime errors in the middle of a computation may be caused by a peer that
+    # died. These three never are.
+    is_own = str(e).startswith(
+        ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+    )
     if isinstance(e, jax.errors.JaxRuntimeError) and not is_own:
         print(
             f"{cli.summary(e)}\nwaiting for another process to report the cause",
@@ -268,12 +310,16 @@ def _run() -> int:
 def _command() -> str:
     # Python does not know its own path if a program has started it under another name.
     python = errors.display_path(sys.executable or "python")
-    # The printed command leaves out the process's place: the launcher or scheduler sets it for each process.
+    # The printed command leaves out the process's place: the launcher or scheduler sets
+    # it for each process.
     place = ("coordinator_address", "num_processes", "process_id")
-    return shlex.join([python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)])
+    return shlex.join(
+        [python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)]
+    )
 
 
 if __name__ == "__main__":
-    # What has been imported stays, so the garbage collector need not search it while programs are traced.
+    # What has been imported stays, so the garbage collector need not search it while
+    # programs are traced.
     gc.freeze()
     sys.exit(run())

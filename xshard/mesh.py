@@ -1,8 +1,9 @@
 """The device mesh of a run, and the sharding of trees over it.
 
-`jax.shard_map` maps over the axes `group`, `slice` and `replica`: each replica computes on its part of the batch.
-Gradients are reduced over `replica` first and then over `slice`, because the network between slices is slower. The
-axis `model` is left to XLA's partitioner.
+`jax.shard_map` maps over the axes `group`, `slice` and `replica`: each replica computes
+on its part of the batch. Gradients are reduced over `replica` first and then over
+`slice`, because the network between slices is slower. The axis `model` is left to XLA's
+partitioner.
 """
 
 import math
@@ -17,7 +18,8 @@ import numpy as np
 from xshard import errors, torus
 
 GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
-# The axes that a reduction over a whole group runs over, and the axes that the rows of a batch are sharded along.
+# The axes that a reduction over a whole group runs over, and the axes that the rows of
+# a batch are sharded along.
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -33,16 +35,19 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Lays devices out as groups of replicas.
 
-    `mesh.devices[g].reshape(-1, model)[r]` are the devices of replica `group_assignment[g][r]`. The layout makes the
-    devices of a model neighbors first, and then the replicas of a group: gradients are reduced within a group, and
-    groups do not communicate. With several slices, each group has the same number of replicas in every slice.
+    `mesh.devices[g].reshape(-1, model)[r]` are the devices of replica
+    `group_assignment[g][r]`. The layout makes the devices of a model neighbors first,
+    and then the replicas of a group: gradients are reduced within a group, and groups
+    do not communicate. With several slices, each group has the same number of replicas
+    in every slice.
 
     Args:
-      group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; by default all replicas are
-        one group.
+      group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; by
+        default all replicas are one group.
       slices: the number of slices, or of machines, that a slower network connects.
       model: the number of devices that share one replica's parameters.
-      devices: the devices, all by default. TPU devices are laid out by their coordinates, others in this order.
+      devices: the devices, all by default. TPU devices are laid out by their
+        coordinates, others in this order.
 
     Returns:
       A mesh of the shape (groups, slices, replicas of a group in a slice, model).
@@ -66,7 +71,9 @@ def make_mesh(
     replicas = len(devices) // model
     groups = check_groups(group_assignment) or [list(range(replicas))]
     if len(groups) * len(groups[0]) != replicas:
-        good_groups = np.arange(replicas).reshape(2 if replicas % 2 == 0 else 1, -1).tolist()
+        good_groups = (
+            np.arange(replicas).reshape(2 if replicas % 2 == 0 else 1, -1).tolist()
+        )
         raise errors.UserError(
             f"group_assignment={_shortened(groups)} does not fit: it must hold each of the {replicas} replicas "
             f"({len(devices)} devices / model_parallel={model}) once, as {_shortened(good_groups)} does."
@@ -74,16 +81,22 @@ def make_mesh(
     _check_slices(slices, len(groups[0]), devices)
     shape = (len(groups), slices, len(groups[0]) // slices, model)
     placed = _lay_out(devices, shape)
-    return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+    return jax.sharding.Mesh(
+        placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    )
 
 
 def of_one_device(mesh: jax.sharding.Mesh, device: jax.Device) -> jax.sharding.Mesh:
     """Returns a mesh of a single device, with the axes of another mesh."""
-    return jax.sharding.Mesh(np.reshape(device, [1] * mesh.devices.ndim), mesh.axis_names)
+    return jax.sharding.Mesh(
+        np.reshape(device, [1] * mesh.devices.ndim), mesh.axis_names
+    )
 
 
 def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
-    """Returns a mesh without devices, of `groups` groups of `replicas` replicas, for tracing only."""
+    """Returns a mesh without devices, of `groups` groups of `replicas` replicas, for
+    tracing only.
+    """
     types = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.sharding.AbstractMesh((groups, 1, replicas, 1), AXES, axis_types=types)
 
@@ -94,7 +107,9 @@ def _shortened(groups: Any) -> str:
     return text if len(text) <= 200 else f"{text[:80]} ... {text[-80:]}"
 
 
-def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, int, int, int]) -> np.ndarray:
+def _lay_out(
+    devices: Sequence[jax.Device], shape: tuple[int, int, int, int]
+) -> np.ndarray:
     """Lays out the devices of a mesh, each hardware slice by itself."""
     slices = _hardware_slices(devices)
     if len(slices) == 1:
@@ -113,7 +128,8 @@ def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 def slice_number(device: jax.Device) -> int:
     """Returns the number of a device's hardware slice; 0 if there is only one."""
-    # Devices other than TPUs lack the attribute; devices of a single slice may have None.
+    # Devices other than TPUs lack the attribute; devices of a single slice may have
+    # None.
     return getattr(device, "slice_index", None) or 0
 
 
@@ -123,7 +139,8 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
         raise errors.UserError(
             f"The devices are in slices of different sizes, {sizes}; give `devices` with equally many of each slice."
         )
-    # One hardware slice may count as several, for example for machines that a slower network connects.
+    # One hardware slice may count as several, for example for machines that a slower
+    # network connects.
     good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
@@ -142,12 +159,15 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     """Returns a group assignment as lists of integers, or None.
 
     Raises:
-      ValueError: unless it is a list of lists of one size that hold the numbers from 0 on once each.
+      ValueError: unless it is a list of lists of one size that hold the numbers from 0
+        on once each.
     """
     if groups is None:
         return None
     sequence = list | tuple
-    is_nested = isinstance(groups, sequence) and all(isinstance(g, sequence) for g in groups)
+    is_nested = isinstance(groups, sequence) and all(
+        isinstance(g, sequence) for g in groups
+    )
     if not is_nested or not groups:
         raise errors.UserError(
             "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
@@ -160,7 +180,9 @@ def check_groups(groups: Any) -> list[list[int]] | None:
             f"sizes {_shortened(sizes)}."
         )
     ids = [i for group in groups for i in group]
-    are_numbers = all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids)
+    are_numbers = all(
+        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids
+    )
     if not are_numbers or sorted(ids) != list(range(len(ids))):
         raise errors.UserError(
             "group_assignment must hold each replica number once, that is a permutation of "
@@ -175,7 +197,9 @@ def num_groups(mesh: AnyMesh) -> int:
 
 
 def group_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the axes of the leading dimension of groups in a state's arrays: none if there is one group."""
+    """Returns the axes of the leading dimension of groups in a state's arrays: none if
+    there is one group.
+    """
     return (GROUP,) if num_groups(mesh) > 1 else ()
 
 
@@ -185,16 +209,19 @@ def num_replicas(mesh: AnyMesh) -> int:
 
 
 def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the sizes of the steps in which to scatter, and to gather, over `replica` if it is a whole TPU slice.
+    """Returns the sizes of the steps in which to scatter, and to gather, over `replica`
+    if it is a whole TPU slice.
 
-    The TPU compiler (libtpu 0.0.51) keeps a reduce-scatter or an all-gather over a part of a slice's chips. Over all
-    of them it turns most into an all-reduce, which sends twice the bytes. So the collective is split into two steps:
-    one along the last axis of the torus and one along the rest. On a torus of three axes, a gather in two steps moves
-    more memory than it saves on the wire, so it stays one step.
+    The TPU compiler (libtpu 0.0.51) keeps a reduce-scatter or an all-gather over a part
+    of a slice's chips. Over all of them it turns most into an all-reduce, which sends
+    twice the bytes. So the collective is split into two steps: one along the last axis
+    of the torus and one along the rest. On a torus of three axes, a gather in two steps
+    moves more memory than it saves on the wire, so it stays one step.
 
     Returns:
-      The sizes for a scatter and for a gather. Empty means one step, for example because the devices are not in the
-      order of the torus, so that the replicas of a step would not be neighbors.
+      The sizes for a scatter and for a gather. Empty means one step, for example
+      because the devices are not in the order of the torus, so that the replicas of a
+      step would not be neighbors.
     """
     one_step: tuple[int, ...] = ()
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -217,7 +244,8 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
 def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
     """Returns the groups of replicas of each step of `torus_steps`.
 
-    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit, which belongs to the step.
+    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit,
+    which belongs to the step.
     """
     places = np.arange(math.prod(sizes)).reshape(sizes)
     groups = []
@@ -239,7 +267,9 @@ def describe(mesh: jax.sharding.Mesh) -> str:
 
 
 def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
-    """Returns the sharding of an array whose dimensions lie along these axes; without axes, the array is replicated."""
+    """Returns the sharding of an array whose dimensions lie along these axes; without
+    axes, the array is replicated.
+    """
     return jax.NamedSharding(mesh, jax.P(*spec))
 
 
@@ -254,35 +284,47 @@ def axes_of(spec: Iterable[Any]) -> list[str]:
     return axes
 
 
-def on_replicas(f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any) -> Callable[..., Any]:
-    """Maps a function over the replicas of all groups, by `jax.shard_map` with these specs."""
-    # `check_vma` is off: values that differ between groups always have a dimension of groups, so it would find
-    # nothing, and it does not support sums over groups.
+def on_replicas(
+    f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any
+) -> Callable[..., Any]:
+    """Maps a function over the replicas of all groups, by `jax.shard_map` with these
+    specs.
+    """
+    # `check_vma` is off: values that differ between groups always have a dimension of
+    # groups, so it would find nothing, and it does not support sums over groups.
     names = manual_axes(mesh, BATCH)
     return jax.shard_map(f, mesh=mesh, axis_names=names, check_vma=False, **specs)
 
 
 def manual_axes(mesh: AnyMesh, axes: Sequence[str]) -> set[str]:
-    """Returns the axes to map by `jax.shard_map`, if it should map these: also all others of size 1.
+    """Returns the axes to map by `jax.shard_map`, if it should map these: also all
+    others of size 1.
 
-    XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas and an axis is left to its partitioner.
+    XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas and an
+    axis is left to its partitioner.
     """
     return {axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1}
 
 
 def put(mesh: jax.sharding.Mesh, array: np.ndarray, spec: jax.P) -> jax.Array:
-    """Puts a host array, equal on all processes, on the devices along these axes; every process must call it."""
+    """Puts a host array, equal on all processes, on the devices along these axes; every
+    process must call it.
+    """
     place = sharding(mesh, *spec)
     return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
 
 
 def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Puts host arrays, equal on all processes, whole on every device; every process must call it."""
+    """Puts host arrays, equal on all processes, whole on every device; every process
+    must call it.
+    """
     return jax.tree.map(lambda x: put(mesh, np.asarray(x), jax.P()), tree)
 
 
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Replicates arrays whose values this process could not read otherwise; every process must call it."""
+    """Replicates arrays whose values this process could not read otherwise; every
+    process must call it.
+    """
 
     def readable(array: jax.Array) -> jax.Array:
         if array.is_fully_addressable or array.is_fully_replicated:
@@ -292,16 +334,20 @@ def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree.map(readable, tree)
 
 
-def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False) -> Any:
+def tree_shardings(
+    mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False
+) -> Any:
     """Returns the sharding of each leaf of a tree.
 
     Args:
       mesh: the mesh. With several groups all leaves have a leading dimension of groups.
       tree: arrays or shapes.
-      rules: pairs of a regular expression and a spec over 'model'. The first expression that matches anywhere in a
-        leaf's path applies; a leaf without a match is replicated. A slot's path ends with its parameter's path, so
-        one rule applies to both.
-      slots: whether to replicate leaves that a spec does not fit, such as factored slots, instead of raising.
+      rules: pairs of a regular expression and a spec over 'model'. The first expression
+        that matches anywhere in a leaf's path applies; a leaf without a match is
+        replicated. A slot's path ends with its parameter's path, so one rule applies to
+        both.
+      slots: whether to replicate leaves that a spec does not fit, such as factored
+        slots, instead of raising.
 
     Raises:
       ValueError: if a spec does not fit its leaf.
@@ -323,7 +369,9 @@ def tree_shardings(mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = Fals
 
 
 def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
-    """Returns the spec of the first rule that matches anywhere in a leaf's path; empty if none does."""
+    """Returns the spec of the first rule that matches anywhere in a leaf's path; empty
+    if none does.
+    """
     for pattern, spec in rules:
         if re.search(pattern, path):
             return tuple(spec)

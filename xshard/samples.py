@@ -1,10 +1,11 @@
-"""Samples: texts, images and histograms that show what an experiment has trained, and their file format.
+"""Samples: texts, images and histograms that show what an experiment has trained, and
+their file format.
 
 A row of samples.jsonl is `{'step': 500, 'samples': {name: item}}`. An item is one of
 
-    {'kind': 'text', 'text': ...}
-    {'kind': 'image', 'png': ..., 'height': ..., 'width': ..., 'channels': ...}     base64
-    {'kind': 'histogram', 'counts': [...], 'edges': [...], 'sum': ..., 'squares': ...}
+    {'kind': 'text', 'text': ...} {'kind': 'image', 'png': ..., 'height': ..., 'width':
+    ..., 'channels': ...}     base64 {'kind': 'histogram', 'counts': [...], 'edges':
+    [...], 'sum': ..., 'squares': ...}
 """
 
 import base64
@@ -38,8 +39,9 @@ class Image:
         """Takes the pixels.
 
         Args:
-          pixels: an array of shape (height, width), (height, width, 1) or (height, width, 3): uint8, or floating point
-            from 0 (black) to 1. Values outside are clipped; NaN is black.
+          pixels: an array of shape (height, width), (height, width, 1) or (height,
+            width, 3): uint8, or floating point from 0 (black) to 1. Values outside are
+            clipped; NaN is black.
 
         Raises:
           UserError: if the shape or dtype is another.
@@ -87,7 +89,8 @@ class Histogram:
         """Takes the values.
 
         Args:
-          values: a one-dimensional array of real numbers. Values that are not finite are left out.
+          values: a one-dimensional array of real numbers. Values that are not finite
+            are left out.
 
         Raises:
           UserError: if the shape or dtype is another.
@@ -103,7 +106,9 @@ class Histogram:
         self.values: np.ndarray = array.astype(np.float64)
 
     def item(self) -> Item:
-        """Returns the histogram as an item of a row: bins of equal width, from the smallest value to the largest."""
+        """Returns the histogram as an item of a row: bins of equal width, from the
+        smallest value to the largest.
+        """
         known = self.values[np.isfinite(self.values)]
         counts, edges = np.histogram(known, _BINS)
         return {
@@ -120,7 +125,9 @@ class Histogram:
 
 
 def named(where: str, returned: Any) -> dict[str, Any]:
-    """Checks the result of `Experiment.samples`, which `where` describes. Returns samples by name; none for an empty text."""
+    """Checks the result of `Experiment.samples`, which `where` describes. Returns
+    samples by name; none for an empty text.
+    """
     if isinstance(returned, str):
         return {_ONLY: returned} if returned else {}
     rule = (
@@ -164,12 +171,18 @@ def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text(samples: Mapping[str, Any]) -> str:
-    """Formats samples by name, from `named`, for printing; a text that was returned without a name is printed as it is."""
+    """Formats samples by name, from `named`, for printing; a text that was returned
+    without a name is printed as it is.
+    """
     if samples.keys() == {_ONLY} and isinstance(samples[_ONLY], str):
         return samples[_ONLY]
     parts = []
     for name, value in samples.items():
-        parts.append(f"{name}:\n{value}" if isinstance(value, str) else f"{name}: {value.words()}")
+        parts.append(
+            f"{name}:\n{value}"
+            if isinstance(value, str)
+            else f"{name}: {value.words()}"
+        )
     return "\n".join(parts)
 
 
@@ -179,22 +192,29 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def items(row: Mapping[str, Any]) -> dict[str, Item]:
-    """Returns the valid items of a row. The file may have been edited by hand, so invalid items are left out."""
+    """Returns the valid items of a row. The file may have been edited by hand, so
+    invalid items are left out.
+    """
     samples = row.get("samples")
     if not isinstance(samples, dict):
         return {}
-    return {name: x for name, x in samples.items() if isinstance(x, dict) and _is_item(x)}
+    return {
+        name: x for name, x in samples.items() if isinstance(x, dict) and _is_item(x)
+    }
 
 
 def png(item: Item) -> bytes:
-    """Returns the PNG file of an image item; raises binascii.Error if its base64 is invalid."""
+    """Returns the PNG file of an image item; raises binascii.Error if its base64 is
+    invalid.
+    """
     return base64.b64decode(item["png"], validate=True)
 
 
 def _item(value: Any) -> Item:
     if not isinstance(value, str):
         return value.item()
-    # A text that was cut may end in half of a surrogate pair, which UTF-8 cannot encode.
+    # A text that was cut may end in half of a surrogate pair, which UTF-8 cannot
+    # encode.
     return {"kind": "text", "text": value.encode("utf-8", "replace").decode()}
 
 
@@ -204,7 +224,9 @@ def _is_item(x: Item) -> bool:
     if x.get("kind") == "image":
         sizes = [x.get(name) for name in ("height", "width", "channels")]
         # Event files store sizes as 32-bit integers.
-        return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(x.get("png"))
+        return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(
+            x.get("png")
+        )
     if x.get("kind") == "histogram":
         counts, edges = x.get("counts"), x.get("edges")
         sums = [x.get("sum"), x.get("squares")]
@@ -223,13 +245,19 @@ def _is_png(content: Any) -> bool:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """Encodes uint8 pixels of shape (height, width, 1 or 3) as PNG. Source: the PNG specification, W3C, 2003."""
+    """Encodes uint8 pixels of shape (height, width, 1 or 3) as PNG. Source: the PNG
+    specification, W3C, 2003.
+    """
     height, width, channels = pixels.shape
     colour = {1: 0, 3: 2}[channels]
     header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     # Each line begins with its filter type; 0 is none.
     lines = np.insert(pixels.reshape(height, -1), 0, 0, axis=1)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
+    chunks = [
+        (b"IHDR", header),
+        (b"IDAT", zlib.compress(lines.tobytes(), 9)),
+        (b"IEND", b""),
+    ]
     content = _SIGNATURE
     for kind, data in chunks:
         checksum = struct.pack(">I", zlib.crc32(kind + data))

@@ -1,10 +1,13 @@
-"""The state of a run: everything needed to resume it, its initialization, and its sharding over the mesh.
+"""The state of a run: everything needed to resume it, its initialization, and its
+sharding over the mesh.
 
-With several groups the experiment's state has a leading dimension of groups, since each group trains its own model.
-`PerReplica` and `PerExample` arrays have a dimension of replicas after it, ordered slice by slice.
+With several groups the experiment's state has a leading dimension of groups, since each
+group trains its own model. `PerReplica` and `PerExample` arrays have a dimension of
+replicas after it, ordered slice by slice.
 
-If a learner's rule shards its update, each slot is sharded over `replica` along one of its dimensions, and so is each parameter
-held in shards. A slot without a dimension that the replicas divide is whole on each of them.
+If a learner's rule shards its update, each slot is sharded over `replica` along one of
+its dimensions, and so is each parameter held in shards. A slot without a dimension that
+the replicas divide is whole on each of them.
 """
 
 import dataclasses
@@ -34,8 +37,8 @@ _INIT = 2**32 - 1
 class TrainState:
     """Everything that a run needs to resume; anything else is lost.
 
-    As a pytree its children are `step`, `rng`, and the children of `experiment` under their own names. Checkpoints use
-    the same names.
+    As a pytree its children are `step`, `rng`, and the children of `experiment` under
+    their own names. Checkpoints use the same names.
 
     Attributes:
       step: the number of completed steps, an int32 scalar.
@@ -64,20 +67,26 @@ def _unflatten(inner: Any, children: Any) -> TrainState:
     return TrainState(step, jax.tree.unflatten(inner, rest), rng)
 
 
-jax.tree_util.register_pytree_with_keys(TrainState, _flatten, _unflatten, _flatten_unnamed)
+jax.tree_util.register_pytree_with_keys(
+    TrainState, _flatten, _unflatten, _flatten_unnamed
+)
 
 
 def init(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, seed: int, example: Batch
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    example: Batch,
 ) -> TrainState:
     """Creates a run's first state, already sharded: no device holds more than its part.
 
     Args:
       experiment: the experiment.
       mesh: a mesh from `xshard.mesh.make_mesh`.
-      seed: the seed of all randomness. Group g of several groups is initialized like a run of one group whose
-        key is folded from the seed and g.
-      example: a few examples; only their names, dtypes and the shapes of one example matter.
+      seed: the seed of all randomness. Group g of several groups is initialized like a
+        run of one group whose key is folded from the seed and g.
+      example: a few examples; only their names, dtypes and the shapes of one example
+        matter.
 
     With the experiment that `Supervised` shows, and two groups:
 
@@ -88,7 +97,8 @@ def init(
     """
     build = functools.partial(_build, experiment, mesh, seed, example)
     shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
-    # The program runs once. At this level XLA for CPUs compiles it in less than half the time, to the same bits.
+    # The program runs once. At this level XLA for CPUs compiles it in less than half
+    # the time, to the same bits.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 1} if on_cpu else None
     return jax.jit(build, out_shardings=shardings, compiler_options=options)()
@@ -102,33 +112,43 @@ def abstract_state(
     *,
     all_slots: bool = False,
 ) -> TrainState:
-    """Returns the shapes, dtypes and shardings of the state that `init` returns for the same first arguments.
+    """Returns the shapes, dtypes and shardings of the state that `init` returns for the
+    same first arguments.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       seed: the seed of all randomness.
       example: a few examples.
-      all_slots: whether frozen parameters have slots too, as in checkpoints of older versions.
+      all_slots: whether frozen parameters have slots too, as in checkpoints of older
+        versions.
     """
-    build = functools.partial(_build, experiment, mesh, seed, example, all_slots=all_slots)
+    build = functools.partial(
+        _build, experiment, mesh, seed, example, all_slots=all_slots
+    )
     shapes = jax.eval_shape(build)
     return placed(shapes, shardings_of(experiment, mesh, shapes))
 
 
 def placed(shapes: TrainState, shardings: TrainState) -> TrainState:
     """Returns the shapes of a state with shardings attached."""
-    return jax.tree.map(lambda leaf, there: leaf.update(sharding=there), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, there: leaf.update(sharding=there), shapes, shardings
+    )
 
 
 def learners(state: TrainState) -> dict[str, LearnerState]:
-    """Returns the learners' states by path in the experiment's state; the path is '' if one learner is the whole state."""
+    """Returns the learners' states by path in the experiment's state; the path is '' if
+    one learner is the whole state.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=is_learner)
     return {trees.path_name(path): x for path, x in leaves if is_learner(x)}
 
 
 def params(state: TrainState) -> dict[str, Any]:
-    """Returns the parameters of all learners by path; each path begins with the learner's path."""
+    """Returns the parameters of all learners by path; each path begins with the
+    learner's path.
+    """
     by_path = {}
     for name, of_learner in learners(state).items():
         for path, leaf in trees.leaves_by_path(of_learner.params).items():
@@ -136,14 +156,18 @@ def params(state: TrainState) -> dict[str, Any]:
     return by_path
 
 
-def map_learners(f: Callable[[str, LearnerState], LearnerState], state: TrainState) -> TrainState:
+def map_learners(
+    f: Callable[[str, LearnerState], LearnerState], state: TrainState
+) -> TrainState:
     """Returns the state with each learner's state replaced by `f(path, state)`."""
     old = learners(state)
     new = {name: f(name, x) for name, x in old.items()}
     if all(new[name] is x for name, x in old.items()):
         return state
     replace = lambda path, x: new.get(trees.path_name(path), x) if is_learner(x) else x
-    mapped = jax.tree_util.tree_map_with_path(replace, state.experiment, is_leaf=is_learner)
+    mapped = jax.tree_util.tree_map_with_path(
+        replace, state.experiment, is_leaf=is_learner
+    )
     return dataclasses.replace(state, experiment=mapped)
 
 
@@ -163,12 +187,21 @@ def _build(
     on = logical.mesh_of(experiment.config, mesh)
     init = functools.partial(_init_group, experiment, on, example, all_slots)
     dim = 0 if groups > 1 else None
-    made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(keys if groups > 1 else keys[0])
-    # A Python number is weakly typed, and a restored one is not: without `strong` the compiled programs would differ.
+    made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(
+        keys if groups > 1 else keys[0]
+    )
+    # A Python number is weakly typed, and a restored one is not: without `strong` the
+    # compiled programs would differ.
     state = TrainState(jnp.int32(0), jax.tree.map(trees.strong, made), root)
     lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
-    own = [trees.path_name(path) for path, x in lies if mesh_lib.REPLICA in mesh_lib.axes_of(x)]
-    logical.check_even(experiment.config, mesh, contract.describe_method(experiment.init), own)
+    own = [
+        trees.path_name(path)
+        for path, x in lies
+        if mesh_lib.REPLICA in mesh_lib.axes_of(x)
+    ]
+    logical.check_even(
+        experiment.config, mesh, contract.describe_method(experiment.init), own
+    )
     # State that differs from slice to slice was created for one slice.
     return map_rules_state(layouts_lib.for_each_slice, experiment, mesh, state)
 
@@ -180,7 +213,9 @@ def _init_group(
     all_slots: bool,
     key: jax.Array,
 ) -> Any:
-    """Creates the first state of a group: arrays equal on its replicas once, the others for all replicas."""
+    """Creates the first state of a group: arrays equal on its replicas once, the others
+    for all replicas.
+    """
     rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
     batch = {
         name: jnp.broadcast_to(jnp.asarray(array[:1]), (rows, *array.shape[1:]))
@@ -196,9 +231,13 @@ def _init_group(
 
     shapes = jax.eval_shape(on_replicas(0), key)
     own = jax.tree.map(experiment_lib.is_own, shapes, is_leaf=experiment_lib.is_own)
-    for path, x in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=experiment_lib.is_own):
+    for path, x in jax.tree_util.tree_leaves_with_path(
+        shapes, is_leaf=experiment_lib.is_own
+    ):
         if isinstance(x, experiment_lib.PerExample):
-            contract.per_example(experiment.init, trees.path_name(path), jax.tree.leaves(x), rows)
+            contract.per_example(
+                experiment.init, trees.path_name(path), jax.tree.leaves(x), rows
+            )
     try:
         made = on_replicas(jax.tree.map(lambda is_own: 0 if is_own else None, own))(key)
     except ValueError as e:
@@ -215,7 +254,9 @@ def _init_group(
 def _jitted_init(
     experiment: experiment_lib.Experiment, mesh: Any, all_slots: bool
 ) -> Callable[..., Any]:
-    """Returns `experiment.init` on a replica, jitted: computing shapes, shardings and the state then traces it only once."""
+    """Returns `experiment.init` on a replica, jitted: computing shapes, shardings and
+    the state then traces it only once.
+    """
 
     @jax.jit
     def init(key: jax.Array, batch: Batch) -> Any:
@@ -231,7 +272,9 @@ def map_rules_state(
     mesh: jax.sharding.Mesh,
     state: TrainState,
 ) -> TrainState:
-    """Applies `f(layout, array)`, in each group, to the sharded arrays of the state of all learners' rules."""
+    """Applies `f(layout, array)`, in each group, to the sharded arrays of the state of
+    all learners' rules.
+    """
 
     def of_learner(_: str, state: LearnerState) -> LearnerState:
         layouts = layouts_of(experiment, mesh, state)
@@ -243,7 +286,9 @@ def map_rules_state(
 def map_sharded(
     f: Callable[..., Any], layouts: Layouts, mesh: mesh_lib.AnyMesh, opt_state: Any
 ) -> Any:
-    """Applies `f(layout, array)`, in each group, to the sharded arrays of one learner's rules' state."""
+    """Applies `f(layout, array)`, in each group, to the sharded arrays of one learner's
+    rules' state.
+    """
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def map_one(layout: layouts_lib.Layout | None, x: Any) -> Any:
@@ -265,7 +310,9 @@ def layouts_of(
     on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()
     of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
     slices, of_params = mesh_lib.num_slices(on), dict(state.rules.sharding) or of_params
-    return layouts_lib.of_state(of_params, opt_state, slices, slots=state.rules.shards_update)
+    return layouts_lib.of_state(
+        of_params, opt_state, slices, slots=state.rules.shards_update
+    )
 
 
 def shards_update(state: TrainState) -> bool:
@@ -325,9 +372,11 @@ def specs(
 def mapped_specs(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
-    """Returns, for each leaf, the axes along which its values are of groups, of slices or of replicas.
+    """Returns, for each leaf, the axes along which its values are of groups, of slices
+    or of replicas.
 
-    Shards, which lie along `replica` too, do not count: they are parts of global arrays.
+    Shards, which lie along `replica` too, do not count: they are parts of global
+    arrays.
     """
     found = specs(experiment, mesh, state, manual=True)
     is_own = experiment_lib.is_own
@@ -356,7 +405,9 @@ def _opt_specs(
     def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
         if layout is None or (whole and not layout.copies):
             return spec
-        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual))
+        return jax.P(
+            *group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual)
+        )
 
     places = _tree_specs(mesh, () if manual else rules, state.opt_state, slots=True)
     return layouts_lib.map_state(spec_of, layouts, places)

@@ -1,8 +1,9 @@
 """The training, evaluation and prediction steps: pure functions, not jitted.
 
-A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and `replica`, so an experiment's
-methods see one replica of one group. If a rule shards its update, `jax.vmap` maps a training step over these axes instead, so
-that XLA can partition the update: see `xshard.optimizers.replica_map`.
+A step runs on every device under `jax.shard_map` over the axes `group`, `slice` and
+`replica`, so an experiment's methods see one replica of one group. If a rule shards its
+update, `jax.vmap` maps a training step over these axes instead, so that XLA can
+partition the update: see `xshard.optimizers.replica_map`.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
 Observed = dict[str, ObservedUpdate]
 
-# The number folded into the root key for evaluations. No step and no initialization uses it.
+# The number folded into the root key for evaluations. No step and no initialization
+# uses it.
 _EVALUATION = 2**32 - 2
 
 
@@ -40,7 +42,8 @@ class Stepped(NamedTuple):
       state: the new state.
       metrics: the values to log, by name.
       observed: the observations of each learner, by its name.
-      begun: the fingerprints of the state that the step received; None if the run computes none.
+      begun: the fingerprints of the state that the step received; None if the run
+        computes none.
     """
 
     state: TrainState
@@ -52,21 +55,24 @@ class Stepped(NamedTuple):
 def make_train_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the function that takes a state and a batch to the next state and metrics.
+    """Returns the function that takes a state and a batch to the next state and
+    metrics.
 
     Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
 
-    Metrics are float32 scalars, averaged over the replicas, and int32 scalars, equal on all of them; with several groups,
-    arrays of one per group.
-    They are the experiment's own and each learner's, prefixed with the learner's name unless its state is
-    the whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not applied), 'global_step',
-    'loss_scale' (after the step) if the rule scales losses, 'gradient_norm', 'parameter_norm', and the scalars that
-    its loss returns.
+    Metrics are float32 scalars, averaged over the replicas, and int32 scalars, equal on
+    all of them; with several groups, arrays of one per group. They are the experiment's
+    own and each learner's, prefixed with the learner's name unless its state is the
+    whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not
+    applied), 'global_step', 'loss_scale' (after the step) if the rule scales losses,
+    'gradient_norm', 'parameter_norm', and the scalars that its loss returns.
 
-    The norms are global L2 norms: of the group's gradients, reduced and unscaled, as the rules receive them; and of
-    the parameters after the step. In a step skipped because gradients are not finite, the gradient norm is not finite.
-    The norms need no collective of their own: where the update is sharded, each replica's sum of squares is reduced
-    together with the other metrics. For arrays sharded along 'model', XLA adds a sum over 'model'.
+    The norms are global L2 norms: of the group's gradients, reduced and unscaled, as
+    the rules receive them; and of the parameters after the step. In a step skipped
+    because gradients are not finite, the gradient norm is not finite. The norms need no
+    collective of their own: where the update is sharded, each replica's sum of squares
+    is reduced together with the other metrics. For arrays sharded along 'model', XLA
+    adds a sum over 'model'.
 
     With the experiment that `Supervised` shows:
 
@@ -85,7 +91,9 @@ def make_train_step(
 def make_watched_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function of `make_train_step` that also returns the observations and fingerprints a run checks."""
+    """Returns the function of `make_train_step` that also returns the observations and
+    fingerprints a run checks.
+    """
     mapped = on_replicas(experiment, mesh)
     on_whole_arrays = make_analyzed_step(experiment, mesh)
 
@@ -114,9 +122,11 @@ def make_watched_step(
 def make_analyzed_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], Stepped]:
-    """Returns the function of `make_watched_step` as one `jax.shard_map`, for an analysis of its program.
+    """Returns the function of `make_watched_step` as one `jax.shard_map`, for an
+    analysis of its program.
 
-    It differs from that if a rule shards its update: here, each replica updates whole arrays.
+    It differs from that if a rule shards its update: here, each replica updates whole
+    arrays.
     """
     mapped = on_replicas(experiment, mesh)
 
@@ -134,7 +144,9 @@ def updates_in_shards(mesh: jax.sharding.Mesh, state: TrainState) -> bool:
 def on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[[TrainState, Batch], logical.Mapped]:
-    """Returns one replica's computation in a step of `make_watched_step`, given the step's arguments."""
+    """Returns one replica's computation in a step of `make_watched_step`, given the
+    step's arguments.
+    """
     grouped = mesh_lib.num_groups(mesh) > 1
     every = experiment.config.get("fingerprint_every_steps", 0)
 
@@ -142,16 +154,20 @@ def on_replicas(
         old = _local(state, grouped)
         begun = None
         if every and not updates_in_shards(mesh, shapes):
-            # Computed inside the step so that XLA merges its collective with the step's own reductions.
+            # Computed inside the step so that XLA merges its collective with the step's
+            # own reductions.
             is_due = fingerprint.is_due(state.step, every)
             begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
             if mesh_lib.num_replicas(mesh) == 1:
-                # One replica reduces nothing that would order this read before the update: XLA would copy the old state.
+                # One replica reduces nothing that would order this read before the
+                # update: XLA would copy the old state.
                 batch = trees.after(begun.table, batch)
         key = _group_key(jax.random.fold_in(old.rng, old.step))
         args = old.experiment, batch, _key_of_replica(key)
         with run_context.equal_keys(key):
-            returned = sharded_params.call(experiment.train_step, mesh, experiment, shapes, *args)
+            returned = sharded_params.call(
+                experiment.train_step, mesh, experiment, shapes, *args
+            )
         made, logged = contract.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
@@ -177,11 +193,13 @@ def on_replicas(
 def make_eval_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the function that takes a state, a batch and the batch's number to sums over the batch's examples.
+    """Returns the function that takes a state, a batch and the batch's number to sums
+    over the batch's examples.
 
-    Shard the batch along ('slice', 'replica'); all groups get the same rows. Rows with '_mask' False do not count.
-    The result has the sum of each value of `Experiment.eval_step`, and 'count'. With several groups each has a
-    leading dimension of groups, except 'ensemble/...', which is equal in all groups.
+    Shard the batch along ('slice', 'replica'); all groups get the same rows. Rows with
+    '_mask' False do not count. The result has the sum of each value of
+    `Experiment.eval_step`, and 'count'. With several groups each has a leading
+    dimension of groups, except 'ensemble/...', which is equal in all groups.
 
     With the experiment that `Supervised` shows, untrained:
 
@@ -194,7 +212,9 @@ def make_eval_step(
     """
     mapped = evaluation_on_replicas(experiment, mesh)
 
-    def eval_step(state: TrainState, batch: Batch, number: Any = 0) -> dict[str, jax.Array]:
+    def eval_step(
+        state: TrainState, batch: Batch, number: Any = 0
+    ) -> dict[str, jax.Array]:
         return mapped(state, batch, number).on(mesh)(state, batch, number)
 
     return eval_step
@@ -203,7 +223,9 @@ def make_eval_step(
 def evaluation_on_replicas(
     experiment: experiment_lib.Experiment, mesh: Any
 ) -> Callable[..., logical.Mapped]:
-    """Returns one replica's computation in an evaluation of `make_eval_step`, given its arguments."""
+    """Returns one replica's computation in an evaluation of `make_eval_step`, given its
+    arguments.
+    """
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_eval(
@@ -212,15 +234,23 @@ def evaluation_on_replicas(
         batch = dict(batch)
         mask = batch.pop("_mask")
         local = _local(state, grouped)
-        key = _replica_key(jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number))
+        key = _replica_key(
+            jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number)
+        )
         args = local.experiment, batch, key
-        values = sharded_params.call(experiment.eval_step, mesh, experiment, shapes, *args)
+        values = sharded_params.call(
+            experiment.eval_step, mesh, experiment, shapes, *args
+        )
         arrays = experiment_lib.overrides(experiment, "summarize")
-        values = contract.evaluation(experiment.eval_step, values, len(mask), arrays=arrays)
+        values = contract.evaluation(
+            experiment.eval_step, values, len(mask), arrays=arrays
+        )
         sums = _masked_sums({**values, "count": mask}, mask)
         if not grouped:
             return sums, {}
-        ensemble = {name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")}
+        ensemble = {
+            name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")
+        }
         return _of_group(sums, grouped), ensemble
 
     per_group = jax.P(*mesh_lib.group_axes(mesh))
@@ -239,9 +269,11 @@ def evaluation_on_replicas(
 def make_predict(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[..., Any]:
-    """Returns the function that takes a state and a batch to the outputs of `Experiment.predict`, both replicated.
+    """Returns the function that takes a state and a batch to the outputs of
+    `Experiment.predict`, both replicated.
 
-    A third argument, a random key, is passed on to `Experiment.predict`, which then needs a parameter for it.
+    A third argument, a random key, is passed on to `Experiment.predict`, which then
+    needs a parameter for it.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
@@ -261,7 +293,9 @@ def make_predict(
 
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
-    """Raises UserError unless the state that a step returns has the structure, shapes and dtypes of the old one."""
+    """Raises UserError unless the state that a step returns has the structure, shapes
+    and dtypes of the old one.
+    """
     where = contract.describe_method(experiment.train_step)
     before = dict(jax.tree_util.tree_leaves_with_path(old))
     after = dict(jax.tree_util.tree_leaves_with_path(new))
@@ -317,13 +351,18 @@ def _metrics(
 def _check_observed(
     experiment: experiment_lib.Experiment, old: Any, new: Any, observed: Observed
 ) -> None:
-    """Raises UserError if a step updates a learner but does not return its outcome among the metrics."""
+    """Raises UserError if a step updates a learner but does not return its outcome
+    among the metrics.
+    """
     before = state_lib.learners(TrainState(0, old, 0))
     after = state_lib.learners(TrainState(0, new, 0))
     missing = []
     for name in sorted(before.keys() - observed.keys()):
-        # A learner that the step does not update, such as a teacher, keeps the very same arrays.
-        same = zip(jax.tree.leaves(before[name]), jax.tree.leaves(after[name]), strict=True)
+        # A learner that the step does not update, such as a teacher, keeps the very
+        # same arrays.
+        same = zip(
+            jax.tree.leaves(before[name]), jax.tree.leaves(after[name]), strict=True
+        )
         if not all(x is y for x, y in same):
             missing.append(name)
     if missing:
@@ -336,7 +375,9 @@ def _check_observed(
         )
 
 
-def _masked_sums(values: Mapping[str, jax.Array], mask: jax.Array) -> dict[str, jax.Array]:
+def _masked_sums(
+    values: Mapping[str, jax.Array], mask: jax.Array
+) -> dict[str, jax.Array]:
     def masked_sum(value: jax.Array) -> jax.Array:
         counts = mask.reshape(-1, *(1 for _ in value.shape[1:]))
         # Padding is selected away: multiplied by zero, its nan would remain.
@@ -359,14 +400,20 @@ def _key_of_replica(group_key: jax.Array) -> jax.Array:
 
 
 def _index(axes: tuple[str, ...]) -> Any:
-    """The replica's index along some axes; a constant where there is only one replica, which needs no value of its own."""
+    """The replica's index along some axes; a constant where there is only one replica,
+    which needs no value of its own.
+    """
     long = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.axis_index(long) if long else 0
 
 
 def _local(state: TrainState, grouped: bool) -> TrainState:
-    """Returns the state as a replica's methods see it: without dimensions of groups and of replicas."""
-    inner = jax.tree.map(lambda x: x[0], state.experiment) if grouped else state.experiment
+    """Returns the state as a replica's methods see it: without dimensions of groups and
+    of replicas.
+    """
+    inner = (
+        jax.tree.map(lambda x: x[0], state.experiment) if grouped else state.experiment
+    )
     own = lambda x: x.local() if experiment_lib.is_own(x) else x
     inner = jax.tree.map(own, inner, is_leaf=experiment_lib.is_own)
     return dataclasses.replace(state, experiment=inner)

@@ -1,4 +1,6 @@
-"""The base class of experiments that train one network with a loss on its outputs, as most do."""
+"""The base class of experiments that train one network with a loss on its outputs, as
+most do.
+"""
 
 import abc
 from collections.abc import Mapping
@@ -19,8 +21,8 @@ from xshard.optimizers import base
 class Supervised(experiment.Experiment):
     """The base class of experiments that train one network with a loss on its outputs.
 
-    JAX traces `forward`, `loss`, `optimizer` and `evaluate`. They may read `self.config`, which is frozen, and
-    nothing else that changes.
+    JAX traces `forward`, `loss`, `optimizer` and `evaluate`. They may read
+    `self.config`, which is frozen, and nothing else that changes.
 
     >>> class Line(xshard.Supervised):
     ...     def train_data(self):
@@ -49,68 +51,92 @@ class Supervised(experiment.Experiment):
         options: dict[str, Any] = {"frozen": self.frozen(), "uncast": self.uncast()}
         if type(self).clip_gradients is not Supervised.clip_gradients:
             options["clip_gradients"] = self.clip_gradients
-        self.learner = learner.Learner(self.forward, self.optimizer, self.config, **options)
+        self.learner = learner.Learner(
+            self.forward, self.optimizer, self.config, **options
+        )
 
     @abc.abstractmethod
     def forward(self, batch: experiment.Batch, *, is_training: bool) -> Any:
-        """Returns the network's outputs. This is a Haiku function: it creates its modules and parameters.
+        """Returns the network's outputs. This is a Haiku function: it creates its
+        modules and parameters.
 
-        It sees one replica's part of the batch, in the compute dtype of `config.precision`. It may draw keys with
-        `hk.next_rng_key()` in training and evaluation; in a prediction only if the caller gives it a key.
+        It sees one replica's part of the batch, in the compute dtype of
+        `config.precision`. It may draw keys with `hk.next_rng_key()` in training and
+        evaluation; in a prediction only if the caller gives it a key.
         """
 
     @abc.abstractmethod
     def loss(
         self, outputs: Any, batch: experiment.Batch
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Returns the mean loss over the replica's part of the batch, a float32 scalar, and a dictionary of scalars to log.
+        """Returns the mean loss over the replica's part of the batch, a float32 scalar,
+        and a dictionary of scalars to log.
 
         It may draw keys with `hk.next_rng_key()`.
         """
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:
-        """Returns the update rule. It must contain a `CrossShardOptimizer` over 'replica', and 'slice' if there are several.
+        """Returns the update rule. It must contain a `CrossShardOptimizer` over
+        'replica', and 'slice' if there are several.
 
-        The learner calls it inside `hk.transform_with_state`: create the rule's modules here.
+        The learner calls it inside `hk.transform_with_state`: create the rule's modules
+        here.
         """
 
     @abc.abstractmethod
-    def evaluate(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
-        """Returns arrays of shape (batch,) by name, with a value per example. The framework averages them over all examples."""
+    def evaluate(
+        self, outputs: Any, batch: experiment.Batch
+    ) -> Mapping[str, jax.Array]:
+        """Returns arrays of shape (batch,) by name, with a value per example. The
+        framework averages them over all examples.
+        """
 
     def clip_gradients(self, grads: Any) -> Any:
-        """Returns a replica's gradients, clipped before they are reduced. By default unchanged."""
+        """Returns a replica's gradients, clipped before they are reduced. By default
+        unchanged.
+        """
         return grads
 
     def weight(self, batch: experiment.Batch) -> jax.Array:
-        """Returns how much the loss of a part of a batch counts, a float32 scalar: what `loss` divides by, such as tokens.
+        """Returns how much the loss of a part of a batch counts, a float32 scalar: what
+        `loss` divides by, such as tokens.
 
-        The parts are those of the replicas and the micro-batches. By default all count the same, so a loss that divides by
-        its own number of tokens is a mean of means, which depends on how a batch is divided. With their number as the
-        weight, the loss of a step and its gradients are those of the mean over all tokens of the step, on any number of
-        replicas and micro-batches. Scalars beside the loss count by the same weight, as means over the same tokens.
+        The parts are those of the replicas and the micro-batches. By default all count
+        the same, so a loss that divides by its own number of tokens is a mean of means,
+        which depends on how a batch is divided. With their number as the weight, the
+        loss of a step and its gradients are those of the mean over all tokens of the
+        step, on any number of replicas and micro-batches. Scalars beside the loss count
+        by the same weight, as means over the same tokens.
         """
         return jnp.float32(1)
 
     def frozen(self) -> str:
-        """Returns a regular expression for the paths of parameters not to train, such as '^encoder/'. By default none."""
+        """Returns a regular expression for the paths of parameters not to train, such
+        as '^encoder/'. By default none.
+        """
         return ""
 
     def uncast(self) -> str:
-        """Returns a regular expression for the fields of a batch that keep their floating-point type, such as '/time$'.
+        """Returns a regular expression for the fields of a batch that keep their
+        floating-point type, such as '/time$'.
 
-        The others are cast to the compute type, in which numbers are coarse: bfloat16 has no step between 1,000 and 1,004. By
-        default none. A path is as in `Learner`'s argument `uncast`.
+        The others are cast to the compute type, in which numbers are coarse: bfloat16
+        has no step between 1,000 and 1,004. By default none. A path is as in
+        `Learner`'s argument `uncast`.
         """
         return ""
 
     def ensemble(self, outputs: Any) -> Any:
-        """Combines the outputs of all groups, stacked along a leading dimension, into one. By default their mean."""
+        """Combines the outputs of all groups, stacked along a leading dimension, into
+        one. By default their mean.
+        """
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
 
     def init(self, key: jax.Array, batch: experiment.Batch) -> LearnerState:
-        """Implements `Experiment.init` on one example, since parameters do not depend on the batch size."""
+        """Implements `Experiment.init` on one example, since parameters do not depend
+        on the batch size.
+        """
         example = {name: x[:1] for name, x in batch.items()}
         return self.learner.init(key, example, is_training=True)
 
@@ -120,7 +146,10 @@ class Supervised(experiment.Experiment):
         """Implements `Experiment.train_step`."""
         if type(self).weight is Supervised.weight:
             return self.learner.update(state, self.training_loss, batch, key)
-        mean = lax.pmean(self._weight(batch), mesh_lib.REPLICAS) / self.config.micro_batches
+        mean = (
+            lax.pmean(self._weight(batch), mesh_lib.REPLICAS)
+            / self.config.micro_batches
+        )
 
         def weighted_loss(
             state: LearnerState, part: experiment.Batch, key: jax.Array
@@ -145,7 +174,9 @@ class Supervised(experiment.Experiment):
     def training_loss(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns the loss in the form that `Learner.update` expects: `loss` of the outputs of `forward`."""
+        """Returns the loss in the form that `Learner.update` expects: `loss` of the
+        outputs of `forward`.
+        """
         outputs, net_state = self.learner.apply(state, key, batch, is_training=True)
         value, scalars = contract.loss(self.loss, self.loss(outputs, batch))
         return value, net_state, scalars
@@ -155,8 +186,9 @@ class Supervised(experiment.Experiment):
     ) -> dict[str, jax.Array]:
         """Implements `Experiment.eval_step`.
 
-        If the rules keep averages of the parameters, 'average/<name>' is each value computed with the averages. With
-        several groups, 'ensemble/<name>' is each value computed from the outputs of `ensemble`, one for all groups.
+        If the rules keep averages of the parameters, 'average/<name>' is each value
+        computed with the averages. With several groups, 'ensemble/<name>' is each value
+        computed from the outputs of `ensemble`, one for all groups.
         """
         outputs, _ = self.learner.apply(state, key, batch, is_training=False)
         values = dict(self._values(outputs, batch))
@@ -173,12 +205,14 @@ class Supervised(experiment.Experiment):
     def predict(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array | None = None
     ) -> Any:
-        """Implements `Experiment.predict`: the network's outputs; with several groups, the outputs of `ensemble`.
+        """Implements `Experiment.predict`: the network's outputs; with several groups,
+        the outputs of `ensemble`.
 
         Args:
           state: the learner's state.
           batch: a batch, whole on each device.
-          key: the random key for a network that draws keys in an evaluation; equal on all devices.
+          key: the random key for a network that draws keys in an evaluation; equal on
+            all devices.
         """
         outputs, _ = self.learner.apply(state, key, batch, is_training=False)
         return self._together(outputs) if lax.axis_size(mesh_lib.GROUP) > 1 else outputs

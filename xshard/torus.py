@@ -1,6 +1,8 @@
-"""TPU chips on their torus: a mesh layout in which the chips that communicate most are neighbors.
+"""TPU chips on their torus: a mesh layout in which the chips that communicate most are
+neighbors.
 
-A TPU device has coordinates, and a slice is a box of them. Devices of other platforms stay in the given order.
+A TPU device has coordinates, and a slice is a box of them. Devices of other platforms
+stay in the given order.
 """
 
 import math
@@ -22,8 +24,8 @@ def box(devices: Sequence[Any]) -> np.ndarray | None:
     """Arranges TPU devices by their coordinates.
 
     Returns:
-      An array of devices with a dimension for each coordinate, and a last one for the cores of a chip. None if the
-      devices are not TPUs or do not fill a box.
+      An array of devices with a dimension for each coordinate, and a last one for the
+      cores of a chip. None if the devices are not TPUs or do not fill a box.
     """
     if any(device.platform != "tpu" for device in devices):
         return None
@@ -33,18 +35,23 @@ def box(devices: Sequence[Any]) -> np.ndarray | None:
     chips = np.full(places.max(axis=0) + 1, None, dtype=object)
     for device, place in zip(devices, places, strict=True):
         chips[tuple(place)] = device
-    # Equal sizes are not enough: two devices with the same coordinates would leave another place empty.
-    is_full = chips.size == len(devices) and all(device is not None for device in chips.flat)
+    # Equal sizes are not enough: two devices with the same coordinates would leave
+    # another place empty.
+    is_full = chips.size == len(devices) and all(
+        device is not None for device in chips.flat
+    )
     return chips if is_full else None
 
 
 def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Lays devices out as an array, with neighbors along the last dimension, then along the one before it.
+    """Lays devices out as an array, with neighbors along the last dimension, then along
+    the one before it.
 
-    Each dimension of the mesh gets a factor of each axis of the torus, so the devices along the last dimension form a
-    box of neighbors. Among these layouts, the function selects the one whose later dimensions have the shortest
-    communication paths, the last dimension first. Nothing is exchanged along the first dimension. Devices that do not
-    fill a box stay in the given order.
+    Each dimension of the mesh gets a factor of each axis of the torus, so the devices
+    along the last dimension form a box of neighbors. Among these layouts, the function
+    selects the one whose later dimensions have the shortest communication paths, the
+    last dimension first. Nothing is exchanged along the first dimension. Devices that
+    do not fill a box stay in the given order.
 
     Args:
       devices: the devices, as many as the product of the sizes.
@@ -58,7 +65,8 @@ def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         return chips.reshape(sizes)
     shape = chips.shape
     split = min(_splits(shape, sizes), key=lambda split: _preference(split, shape))
-    # Split each axis of the torus into the factors of all mesh dimensions, the first dimension's outermost.
+    # Split each axis of the torus into the factors of all mesh dimensions, the first
+    # dimension's outermost.
     chips = chips.reshape(np.transpose(split).ravel())
     # Then group the factors by mesh dimension.
     order = np.arange(chips.ndim).reshape(len(shape), len(sizes))
@@ -74,17 +82,19 @@ def whole_axes(shape: Sequence[int]) -> list[int]:
 
 
 def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the distances between the members of groups, in links from chip to chip; neighbors have distance 1.
+    """Returns the distances between the members of groups, in links from chip to chip;
+    neighbors have distance 1.
 
-    The members of a group are connected by a minimum spanning tree, since the compiler decides their order along the
-    torus.
+    The members of a group are connected by a minimum spanning tree, since the compiler
+    decides their order along the torus.
 
     Args:
       devices: the devices of one slice.
       groups: indices in `devices`.
 
     Returns:
-      The length of each edge of each group's tree; empty for devices without coordinates.
+      The length of each edge of each group's tree; empty for devices without
+      coordinates.
     """
     if any(device.platform != "tpu" for device in devices):
         return []
@@ -105,9 +115,11 @@ def _places(devices: Sequence[Any]) -> np.ndarray:
 def _rings(kind: str, shape: _Shape) -> list[bool]:
     """Returns whether each axis of a slice is a ring.
 
-    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full 3D
-    torus"; for v5e and v6e https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes with a
-    shift along the long one. Coordinates do not show the shift, and no layout here relies on it.
+    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and
+    larger slices have full 3D torus"; for v5e and v6e
+    https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
+    with a shift along the long one. Coordinates do not show the shift, and no layout
+    here relies on it.
     """
     if kind in _CUBES:
         return [all(size % _CUBE == 0 for size in shape)] * len(shape)
@@ -115,7 +127,9 @@ def _rings(kind: str, shape: _Shape) -> list[bool]:
 
 
 def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
-    """Returns the lengths of the edges of the minimum spanning tree over places, by Prim's algorithm."""
+    """Returns the lengths of the edges of the minimum spanning tree over places, by
+    Prim's algorithm.
+    """
     lengths = []
     far = np.iinfo(int).max
     nearest = np.full(len(places), far)
@@ -123,7 +137,8 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
     last = 0
     for _ in range(len(places) - 1):
         outside[last] = False
-        # The place that joined the tree last may be closer to the remaining places than the rest of the tree.
+        # The place that joined the tree last may be closer to the remaining places than
+        # the rest of the tree.
         nearest = np.minimum(nearest, _distances(places, places[last], rings))
         last = int(np.argmin(np.where(outside, nearest, far)))
         lengths.append(int(nearest[last]))
@@ -131,14 +146,18 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
 
 
 def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
-    """Returns the number of links from a place to each of `places`; on a ring, in the shorter direction."""
+    """Returns the number of links from a place to each of `places`; on a ring, in the
+    shorter direction.
+    """
     apart = np.abs(places - place)
     around = np.where(rings > 0, rings - apart, apart)
     return np.minimum(apart, around).sum(axis=1)
 
 
 def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
-    """Yields all ways to split each axis of a torus into factors, one for each dimension of a mesh."""
+    """Yields all ways to split each axis of a torus into factors, one for each
+    dimension of a mesh.
+    """
     if len(sizes) == 1:
         yield (room,)
         return
@@ -162,14 +181,18 @@ def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
 
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
-    """Returns a sort key of a layout, smallest is best: by communication, then by whole axes, then by axis order."""
+    """Returns a sort key of a layout, smallest is best: by communication, then by whole
+    axes, then by axis order.
+    """
     costs, whole = [], []
     strides = [1] * len(shape)
     # Nothing is exchanged along the first dimension.
     for part in reversed(split[1:]):
         costs.append(_sum_cost(part, strides))
         strides = [stride * side for stride, side in zip(strides, part, strict=True)]
-        whole_sides = [side for side, size in zip(part, shape, strict=True) if side == size]
+        whole_sides = [
+            side for side, size in zip(part, shape, strict=True) if side == size
+        ]
         whole.append(-math.prod(whole_sides))
     # Between equally good layouts, prefer larger sides along the first axes.
     sides = [[-side for side in part] for part in reversed(split)]
@@ -177,10 +200,11 @@ def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
 
 
 def _sum_cost(part: _Shape, strides: Sequence[int]) -> int:
-    """Returns the cost of a sum over a box: the data that it sends, times the links that the data crosses.
+    """Returns the cost of a sum over a box: the data that it sends, times the links
+    that the data crosses.
 
-    The sum is modeled as a reduce-scatter along one axis after another, starting with the nearest neighbors. Each
-    reduce-scatter leaves less data for the next one.
+    The sum is modeled as a reduce-scatter along one axis after another, starting with
+    the nearest neighbors. Each reduce-scatter leaves less data for the next one.
     """
     cost, data = 0, math.prod(part)
     for stride, side in sorted(zip(strides, part, strict=True)):

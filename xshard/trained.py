@@ -24,11 +24,13 @@ class Trained(NamedTuple):
 
     Attributes:
       experiment: the experiment, with the run's config.
-      state: the state of a checkpoint, on the requested devices. `state.experiment` is the experiment's own state. With
-        several groups its arrays have a leading dimension of groups. `PerReplica` arrays have a dimension of all
-        replicas that the run had.
-      predict: takes a batch on the host, `{name: array}`, to the outputs of `Experiment.predict` on the host. A random
-        key may follow, if the network draws keys. It compiles once for each batch shape.
+      state: the state of a checkpoint, on the requested devices. `state.experiment` is
+        the experiment's own state. With several groups its arrays have a leading
+        dimension of groups. `PerReplica` arrays have a dimension of all replicas that
+        the run had.
+      predict: takes a batch on the host, `{name: array}`, to the outputs of
+        `Experiment.predict` on the host. A random key may follow, if the network draws
+        keys. It compiles once for each batch shape.
     """
 
     experiment: experiment_lib.Experiment
@@ -37,23 +39,31 @@ class Trained(NamedTuple):
 
     @property
     def params(self) -> Any:
-        """The network's parameters, a Haiku tree; with several learners, a dictionary of such trees by learner name."""
+        """The network's parameters, a Haiku tree; with several learners, a dictionary
+        of such trees by learner name.
+        """
         params = {name: x.params for name, x in state_lib.learners(self.state).items()}
         return params.get("", params)
 
 
-def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None) -> Trained:
-    """Loads the trained model of a run. It writes nothing, and the run may still be training.
+def load(
+    place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None
+) -> Trained:
+    """Loads the trained model of a run. It writes nothing, and the run may still be
+    training.
 
     Args:
-      place: the run's work directory; append '@STEP' to load another checkpoint than the newest.
-      devices: the devices to load it on, as many as the run has groups; the first ones by default.
+      place: the run's work directory; append '@STEP' to load another checkpoint than
+        the newest.
+      devices: the devices to load it on, as many as the run has groups; the first ones
+        by default.
 
     Returns:
       The trained model.
 
     Raises:
-      UserError: if there is no run, or its experiment cannot be imported from the current directory.
+      UserError: if there is no run, or its experiment cannot be imported from the
+        current directory.
       CheckpointError: if the checkpoint does not exist, or does not fit.
 
     ::
@@ -67,12 +77,16 @@ def load(place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None)
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
-    state = states.States(experiment, mesh, example, run).restore(number, fits=True).state
+    state = (
+        states.States(experiment, mesh, example, run).restore(number, fits=True).state
+    )
     return Trained(experiment, state, _predictor(experiment, mesh, state))
 
 
 def _predictor(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: state_lib.TrainState
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
 ) -> Callable[..., Any]:
     jitted = preflight.jitted_predict(experiment, mesh)
     predict = functools.partial(evaluation.predictions(jitted, mesh), state)
@@ -100,7 +114,9 @@ def _mesh(
 
 
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
-    """Returns the config that a run was started with, with defaults for optional keys that it lacks."""
+    """Returns the config that a run was started with, with defaults for optional keys
+    that it lacks.
+    """
     config = jsonfile.read_if_exists(run.config)
     if config is None:
         raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")

@@ -29,35 +29,53 @@ class Digits(xshard.Supervised):
         x = batch["image"]
         if is_training:
             x = images.shift(hk.next_rng_key(), x, self.config.max_shift)
-        return model.ConvNet(**self.config.model, classes=CLASSES)(x, is_training=is_training)
+        return model.ConvNet(**self.config.model, classes=CLASSES)(
+            x, is_training=is_training
+        )
 
     def loss(self, outputs, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["label"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            outputs, batch["label"]
+        )
         return jnp.mean(losses), {"accuracy": jnp.mean(_is_correct(outputs, batch))}
 
     def optimizer(self):
         config, steps = self.config.optimizer, self.config.steps
         warmup_steps = int(config.warmup_fraction * steps)
-        rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup_steps, steps)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, config.learning_rate, warmup_steps, steps
+        )
         adamw = optax.adamw(rate, weight_decay=config.weight_decay)
-        opt = xshard.OptaxOptimizer(adamw, name="adamw", schedules={"learning_rate": rate})
+        opt = xshard.OptaxOptimizer(
+            adamw, name="adamw", schedules={"learning_rate": rate}
+        )
         if config.average_decay:
-            opt = xshard.MovingAverageOptimizer(opt, config.average_decay, num_updates="count")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+            opt = xshard.MovingAverageOptimizer(
+                opt, config.average_decay, num_updates="count"
+            )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         scale = xshard.DynamicLossScale(**self.config.loss_scale)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
 
     def evaluate(self, outputs, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["label"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            outputs, batch["label"]
+        )
         return {"loss": losses, "accuracy": _is_correct(outputs, batch)}
 
     def ensemble(self, outputs):
         # The log of the mean probability, which serves as logits.
-        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - np.log(len(outputs))
+        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - np.log(
+            len(outputs)
+        )
 
 
 def _check(config):
-    """Raises UserError for values that would otherwise fail deep inside a library, or train nothing."""
+    """Raises UserError for values that would otherwise fail deep inside a library, or
+    train nothing.
+    """
     model, warmup = config.model, config.optimizer.warmup_fraction
     decay = config.optimizer.average_decay
     for key, value, fits, rule in (

@@ -1,7 +1,8 @@
 """The images of handwritten digits, 1,797 of 8x8 pixels.
 
-Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998,
-https://doi.org/10.24432/C50P49 (CC BY 4.0): its test set, which is `load_digits` of scikit-learn, in the same order.
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
+Machine Learning Repository, 1998, https://doi.org/10.24432/C50P49 (CC BY 4.0): its test
+set, which is `load_digits` of scikit-learn, in the same order.
 """
 
 import functools
@@ -16,7 +17,9 @@ _TEST_EXAMPLES = 360
 
 @functools.cache
 def split():
-    """Returns training and test examples, split by a fixed permutation; pixels are scaled to 0 to 1."""
+    """Returns training and test examples, split by a fixed permutation; pixels are
+    scaled to 0 to 1.
+    """
     with np.load(pathlib.Path(__file__).with_name("digits.npz")) as digits:
         image, label = digits["image"], digits["label"]
     order = np.random.default_rng(0).permutation(len(label))
@@ -27,10 +30,14 @@ def split():
 
 
 def shift(key, images, limit):
-    """Shifts each image randomly by up to `limit` pixels in both dimensions, and fills with zeros."""
+    """Shifts each image randomly by up to `limit` pixels in both dimensions, and fills
+    with zeros.
+    """
     if not limit:
         return images
     padded = jnp.pad(images, ((0, 0), (limit, limit), (limit, limit), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 2 * limit + 1)
-    crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])
+    crop = lambda image, corner: jax.lax.dynamic_slice(
+        image, (*corner, 0), images.shape[1:]
+    )
     return jax.vmap(crop)(padded, corners)

@@ -7,7 +7,8 @@ import jax
 class ConvNet(hk.Module):
     """Two convolutions, one hidden layer, and logits.
 
-    The first convolution keeps the resolution. The second halves it, so the hidden layer sees 4x4 positions.
+    The first convolution keeps the resolution. The second halves it, so the hidden
+    layer sees 4x4 positions.
     """
 
     def __init__(self, channels: int, hidden: int, classes: int, dropout: float):
@@ -18,7 +19,9 @@ class ConvNet(hk.Module):
         self._dropout = dropout
 
     def __call__(self, images: jax.Array, *, is_training: bool) -> jax.Array:
-        """Returns logits of shape (batch, classes) for images of shape (batch, 8, 8, 1)."""
+        """Returns logits of shape (batch, classes) for images of shape (batch, 8, 8,
+        1).
+        """
         x = jax.nn.relu(hk.Conv2D(self._channels, 3, name="conv_0")(images))
         x = jax.nn.relu(hk.Conv2D(2 * self._channels, 3, stride=2, name="conv_1")(x))
         x = jax.nn.relu(hk.Linear(self._hidden, name="hidden")(hk.Flatten()(x)))

@@ -1,1 +1,3 @@
-"""A generative adversarial network for handwritten digits: two learners that train in turn."""
+"""A generative adversarial network for handwritten digits: two learners that train in
+turn.
+"""

@@ -1,6 +1,8 @@
-"""A generative adversarial network for handwritten digits: two learners that train in turn.
+"""A generative adversarial network for handwritten digits: two learners that train in
+turn.
 
-Source: Goodfellow et al., "Generative Adversarial Networks", 2014, with the non-saturating generator loss.
+Source: Goodfellow et al., "Generative Adversarial Networks", 2014, with the
+non-saturating generator loss.
 """
 
 import functools
@@ -22,7 +24,9 @@ class Gan(xshard.Experiment):
         super().__init__(config)
         rule = lambda name: functools.partial(self._rule, config.optimizer[name])
         self.generator = xshard.Learner(self._generate, rule("generator"), self.config)
-        self.discriminator = xshard.Learner(self._judge, rule("discriminator"), self.config)
+        self.discriminator = xshard.Learner(
+            self._judge, rule("discriminator"), self.config
+        )
 
     def train_data(self):
         return images.split()[0]
@@ -34,13 +38,15 @@ class Gan(xshard.Experiment):
         return jax.nn.sigmoid(hk.nets.MLP([*self.config.model.generator, 64])(noise))
 
     def _judge(self, pixels):
-        return hk.nets.MLP([*self.config.model.discriminator, 1], activation=jax.nn.leaky_relu)(
-            pixels
-        )[:, 0]
+        return hk.nets.MLP(
+            [*self.config.model.discriminator, 1], activation=jax.nn.leaky_relu
+        )(pixels)[:, 0]
 
     def _rule(self, options):
         opt = xshard.OptaxOptimizer(optax.adam(**options), name="adam")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         scale = xshard.DynamicLossScale(**self.config.loss_scale)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
 
@@ -59,35 +65,53 @@ class Gan(xshard.Experiment):
             state["discriminator"], loss, batch, first
         )
         loss = functools.partial(self._generator_loss, discriminator)
-        generator, generated = self.generator.update(state["generator"], loss, batch, second)
+        generator, generated = self.generator.update(
+            state["generator"], loss, batch, second
+        )
         new = {"generator": generator, "discriminator": discriminator}
         return new, {"generator": generated, "discriminator": judged}
 
     def _discriminator_loss(self, generator, state, batch, key):
         real = _pixels(batch)
         fake, _ = self.generator.apply(generator, None, self._noise(key, len(real)))
-        logits, net_state = self.discriminator.apply(state, None, jnp.concatenate([real, fake]))
+        logits, net_state = self.discriminator.apply(
+            state, None, jnp.concatenate([real, fake])
+        )
         is_real = jnp.repeat(jnp.array([1.0, 0.0]), len(real))
         losses = optax.sigmoid_binary_cross_entropy(logits, is_real)
         accuracy = jnp.mean((logits > 0) == (is_real > 0.5))
         return jnp.mean(losses), net_state, {"accuracy": accuracy}
 
     def _generator_loss(self, discriminator, state, batch, key):
-        fake, net_state = self.generator.apply(state, None, self._noise(key, len(batch["image"])))
+        fake, net_state = self.generator.apply(
+            state, None, self._noise(key, len(batch["image"]))
+        )
         logits, _ = self.discriminator.apply(discriminator, None, fake)
         return jnp.mean(jax.nn.softplus(-logits)), net_state, {}
 
     def eval_step(self, state, batch, key):
-        """Returns the first two moments of real images and of equally many generated ones."""
+        """Returns the first two moments of real images and of equally many generated
+        ones.
+        """
         real = _pixels(batch)
-        fake, _ = self.generator.apply(state["generator"], None, self._noise(key, len(real)))
+        fake, _ = self.generator.apply(
+            state["generator"], None, self._noise(key, len(real))
+        )
         square = lambda x: x[:, :, None] * x[:, None, :]
-        return {"real": real, "fake": fake, "real_2": square(real), "fake_2": square(fake)}
+        return {
+            "real": real,
+            "fake": fake,
+            "real_2": square(real),
+            "fake_2": square(fake),
+        }
 
     def summarize(self, sums, count):
-        """Returns the Fréchet distance of two normal distributions with these moments, in pixel space."""
+        """Returns the Fréchet distance of two normal distributions with these moments,
+        in pixel space.
+        """
         (real, real_cov), (fake, fake_cov) = (
-            _moments(sums[name] / count, sums[f"{name}_2"] / count) for name in ("real", "fake")
+            _moments(sums[name] / count, sums[f"{name}_2"] / count)
+            for name in ("real", "fake")
         )
         if not np.isfinite(real_cov + fake_cov).all():
             return {"distance": np.nan}
@@ -96,13 +120,19 @@ class Gan(xshard.Experiment):
         return {"distance": np.sum((real - fake) ** 2) + spread}
 
     def predict(self, state, batch):
-        """Returns images of shape (batch, 8, 8) generated from noise; with several groups, the first group's."""
+        """Returns images of shape (batch, 8, 8) generated from noise; with several
+        groups, the first group's.
+        """
         fake, _ = self.generator.apply(state["generator"], None, batch["noise"])
         return jax.lax.all_gather(fake.reshape(-1, 8, 8), "group")[0]
 
     def samples(self, predict, key):
-        """Returns an image of four rows of eight generated digits, and a histogram of their brightness."""
-        made = np.asarray(predict({"noise": np.asarray(self._noise(key, 32))}), np.float32)
+        """Returns an image of four rows of eight generated digits, and a histogram of
+        their brightness.
+        """
+        made = np.asarray(
+            predict({"noise": np.asarray(self._noise(key, 32))}), np.float32
+        )
         rows = np.concatenate(made.reshape(4, 8, 8, 8), axis=1)
         return {
             "digits": xshard.Image(np.concatenate(rows, axis=1)),

@@ -1,11 +1,14 @@
-"""Causal attention by a kernel that keeps the scores on the chip, if the backend has one for the shape.
+"""Causal attention by a kernel that keeps the scores on the chip, if the backend has
+one for the shape.
 
-The number of scores of a head is the square of the sequence length. XLA's attention writes them to memory and reads them
-again. A kernel computes them block by block, and again in the backward pass: Dao et al., "FlashAttention: Fast and
-Memory-Efficient Exact Attention with IO-Awareness", 2022, https://arxiv.org/abs/2205.14135.
+The number of scores of a head is the square of the sequence length. XLA's attention
+writes them to memory and reads them again. A kernel computes them block by block, and
+again in the backward pass: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact
+Attention with IO-Awareness", 2022, https://arxiv.org/abs/2205.14135.
 
-The kernels are JAX's splash attention for TPUs (in Pallas) and cuDNN's for NVIDIA GPUs. The kernel is selected when the
-program is lowered, so one traced program serves all backends.
+The kernels are JAX's splash attention for TPUs (in Pallas) and cuDNN's for NVIDIA GPUs.
+The kernel is selected when the program is lowered, so one traced program serves all
+backends.
 """
 
 import functools
@@ -20,11 +23,13 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from xshard import mesh as mesh_lib
 
 AUTO, XLA = KINDS = ("auto", "xla")
-# The block sizes of the TPU kernel. It uses the largest one that divides the sequence length.
+# The block sizes of the TPU kernel. It uses the largest one that divides the sequence
+# length.
 _BLOCKS = (512, 256, 128)
 # The head sizes for which the kernel was compiled with the TPU compiler.
 _HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
-# A function of query, key and value, of shape (batch, heads, length, size), and of the segments.
+# A function of query, key and value, of shape (batch, heads, length, size), and of the
+# segments.
 Implementation = Callable[..., jax.Array]
 
 
@@ -36,32 +41,37 @@ def attend(
     *,
     kind: str = AUTO,
 ) -> jax.Array:
-    """Computes causal attention. In a run, the heads may be sharded over the mesh axis 'model'.
+    """Computes causal attention. In a run, the heads may be sharded over the mesh axis
+    'model'.
 
     Args:
       query: an array of shape (batch, length, heads, size).
       key: an array of the same shape.
       value: an array of the same shape.
-      segments: integers of shape (batch, length); a position attends only to positions of its own segment.
-      kind: 'auto' for the backend's kernel in a run, or XLA's attention if it has none for these shapes; 'xla' for
-        XLA's attention.
+      segments: integers of shape (batch, length); a position attends only to positions
+        of its own segment.
+      kind: 'auto' for the backend's kernel in a run, or XLA's attention if it has none
+        for these shapes; 'xla' for XLA's attention.
 
     Returns:
       An array of the query's shape and dtype.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # Without a run's mesh, the program may be exported for all backends at once. Kernels do not support that.
+    # Without a run's mesh, the program may be exported for all backends at once.
+    # Kernels do not support that.
     kernels = {} if kind == XLA or mesh.empty else kernels_for(query, segments)
     if not kernels:
         return _xla(query, key, value, segments)
-    # Heads before positions is the TPU kernel's layout. XLA's attention uses it too, so that both keep the same
-    # arrays for the backward pass.
+    # Heads before positions is the TPU kernel's layout. XLA's attention uses it too, so
+    # that both keep the same arrays for the backward pass.
     by_head = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
     return jnp.swapaxes(_over_heads(mesh, kernels, *by_head, segments), 1, 2)
 
 
 def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
-    """Returns the kernels that support a query of shape (batch, length, heads, size), by JAX's platform name."""
+    """Returns the kernels that support a query of shape (batch, length, heads, size),
+    by JAX's platform name.
+    """
     _, length, _, size = query.shape
     kernels: dict[str, Implementation] = {}
     if length % _BLOCKS[-1] == 0 and size in _HEAD_SIZES:
@@ -71,12 +81,17 @@ def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
     return kernels
 
 
-def _over_heads(mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any) -> jax.Array:
-    """Computes attention with the platform's kernel; if the mesh has an axis 'model', each device computes its heads."""
+def _over_heads(
+    mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any
+) -> jax.Array:
+    """Computes attention with the platform's kernel; if the mesh has an axis 'model',
+    each device computes its heads.
+    """
     chosen = functools.partial(lax.platform_dependent, **kernels, default=_xla_of_heads)
     if mesh_lib.MODEL not in mesh.auto_axes or mesh.shape[mesh_lib.MODEL] == 1:
         return chosen(*inputs)
-    # The axis 'model' is otherwise left to XLA's partitioner, which cannot partition a kernel.
+    # The axis 'model' is otherwise left to XLA's partitioner, which cannot partition a
+    # kernel.
     heads = jax.P(None, mesh_lib.MODEL)
     mapped = jax.shard_map(
         chosen,
@@ -100,7 +115,9 @@ def _xla(
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """Returns the array, float16 converted to float32: CPUs and TPUs lack the float16 product that attention requests."""
+    """Returns the array, float16 converted to float32: CPUs and TPUs lack the float16
+    product that attention requests.
+    """
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
@@ -108,8 +125,8 @@ def _widened(x: jax.Array) -> jax.Array:
 def _xla_of_heads(*inputs: Any) -> jax.Array:
     """Computes XLA's attention for arrays of shape (batch, heads, length, size).
 
-    The backward pass recomputes the scores. A program for several backends reserves memory for the arrays that any of
-    them keeps, and scores are large.
+    The backward pass recomputes the scores. A program for several backends reserves
+    memory for the arrays that any of them keeps, and scores are large.
     """
     return _of_heads(_xla, inputs)
 
@@ -128,9 +145,13 @@ _xla_of_heads.defvjp(_forward, _backward)
 
 
 def _of_heads(implementation: Implementation, inputs: Any) -> jax.Array:
-    """Calls an implementation that expects positions before heads, on arrays with heads before positions."""
+    """Calls an implementation that expects positions before heads, on arrays with heads
+    before positions.
+    """
     *arrays, segments = inputs
-    return jnp.swapaxes(implementation(*(jnp.swapaxes(x, 1, 2) for x in arrays), segments), 1, 2)
+    return jnp.swapaxes(
+        implementation(*(jnp.swapaxes(x, 1, 2) for x in arrays), segments), 1, 2
+    )
 
 
 def _splash(
@@ -158,13 +179,16 @@ def _splash(
     )
     ids = None if segments is None else splash.SegmentIds(segments, segments)
     wide, *others = map(_widened, (query, key, value))
-    # The dry run recognizes causal attention, which computes half of the scores, by this name.
+    # The dry run recognizes causal attention, which computes half of the scores, by
+    # this name.
     with jax.named_scope("causal"):
         return jax.vmap(kernel)(wide * size**-0.5, *others, ids).astype(query.dtype)
 
 
 def _cudnn(*inputs: Any) -> jax.Array:
-    """Computes attention with cuDNN; raises if cuDNN is not installed or does not support the arrays."""
+    """Computes attention with cuDNN; raises if cuDNN is not installed or does not
+    support the arrays.
+    """
     return _of_heads(_cudnn_of_positions, inputs)
 
 
@@ -172,11 +196,15 @@ def _cudnn_of_positions(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: None
 ) -> jax.Array:
     del segments
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation="cudnn"
+    )
 
 
 def _cudnn_takes(query: Any) -> bool:
-    """Returns whether cuDNN is installed and supports a query's shape and dtype, by tracing it."""
+    """Returns whether cuDNN is installed and supports a query's shape and dtype, by
+    tracing it.
+    """
     shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
     try:
         jax.eval_shape(_cudnn_of_positions, shape, shape, shape, None)

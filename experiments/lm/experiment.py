@@ -1,4 +1,6 @@
-"""A language model of bytes: a transformer that learns to predict the next byte of a text."""
+"""A language model of bytes: a transformer that learns to predict the next byte of a
+text.
+"""
 
 import math
 
@@ -52,22 +54,38 @@ class LanguageModel(xshard.Supervised):
             steps,
             config.final_fraction * config.learning_rate,
         )
-        # The norm is over all parameters, of the gradients' mean over all replicas, since the rule runs after the reduction.
+        # The norm is over all parameters, of the gradients' mean over all replicas,
+        # since the rule runs after the reduction.
         rule = optax.chain(
             optax.clip_by_global_norm(config.clip_norm),
-            optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=_decays),
+            optax.adamw(
+                rate,
+                config.b1,
+                config.b2,
+                weight_decay=config.weight_decay,
+                mask=_decays,
+            ),
         )
-        opt = xshard.OptaxOptimizer(rule, name="adamw", schedules={"learning_rate": rate})
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.OptaxOptimizer(
+            rule, name="adamw", schedules={"learning_rate": rate}
+        )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         scale = self.config.loss_scale
         if scale.kind == "none":
             return opt
         if scale.kind == "fixed":
-            return xshard.MixedPrecisionLossScaleOptimizer(opt, scale.initial_loss_scale)
+            return xshard.MixedPrecisionLossScaleOptimizer(
+                opt, scale.initial_loss_scale
+            )
         values = {
-            key: scale[key] for key in ("initial_loss_scale", "increment_period", "multiplier")
+            key: scale[key]
+            for key in ("initial_loss_scale", "increment_period", "multiplier")
         }
-        return xshard.MixedPrecisionLossScaleOptimizer(opt, xshard.DynamicLossScale(**values))
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(**values)
+        )
 
     def evaluate(self, outputs, batch):
         losses = jnp.mean(_losses(outputs, batch), axis=-1)
@@ -75,11 +93,14 @@ class LanguageModel(xshard.Supervised):
 
     def ensemble(self, outputs):
         # The log of the mean probability, which serves as logits.
-        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - math.log(len(outputs))
+        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - math.log(
+            len(outputs)
+        )
 
     def sharding_rules(self):
-        # Parameters have a leading dimension of layers. Heads and the hidden size are sharded, so that a layer's
-        # forward pass sums twice over 'model'. Embedding and head, with 256 symbols, are too small to shard.
+        # Parameters have a leading dimension of layers. Heads and the hidden size are
+        # sharded, so that a layer's forward pass sums twice over 'model'. Embedding and
+        # head, with 256 symbols, are too small to shard.
         return (
             ("/qkv$", jax.P(None, None, None, "model", None)),
             ("/attention_out$", jax.P(None, "model", None, None)),
@@ -91,20 +112,25 @@ class LanguageModel(xshard.Supervised):
         """Continues each prompt of `config.sample` with text from the model.
 
         Args:
-          predict: takes a batch {"text": uint8 of shape (prompts, length + 1)} to logits of shape
-            (prompts, length, 256). The last byte of a row is ignored.
+          predict: takes a batch {"text": uint8 of shape (prompts, length + 1)} to
+            logits of shape (prompts, length, 256). The last byte of a row is ignored.
           key: a key of `jax.random`, which determines the text.
 
         Returns:
           The texts, each under a line with its prompt.
         """
         config, length = self.config.sample, self.config.text.length
-        # Each text starts with the separator, as a file in the training text follows the end of the file before it.
+        # Each text starts with the separator, as a file in the training text follows
+        # the end of the file before it.
         texts = [[text.SEPARATOR, *prompt.encode()] for prompt in config.prompts]
-        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their distribution.
-        noise = np.asarray(jax.random.gumbel(key, (config.length, len(texts), model.BYTES)))
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from
+        # their distribution.
+        noise = np.asarray(
+            jax.random.gumbel(key, (config.length, len(texts), model.BYTES))
+        )
         for place in range(config.length):
-            # All windows have one shape, to compile once. Causal attention ignores the zeros after a text.
+            # All windows have one shape, to compile once. Causal attention ignores the
+            # zeros after a text.
             rows = np.zeros((len(texts), length + 1), np.uint8)
             for row, written in zip(rows, texts, strict=True):
                 row[: min(len(written), length)] = written[-length:]
@@ -121,30 +147,43 @@ class LanguageModel(xshard.Supervised):
 
 
 def _losses(outputs, batch):
-    """Returns the cross entropy of each byte but the first, in nats, of shape (batch, length)."""
+    """Returns the cross entropy of each byte but the first, in nats, of shape (batch,
+    length).
+    """
     targets = batch["text"][:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
 
 
 def _decays(params):
-    """Returns whether weight decay applies to each parameter: to matrices, not to the scales of norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+    """Returns whether weight decay applies to each parameter: to matrices, not to the
+    scales of norms.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key != "scale", params
+    )
 
 
 def _show(written):
     """Returns bytes as text, up to the first end of a file."""
-    return printable(bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace"))
+    return printable(
+        bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace")
+    )
 
 
 def printable(written):
-    """Returns a text with control characters replaced, which could move a terminal's cursor."""
+    """Returns a text with control characters replaced, which could move a terminal's
+    cursor.
+    """
     return "".join(
-        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in written
+        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for c in written
     )
 
 
 def _check(config):
-    """Raises UserError for values that would otherwise fail deep inside a library, or train nothing."""
+    """Raises UserError for values that would otherwise fail deep inside a library, or
+    train nothing.
+    """
     network, optimizer, parts = config.model, config.optimizer, config.model_parallel
     scale, sample = config.loss_scale, config.sample
     size = network.width // max(1, network.heads)

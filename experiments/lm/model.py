@@ -1,12 +1,13 @@
 """A decoder-only transformer over bytes.
 
-It uses pre-norm (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with RMSNorm (Zhang and Sennrich, 2019,
-https://arxiv.org/abs/1910.07467), rotary positions (Su et al., 2021, https://arxiv.org/abs/2104.09864), and a
-gated feed-forward layer, SwiGLU, which is better than GELU with equally many parameters (Shazeer, 2020,
+It uses pre-norm (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with RMSNorm
+(Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467), rotary positions (Su et
+al., 2021, https://arxiv.org/abs/2104.09864), and a gated feed-forward layer, SwiGLU,
+which is better than GELU with equally many parameters (Shazeer, 2020,
 https://arxiv.org/abs/2002.05202).
 
-Matrix products use the parameters' dtype, which is the compute dtype. Norms, softmax, rotations and logits are
-computed in float32.
+Matrix products use the parameters' dtype, which is the compute dtype. Norms, softmax,
+rotations and logits are computed in float32.
 """
 
 import functools
@@ -25,11 +26,13 @@ _ROTARY_BASE = 10_000.0
 
 
 class Transformer(hk.Module):
-    """A transformer that returns the logits of the next byte, or token, at each position.
+    """A transformer that returns the logits of the next byte, or token, at each
+    position.
 
-    Layers are scanned, so the program is only as large as for one layer, and parameters have a leading dimension of
-    layers. The embedding and the output matrix are separate arrays: with 256 symbols the second one costs almost
-    nothing, and the output matrix can begin at zero, where all bytes are equally likely.
+    Layers are scanned, so the program is only as large as for one layer, and parameters
+    have a leading dimension of layers. The embedding and the output matrix are separate
+    arrays: with 256 symbols the second one costs almost nothing, and the output matrix
+    can begin at zero, where all bytes are equally likely.
     """
 
     def __init__(
@@ -50,7 +53,8 @@ class Transformer(hk.Module):
           width: the size of the residual stream.
           heads: the number of attention heads, each of width / heads.
           feed_forward: the hidden size of the feed-forward layer.
-          remat: whether to recompute a layer's activations for its gradient instead of keeping them.
+          remat: whether to recompute a layer's activations for its gradient instead of
+            keeping them.
           attention: the `kind` of `attention.attend`.
           vocabulary: the number of bytes, or of tokens.
         """
@@ -68,26 +72,34 @@ class Transformer(hk.Module):
 
         Args:
           text: bytes or tokens, of shape (batch, length).
-          segments: integers of the same shape; a token attends only to tokens of its own segment. None: to all before
-            it. Positions do not restart in each segment, since with rotary positions only distances matter.
+          segments: integers of the same shape; a token attends only to tokens of its
+            own segment. None: to all before it. Positions do not restart in each
+            segment, since with rotary positions only distances matter.
 
         Returns:
           Float32 logits of shape (batch, length, vocabulary).
         """
         init = hk.initializers.TruncatedNormal(1.0)
-        table = hk.get_parameter("embedding", (self._vocabulary, self._width), jnp.float32, init)
-        # The lookup is in float32 so that a byte's gradients from its many positions are summed in float32.
+        table = hk.get_parameter(
+            "embedding", (self._vocabulary, self._width), jnp.float32, init
+        )
+        # The lookup is in float32 so that a byte's gradients from its many positions
+        # are summed in float32.
         x = jnp.asarray(table, jnp.float32)[text].astype(table.dtype)
 
-        attend = functools.partial(attention_lib.attend, segments=segments, kind=self._attention)
+        attend = functools.partial(
+            attention_lib.attend, segments=segments, kind=self._attention
+        )
 
         def layer(x: jax.Array) -> jax.Array:
             return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
 
-        x = hk.layer_stack(self._layers, name="layers")(hk.remat(layer) if self._remat else layer)(
-            x
+        x = hk.layer_stack(self._layers, name="layers")(
+            hk.remat(layer) if self._remat else layer
+        )(x)
+        head = hk.get_parameter(
+            "head", (self._width, self._vocabulary), jnp.float32, jnp.zeros
         )
-        head = hk.get_parameter("head", (self._width, self._vocabulary), jnp.float32, jnp.zeros)
         return jnp.einsum(
             "btd,dv->btv", RMSNorm("norm")(x), head, preferred_element_type=jnp.float32
         )
@@ -101,20 +113,26 @@ class Layer(hk.Module):
         super().__init__(name="layer")
         self._heads = heads
         self._feed_forward = feed_forward
-        # Each layer adds to the residual stream twice. This scale keeps its variance from growing with the depth:
-        # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
+        # Each layer adds to the residual stream twice. This scale keeps its variance
+        # from growing with the depth: Radford et al., "Language Models are Unsupervised
+        # Multitask Learners", 2019, section 2.3.
         self._out_scale = 1 / math.sqrt(2 * layers)
 
     def __call__(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        """Maps an array of shape (batch, length, width) to one of the same shape; `attend` is like `attention.attend`."""
+        """Maps an array of shape (batch, length, width) to one of the same shape;
+        `attend` is like `attention.attend`.
+        """
         x = x + self._attention(RMSNorm("attention_norm")(x), attend)
         return x + self._feed_forward_layer(RMSNorm("feed_forward_norm")(x))
 
     def _attention(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
         width, heads = x.shape[-1], self._heads
         size = width // heads
-        # Query, key and value are one product, so that the gradient of its input is one sum over 'model', not three.
-        qkv = _product("btd,dkhe->btkhe", x, _weights("qkv", (width, 3, heads, size), width))
+        # Query, key and value are one product, so that the gradient of its input is one
+        # sum over 'model', not three.
+        qkv = _product(
+            "btd,dkhe->btkhe", x, _weights("qkv", (width, 3, heads, size), width)
+        )
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
         mixed = attend(rotary(query), rotary(key), value)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
@@ -122,29 +140,36 @@ class Layer(hk.Module):
 
     def _feed_forward_layer(self, x: jax.Array) -> jax.Array:
         width, hidden = x.shape[-1], self._feed_forward
-        both = _product("btd,dkf->btkf", x, _weights("gate_up", (width, 2, hidden), width))
+        both = _product(
+            "btd,dkf->btkf", x, _weights("gate_up", (width, 2, hidden), width)
+        )
         gate, up = (jnp.squeeze(part, 2) for part in jnp.split(both, 2, axis=2))
         down = _weights("down", (hidden, width), hidden, self._out_scale)
         return _product("btf,fd->btd", jax.nn.silu(gate) * up, down)
 
 
 class RMSNorm(hk.Module):
-    """Divides by the root of the mean square, in float32, and multiplies by a learned scale."""
+    """Divides by the root of the mean square, in float32, and multiplies by a learned
+    scale.
+    """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape and dtype of `x`, normalized over its last dimension."""
+        """Returns an array of the shape and dtype of `x`, normalized over its last
+        dimension.
+        """
         scale = hk.get_parameter("scale", x.shape[-1:], jnp.float32, jnp.ones)
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean_square + _EPSILON) * scale.astype(jnp.float32)).astype(
-            x.dtype
-        )
+        return (
+            wide * jax.lax.rsqrt(mean_square + _EPSILON) * scale.astype(jnp.float32)
+        ).astype(x.dtype)
 
 
 def rotary(x: jax.Array) -> jax.Array:
     """Rotates pairs of elements by angles that grow with the position, from 0.
 
-    The product of a query and a key then depends on their distance, not on their positions.
+    The product of a query and a key then depends on their distance, not on their
+    positions.
 
     Args:
       x: an array of shape (batch, length, heads, size), with an even size.
@@ -157,20 +182,27 @@ def rotary(x: jax.Array) -> jax.Array:
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * rates
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(
+        x.dtype
+    )
 
 
-def _weights(name: str, shape: tuple[int, ...], inputs: int, scale: float = 1.0) -> jax.Array:
+def _weights(
+    name: str, shape: tuple[int, ...], inputs: int, scale: float = 1.0
+) -> jax.Array:
     init = hk.initializers.TruncatedNormal(scale / math.sqrt(inputs))
     return hk.get_parameter(name, shape, jnp.float32, init)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes an einsum, and its gradients, with sums in float32 that are rounded once."""
-    # If the summed dimension is sharded over 'model', CPUs also add the devices' partial sums in float32, because XLA
-    # for CPUs aborts on a bfloat16 all-reduce. The TPU compiler rounds partial sums first and sends half the bytes.
-    # The gradient is custom because JAX's would multiply in float32 whatever the compute dtype.
+    """Computes an einsum, and its gradients, with sums in float32 that are rounded
+    once.
+    """
+    # If the summed dimension is sharded over 'model', CPUs also add the devices'
+    # partial sums in float32, because XLA for CPUs aborts on a bfloat16 all-reduce. The
+    # TPU compiler rounds partial sums first and sends half the bytes. The gradient is
+    # custom because JAX's would multiply in float32 whatever the compute dtype.
     return jnp.einsum(spec, x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 

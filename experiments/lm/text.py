@@ -1,6 +1,7 @@
 """Reads text files as windows of bytes, with some of the files held out.
 
-The default is the sources of Python's standard library, about 10 MB that exist wherever Python does.
+The default is the sources of Python's standard library, about 10 MB that exist wherever
+Python does.
 """
 
 import functools
@@ -16,8 +17,8 @@ from xshard import errors
 
 # The byte after each file.
 SEPARATOR = 0
-# Folders below the standard library to leave out: installed packages, tests, generated tables, and packages that
-# some versions of Python lack.
+# Folders below the standard library to leave out: installed packages, tests, generated
+# tables, and packages that some versions of Python lack.
 _LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")
 )  # fmt: skip
@@ -28,13 +29,15 @@ _GENERATED = (".", "_sysconfigdata", "config-")
 def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarray]:
     """Reads the training bytes and the held-out bytes, as uint8 arrays.
 
-    Files are ordered by their names relative to the folder, or to the part of a pattern before its first wildcard. A
-    hash of that name decides whether a file is held out, so adding files does not move others between the sets. A
-    single file is split, with its end held out.
+    Files are ordered by their names relative to the folder, or to the part of a pattern
+    before its first wildcard. A hash of that name decides whether a file is held out,
+    so adding files does not move others between the sets. A single file is split, with
+    its end held out.
 
     Args:
-      files: file names, `glob` patterns with `**`, and folders. A folder stands for all files below it that are not
-        hidden. Links to folders are not followed, so that no text has two names. Empty: the standard library's sources.
+      files: file names, `glob` patterns with `**`, and folders. A folder stands for all
+        files below it that are not hidden. Links to folders are not followed, so that
+        no text has two names. Empty: the standard library's sources.
       held_out: the approximate fraction of the files to hold out.
 
     Raises:
@@ -50,7 +53,8 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
 
 
 def documents(files: tuple[str, ...], held_out: float) -> tuple[list[str], list[str]]:
-    """Returns the paths of the training files and of the held-out files. Files are chosen as in `read`; none is split.
+    """Returns the paths of the training files and of the held-out files. Files are
+    chosen as in `read`; none is split.
 
     Raises:
       ValueError: if an entry names no file, or one of the two sets is empty.
@@ -85,7 +89,8 @@ def _side(found: dict[str, str], held_out: float, is_held: bool) -> list[str]:
 
 
 def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
-    """Returns the text as overlapping rows of `length + 1` bytes: a view, without a copy.
+    """Returns the text as overlapping rows of `length + 1` bytes: a view, without a
+    copy.
 
     Args:
       text: a one-dimensional uint8 array.
@@ -93,8 +98,8 @@ def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
       what: the name of the text, for messages.
 
     Returns:
-      An array of shape (rows, length + 1); the last byte of a row is the first of the next. An incomplete row at
-      the end is dropped.
+      An array of shape (rows, length + 1); the last byte of a row is the first of the
+      next. An incomplete row at the end is dropped.
 
     Raises:
       ValueError: if the text is shorter than one row.
@@ -119,9 +124,15 @@ def _find(entry: str) -> dict[str, str]:
         return found
     if os.path.lexists(entry):
         return {entry: os.path.basename(entry)}
-    matches = [path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)]
+    matches = [
+        path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)
+    ]
     if not matches:
-        kind = "pattern matches no file" if glob.has_magic(entry) else "file does not exist"
+        kind = (
+            "pattern matches no file"
+            if glob.has_magic(entry)
+            else "file does not exist"
+        )
         raise errors.UserError(
             f"text.files has {entry!r}: this {kind}. It must name files, folders or patterns such as "
             f"'books/**/*.txt', from the folder {os.getcwd()} or absolute; empty: Python's own sources."
@@ -133,7 +144,11 @@ def _find(entry: str) -> dict[str, str]:
 
 def _standard_library(root: str) -> dict[str, str]:
     wanted = lambda name: name not in _LEFT_OUT and not name.startswith(_GENERATED)
-    return {path: name for path, name in _below(root, wanted).items() if name.endswith(".py")}
+    return {
+        path: name
+        for path, name in _below(root, wanted).items()
+        if name.endswith(".py")
+    }
 
 
 def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
@@ -165,5 +180,7 @@ def _join(paths: list[str]) -> np.ndarray:
 
 def _fraction(name: str) -> float:
     """Maps a name to a number from 0 to below 1, the same on every machine."""
-    digest = hashlib.sha256(name.replace(os.sep, "/").encode("utf8", "surrogateescape")).digest()
+    digest = hashlib.sha256(
+        name.replace(os.sep, "/").encode("utf8", "surrogateescape")
+    ).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

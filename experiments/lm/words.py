@@ -1,4 +1,6 @@
-"""The language model over tokens instead of bytes, with files from one or more sources packed into rows."""
+"""The language model over tokens instead of bytes, with files from one or more sources
+packed into rows.
+"""
 
 import functools
 import math
@@ -30,7 +32,9 @@ class Words(experiment.LanguageModel):
             tokenizer = text_lib.load_tokenizer(config.tokenizer)
         else:
             every = [path for train, _ in self._sources for path in train]
-            spread = np.linspace(0, len(every) - 1, min(len(every), config.tokenizer_files))
+            spread = np.linspace(
+                0, len(every) - 1, min(len(every), config.tokenizer_files)
+            )
             files = text_lib.Files([every[int(i)] for i in spread])
             tokenizer = text_lib.train_tokenizer(
                 (files[i] for i in range(len(files))), config.vocabulary
@@ -46,7 +50,11 @@ class Words(experiment.LanguageModel):
     def _sources(self):
         """The training files and the held-out files of each source."""
         config = self.config.text
-        sources = [(name,) for name in config.files] if config.weights else [tuple(config.files)]
+        sources = (
+            [(name,) for name in config.files]
+            if config.weights
+            else [tuple(config.files)]
+        )
         return [text.documents(source, config.held_out) for source in sources]
 
     def _rows(self, documents):
@@ -67,21 +75,27 @@ class Words(experiment.LanguageModel):
 
     def eval_data(self):
         held_out = [path for _, held in self._sources for path in held]
-        rows = data.stack(list(self._rows(grain.MapDataset.source(text_lib.Files(held_out)))))
+        rows = data.stack(
+            list(self._rows(grain.MapDataset.source(text_lib.Files(held_out))))
+        )
         count = self.config.text.eval_windows
         if 0 < count < len(rows["text"]):
             chosen = np.linspace(0, len(rows["text"]) - 1, count).astype(np.int64)
             rows = {name: array[chosen] for name, array in rows.items()}
-        # In a byte-level vocabulary, each letter of a token's name stands for one byte. The end of a file counts as
-        # one byte, as in the byte model.
+        # In a byte-level vocabulary, each letter of a token's name stands for one byte.
+        # The end of a file counts as one byte, as in the byte model.
         tokens = self._tokenizer.get_vocab()
         sizes = np.zeros(self.config.text.vocabulary, np.int32)
-        sizes[list(tokens.values())] = [1 if name == text_lib.END else len(name) for name in tokens]
+        sizes[list(tokens.values())] = [
+            1 if name == text_lib.END else len(name) for name in tokens
+        ]
         return {**rows, "bytes": sizes[rows["text"]]}
 
     def forward(self, batch, *, is_training):
         del is_training
-        network = model.Transformer(**self.config.model, vocabulary=self.config.text.vocabulary)
+        network = model.Transformer(
+            **self.config.model, vocabulary=self.config.text.vocabulary
+        )
         return network(batch["text"][:, :-1], batch["text_segment_ids"][:, :-1])
 
     def loss(self, outputs, batch):
@@ -95,7 +109,11 @@ class Words(experiment.LanguageModel):
 
     def evaluate(self, outputs, batch):
         losses, counts = _losses(outputs, batch)
-        values = {"loss": losses, "tokens": counts, "bytes": counts * batch["bytes"][:, 1:]}
+        values = {
+            "loss": losses,
+            "tokens": counts,
+            "bytes": counts * batch["bytes"][:, 1:],
+        }
         return {name: jnp.sum(value, axis=-1) for name, value in values.items()}
 
     def summarize(self, sums, count):
@@ -104,7 +122,9 @@ class Words(experiment.LanguageModel):
         return {"loss": nats / sums["tokens"], "bits_per_byte": bits}
 
     def samples(self, predict, key):
-        """Continues each prompt of `config.sample` with text from the model, each under a line with its prompt."""
+        """Continues each prompt of `config.sample` with text from the model, each under
+        a line with its prompt.
+        """
         config, length = self.config.sample, self.config.text.length
         tokenizer = self._tokenizer
         end = tokenizer.token_to_id(text_lib.END)
@@ -115,13 +135,18 @@ class Words(experiment.LanguageModel):
             rows = np.zeros((len(texts), length + 1), np.int32)
             for row, written in zip(rows, texts, strict=True):
                 row[: min(len(written), length)] = written[-length:]
-            logits = np.asarray(predict({"text": rows, "text_segment_ids": np.ones_like(rows)}))
+            logits = np.asarray(
+                predict({"text": rows, "text_segment_ids": np.ones_like(rows)})
+            )
             ends = [min(len(written), length) - 1 for written in texts]
             logits = logits[np.arange(len(texts)), ends]
             chosen = np.argmax(logits + config.temperature * noise[place], axis=-1)
             for written, token in zip(texts, chosen, strict=True):
                 written.append(int(token))
-        shown = [tokenizer.decode(written[1:], skip_special_tokens=False) for written in texts]
+        shown = [
+            tokenizer.decode(written[1:], skip_special_tokens=False)
+            for written in texts
+        ]
         return "\n".join(
             f"--- {prompt!r}\n{experiment.printable(words.split(text_lib.END)[0])}"
             for prompt, words in zip(config.prompts, shown, strict=True)
@@ -129,12 +154,16 @@ class Words(experiment.LanguageModel):
 
 
 def _losses(outputs, batch):
-    """Returns the cross entropy of each token but the first, in nats, and a mask of the tokens that count (1 or 0).
+    """Returns the cross entropy of each token but the first, in nats, and a mask of the
+    tokens that count (1 or 0).
 
-    A token counts if its own file predicts it: not the first token of a file, and not padding. Others have loss 0.
+    A token counts if its own file predicts it: not the first token of a file, and not
+    padding. Others have loss 0.
     """
     counts = _counts(batch)
-    losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["text"][:, 1:])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        outputs, batch["text"][:, 1:]
+    )
     return jnp.where(counts, losses, 0.0), counts.astype(jnp.float32)
 
 
@@ -154,4 +183,6 @@ def _check(config):
         )
     for key in ("streams", "tokenizer_files"):
         if config.text[key] < 1:
-            raise xshard.UserError(f"text.{key}={config.text[key]!r} must be at least 1.")
+            raise xshard.UserError(
+                f"text.{key}={config.text[key]!r} must be at least 1."
+            )

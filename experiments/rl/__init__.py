@@ -1,1 +1,3 @@
-"""An actor-critic that learns to catch a ball, in environments that are part of the state."""
+"""An actor-critic that learns to catch a ball, in environments that are part of the
+state.
+"""

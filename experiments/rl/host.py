@@ -1,4 +1,6 @@
-"""The same agent with its games in NumPy on the host, since most environments cannot run on a device."""
+"""The same agent with its games in NumPy on the host, since most environments cannot
+run on a device.
+"""
 
 import numpy as np
 
@@ -8,7 +10,9 @@ from experiments.rl.experiment import ACTIONS, COLUMNS, ROWS
 
 
 class HostCatch(experiment.Catch):
-    """Catch, with training data from games that the agent plays on the host before some of the steps."""
+    """Catch, with training data from games that the agent plays on the host before some
+    of the steps.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -35,10 +39,12 @@ class HostCatch(experiment.Catch):
 
 
 class Player:
-    """An iterator that plays `acts_every_steps` batches at a time and serves them one by one.
+    """An iterator that plays `acts_every_steps` batches at a time and serves them one
+    by one.
 
-    Every process plays all games, with the same random draws, and takes its own rows of each batch. So the state is the
-    same on all processes, and a run can resume on another number of them.
+    Every process plays all games, with the same random draws, and takes its own rows of
+    each batch. So the state is the same on all processes, and a run can resume on
+    another number of them.
     """
 
     state_is_shared = True
@@ -48,9 +54,12 @@ class Player:
         self._games, self._unroll = part.batch_size, config.unroll
         self._rows = part.rows[0]
         self._random = np.random.default_rng(part.seed)
-        self._ball_row, self._ball_column, self._paddle = np.zeros((3, self._games), np.int32)
+        self._ball_row, self._ball_column, self._paddle = np.zeros(
+            (3, self._games), np.int32
+        )
         self._begin(np.ones(self._games, bool))
-        # The batches of the last `act`, and the number already served; zeros before the first `act`.
+        # The batches of the last `act`, and the number already served; zeros before the
+        # first `act`.
         steps = config.acts_every_steps, self._games, self._unroll
         self._played = {
             "board": np.zeros((*steps, ROWS * COLUMNS), np.float32),
@@ -72,9 +81,14 @@ class Player:
     def _move(self, predict, batch, time):
         board = self._board()
         logits = np.asarray(predict({"board": board}), np.float32)
-        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from their distribution.
-        action = np.argmax(logits + self._random.gumbel(size=(self._games, ACTIONS)), axis=-1)
-        self._paddle = np.clip(self._paddle + action.astype(np.int32) - 1, 0, COLUMNS - 1)
+        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from
+        # their distribution.
+        action = np.argmax(
+            logits + self._random.gumbel(size=(self._games, ACTIONS)), axis=-1
+        )
+        self._paddle = np.clip(
+            self._paddle + action.astype(np.int32) - 1, 0, COLUMNS - 1
+        )
         self._ball_row = self._ball_row + 1
         over = self._ball_row == ROWS - 1
         reward = np.where(self._paddle == self._ball_column, 1.0, -1.0) * over
@@ -99,17 +113,26 @@ class Player:
 
     def __next__(self):
         # Before the first `act`, a run calls this only for shapes, so zeros will do.
-        batch = {name: array[self._given][self._rows] for name, array in self._played.items()}
+        batch = {
+            name: array[self._given][self._rows] for name, array in self._played.items()
+        }
         self._given += 1
         return batch
 
     def get_state(self):
         games = self._ball_row, self._ball_column, self._paddle
         random = self._random.bit_generator.state
-        return {"games": games, "random": random, "played": self._played, "given": self._given}
+        return {
+            "games": games,
+            "random": random,
+            "played": self._played,
+            "given": self._given,
+        }
 
     def set_state(self, state):
         self._ball_row, self._ball_column, self._paddle = state["games"]
         self._random.bit_generator.state = state["random"]
-        self._played = {name: np.array(array) for name, array in state["played"].items()}
+        self._played = {
+            name: np.array(array) for name, array in state["played"].items()
+        }
         self._given = state["given"]

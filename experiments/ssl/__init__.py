@@ -1,1 +1,3 @@
-"""Features of handwritten digits, learned without labels, and a linear classifier on them."""
+"""Features of handwritten digits, learned without labels, and a linear classifier on
+them.
+"""

@@ -1,4 +1,6 @@
-"""Tests of the catalog: the checkpoints in a folder as another process sees them, while a run may save there."""
+"""Tests of the catalog: the checkpoints in a folder as another process sees them, while
+a run may save there.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,11 @@ def test_the_catalog_lists_the_state_and_metrics_of_each_checkpoint(tmp_path):
             {"w": jnp.ones(step)},
             {
                 "config": {
-                    "checkpoint": {"keep_best": 1, "best_metric": "error", "best_mode": "min"}
+                    "checkpoint": {
+                        "keep_best": 1,
+                        "best_metric": "error",
+                        "best_mode": "min",
+                    }
                 }
             },
             metrics={"error": float(step)},
@@ -31,10 +37,15 @@ def test_the_catalog_lists_the_state_and_metrics_of_each_checkpoint(tmp_path):
         (2, "complete", None, {"error": 2.0}),
         (3, "incomplete", None, {}),
     ]
-    assert listing.entries[0].nbytes > 0 and listing.entries[0].time <= listing.entries[1].time
+    assert (
+        listing.entries[0].nbytes > 0
+        and listing.entries[0].time <= listing.entries[1].time
+    )
 
 
-def test_a_checkpoint_deleted_during_the_listing_is_absent_not_damaged(tmp_path, monkeypatch):
+def test_a_checkpoint_deleted_during_the_listing_is_absent_not_damaged(
+    tmp_path, monkeypatch
+):
     manager = make_manager(tmp_path, keep_last=3)
     for step in (1, 2):
         save(manager, step, {"w": jnp.ones(1)})

@@ -46,11 +46,17 @@ def test_every_type_is_restored_bit_by_bit(tmp_path):
     save(manager, 7, tree, {"note": [1, "x"]})
     restored = manager.restore(tree)
     harness.assert_equal(restored.state, tree)
-    assert restored.metadata == {"note": [1, "x"]} and restored.step == manager.latest_step() == 7
-    harness.assert_equal(make_manager(tmp_path / "new" / "dir").restore(tree, step=7)[0], tree)
+    assert (
+        restored.metadata == {"note": [1, "x"]}
+        and restored.step == manager.latest_step() == 7
+    )
+    harness.assert_equal(
+        make_manager(tmp_path / "new" / "dir").restore(tree, step=7)[0], tree
+    )
 
 
-# Together with DTYPES these are all types that JAX has without 64-bit mode and that zarr can hold.
+# Together with DTYPES these are all types that JAX has without 64-bit mode and that
+# zarr can hold.
 MORE_TYPES = (
     "int4", "int2", "int16", "uint16", "float4_e2m1fn", "float8_e3m4", "float8_e8m0fnu",
     "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz",
@@ -113,7 +119,9 @@ def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
         (lambda t: t.update(keys=[jax.random.key(0, impl="rbg"), t["keys"][1]]), "fry2x32.* in it, rbg"),
     ],
 )  # fmt: skip
-def test_a_target_that_differs_is_refused_and_the_leaf_is_named(tmp_path, change, match):
+def test_a_target_that_differs_is_refused_and_the_leaf_is_named(
+    tmp_path, change, match
+):
     manager = make_manager(tmp_path)
     save(manager, 1, make_tree())
     target = make_tree()
@@ -131,8 +139,8 @@ def test_extra_arrays_that_may_hold_allows_are_not_read(tmp_path):
     harness.assert_equal(restored.state, kept)
     assert not restored.is_whole and manager.restore(old).is_whole
     assert any("holds arrays that are not used here: b" in line for line in messages)
-    # An extra array of another shape or name than `may_hold` allows is still refused. `may_hold` is not called if the
-    # checkpoint has no extra arrays.
+    # An extra array of another shape or name than `may_hold` allows is still refused.
+    # `may_hold` is not called if the checkpoint has no extra arrays.
     for other in ({**old, "b": jnp.ones(3)}, {"a": old["a"], "c": old["b"]}, kept):
         with pytest.raises(checkpoint.CheckpointError, match="'b' is only in it"):
             manager.restore(kept, may_hold=lambda other=other: other)
@@ -147,8 +155,13 @@ def test_only_the_newest_are_kept_and_a_saved_step_is_not_overwritten(tmp_path):
     save(manager, 30, {"a": jnp.full(3, -1)})
     assert manager.all_steps() == [3, 30] and len(list(tmp_path.glob("step_*"))) == 2
     target = {"a": jnp.zeros(3, jnp.int32)}
-    assert manager.restore(target)[0]["a"][0] == 30 and manager.restore(target, 3)[0]["a"][0] == 3
-    with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 4 .* \[3, 30\]"):
+    assert (
+        manager.restore(target)[0]["a"][0] == 30
+        and manager.restore(target, 3)[0]["a"][0] == 3
+    )
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"no checkpoint of step 4 .* \[3, 30\]"
+    ):
         manager.restore(target, 4)
 
 
@@ -165,8 +178,11 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
         references.append(weakref.ref(array))
         return array
 
-    # Copies, as on devices with their own memory: an array on CPU may share the host's memory.
-    put_copy = lambda values, devices: to_device(jax.tree.map(np.array, values), devices)
+    # Copies, as on devices with their own memory: an array on CPU may share the host's
+    # memory.
+    put_copy = lambda values, devices: to_device(
+        jax.tree.map(np.array, values), devices
+    )
     monkeypatch.setattr(array_reader, "_aligned", tracked_aligned)
     monkeypatch.setattr(reader, "_PLACED_AT_ONCE", 2)
     monkeypatch.setattr(jax, "device_put", put_copy)
@@ -198,7 +214,8 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
         patch.setattr(store_lib.Store, "read", unavailable)
         save(manager, 3, tree)
     assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read" in messages[-1]
-    # Damage to METRICS is detected and loses only the metrics. The next `add_metrics` repairs it.
+    # Damage to METRICS is detected and loses only the metrics. The next `add_metrics`
+    # repairs it.
     path.write_bytes(intact[:-3])
     assert manager.metrics(1) == {} and manager.restore(tree, 1).step == 1
     assert tool.main(["verify", str(manager.store.path), "1"]) == 1
@@ -211,7 +228,8 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
 def test_attempts_without_commit_do_not_count_and_are_deleted(tmp_path):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with pytest.raises(
-        checkpoint.CheckpointError, match="There is no checkpoint in .* steps there: none"
+        checkpoint.CheckpointError,
+        match="There is no checkpoint in .* steps there: none",
     ):
         manager.restore(tree)
     save(manager, 1, tree)
@@ -226,7 +244,9 @@ def test_attempts_without_commit_do_not_count_and_are_deleted(tmp_path):
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.99])
 @pytest.mark.parametrize("kind", ["flipped", "zeroed", "truncated", "deleted"])
-def test_damage_to_any_file_is_detected_and_the_older_step_restored(tmp_path, kind, at, caplog):
+def test_damage_to_any_file_is_detected_and_the_older_step_restored(
+    tmp_path, kind, at, caplog
+):
     tree = {"big": jnp.arange(500_000.0), "middle": jnp.arange(30_000.0), **make_tree()}
     newer = {**tree, "big": -tree["big"], "middle": -tree["middle"]}
     manager = make_manager(tmp_path / "run")
@@ -238,13 +258,18 @@ def test_damage_to_any_file_is_detected_and_the_older_step_restored(tmp_path, ki
         caplog.clear()
         damage(kind, path, at)
         restored, *_ = make_manager(manager.store.path).restore(tree)
-        reported = "DAMAGED CHECKPOINT" in caplog.text and "step_00000002" in caplog.text
+        reported = (
+            "DAMAGED CHECKPOINT" in caplog.text and "step_00000002" in caplog.text
+        )
         if reported or (kind == "deleted" and path.name == "COMMIT"):
             # A checkpoint without COMMIT does not count, so its damage is not reported.
             harness.assert_equal(restored, tree)
-            detected.append(path.name if path.parent.name != "d" else path.parent.parent.name)
+            detected.append(
+                path.name if path.parent.name != "d" else path.parent.parent.name
+            )
         else:
-            # Only damage to a process's own index stays undetected: it is not read after the merge.
+            # Only damage to a process's own index stays undetected: it is not read
+            # after the merge.
             assert is_index(path, intact), path
             harness.assert_equal(restored, newer)
         path.write_bytes(intact)
@@ -258,7 +283,9 @@ def manager_folder(manager):
 
 
 def is_index(path, content):
-    """Returns whether a file holds only process 0's own index, judged by its folder and its size."""
+    """Returns whether a file holds only process 0's own index, judged by its folder and
+    its size.
+    """
     own = "p0" in (path.parent.name, path.parent.parent.name)
     return own and len(content) < 30_000
 
@@ -271,7 +298,8 @@ def test_a_damaged_checkpoint_is_marked_and_never_deleted(tmp_path, caplog):
     damage("flipped", path)
     manager.restore(tree)
     assert "meta.json is not what was written" in caplog.text
-    # Another manager sees the mark. The damaged checkpoint does not count toward `keep_last`, and nothing deletes it.
+    # Another manager sees the mark. The damaged checkpoint does not count toward
+    # `keep_last`, and nothing deletes it.
     manager.close()
     other = make_manager(tmp_path, keep_last=2)
     assert other.all_steps() == [1]
@@ -317,7 +345,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
     try:
         with pytest.raises(
-            checkpoint.CheckpointError, match="Step 2 could not be saved in .*File too large"
+            checkpoint.CheckpointError,
+            match="Step 2 could not be saved in .*File too large",
         ):
             save(manager, 2, tree)
     finally:
@@ -332,7 +361,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        checkpoint.CheckpointError, match="could not be saved .*cannot be written: File exists"
+        checkpoint.CheckpointError,
+        match="could not be saved .*cannot be written: File exists",
     ):
         save(make_manager(tmp_path / "file"), 1, {"a": jnp.ones(3)})
 
@@ -348,14 +378,17 @@ def test_an_agreed_action_keeps_the_message_of_an_error_and_the_type_of_a_bug(tm
     full = OSError(errno.ENOSPC, "No space left", "file")
     with pytest.raises(checkpoint.CheckpointError, match=r"^No space left \(file\)$"):
         agree(lambda: fail(full))
-    # As a CheckpointError, this would be printed as a user's mistake, without its traceback.
+    # As a CheckpointError, this would be printed as a user's mistake, without its
+    # traceback.
     with pytest.raises(KeyError):
         agree(lambda: fail(KeyError("step")))
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])
 def test_keep_last_must_be_a_positive_integer(tmp_path, keep_last):
-    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint.keep_last=.* at least 1"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"checkpoint.keep_last=.* at least 1"
+    ):
         make_manager(tmp_path, keep_last=keep_last)
 
 
@@ -371,9 +404,12 @@ def test_a_kill_at_any_instant_leaves_no_bad_checkpoint_that_counts(tmp_path):
     target = {k: jnp.asarray(v) for k, v in saved_state(0).items()}
     for trial in range(30):
         before = manager.latest_step() or 0
-        with forks.Process(save_until_killed, str(tmp_path), env=environment()) as saver:
+        with forks.Process(
+            save_until_killed, str(tmp_path), env=environment()
+        ) as saver:
             assert saver.stdout.readline() == "begin\n"
-            # Even trials may kill the process during its first save; odd trials kill it after at least one save.
+            # Even trials may kill the process during its first save; odd trials kill it
+            # after at least one save.
             end = time.monotonic() + FOREVER
             while trial % 2 and (manager.latest_step() or 0) == before:
                 assert time.monotonic() < end

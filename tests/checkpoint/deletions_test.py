@@ -69,7 +69,9 @@ slow.wait()
 print("ended")
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=harness.environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=harness.environment()
+    )
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 

@@ -1,7 +1,9 @@
-"""A small stand-in for Google Cloud Storage on loopback, with the faults of the real service.
+"""A small stand-in for Google Cloud Storage on loopback, with the faults of the real
+service.
 
-It implements the part of the JSON API that tensorstore uses: it lists objects, and it reads, writes and deletes them
-under preconditions on their generation. Objects live in memory. Faults are drawn at random from a seed:
+It implements the part of the JSON API that tensorstore uses: it lists objects, and it
+reads, writes and deletes them under preconditions on their generation. Objects live in
+memory. Faults are drawn at random from a seed:
 
     refuse     a 503, and the request is not carried out
     forget     the request is carried out, and the reply is a 503
@@ -58,7 +60,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
-    # A reply is sent in two packets. With Nagle's algorithm the second waits until the first is acknowledged.
+    # A reply is sent in two packets. With Nagle's algorithm the second waits until the
+    # first is acknowledged.
     disable_nagle_algorithm = True
 
     def do_GET(self):
@@ -129,7 +132,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         begin, end = query.get("startOffset", ""), query.get("endOffset")
         begin = max(begin, query.get("pageToken", ""))
         with self.server.lock:
-            names = sorted(n for n in self.server.objects if n >= begin and (not end or n < end))
+            names = sorted(
+                n for n in self.server.objects if n >= begin and (not end or n < end)
+            )
         limit = int(query.get("maxResults", 1000))
         answer = {"items": [{"name": name, "size": "0"} for name in names[:limit]]}
         if len(names) > limit:

@@ -18,7 +18,8 @@ import tests
 from tests import forks
 from xshard import checkpoint
 
-# Seconds that no operation takes, even on busy cores: this limit only ends operations that hang.
+# Seconds that no operation takes, even on busy cores: this limit only ends operations
+# that hang.
 FOREVER = 600
 DTYPES = (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "int8",
@@ -28,7 +29,9 @@ DTYPES = (
 
 def make_tree(seed=0, shape=(4, 6)):
     rng = np.random.default_rng(seed)
-    arrays = {name: jnp.asarray(rng.normal(size=shape) * 3).astype(name) for name in DTYPES}
+    arrays = {
+        name: jnp.asarray(rng.normal(size=shape) * 3).astype(name) for name in DTYPES
+    }
     return {
         "arrays": arrays,
         "names": {
@@ -36,7 +39,10 @@ def make_tree(seed=0, shape=(4, 6)):
             "empty": jnp.zeros((0, 4)),
             "scalar": jnp.float32(seed),
         },
-        "keys": [jax.random.key(seed), jax.random.split(jax.random.key(seed, impl="rbg"), 3)],
+        "keys": [
+            jax.random.key(seed),
+            jax.random.split(jax.random.key(seed, impl="rbg"), 3),
+        ],
     }
 
 
@@ -95,7 +101,9 @@ def environment(**overrides):
 
 
 def free_port():
-    """Returns a free port below the system's ephemeral range, so that it is still free when a program binds it."""
+    """Returns a free port below the system's ephemeral range, so that it is still free
+    when a program binds it.
+    """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -107,7 +115,9 @@ def gcs(**faults):
     """Runs the stand-in for GCS in its own process; yields its address."""
     options = [f"--{name}={value}" for name, value in faults.items()]
     command = [sys.executable, "-m", "tests.checkpoint.gcs_server", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as server:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as server:
         try:
             yield server.stdout.readline().strip()
         finally:
@@ -116,7 +126,9 @@ def gcs(**faults):
 
 @contextlib.contextmanager
 def s3():
-    """Runs a moto server with the bucket 'bucket' in its own process; yields its address."""
+    """Runs a moto server with the bucket 'bucket' in its own process; yields its
+    address.
+    """
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(
@@ -139,5 +151,7 @@ def _make_bucket(url, server):
             return
         except urllib.error.URLError:
             # moto does not report when it begins to listen, so the request is repeated.
-            assert server.poll() is None and time.monotonic() < end, "moto did not start"
+            assert server.poll() is None and time.monotonic() < end, (
+                "moto did not start"
+            )
             time.sleep(0.05)

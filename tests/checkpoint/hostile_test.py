@@ -1,4 +1,6 @@
-"""Tests that forged checkpoints with correct checksums are refused by name, before memory for them is allocated."""
+"""Tests that forged checkpoints with correct checksums are refused by name, before
+memory for them is allocated.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ def intact(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def allocations(monkeypatch):
-    """Records the bytes of each allocation for arrays, and fails if one exceeds 2 MiB: STATE has 1.2 MB."""
+    """Records the bytes of each allocation for arrays, and fails if one exceeds 2 MiB:
+    STATE has 1.2 MB.
+    """
     allocate, sizes = array_reader._aligned, []
 
     def count(shape, dtype):
@@ -44,7 +48,9 @@ def allocations(monkeypatch):
 
 
 def forge(folder, intact, change_meta=None, change_commit=None):
-    """Copies a checkpoint with a changed meta.json or COMMIT and correct checksums; returns the copy's folder."""
+    """Copies a checkpoint with a changed meta.json or COMMIT and correct checksums;
+    returns the copy's folder.
+    """
     shutil.copytree(intact, folder)
     (step,) = folder.glob("step_*")
     meta = json.loads((step / "meta.json").read_bytes())
@@ -62,7 +68,9 @@ def forge(folder, intact, change_meta=None, change_commit=None):
 
 
 def array(path="x", **changes):
-    """Returns a change of an array's entry in meta.json. The checksums are removed, since their number may not fit."""
+    """Returns a change of an array's entry in meta.json. The checksums are removed,
+    since their number may not fit.
+    """
     return lambda meta: meta["arrays"][path].update({"sums": None} | changes)
 
 
@@ -129,7 +137,9 @@ CASES += [(None, case, message) for case, message in COMMITS.values()]
 @pytest.mark.parametrize(
     "meta,commit,message", CASES, ids=[*METAS, *(f"COMMIT {c}" for c in COMMITS)]
 )
-def test_a_forged_description_is_refused_by_name(tmp_path, intact, capsys, meta, commit, message):
+def test_a_forged_description_is_refused_by_name(
+    tmp_path, intact, capsys, meta, commit, message
+):
     folder = forge(tmp_path / "forged", intact, meta, commit)
     file = tmp_path / "out.npz"
     for command in (["verify"], ["export", 1, file], ["ls"], ["show", 1], ["orbax", 1]):
@@ -141,7 +151,9 @@ def test_a_forged_description_is_refused_by_name(tmp_path, intact, capsys, meta,
             assert code == 1, printed
             assert printed.count("\n") <= 2 and re.search(message, printed), printed
     assert not file.exists()
-    with pytest.raises(checkpoint.CheckpointError, match="float32|not what was written|version"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="float32|not what was written|version"
+    ):
         make_manager(folder).restore(STATE)
 
 
@@ -191,7 +203,10 @@ def test_arrays_of_any_name_are_exported_under_valid_archive_names(tmp_path, cap
     file.parent.mkdir()
     assert tool.main(["export", str(tmp_path / "in"), "1", str(file), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["arrays"] == len(NAMES) and row["renamed"]["../../evil"] == "%2E%2E/%2E%2E/evil"
+    assert (
+        row["arrays"] == len(NAMES)
+        and row["renamed"]["../../evil"] == "%2E%2E/%2E%2E/evil"
+    )
     assert not row["renamed"].keys() & {"file", "allow_pickle", "ü/日本", "x"}
     with np.load(file) as loaded:
         assert len(loaded.files) == len(NAMES)
@@ -202,22 +217,30 @@ def test_arrays_of_any_name_are_exported_under_valid_archive_names(tmp_path, cap
         archive.extractall(unpacked)
         names = archive.namelist()
     actual = {
-        path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*.npy") if path.is_file()
+        path.relative_to(unpacked).as_posix()
+        for path in unpacked.rglob("*.npy")
+        if path.is_file()
     }
     assert actual == set(names) and len(names) == len(set(names))
-    assert sorted(path.name for path in file.parent.iterdir()) == ["arrays.npz", "unpacked"]
+    assert sorted(path.name for path in file.parent.iterdir()) == [
+        "arrays.npz",
+        "unpacked",
+    ]
 
 
 def test_a_failed_export_leaves_no_file(tmp_path, intact, capsys):
     folder = tmp_path / "damaged"
     shutil.copytree(intact, folder)
-    largest = max(folder.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    largest = max(
+        folder.rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
+    )
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
     assert tool.main(["export", str(folder), "1", str(tmp_path / "out.npz")]) == 1
     assert (
-        "is not what was written" in capsys.readouterr().err and not (tmp_path / "out.npz").exists()
+        "is not what was written" in capsys.readouterr().err
+        and not (tmp_path / "out.npz").exists()
     )
 
 
@@ -229,9 +252,16 @@ def strict(content):
 def test_nan_and_infinities_are_saved_as_valid_json_and_restored(tmp_path, capsys):
     folder = tmp_path / "nan"
     manager = make_manager(folder, keep_last=2)
-    values = {"error": float("nan"), "most": float("inf"), "least": -float("inf"), "half": 0.5}
+    values = {
+        "error": float("nan"),
+        "most": float("inf"),
+        "least": -float("inf"),
+        "half": 0.5,
+    }
     metadata = {"config": {"clip": float("inf"), "rates": [1.0, float("nan")]}}
-    manager.save(1, {"current_loss_scale": jnp.float32(jnp.nan)}, metadata, metrics=values)
+    manager.save(
+        1, {"current_loss_scale": jnp.float32(jnp.nan)}, metadata, metrics=values
+    )
     manager.wait()
     actual = manager.metrics(1)
     assert str({name: actual[name] for name in values}) == str(values)
@@ -252,7 +282,9 @@ def test_an_old_commit_file_with_a_bare_nan_is_read(tmp_path):
     manager.save(1, {"x": jnp.ones(1)}, {}, metrics={"error": 0.5})
     manager.close()
     (path,) = folder.glob("step_*/COMMIT")
-    content = format_lib.unseal(path.read_bytes()) | {"metrics": {"error": float("nan")}}
+    content = format_lib.unseal(path.read_bytes()) | {
+        "metrics": {"error": float("nan")}
+    }
     dump = lambda value: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
     old = dump({"content": content, "sha256": format_lib.checksum(dump(content))})
     assert b"NaN" in old
@@ -264,7 +296,10 @@ def test_an_old_commit_file_with_a_bare_nan_is_read(tmp_path):
 
 def test_verify_fails_on_a_folder_without_checkpoints(tmp_path, capsys):
     assert tool.main(["verify", str(tmp_path)]) == 1
-    assert f"There is no checkpoint in {tmp_path}; steps there: none" in capsys.readouterr().err
+    assert (
+        f"There is no checkpoint in {tmp_path}; steps there: none"
+        in capsys.readouterr().err
+    )
 
 
 METADATA = {
@@ -284,7 +319,10 @@ def test_a_forged_orbax_checkpoint_is_refused_by_name(tmp_path, capsys, content)
     (tmp_path / "_METADATA").write_bytes(content)
     assert tool.main(["import", str(tmp_path), str(tmp_path / "new")]) == 1
     printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and f"{tmp_path}/_METADATA is not a valid orbax file" in printed
+    assert (
+        printed.count("\n") == 1
+        and f"{tmp_path}/_METADATA is not a valid orbax file" in printed
+    )
     assert not (tmp_path / "new").exists()
 
 

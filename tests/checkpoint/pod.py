@@ -1,4 +1,6 @@
-"""Pods of real JAX processes that save and restore. Each process writes its results to a file that its task names."""
+"""Pods of real JAX processes that save and restore. Each process writes its results to
+a file that its task names.
+"""
 
 import dataclasses
 import itertools
@@ -26,7 +28,8 @@ class Task:
     """A task for the processes of a pod.
 
     Attributes:
-      action: 'save', 'save until killed', 'restore' the newest checkpoint, or 'verify' all checkpoints that count.
+      action: 'save', 'save until killed', 'restore' the newest checkpoint, or 'verify'
+        all checkpoints that count.
       folder: the folder of the checkpoints.
       count: the number of processes.
       model: the number of devices that hold one replica's arrays together.
@@ -78,12 +81,16 @@ def device_state(step, devices_mesh):
     def place(pair):
         value, spec = pair
         sharding = mesh.sharding(devices_mesh, *spec)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        return jax.make_array_from_callback(
+            value.shape, sharding, lambda index: value[index]
+        )
 
     state = jax.tree.map(place, host_state(step), is_leaf=is_pair)
     data = np.asarray(jax.random.key_data(jax.random.key(step)))
     everywhere = mesh.sharding(devices_mesh)
-    key = jax.make_array_from_callback(data.shape, everywhere, lambda index: data[index])
+    key = jax.make_array_from_callback(
+        data.shape, everywhere, lambda index: data[index]
+    )
     return {**state, "rng": jax.random.wrap_key_data(key)}
 
 
@@ -95,9 +102,13 @@ def make_target(devices_mesh):
 
 
 def differences(state, step):
-    """Returns the paths of the arrays whose bits on this process's devices differ from the state of a step."""
+    """Returns the paths of the arrays whose bits on this process's devices differ from
+    the state of a step.
+    """
     actual = leaves.flatten(state)
-    wanted = leaves.flatten(jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair))
+    wanted = leaves.flatten(
+        jax.tree.map(lambda p: p[0], host_state(step), is_leaf=is_pair)
+    )
     wanted["rng"] = np.asarray(jax.random.key_data(jax.random.key(step)))
     actual["rng"] = jax.random.key_data(actual["rng"])
     assert actual.keys() == wanted.keys()
@@ -105,7 +116,8 @@ def differences(state, step):
         path
         for path, array in actual.items()
         for shard in array.addressable_shards
-        if np.asarray(shard.data).tobytes() != np.asarray(wanted[path])[shard.index].tobytes()
+        if np.asarray(shard.data).tobytes()
+        != np.asarray(wanted[path])[shard.index].tobytes()
     ]
 
 
@@ -119,14 +131,18 @@ def run(task, index):
             initialization_timeout=harness.FOREVER,
             heartbeat_timeout_seconds=harness.FOREVER, shutdown_timeout_seconds=harness.FOREVER,
         )  # fmt: skip
-    # With small chunks, the arrays of a test are cut into as many chunks as those of a large model.
+    # With small chunks, the arrays of a test are cut into as many chunks as those of a
+    # large model.
     arrays_lib.SHARED_CHUNK_BYTES = 4 << 10
     arrays_lib.CHUNK_BYTES = 64 << 10
     arrays_lib.LARGE_BYTES = 8 << 10
-    # These times are short because a pod waits for the lease of a killed one, and before each retry of a request.
+    # These times are short because a pod waits for the lease of a killed one, and
+    # before each retry of a request.
     lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
     store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
-    manager = harness.make_manager(task.folder, keep_last=2, deadline_seconds=harness.FOREVER)
+    manager = harness.make_manager(
+        task.folder, keep_last=2, deadline_seconds=harness.FOREVER
+    )
     action = {"restore": restore, "verify": verify}.get(task.action, save)
     try:
         report = action(task, index, manager)
@@ -146,7 +162,9 @@ def make_mesh(task):
 
 def save(task, index, manager):
     devices_mesh = make_mesh(task)
-    saves = itertools.count() if task.action == "save until killed" else range(task.saves)
+    saves = (
+        itertools.count() if task.action == "save until killed" else range(task.saves)
+    )
     for number in saves:
         step = task.step + number
         state = device_state(step, devices_mesh)
@@ -158,7 +176,9 @@ def save(task, index, manager):
 
 
 def saved_path(report, index):
-    """Returns the file with the number of steps that a process has saved. It does not exist before the first save."""
+    """Returns the file with the number of steps that a process has saved. It does not
+    exist before the first save.
+    """
     return pathlib.Path(f"{report}.{index}.saved")
 
 
@@ -179,7 +199,9 @@ def verify(task, index, manager):
     bad = {}
     for step in manager.all_steps():
         try:
-            wrong = differences(manager.restore(make_target(make_mesh(task)), step).state, step)
+            wrong = differences(
+                manager.restore(make_target(make_mesh(task)), step).state, step
+            )
         except checkpoint.CheckpointError as e:
             wrong = [str(e)]
         if wrong:
@@ -193,7 +215,9 @@ class Pods:
     """Starts pods, one after another."""
 
     def __init__(self, scratch, **environment):
-        """Takes a folder for the reports, and additional environment variables of the processes."""
+        """Takes a folder for the reports, and additional environment variables of the
+        processes.
+        """
         self._scratch = pathlib.Path(scratch)
         self._environment = harness.environment(**environment)
         self._number = 0
@@ -203,7 +227,9 @@ class Pods:
         port = harness.free_port()
         self._number += 1
         self._report = self._scratch / f"pod{self._number}"
-        task = Task(action, str(folder), count, model, step, str(self._report), port, saves)
+        task = Task(
+            action, str(folder), count, model, step, str(self._report), port, saves
+        )
         self._processes = []
         for index in range(count):
             log = f"{self._report}.{index}.log"
@@ -218,7 +244,9 @@ class Pods:
         return [process.wait(harness.FOREVER) for process in self._processes]
 
     def saved(self):
-        """Returns the number of steps that process 0 has saved; -1 before its first save begins."""
+        """Returns the number of steps that process 0 has saved; -1 before its first
+        save begins.
+        """
         path = saved_path(self._report, 0)
         text = path.read_text() if path.exists() else ""
         return int(text or -1)
@@ -230,7 +258,12 @@ class Pods:
         return [json.loads(f.read_text()) for f in self._files("json")]
 
     def logs(self):
-        return "\n".join(f.read_text() for f in [*self._files("log"), *self._files("log.errors")])
+        return "\n".join(
+            f.read_text() for f in [*self._files("log"), *self._files("log.errors")]
+        )
 
     def _files(self, kind):
-        return [pathlib.Path(f"{self._report}.{i}.{kind}") for i in range(len(self._processes))]
+        return [
+            pathlib.Path(f"{self._report}.{i}.{kind}")
+            for i in range(len(self._processes))
+        ]

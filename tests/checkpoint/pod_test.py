@@ -21,9 +21,12 @@ def check_restored(reports, step, count):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("save_on", COUNTS)
-def test_any_number_of_processes_restores_what_any_number_saved(pods, tmp_path, save_on):
+def test_any_number_of_processes_restores_what_any_number_saved(
+    pods, tmp_path, save_on
+):
     saved = pods.run("save", tmp_path, save_on, step=7)
-    # Each process writes its part of the common plan, and the parts are about equally large.
+    # Each process writes its part of the common plan, and the parts are about equally
+    # large.
     loads = saved[0]["loads"]
     assert [report["own"] for report in saved] == loads == saved[-1]["loads"]
     assert max(loads) < 1.3 * min(loads)
@@ -35,7 +38,8 @@ def test_any_number_of_processes_restores_what_any_number_saved(pods, tmp_path, 
 
 def test_all_processes_restore_the_step_before_a_damaged_one(pods, tmp_path):
     pods.run("save", tmp_path, 3, step=5, saves=2)
-    # The largest file of the newest step. It holds chunks that only some of the processes read.
+    # The largest file of the newest step. It holds chunks that only some of the
+    # processes read.
     files = [p for p in tmp_path.glob("step_00000006.*/p1/d/*") if p.is_file()]
     harness.damage("flipped", max(files, key=lambda p: p.stat().st_size))
     for count in (1, 3, 4):
@@ -45,7 +49,8 @@ def test_all_processes_restore_the_step_before_a_damaged_one(pods, tmp_path):
 
 def test_damage_that_some_processes_do_not_read_is_damage_for_all(pods, tmp_path):
     pods.run("save", tmp_path, 3, step=5, saves=2)
-    # A block of the first of two groups: only the first two processes have it on their devices.
+    # A block of the first of two groups: only the first two processes have it on their
+    # devices.
     block = pod.host_state(6)["params"]["grouped/w"][0][0].tobytes()
     (file,) = [
         path
@@ -72,5 +77,6 @@ def test_a_failed_save_is_reported_by_every_process(pods, tmp_path):
 @pytest.mark.parametrize("store", torture.STORES)
 def test_a_kill_of_a_pod_leaves_no_bad_checkpoint_that_counts(tmp_path, store):
     counts = torture.run(tmp_path, 10, seed=0, names=(store,))
-    # Some of the ten pods saved at least once before the kill. Their checkpoints are read in full.
+    # Some of the ten pods saved at least once before the kill. Their checkpoints are
+    # read in full.
     assert counts.trials == 10 and counts.verified >= 5 and counts.bad == {}

@@ -1,4 +1,6 @@
-"""Tests of the rules that decide which checkpoints are kept, and of their application by a Manager."""
+"""Tests of the rules that decide which checkpoints are kept, and of their application
+by a Manager.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,8 @@ def saved(**metrics):
     ],
 )
 def test_the_rules_select_the_steps_to_keep(keep, kept):
-    # Of equal metrics the earlier step is better. A step without the metric, or with NaN, is never the best.
+    # Of equal metrics the earlier step is better. A step without the metric, or with
+    # NaN, is never the best.
     present = saved(s1=0.1, s2=None, s3=0.9, s4=0.1, s5=0.9, s6=float("nan"), s7=0.5)
     assert keep.kept(present) == kept
 
@@ -51,11 +54,17 @@ def test_a_pinned_checkpoint_is_kept():
 )
 def test_the_newest_finite_checkpoint_is_kept_beside_nonfinite_ones(keep, kept):
     metrics = {1: 0.9, 2: 0.5, 3: 0.1}
-    present = [retention.Saved(i, metrics.get(i, float("nan")), finite=i <= 3) for i in range(1, 8)]
+    present = [
+        retention.Saved(i, metrics.get(i, float("nan")), finite=i <= 3)
+        for i in range(1, 8)
+    ]
     assert keep.kept(present) == kept
 
 
-NOT_FINITE = {"params": {"w": jnp.array([1.0, jnp.nan]), "n": jnp.ones(2)}, "slot": jnp.ones(1)}
+NOT_FINITE = {
+    "params": {"w": jnp.array([1.0, jnp.nan]), "n": jnp.ones(2)},
+    "slot": jnp.ones(1),
+}
 FINITE = {"params": {"w": jnp.ones(2), "n": jnp.ones(2)}, "slot": jnp.array([jnp.inf])}
 
 
@@ -96,17 +105,29 @@ def test_a_refused_nonfinite_state_does_not_count(tmp_path):
     save(manager, 1, FINITE)
     manager.save(2, NOT_FINITE, {})
     while manager._saver._thread.is_alive():
-        # `check` never raises a NonfiniteError: `wait` raises it on all processes at the same step.
+        # `check` never raises a NonfiniteError: `wait` raises it on all processes at
+        # the same step.
         manager.check()
     manager.check()
-    with pytest.raises(checkpoint.NonfiniteError, match="^step 2: .* not finite: params/w$"):
+    with pytest.raises(
+        checkpoint.NonfiniteError, match="^step 2: .* not finite: params/w$"
+    ):
         manager.wait()
     assert manager.all_steps() == [1] and len(list(tmp_path.glob("step_*"))) == 1
     manager.close()
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "int32"]
+    "dtype",
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "float8_e4m3fn",
+        "int32",
+    ],
 )
 @pytest.mark.parametrize("size", [0, 1, 5, 200_000])
 def test_is_finite_checks_values_of_every_type(dtype, size):
@@ -129,7 +150,10 @@ def test_is_finite_checks_values_of_every_type(dtype, size):
         ({"last": 0}, "keep_last=0 must be an integer of at least 1"),
         ({"last": True}, "keep_last=True"),
         ({"last": 1.5}, "keep_last=1.5"),
-        ({"last": 1, "every_steps": -1}, "keep_every_steps=-1 must be an integer of at least 0"),
+        (
+            {"last": 1, "every_steps": -1},
+            "keep_every_steps=-1 must be an integer of at least 0",
+        ),
         ({"last": 1, "best": 1}, "keep_best=1 needs best_metric"),
         (
             {"last": 1, "best": 1, "metric": "m", "mode": "most"},
@@ -161,9 +185,12 @@ def test_a_deletion_removes_commit_first(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), say=messages.append)
     save(manager, 1, STATE)
     monkeypatch.setattr(type(manager.store), "delete_folder", lambda *args: 1 / 0)
-    # The new checkpoint counts although deleting the old one failed. The old one no longer counts.
+    # The new checkpoint counts although deleting the old one failed. The old one no
+    # longer counts.
     save(manager, 2, STATE)
-    assert manager.all_steps() == [2] and "could not be deleted: division" in messages[0]
+    assert (
+        manager.all_steps() == [2] and "could not be deleted: division" in messages[0]
+    )
     assert len(list(tmp_path.glob("step_00000001.*/meta.json"))) == 1
     monkeypatch.undo()
     save(manager, 3, STATE)

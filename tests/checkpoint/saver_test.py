@@ -1,4 +1,6 @@
-"""Tests of saving in the background: when the caller waits, and how failures are raised."""
+"""Tests of saving in the background: when the caller waits, and how failures are
+raised.
+"""
 
 import pathlib
 import signal
@@ -21,7 +23,9 @@ from xshard.checkpoint import budget, host_copy, ownership, writer
 
 @pytest.fixture
 def release_writes(monkeypatch):
-    """Returns an event; the arrays that a save has copied are not written until it is set."""
+    """Returns an event; the arrays that a save has copied are not written until it is
+    set.
+    """
     release = threading.Event()
     original = writer.write_part
 
@@ -68,14 +72,17 @@ def frames_of(thread):
     return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
 
 
-def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(tmp_path, release_writes):
+def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(
+    tmp_path, release_writes
+):
     manager = make_manager(tmp_path)
     manager.save(1, {"a": jnp.zeros(5)}, {})
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint"]
     main = threading.main_thread().ident
 
     def interrupt():
-        # The signal arrives while `manager.wait` is in a function of `threading`, which waits for a lock.
+        # The signal arrives while `manager.wait` is in a function of `threading`, which
+        # waits for a lock.
         wanted = {manager.wait.__code__.co_filename, threading.__file__}
         while not wanted <= {frame.f_code.co_filename for frame in frames_of(main)}:
             pass
@@ -100,7 +107,9 @@ def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatc
     manager.wait()
     with monkeypatch.context() as patch:
         patch.setattr(
-            writer, "commit", lambda *args: (_ for _ in ()).throw(OSError(28, "No space"))
+            writer,
+            "commit",
+            lambda *args: (_ for _ in ()).throw(OSError(28, "No space")),
         )
         manager.save(2, tree, {})
         manager._saver._thread.join()
@@ -116,7 +125,9 @@ def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatc
     assert manager.latest_step() == 2
 
 
-def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(tmp_path, monkeypatch):
+def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
+    tmp_path, monkeypatch
+):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with monkeypatch.context() as patch:
         patch.setattr(writer, "merge", lambda *args: 1 / 0)
@@ -149,7 +160,9 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra,
 
 
 @pytest.mark.parametrize("place", ["folder", "file/folder"])
-def test_a_program_that_exits_without_waiting_saves_or_reports_a_failure(tmp_path, place):
+def test_a_program_that_exits_without_waiting_saves_or_reports_a_failure(
+    tmp_path, place
+):
     (tmp_path / "file").write_text("")
     program = f"""
 import jax.numpy as jnp
@@ -178,7 +191,9 @@ def test_deleted_arrays_raise_in_the_caller_and_the_next_save_works(tmp_path):
             arrays["b"].delete()
             with pytest.raises(RuntimeError, match="deleted"):
                 manager.save(step, arrays, {})
-            with pytest.raises(checkpoint.CheckpointError, match="copying to the host failed"):
+            with pytest.raises(
+                checkpoint.CheckpointError, match="copying to the host failed"
+            ):
                 manager.wait()
         else:
             manager.save(step, arrays, {})
@@ -204,10 +219,14 @@ def test_the_caller_waits_while_the_budget_is_exhausted(tmp_path, monkeypatch):
         manager.close()
         # An array that is larger than the budget is copied alone.
         assert peak[0] == {9000: 8000, 1: 4000, 10**6: 80000}[limit]
-        harness.assert_equal(make_manager(tmp_path / str(limit)).restore(tree).state, tree)
+        harness.assert_equal(
+            make_manager(tmp_path / str(limit)).restore(tree).state, tree
+        )
 
 
-def test_a_failed_write_releases_a_caller_that_waits_for_the_budget(tmp_path, monkeypatch):
+def test_a_failed_write_releases_a_caller_that_waits_for_the_budget(
+    tmp_path, monkeypatch
+):
     def write_part(*args):
         raise OSError(28, "No space left on device")
 
@@ -223,7 +242,8 @@ def test_a_failed_write_releases_a_caller_that_waits_for_the_budget(tmp_path, mo
 
 
 def test_only_the_piece_is_copied_from_a_device_with_its_own_memory():
-    # `start_copy` takes another path for arrays on CPU, so the function is called directly.
+    # `start_copy` takes another path for arrays on CPU, so the function is called
+    # directly.
     array = jnp.arange(24.0).reshape(4, 6)
     whole = ownership.Piece("a", (0, 0), 0, (0, 0), (4, 6))
     part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
@@ -263,7 +283,8 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
         manager.save(number, state, {})
         manager.wait()
         sizes.append(resident_bytes())
-    # Allocators keep pages, so the limit is ten states above the peak of the first 20 saves.
+    # Allocators keep pages, so the limit is ten states above the peak of the first 20
+    # saves.
     assert max(sizes[20:]) - max(sizes[:20]) < 50e6
 
 

@@ -1,4 +1,6 @@
-"""Tests of checkpoints on a disk, a stand-in for GCS and S3 (moto), with their locks, leases and faults."""
+"""Tests of checkpoints on a disk, a stand-in for GCS and S3 (moto), with their locks,
+leases and faults.
+"""
 
 import os
 import re
@@ -52,18 +54,29 @@ def test_objects_are_created_replaced_listed_and_deleted(folder):
     assert store.names() == [] and store.read("a/b") is None
     store.create("a/b", b"1")
     store.create("a/b", b"1")
-    with pytest.raises(checkpoint.CheckpointError, match="a/b already exists with other"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="a/b already exists with other"
+    ):
         store.create("a/b", b"2")
     generation, content = store.stat("a/b")
     assert content == b"1"
     newer = store.replace("a/b", b"3", generation)
-    assert newer and store.replace("a/b", b"4", generation) is None and store.read("a/b") == b"3"
+    assert (
+        newer
+        and store.replace("a/b", b"4", generation) is None
+        and store.read("a/b") == b"3"
+    )
     store.create("a/c/d", b"")
     store.create("ab", b"")
     assert store.names() == ["a/b", "a/c/d", "ab"]
     assert store.names("a/") == ["a/b", "a/c/d"]
     (name, group), *others = store.folders(re.compile("[ab]+")).items()
-    assert (name, sorted(group.names), group.is_link, others) == ("a", ["b", "c"], False, [])
+    assert (name, sorted(group.names), group.is_link, others) == (
+        "a",
+        ["b", "c"],
+        False,
+        [],
+    )
     store.delete("ab")
     store.delete("ab")
     store.delete_folder("a/")
@@ -79,7 +92,9 @@ def test_lock_files_of_a_killed_run_do_not_block_the_next_run(tmp_path):
         manager = harness.make_manager(tmp_path, owner=owner)
         harness.save(manager, step, harness.make_tree())
         manager.close()
-    assert manager.all_steps() == [2, 3] and format_lib.read_owner(manager.store) == owner
+    assert (
+        manager.all_steps() == [2, 3] and format_lib.read_owner(manager.store) == owner
+    )
     assert not list(tmp_path.rglob("*__lock"))
 
 
@@ -91,7 +106,11 @@ def test_a_checkpoint_is_saved_and_restored_on_every_store(folder):
     assert manager.all_steps() == [2, 3]
     restored = harness.make_manager(folder).restore(tree)
     assert_equal(restored.state, tree)
-    assert (restored.step, restored.metadata, restored.data) == (3, {"note": 3}, [{"at": 3}])
+    assert (restored.step, restored.metadata, restored.data) == (
+        3,
+        {"note": 3},
+        [{"at": 3}],
+    )
     manager.close()
     assert {name.split("/")[0][:13] for name in manager.store.names()} - {".lock"} == {
         "step_00000002",
@@ -104,9 +123,13 @@ def test_a_second_run_in_the_same_folder_is_refused(folder, monkeypatch):
     monkeypatch.setattr(lock, "WATCH_SECONDS", harness.FOREVER)
     first, second = harness.make_manager(folder), harness.make_manager(folder)
     first.acquire()
-    with pytest.raises(checkpoint.CheckpointError, match="is in use by .*two runs cannot write"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is in use by .*two runs cannot write"
+    ):
         second.acquire()
-    with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved .*in use by"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="Step 1 could not be saved .*in use by"
+    ):
         harness.save(second, 1, harness.make_tree())
     harness.save(first, 1, harness.make_tree())
     first.close()
@@ -118,14 +141,19 @@ def test_a_second_run_in_the_same_folder_is_refused(folder, monkeypatch):
 def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path):
     folder = f"{gcs}{tmp_path.name}"
     messages = []
-    slow, other = harness.make_manager(folder), harness.make_manager(folder, say=messages.append)
+    slow, other = (
+        harness.make_manager(folder),
+        harness.make_manager(folder, say=messages.append),
+    )
     slow.acquire()
     # The first run no longer renews its lease, as if its process had been suspended.
     slow._folder._lock._ended.set()
     slow._folder._lock._thread.join()
     other.acquire()
     assert "watching for 1 s whether that process is alive" in messages[0]
-    with pytest.raises(checkpoint.CheckpointError, match="no longer holds the lease .*end one"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="no longer holds the lease .*end one"
+    ):
         harness.save(slow, 1, harness.make_tree())
     assert other.all_steps() == []
     harness.save(other, 1, harness.make_tree())

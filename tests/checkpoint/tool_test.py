@@ -32,7 +32,9 @@ def directory(tmp_path):
             "rng": jax.random.key(0),
         }
         metadata = {"experiment": "some", "config": {"checkpoint": OPTIONS}}
-        manager.save(step, state, metadata, data={"step": step}, metrics={"error": 1.0 / step})
+        manager.save(
+            step, state, metadata, data={"step": step}, metrics={"error": 1.0 / step}
+        )
     manager.close()
     return tmp_path / "ck"
 
@@ -42,10 +44,15 @@ def print_nothing(message):
 
 
 def run(capsys, *arguments):
-    """Runs a command with --json; returns its exit code, and its rows or the text on stderr."""
+    """Runs a command with --json; returns its exit code, and its rows or the text on
+    stderr.
+    """
     code = tool.main([*map(str, arguments), "--json"])
     captured = capsys.readouterr()
-    return code, json.loads(captured.out) if code in (0, 1) and captured.out else captured.err
+    return code, json.loads(captured.out) if code in (
+        0,
+        1,
+    ) and captured.out else captured.err
 
 
 def test_ls_prints_the_state_of_each_checkpoint(directory, capsys):
@@ -62,7 +69,15 @@ def test_ls_prints_the_state_of_each_checkpoint(directory, capsys):
     assert rows[0]["age"].endswith(" s") and 0 < rows[0]["MB"] < 1
     assert tool.main(["ls", str(directory)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "state", "age", "MB", "pinned", "best", "folder"]
+    assert lines[0].split() == [
+        "step",
+        "state",
+        "age",
+        "MB",
+        "pinned",
+        "best",
+        "folder",
+    ]
     assert len(lines) == 4
 
 
@@ -85,7 +100,10 @@ def test_show_prints_the_arrays_and_the_metadata(directory, capsys):
     assert by_path["rng"]["type"] == str(jax.random.key_impl(jax.random.key(0)))
     assert by_path["scale/current_loss_scale"]["value"] == 4.0
     assert by_path["experiment"]["value"] == "some" and by_path["step"]["value"] == 2
-    assert by_path["data"]["value"] == [{"step": 2}] and by_path["jax"]["value"] == jax.__version__
+    assert (
+        by_path["data"]["value"] == [{"step": 2}]
+        and by_path["jax"]["value"] == jax.__version__
+    )
 
 
 def test_show_prints_the_sharding_of_an_array(tmp_path, capsys):
@@ -173,7 +191,8 @@ def test_orbax_restores_a_checkpoint_after_the_orbax_command(directory, capsys):
     assert run(capsys, "orbax", directory, 2)[1][0]["arrays"] == 4
     (folder,) = directory.glob("step_00000002.*")
     with warnings.catch_warnings():
-        # Orbax warns about its own defaults and about an event loop that it leaves open.
+        # Orbax warns about its own defaults and about an event loop that it leaves
+        # open.
         warnings.simplefilter("ignore")
         checkpointer = orbax.checkpoint.StandardCheckpointer()
         arrays = checkpointer.restore(folder)
@@ -183,19 +202,32 @@ def test_orbax_restores_a_checkpoint_after_the_orbax_command(directory, capsys):
     assert make_manager(directory).latest_step() == 2
 
 
-@pytest.mark.parametrize("use_zarr3,use_ocdbt", [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    "use_zarr3,use_ocdbt", [(False, True), (True, True), (False, False)]
+)
 def test_an_orbax_checkpoint_is_imported(tmp_path, capsys, use_zarr3, use_ocdbt):
-    params = {"mlp/linear": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "b": np.ones(3)}}
+    params = {
+        "mlp/linear": {
+            "w": np.arange(6.0, dtype=np.float32).reshape(2, 3),
+            "b": np.ones(3),
+        }
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        handler = orbax.checkpoint.PyTreeCheckpointHandler(use_zarr3=use_zarr3, use_ocdbt=use_ocdbt)
+        handler = orbax.checkpoint.PyTreeCheckpointHandler(
+            use_zarr3=use_zarr3, use_ocdbt=use_ocdbt
+        )
         with orbax.checkpoint.Checkpointer(handler) as checkpointer:
             checkpointer.save(tmp_path / "orbax", params)
     code, rows = run(capsys, "import", tmp_path / "orbax", tmp_path / "new")
     assert code == 0 and rows[0]["arrays"] == 2
     state = {"params": {"mlp/linear": {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}}}
-    loaded = checkpoint.init_from(checkpoint.Source(str(tmp_path / "new")), state, print_nothing)
-    np.testing.assert_array_equal(loaded["params"]["mlp/linear"]["w"], params["mlp/linear"]["w"])
+    loaded = checkpoint.init_from(
+        checkpoint.Source(str(tmp_path / "new")), state, print_nothing
+    )
+    np.testing.assert_array_equal(
+        loaded["params"]["mlp/linear"]["w"], params["mlp/linear"]["w"]
+    )
     code, error = run(capsys, "import", tmp_path / "orbax", tmp_path / "new")
     assert code == 1 and "already holds checkpoints" in error
     code, error = run(capsys, "import", tmp_path, tmp_path / "new2")
@@ -212,7 +244,9 @@ def test_export_writes_the_arrays_to_an_npz_file(directory, capsys, tmp_path):
     assert code == 1 and f"{file} already exists: give another FILE" in error
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()]
+)
 def test_an_interrupted_export_leaves_no_file_of_that_name(
     directory, capsys, tmp_path, monkeypatch, error
 ):
@@ -230,15 +264,21 @@ def test_an_interrupted_export_leaves_no_file_of_that_name(
     assert str(file) in text or isinstance(error, KeyboardInterrupt)
 
 
-@pytest.mark.parametrize("command", [["show", 9], ["diff", 1, 9], ["rm", 9], ["verify", 9]])
-def test_a_missing_step_is_an_error_that_lists_the_existing_steps(directory, capsys, command):
+@pytest.mark.parametrize(
+    "command", [["show", 9], ["diff", 1, 9], ["rm", 9], ["verify", 9]]
+)
+def test_a_missing_step_is_an_error_that_lists_the_existing_steps(
+    directory, capsys, command
+):
     code, error = run(capsys, command[0], directory, *command[1:])
     assert code == 1 and "no checkpoint of step 9" in error and "[1, 2]" in error
 
 
 @pytest.fixture
 def workdir(directory, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"directory": str(directory)}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"checkpoint": {"directory": str(directory)}})
+    )
     return tmp_path
 
 
@@ -272,10 +312,15 @@ def test_a_marked_checkpoint_is_verified_by_its_step_and_named(directory, capsys
     (folder,) = directory.glob("step_00000002.*")
     (folder / "DAMAGED").write_text("{}")
     marked = {"step": 2, "state": "whole, but marked as damaged: heal removes the mark"}
-    assert run(capsys, "verify", directory) == (0, [{"step": 1, "state": "whole"}, marked])
+    assert run(capsys, "verify", directory) == (
+        0,
+        [{"step": 1, "state": "whole"}, marked],
+    )
     assert run(capsys, "verify", directory, 2) == (0, [marked])
     code, error = run(capsys, "show", directory, 2)
-    assert code == 1 and "steps there: [1]; incomplete or marked as damaged: [2]" in error
+    assert (
+        code == 1 and "steps there: [1]; incomplete or marked as damaged: [2]" in error
+    )
 
 
 def test_a_full_disk_lets_rm_delete_all_but_the_newest(directory, capsys, monkeypatch):
@@ -293,13 +338,21 @@ def test_an_interrupted_import_can_be_repeated(tmp_path, capsys, monkeypatch):
     (tmp_path / "new/step_00000000.0123abcd/p0").mkdir(parents=True)
     monkeypatch.setattr(tool.orbax, "read", lambda source: {"params/w": np.ones(3)})
     assert run(capsys, "import", tmp_path, tmp_path / "new")[0] == 0
-    assert [row["state"] for row in run(capsys, "ls", tmp_path / "new")[1]] == ["complete"]
+    assert [row["state"] for row in run(capsys, "ls", tmp_path / "new")[1]] == [
+        "complete"
+    ]
 
 
 def test_a_path_is_the_same_in_every_locale(directory, tmp_path):
     directory.rename(tmp_path / "für uns")
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "xshard.checkpoint", "verify", tmp_path / "für uns"]
+    command = [
+        sys.executable,
+        "-m",
+        "xshard.checkpoint",
+        "verify",
+        tmp_path / "für uns",
+    ]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, check=False
     )

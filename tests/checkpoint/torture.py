@@ -1,4 +1,6 @@
-"""Pods that are killed while they save, merge, commit and delete, and checks of the checkpoints that then count."""
+"""Pods that are killed while they save, merge, commit and delete, and checks of the
+checkpoints that then count.
+"""
 
 import contextlib
 import dataclasses
@@ -52,7 +54,9 @@ class Counts:
 
 @contextlib.contextmanager
 def places(scratch, names=STORES, **faults):
-    """Opens stores and starts the servers that they need; `faults` are options of the stand-in for GCS."""
+    """Opens stores and starts the servers that they need; `faults` are options of the
+    stand-in for GCS.
+    """
     with contextlib.ExitStack() as stack:
         opened = {}
         for name in names:
@@ -60,7 +64,9 @@ def places(scratch, names=STORES, **faults):
             reports.mkdir()
             variables, folder = {}, str(scratch / "checkpoints")
             if name == "gcs":
-                variables["TENSORSTORE_GCS_HTTP_URL"] = stack.enter_context(harness.gcs(**faults))
+                variables["TENSORSTORE_GCS_HTTP_URL"] = stack.enter_context(
+                    harness.gcs(**faults)
+                )
                 folder = "gs://bucket/run"
             if name == "s3":
                 url = stack.enter_context(harness.s3())
@@ -71,9 +77,13 @@ def places(scratch, names=STORES, **faults):
 
 
 def trial(place, rng, counts):
-    """Starts a pod that saves one step after another, kills its processes, and verifies each checkpoint that counts."""
+    """Starts a pod that saves one step after another, kills its processes, and verifies
+    each checkpoint that counts.
+    """
     count = rng.randint(1, 4)
-    children = place.pods.start("save until killed", place.folder, count, step=place.newest + 1)
+    children = place.pods.start(
+        "save until killed", place.folder, count, step=place.newest + 1
+    )
     victim = rng.choice(children)
     # Each trial kills at another instant: during the first save, or some saves later.
     saves, end = rng.randint(0, 2), time.monotonic() + harness.FOREVER
@@ -87,9 +97,14 @@ def trial(place, rng, counts):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     codes = place.pods.wait()
-    # A process may notice that process 0 is gone before it is killed itself. Any other exit is an error.
+    # A process may notice that process 0 is gone before it is killed itself. Any other
+    # exit is an error.
     lost = "process 0, which coordinates, cannot be reached" in place.pods.logs()
-    allowed = {-signal.SIGKILL, -signal.SIGABRT, *([1] if lost and victim == children[0] else [])}
+    allowed = {
+        -signal.SIGKILL,
+        -signal.SIGABRT,
+        *([1] if lost and victim == children[0] else []),
+    }
     assert set(codes) <= allowed, (codes, place.pods.logs())
     (report,) = place.pods.run("verify", place.folder, 1)
     newest = max(report["steps"], default=-1)
@@ -104,7 +119,9 @@ def trial(place, rng, counts):
 
 
 def save_with_faults(scratch, saves, share, fault, seed=0):
-    """Saves to the stand-in for GCS with a share of faults of one kind, and verifies the result. No save may fail."""
+    """Saves to the stand-in for GCS with a share of faults of one kind, and verifies
+    the result. No save may fail.
+    """
     with places(scratch, ["gcs"], **{fault: share, "seed": seed}) as opened:
         place = opened["gcs"]
         place.pods.run("save", place.folder, 1, saves=saves)

@@ -1,4 +1,6 @@
-"""Tests of initializing a run's state from a part of another run's checkpoint, or from a file."""
+"""Tests of initializing a run's state from a part of another run's checkpoint, or from
+a file.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,10 @@ def make_state(groups=0, value=1.0, head=3, dtype=jnp.float32):
     return {
         "step": jnp.int32(9 * value),
         "global_step": jnp.zeros(lead, jnp.int32),
-        "params": {"body": {"w": array(4, 5), "b": array(5)}, "head": {"w": array(5, head)}},
+        "params": {
+            "body": {"w": array(4, 5), "b": array(5)},
+            "head": {"w": array(5, head)},
+        },
         "opt_state": {"mu": array(4, 5)},
     }
 
@@ -36,7 +41,8 @@ def save_state(folder, **changes):
 def take(source, state, **options):
     messages = []
     chosen = checkpoint.Source(source, **options)
-    # A run makes this check before it begins. It raises the same errors as `init_from`, except for damage.
+    # A run makes this check before it begins. It raises the same errors as `init_from`,
+    # except for damage.
     checkpoint.check_init(chosen, state)
     return checkpoint.init_from(chosen, state, messages.append), messages
 
@@ -69,16 +75,22 @@ def test_the_network_state_is_taken_with_the_parameters(tmp_path):
     assert "initialized 4 arrays" in messages[-1]
     assert "not used: net_state/batch_norm/var" in messages[-1]
     assert "left at their initial values: net_state/batch_norm/scale" in messages[-1]
-    with pytest.raises(checkpoint.CheckpointError, match="'net_state/batch_norm/scale' is missing"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="'net_state/batch_norm/scale' is missing"
+    ):
         take(str(tmp_path), new, select="^net_state/")
     state, _ = take(str(tmp_path), new, select=checkpoint.PARAMS)
-    np.testing.assert_array_equal(state["net_state"]["batch_norm"]["mean"], np.full(3, -1.0))
+    np.testing.assert_array_equal(
+        state["net_state"]["batch_norm"]["mean"], np.full(3, -1.0)
+    )
 
 
 def test_an_older_step_is_taken_from_a_run_directory(tmp_path):
     save_state(tmp_path / "run" / "checkpoints")
     state, _ = take(f"{tmp_path / 'run'}@1", make_state(value=-1.0))
-    np.testing.assert_array_equal(state["params"]["body"]["w"], make_state()["params"]["body"]["w"])
+    np.testing.assert_array_equal(
+        state["params"]["body"]["w"], make_state()["params"]["body"]["w"]
+    )
 
 
 def test_a_pattern_excludes_arrays_and_unused_arrays_are_reported(tmp_path):
@@ -91,7 +103,9 @@ def test_a_pattern_excludes_arrays_and_unused_arrays_are_reported(tmp_path):
     new = make_state(value=-1.0)
     state, _ = take(source, new, select="^params/(?!head)")
     assert float(state["params"]["body"]["b"][1]) == 2.0
-    np.testing.assert_array_equal(state["params"]["head"]["w"], new["params"]["head"]["w"])
+    np.testing.assert_array_equal(
+        state["params"]["head"]["w"], new["params"]["head"]["w"]
+    )
     without = make_state()
     del without["params"]["head"]
     assert "not used: params/head/w" in take(source, without)[1][-1]
@@ -104,7 +118,8 @@ def test_a_narrower_float_is_converted_and_an_integer_is_refused(tmp_path):
     other = make_state()
     other["params"]["body"]["b"] = jnp.zeros(5, jnp.int32)
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"'params/body/b' is float32\[5\] in it, int32"
+        checkpoint.CheckpointError,
+        match=r"'params/body/b' is float32\[5\] in it, int32",
     ):
         take(source, other)
 
@@ -114,8 +129,12 @@ def test_one_group_of_several_is_taken(tmp_path, group):
     source = save_state(tmp_path, groups=3)
     state, _ = take(source, make_state(value=-1.0), group=group)
     wanted = make_state(groups=3, value=2.0)["params"]
-    jax.tree.map(lambda x, w: np.testing.assert_array_equal(x, w[group]), state["params"], wanted)
-    with pytest.raises(checkpoint.CheckpointError, match="--init_group=3: .* has groups 0 to 2"):
+    jax.tree.map(
+        lambda x, w: np.testing.assert_array_equal(x, w[group]), state["params"], wanted
+    )
+    with pytest.raises(
+        checkpoint.CheckpointError, match="--init_group=3: .* has groups 0 to 2"
+    ):
         take(source, make_state(), group=3)
 
 
@@ -136,13 +155,19 @@ def test_all_groups_start_from_the_same_parameters_on_their_devices(tmp_path, st
 @pytest.mark.parametrize(
     "source,select,match",
     [
-        ("", "nothing", "'nothing' matches none of the paths of this run, such as global_step"),
+        (
+            "",
+            "nothing",
+            "'nothing' matches none of the paths of this run, such as global_step",
+        ),
         ("", "(", "is not a valid regular expression"),
         ("@7", "^params/", r"no checkpoint of step 7 in .*\[1, 2\]"),
         ("/elsewhere", "^params/", "There is no checkpoint in .*elsewhere"),
     ],
 )
-def test_a_missing_source_or_an_invalid_pattern_is_refused(tmp_path, source, select, match):
+def test_a_missing_source_or_an_invalid_pattern_is_refused(
+    tmp_path, source, select, match
+):
     with pytest.raises(checkpoint.CheckpointError, match=match):
         take(save_state(tmp_path) + source, make_state(), select=select)
 
@@ -154,7 +179,9 @@ def write(path, state, **changes):
         for name, x in checkpoint.flatten(state).items()
         if name.startswith("params/")
     }
-    tensors.write(path, {**arrays, **changes}, {"groups": str(state["global_step"].size)})
+    tensors.write(
+        path, {**arrays, **changes}, {"groups": str(state["global_step"].size)}
+    )
     return str(path)
 
 
@@ -166,7 +193,9 @@ def test_a_file_initializes_a_run_like_a_checkpoint(tmp_path, groups, dtype):
     file = write(tmp_path / "a.safetensors", stored)
     # The run takes one group of several, or starts all its groups from one model.
     for count in (0, 2):
-        state, messages = take(file, make_state(groups=count, value=-1.0), group=groups // 2)
+        state, messages = take(
+            file, make_state(groups=count, value=-1.0), group=groups // 2
+        )
         wanted = stored["params"]
         if groups and not count:
             wanted = jax.tree.map(lambda x: x[1], wanted)
@@ -174,14 +203,19 @@ def test_a_file_initializes_a_run_like_a_checkpoint(tmp_path, groups, dtype):
             wanted = jax.tree.map(lambda x: jnp.stack([x, x]), wanted)
         same = lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.float32))
         jax.tree.map(same, state["params"], wanted)
-        assert "initialized 3 arrays" in messages[-1] and "a.safetensors" in messages[-1]
+        assert (
+            "initialized 3 arrays" in messages[-1] and "a.safetensors" in messages[-1]
+        )
 
 
 def test_arrays_from_a_file_take_the_sharding_of_the_state(tmp_path):
     state = make_state(value=-1.0)
     place = mesh.sharding(mesh.make_mesh(model=4), "model")
     state["params"]["body"]["w"] = jax.device_put(state["params"]["body"]["w"], place)
-    file = write(tmp_path / "a.safetensors", {**make_state(value=2.0), "global_step": jnp.zeros(0)})
+    file = write(
+        tmp_path / "a.safetensors",
+        {**make_state(value=2.0), "global_step": jnp.zeros(0)},
+    )
     taken, _ = take(file, state)
     assert taken["params"]["body"]["w"].sharding == place
     wanted = make_state(value=2.0)["params"]
@@ -214,7 +248,11 @@ def test_paths_are_renamed(tmp_path, from_file, texts, form, body, head):
         texts = ["model/top=params/head,model=params"]
     if from_file:
         place = str(tmp_path / "a.safetensors")
-        tensors.write(tmp_path / "a.safetensors", {k: np.asarray(x) for k, x in stored.items()}, {})
+        tensors.write(
+            tmp_path / "a.safetensors",
+            {k: np.asarray(x) for k, x in stored.items()},
+            {},
+        )
     else:
         place = str(tmp_path)
         manager = make_manager(tmp_path)
@@ -231,7 +269,10 @@ def test_paths_are_renamed(tmp_path, from_file, texts, form, body, head):
             ["params/bodi=params/body"],
             "no path in .* begins with 'params/bodi' .near it: params/body",
         ),
-        (["params/body=params/bode"], "this run has no 'params/bode/b' .near it: .*params/body/b"),
+        (
+            ["params/body=params/bode"],
+            "this run has no 'params/bode/b' .near it: .*params/body/b",
+        ),
         (["params/head=params/body"], "to 'params/body/w': rename one"),
     ],
 )
@@ -248,12 +289,18 @@ def test_an_invalid_rename_rule_or_file_is_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     with pytest.raises(errors.UserError, match="cannot be read"):
         take(str(path), make_state())
-    for content in (b"", b"no such file", b"\xff" * 100, (10).to_bytes(8, "little") + b"[" * 10):
+    for content in (
+        b"",
+        b"no such file",
+        b"\xff" * 100,
+        (10).to_bytes(8, "little") + b"[" * 10,
+    ):
         path.write_bytes(content)
         with pytest.raises(errors.UserError, match="cannot be read"):
             take(str(path), make_state())
     write(path, {**make_state(head=4), "global_step": jnp.zeros(0)})
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"head/w' is float32\[5, 4\] in it, float32\[5, 3\]"
+        checkpoint.CheckpointError,
+        match=r"head/w' is float32\[5, 4\] in it, float32\[5, 3\]",
     ):
         take(str(path), make_state())

@@ -1,4 +1,6 @@
-"""Batches: the placement of their rows on devices, and the data position in a checkpoint."""
+"""Batches: the placement of their rows on devices, and the data position in a
+checkpoint.
+"""
 
 import functools
 import json
@@ -40,7 +42,9 @@ iterate = functools.partial(data.iterate, DATA)
 
 def make(the_mesh=None, iterator=iterate, **kwargs):
     the_mesh = the_mesh or mesh.make_mesh()
-    return batches.TrainBatches(iterator, the_mesh, **{"batch_size": 8, "seed": 0, **kwargs})
+    return batches.TrainBatches(
+        iterator, the_mesh, **{"batch_size": 8, "seed": 0, **kwargs}
+    )
 
 
 def test_rows_are_split_over_the_replicas():
@@ -60,7 +64,10 @@ def test_each_group_has_its_own_rows():
 
 def test_reading_the_example_consumes_no_batch():
     train = make()
-    assert {name: x.shape for name, x in train.example.items()} == {"x": (1,), "y": (1, 2)}
+    assert {name: x.shape for name, x in train.example.items()} == {
+        "x": (1,),
+        "y": (1, 2),
+    }
     np.testing.assert_array_equal(next(train)["x"], next(make())["x"])
 
 
@@ -78,21 +85,29 @@ def test_a_restored_position_continues_with_the_next_batch(iterator, count):
     rest = [np.asarray(next(train)["x"]) for _ in range(3)]
     again = make(iterator=iterator)
     again.restore([position] * count)
-    np.testing.assert_array_equal([np.asarray(next(again)["x"]) for _ in range(3)], rest)
+    np.testing.assert_array_equal(
+        [np.asarray(next(again)["x"]) for _ in range(3)], rest
+    )
 
 
 def test_states_that_are_not_shared_need_the_same_number_of_processes():
     differ = [{"step": 5, "iterator": {"file": n}} for n in range(2)]
-    with pytest.raises(ValueError, match="for each of 2 processes, but there are now 1"):
+    with pytest.raises(
+        ValueError, match="for each of 2 processes, but there are now 1"
+    ):
         make().restore(differ)
     # The states are equal, but the iterator does not declare that they are shared.
     with pytest.raises(ValueError, match="Resume with 2; or .* state_is_shared = True"):
-        make(iterator=Counter).restore([{"step": 5, "iterator": {"base64": "Mg=="}}] * 2)
+        make(iterator=Counter).restore(
+            [{"step": 5, "iterator": {"base64": "Mg=="}}] * 2
+        )
 
 
 def test_a_state_of_another_iterator_is_refused():
     for state in ({"next_index": 3}, {"base64": "Mg=="}):
-        with pytest.raises(ValueError, match="a different iterator wrote; this one counts"):
+        with pytest.raises(
+            ValueError, match="a different iterator wrote; this one counts"
+        ):
             make().restore([{"step": 5, "iterator": state}])
 
 
@@ -105,7 +120,11 @@ def test_summaries_of_different_data_differ():
     assert make().summary() == make(seed=1).summary() == data.summary(DATA)
     assert data.summary(DATA).startswith("20 examples, CRC-32 ")
     assert make(iterator=Counter).summary() == ""
-    others = ({"x": DATA["x"]}, {"x": DATA["x"], "z": DATA["y"]}, {**DATA, "y": DATA["y"] + 1})
+    others = (
+        {"x": DATA["x"]},
+        {"x": DATA["x"], "z": DATA["y"]},
+        {**DATA, "y": DATA["y"] + 1},
+    )
     summaries = {data.summary(other) for other in (DATA, *others)}
     assert len(summaries) == 4
 
@@ -142,12 +161,24 @@ class Odd(Counter):
     [
         (lambda part: iter([]), "list_iterator, which has no get_state, set_state"),
         (lambda part: Counter(part, rows=3), "has 3 rows. It must have the 8 rows"),
-        (lambda part: Odd(part, [("a", 1)]), "of type list. It must be a dictionary of arrays"),
-        (lambda part: Odd(part, {"x": np.array(["a"] * 8)}), "which cannot go to a device"),
-        (lambda part: Odd(part, {"x": np.zeros(8, ">f4")}), "type >f4 .*cannot go to a device"),
+        (
+            lambda part: Odd(part, [("a", 1)]),
+            "of type list. It must be a dictionary of arrays",
+        ),
+        (
+            lambda part: Odd(part, {"x": np.array(["a"] * 8)}),
+            "which cannot go to a device",
+        ),
+        (
+            lambda part: Odd(part, {"x": np.zeros(8, ">f4")}),
+            "type >f4 .*cannot go to a device",
+        ),
         (lambda part: Odd(part, {0: np.zeros(8)}), "under 0. Names are strings"),
         (lambda part: Odd(part, {"x": {"y": np.zeros(8)}}), "a dictionary under 'x'"),
-        (lambda part: Odd(part, {"x": Tensor()}), r"has a Tensor under 'x'.* np.asarray\(...\)"),
+        (
+            lambda part: Odd(part, {"x": Tensor()}),
+            r"has a Tensor under 'x'.* np.asarray\(...\)",
+        ),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )
@@ -157,7 +188,9 @@ def test_iterators_that_do_not_fit_are_refused(iterator, match):
 
 
 class Filling(Counter):
-    """An iterator that reads each batch into the same array, which starts where JAX could share its memory."""
+    """An iterator that reads each batch into the same array, which starts where JAX
+    could share its memory.
+    """
 
     def __init__(self, part):
         super().__init__(part)
@@ -193,7 +226,9 @@ def test_a_state_that_json_cannot_hold_is_refused(state):
         def get_state(self):
             return state
 
-    with pytest.raises(ValueError, match="get_state of Holder returned a value that JSON cannot"):
+    with pytest.raises(
+        ValueError, match="get_state of Holder returned a value that JSON cannot"
+    ):
         make(iterator=Holder)
 
 
@@ -201,7 +236,11 @@ def test_a_state_survives_the_round_trip_through_json():
     state = {
         "tuple": (1, (2.5, None), [True, "x"]),
         "bytes": [b"", b"\xff"],
-        "arrays": (np.arange(6, dtype=np.uint8).reshape(2, 3).T, np.float32(1.5), np.zeros((0, 2))),
+        "arrays": (
+            np.arange(6, dtype=np.uint8).reshape(2, 3).T,
+            np.float32(1.5),
+            np.zeros((0, 2)),
+        ),
         "random": np.random.default_rng(3).bit_generator.state,
         "nan": np.array([np.nan, -0.0]),
     }
@@ -210,7 +249,10 @@ def test_a_state_survives_the_round_trip_through_json():
     assert batches._to_json(decoded) == encoded
     assert decoded["tuple"] == state["tuple"] and decoded["bytes"] == state["bytes"]
     assert decoded["random"] == state["random"] and decoded["arrays"][1] == 1.5
-    for one, other in ((decoded["arrays"][0], state["arrays"][0]), (decoded["nan"], state["nan"])):
+    for one, other in (
+        (decoded["arrays"][0], state["arrays"][0]),
+        (decoded["nan"], state["nan"]),
+    ):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert one.tobytes() == other.tobytes()
     # States from older checkpoints decode to the same values as before.
@@ -219,7 +261,9 @@ def test_a_state_survives_the_round_trip_through_json():
 
 
 class Actor:
-    """An iterator that counts its acts at each step, and changes the array of its state in place."""
+    """An iterator that counts its acts at each step, and changes the array of its state
+    in place.
+    """
 
     acts_every_steps = 3
 
@@ -244,7 +288,9 @@ class Actor:
 
 
 def served(train, steps):
-    """Returns the values of the batches of steps; the number of each step stands in for its state."""
+    """Returns the values of the batches of steps; the number of each step stands in for
+    its state.
+    """
     predict = lambda state, batch: int(10 * state + batch["x"].sum())
     return [int(train.batch_for_step(step, predict, step)["x"][0]) for step in steps]
 
@@ -290,7 +336,9 @@ def test_a_rehearsal_does_not_change_the_position():
 @pytest.mark.parametrize("every", [0, -1, 1.0, True, "2"])
 def test_an_invalid_acts_every_steps_is_refused(every):
     kind = type("Odd", (Actor,), {"acts_every_steps": every})
-    with pytest.raises(ValueError, match=f"Odd.acts_every_steps={every!r} must be a number of"):
+    with pytest.raises(
+        ValueError, match=f"Odd.acts_every_steps={every!r} must be a number of"
+    ):
         make(iterator=kind)
 
 
@@ -331,5 +379,7 @@ def test_batch_sizes_that_do_not_fit_are_refused(kwargs, match):
 
 
 def test_an_eval_batch_size_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="eval_batch_size=9 .* replicas = 8; the nearest: 8 or 16"):
+    with pytest.raises(
+        ValueError, match="eval_batch_size=9 .* replicas = 8; the nearest: 8 or 16"
+    ):
         batches.EvalBatches(DATA, mesh.make_mesh(), 9)

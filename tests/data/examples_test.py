@@ -53,14 +53,21 @@ def test_the_arrays_of_an_example_stay_together():
 
 @pytest.mark.parametrize("examples", [DATA, Files()], ids=["arrays", "source"])
 @pytest.mark.parametrize("before, after", [(1, 4), (4, 1), (2, 4), (4, 2)])
-def test_another_number_of_processes_resumes_at_the_next_example(examples, before, after):
+def test_another_number_of_processes_resumes_at_the_next_example(
+    examples, before, after
+):
     whole, _ = read(examples, part(), 6)
     first = [read(examples, part(rows), 3) for rows in np.arange(8).reshape(before, -1)]
     states = [state for _, state in first]
     # Batches that were read ahead do not count.
     assert states == [{"batches": 3, "examples": 20}] * before
-    second = [read(examples, part(rows), 3, states[0]) for rows in np.arange(8).reshape(after, -1)]
-    parts = [np.concatenate([seen for seen, _ in one], axis=1) for one in (first, second)]
+    second = [
+        read(examples, part(rows), 3, states[0])
+        for rows in np.arange(8).reshape(after, -1)
+    ]
+    parts = [
+        np.concatenate([seen for seen, _ in one], axis=1) for one in (first, second)
+    ]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
@@ -79,7 +86,9 @@ def test_random_grain_transformations_differ_by_epoch_and_are_restored():
     )
     iterator = data.iterate(noisy, part())
     seen = [next(iterator) for _ in range(5)]
-    x, noise = (np.concatenate([batch[name] for batch in seen]) for name in ("x", "noise"))
+    x, noise = (
+        np.concatenate([batch[name] for batch in seen]) for name in ("x", "noise")
+    )
     assert sorted(x[:20]) == sorted(x[20:]) == list(range(20))
     assert len(set(noise)) == 40
     iterator.set_state({"batches": 3, "examples": 20})
@@ -88,7 +97,9 @@ def test_random_grain_transformations_differ_by_epoch_and_are_restored():
 
 def test_data_that_differs_from_the_checkpoints_is_refused():
     iterator = data.iterate(DATA, part())
-    with pytest.raises(ValueError, match="written with 21 training examples, but there are now 20"):
+    with pytest.raises(
+        ValueError, match="written with 21 training examples, but there are now 20"
+    ):
         iterator.set_state({"batches": 3, "examples": 21})
 
 
@@ -105,7 +116,11 @@ class Random(Files):
 def test_a_summary_covers_every_byte_of_arrays():
     x = np.arange(100_000, dtype=np.float32).reshape(50_000, 2)
     before = data.summary({"x": x})
-    assert before == data.summary({"x": x.copy()}) == data.summary({"x": np.asfortranarray(x)})
+    assert (
+        before
+        == data.summary({"x": x.copy()})
+        == data.summary({"x": np.asfortranarray(x)})
+    )
     for place in ((0, 0), (31_337, 1), (-1, 1)):
         changed = x.copy()
         changed[place] += 1

@@ -1,4 +1,6 @@
-"""Streams: the same batches on any number of processes and after a stop at any step; packed text."""
+"""Streams: the same batches on any number of processes and after a stop at any step;
+packed text.
+"""
 
 import dataclasses
 import json
@@ -18,12 +20,16 @@ DOCUMENTS = np.split(np.arange(300), np.cumsum([1 + 7 * i % 23 for i in range(24
 
 
 def parts(processes, groups=1, batch_size=8):
-    """Returns the part of the rows that each process reads. The rows of a group are contiguous."""
+    """Returns the part of the rows that each process reads. The rows of a group are
+    contiguous.
+    """
     whole = np.arange(groups * batch_size).reshape(processes, -1)
     return [
         data.Part(
             batch_size,
-            tuple(rows[rows // batch_size == g] - g * batch_size for g in range(groups)),
+            tuple(
+                rows[rows // batch_size == g] - g * batch_size for g in range(groups)
+            ),
             seed=5,
         )
         for rows in whole
@@ -45,10 +51,17 @@ def threaded(stream):
 
 
 def mixed(stream):
-    """Mixes three rows of a first source with one of a second, and shuffles them within windows."""
-    sources = [packed(stream), packed(dataclasses.replace(stream, seed=1)).map(negative)]
+    """Mixes three rows of a first source with one of a second, and shuffles them within
+    windows.
+    """
+    sources = [
+        packed(stream),
+        packed(dataclasses.replace(stream, seed=1)).map(negative),
+    ]
     rows = grain.IterDataset.mix(sources, [3, 1])
-    return grain.experimental.WindowShuffleIterDataset(rows, window_size=3, seed=stream.seed)
+    return grain.experimental.WindowShuffleIterDataset(
+        rows, window_size=3, seed=stream.seed
+    )
 
 
 def negative(row):
@@ -60,25 +73,36 @@ def start(processes, make=packed, count=4, **kwargs):
 
 
 def read(pod, steps):
-    """Returns the batches of all processes, with the rows of each process after those of the previous one."""
+    """Returns the batches of all processes, with the rows of each process after those
+    of the previous one.
+    """
     result = []
     for _ in range(steps):
         process_batches = [next(process) for process in pod]
         result.append(
-            {k: np.concatenate([batch[k] for batch in process_batches]) for k in process_batches[0]}
+            {
+                k: np.concatenate([batch[k] for batch in process_batches])
+                for k in process_batches[0]
+            }
         )
     return result
 
 
 def saved(pod):
-    """Returns the states of all processes, in the form in which a checkpoint restores them."""
-    return json.loads(json.dumps([batches._to_json(process.get_state()) for process in pod]))
+    """Returns the states of all processes, in the form in which a checkpoint restores
+    them.
+    """
+    return json.loads(
+        json.dumps([batches._to_json(process.get_state()) for process in pod])
+    )
 
 
 def restored(states, processes, **kwargs):
     pod = start(processes, **kwargs)
     for process in pod:
-        process.set_state(process.join_states([batches._from_json(state) for state in states]))
+        process.set_state(
+            process.join_states([batches._from_json(state) for state in states])
+        )
     return pod
 
 
@@ -102,7 +126,12 @@ def test_batches_are_the_same_on_any_number_of_processes(make, groups):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "counts"),
-    [(packed, (1, 4, 2)), (packed, (2, 2, 8)), (mixed, (2, 1, 4)), (threaded, (4, 1, 2))],
+    [
+        (packed, (1, 4, 2)),
+        (packed, (2, 2, 8)),
+        (mixed, (2, 1, 4)),
+        (threaded, (4, 1, 2)),
+    ],
 )
 def test_a_run_resumes_from_any_step_on_other_numbers_of_processes(make, counts):
     whole = read(start(1, make=make), 7)
@@ -129,7 +158,9 @@ def test_an_epoch_has_each_document_in_one_stream():
     source = grain.MapDataset.range(24)
     for seed in (0, 2**32 - 1):
         streams = [pipelines.Stream(index, 4, seed).part(source) for index in range(4)]
-        epochs = [[x[6 * epoch + i] for x in streams for i in range(6)] for epoch in range(2)]
+        epochs = [
+            [x[6 * epoch + i] for x in streams for i in range(6)] for epoch in range(2)
+        ]
         assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
         assert epochs[0] != epochs[1]
 
@@ -145,8 +176,12 @@ def test_packing_loses_no_token_and_joins_no_documents():
         seen += tokens[segments > 0].tolist()
         for segment in range(1, segments.max() + 1):
             inside = segments == segment
-            # A segment has tokens of a single document. All tokens are different, so each identifies its document.
-            homes = {next(i for i, d in enumerate(DOCUMENTS) if t in d) for t in tokens[inside]}
+            # A segment has tokens of a single document. All tokens are different, so
+            # each identifies its document.
+            homes = {
+                next(i for i, d in enumerate(DOCUMENTS) if t in d)
+                for t in tokens[inside]
+            }
             assert len(homes) == 1
             assert np.array_equal(positions[inside], np.arange(inside.sum()))
     assert seen == list(range(300))
@@ -157,8 +192,8 @@ def test_packing_loses_no_token_and_joins_no_documents():
 def test_mixing_keeps_its_weights_and_separates_the_sources():
     rows = np.concatenate([batch["text"] for batch in read(start(1, make=mixed), 12)])
     of_second = (rows.sum(axis=-1) < 0).sum()
-    # In each stream, one row in four is from the second source, shuffled within windows of three rows. The tolerance
-    # is one of a stream's 24 rows.
+    # In each stream, one row in four is from the second source, shuffled within windows
+    # of three rows. The tolerance is one of a stream's 24 rows.
     assert abs(of_second / len(rows) - 1 / 4) <= 1 / 24
     # No row has values of both sources.
     assert ((rows > 0).any(axis=-1) != (rows < 0).any(axis=-1)).all()
@@ -167,12 +202,16 @@ def test_mixing_keeps_its_weights_and_separates_the_sources():
 def test_streams_that_do_not_fit_are_refused():
     (part,) = parts(1)
     for count in (0, 3, 16):
-        with pytest.raises(ValueError, match=f"{count} streams do not fit batch_size=8"):
+        with pytest.raises(
+            ValueError, match=f"{count} streams do not fit batch_size=8"
+        ):
             pipelines.Streams(packed, count, part)
     few = lambda stream: stream.part(grain.MapDataset.range(3)).to_iter_dataset()
     with pytest.raises(ValueError, match="3 examples for 4 streams"):
         pipelines.Streams(few, 4, part)
-    with pytest.raises(ValueError, match="of type list_iterator, which has no get_state"):
+    with pytest.raises(
+        ValueError, match="of type list_iterator, which has no get_state"
+    ):
         pipelines.Streams(lambda stream: [1, 2], 4, part)
 
 
@@ -180,8 +219,14 @@ def test_streams_that_do_not_fit_are_refused():
     "kwargs, match",
     [
         ({"count": 2}, "4 streams of 2 rows .* the run now has 2 streams of 4 rows"),
-        ({"batch_size": 16}, "4 streams of 2 rows .* the run now has 4 streams of 4 rows"),
-        ({"make": mixed}, "CRC-32 .* the run now has 4 streams of 2 rows of a batch, CRC-32"),
+        (
+            {"batch_size": 16},
+            "4 streams of 2 rows .* the run now has 4 streams of 4 rows",
+        ),
+        (
+            {"make": mixed},
+            "CRC-32 .* the run now has 4 streams of 2 rows of a batch, CRC-32",
+        ),
         ({"groups": 2}, "lacks the streams 1/0, 1/1, 1/2, 1/3 of this process"),
     ],
 )
@@ -192,12 +237,16 @@ def test_a_state_of_other_streams_is_refused(kwargs, match):
 
 
 def test_a_state_of_another_iterator_is_refused():
-    with pytest.raises(ValueError, match="a different iterator wrote; this one has streams"):
+    with pytest.raises(
+        ValueError, match="a different iterator wrote; this one has streams"
+    ):
         restored([{"batches": 3, "examples": 20}], 1)
 
 
 def test_a_checkpoint_restores_the_streams_of_other_processes():
-    """One process restores the streams of four through the position in their checkpoint."""
+    """One process restores the streams of four through the position in their
+    checkpoint.
+    """
     the_mesh = mesh.make_mesh(devices=jax.devices()[:4])
     make = lambda part: pipelines.Streams(packed, 4, part)
     train = batches.TrainBatches(make, the_mesh, batch_size=8, seed=5)

@@ -1,4 +1,6 @@
-"""Text data: files, records and tokenizers, and the errors that name those that cannot be read."""
+"""Text data: files, records and tokenizers, and the errors that name those that cannot
+be read.
+"""
 
 import sys
 
@@ -9,7 +11,11 @@ from array_record.python import array_record_module
 
 from xshard.data import text
 
-TEXTS = ["one two three four. " * 9, "eins zwei drei\r\nvier " * 7, "\N{SNOWMAN} <|end|>\0 one two"]
+TEXTS = [
+    "one two three four. " * 9,
+    "eins zwei drei\r\nvier " * 7,
+    "\N{SNOWMAN} <|end|>\0 one two",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +47,20 @@ def test_a_tokenizer_depends_only_on_its_texts(tokenizer, tmp_path):
     again = text.train_tokenizer(reversed(TEXTS), 300)
     assert again.to_str() == tokenizer.to_str()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert text.load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
+    assert (
+        text.load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
+    )
 
 
 def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
     (tmp_path / "broken.json").write_text("{")
-    for name, reason in (("gone.json", "No such file"), ("broken.json", "EOF while parsing")):
-        with pytest.raises(ValueError, match=rf"{name} cannot be read as a tokenizer \(.*{reason}"):
+    for name, reason in (
+        ("gone.json", "No such file"),
+        ("broken.json", "EOF while parsing"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name} cannot be read as a tokenizer \(.*{reason}"
+        ):
             text.load_tokenizer(tmp_path / name)
     with pytest.raises(ValueError, match="vocabulary of 256 must have more than 256"):
         text.train_tokenizer(TEXTS, 256)
@@ -72,16 +85,23 @@ def test_files_are_read_as_texts(tmp_path):
     with pytest.raises(ValueError, match="gone.txt is not a file"):
         text.Files([*paths, tmp_path / "gone.txt"])
     (tmp_path / "1.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="1.txt cannot be read as UTF-8 .*0xff in position 0"):
+    with pytest.raises(
+        ValueError, match="1.txt cannot be read as UTF-8 .*0xff in position 0"
+    ):
         files[1]
     (tmp_path / "1.txt").unlink()
-    with pytest.raises(ValueError, match="1.txt cannot be read as UTF-8 .*No such file"):
+    with pytest.raises(
+        ValueError, match="1.txt cannot be read as UTF-8 .*No such file"
+    ):
         files[1]
 
 
 def test_records_are_read_from_several_files(tmp_path):
     contents = [f"record {i} ".encode() * 40 for i in range(9)]
-    paths = [records(tmp_path / "a", contents[:4]), records(tmp_path / "b", contents[4:])]
+    paths = [
+        records(tmp_path / "a", contents[:4]),
+        records(tmp_path / "b", contents[4:]),
+    ]
     source = text.Records(paths)
     assert [source[i] for i in range(len(source))] == contents
     for index in (-1, 9):
@@ -95,12 +115,15 @@ def test_records_that_cannot_be_read_are_refused(tmp_path):
     contents = [f"record {i} ".encode() * 40 for i in range(9)]
     good, bad = (records(tmp_path / name, contents) for name in ("good", "bad"))
     whole = bad.read_bytes()
-    with pytest.raises(ValueError, match="gone cannot be read as a file of ArrayRecord .*No such"):
+    with pytest.raises(
+        ValueError, match="gone cannot be read as a file of ArrayRecord .*No such"
+    ):
         text.Records([good, tmp_path / "gone"])
     bad.write_bytes(whole[:1000])
     with pytest.raises(ValueError, match="bad cannot be read as a file of ArrayRecord"):
         text.Records([good, bad])
-    # Flip a bit of the first record. If its text is not in the file in plain form, flip a bit of byte 200.
+    # Flip a bit of the first record. If its text is not in the file in plain form, flip
+    # a bit of byte 200.
     place = whole.index(b"record 0") if b"record 0" in whole else 200
     bad.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     source = text.Records([good, bad])

@@ -4,8 +4,9 @@ import pytest
 
 from xshard.dryrun import costs, hlo
 
-# A scan over ten layers, in the form in which the TPU compiler prints it. The text does not state the loop's trip
-# count, and the activations stay on the chip, in the memory S(1).
+# A scan over ten layers, in the form in which the TPU compiler prints it. The text does
+# not state the loop's trip count, and the activations stay on the chip, in the memory
+# S(1).
 SCAN = """
 %taken (param_0.12: bf16[10,8,8], param_1.13: s32[]) -> bf16[8,8] {
   %param_0.12 = bf16[10,8,8]{2,1,0:T(8,128)(2,1)} parameter(0)
@@ -58,21 +59,28 @@ ENTRY %main (param.4: bf16[10,8,8], param.5: bf16[4,8]) -> bf16[4,8] {
 
 
 def scan(start="0", bound="10"):
-    cycles = 'backend_config={"window_config":{"estimated_cycles":"1831","is_mask":false}}'
-    return hlo.parse(SCAN.replace("START", start).replace("BOUND", bound).replace("CYCLES", cycles))
+    cycles = (
+        'backend_config={"window_config":{"estimated_cycles":"1831","is_mask":false}}'
+    )
+    return hlo.parse(
+        SCAN.replace("START", start).replace("BOUND", bound).replace("CYCLES", cycles)
+    )
 
 
-@pytest.mark.parametrize("start, bound, rounds", [("0", "10", 10), ("4", "10", 6), ("9", "3", 0)])
+@pytest.mark.parametrize(
+    "start, bound, rounds", [("0", "10", 10), ("4", "10", 6), ("9", "3", 0)]
+)
 def test_a_loop_body_is_counted_once_per_iteration(start, bound, rounds):
     program = scan(start, bound)
     assert program.times()["body"] == rounds and program.unknown_loops() == 0
     flops, hbm_bytes, cycles = costs.of(program)
     assert flops == rounds * 2 * 4 * 8 * 8
-    # Each round moves the counter and a slice of the weights. The batch and the counter's start value move once.
-    # The rest stays on the chip.
+    # Each round moves the counter and a slice of the weights. The batch and the
+    # counter's start value move once. The rest stays on the chip.
     counter, weights, batch, start_bytes = 4 + 8, 2 * 8 * 8, 2 * 4 * 8, 4
     assert hbm_bytes == rounds * (counter + weights) + batch + start_bytes
-    # The instructions inside a fusion carry the same estimate, which must not count twice.
+    # The instructions inside a fusion carry the same estimate, which must not count
+    # twice.
     assert cycles == rounds * 1831
 
 
@@ -91,7 +99,9 @@ def test_a_parameter_number_is_not_taken_for_a_loop_bound():
 def test_a_trip_count_from_the_compiler_is_used():
     loop_attributes = 'body=%body, backend_config={"known_trip_count":{"n":"7"}}'
     program = hlo.parse(
-        SCAN.replace("direction=LT", "direction=NE").replace("body=%body", loop_attributes)
+        SCAN.replace("direction=LT", "direction=NE").replace(
+            "body=%body", loop_attributes
+        )
     )
     assert program.unknown_loops() == 0 and program.times()["body"] == 7
 
@@ -107,7 +117,8 @@ def convolution(attributes, left, right, result):
     "attributes, left, right, result, products",
     [
         ("dim_labels=bf_io->bf", "4,8", "8,16", "4,16", 4 * 8 * 16),
-        # The middle element of the kernel meets all 5 elements of the row; its two ends meet 4 each.
+        # The middle element of the kernel meets all 5 elements of the row; its two ends
+        # meet 4 each.
         (
             "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f",
             "1,5,2",
@@ -115,8 +126,15 @@ def convolution(attributes, left, right, result):
             "1,5,7",
             13 * 2 * 7,
         ),
-        ("window={size=3 stride=2}, dim_labels=b0f_0io->b0f", "1,5,1", "3,1,1", "1,2,1", 6),
-        # The gradient of a strided convolution: every second element that the kernel meets is an inserted zero.
+        (
+            "window={size=3 stride=2}, dim_labels=b0f_0io->b0f",
+            "1,5,1",
+            "3,1,1",
+            "1,2,1",
+            6,
+        ),
+        # The gradient of a strided convolution: every second element that the kernel
+        # meets is an inserted zero.
         (
             "window={size=2 pad=1_1 lhs_dilate=2}, dim_labels=b0f_0io->b0f",
             "1,3,1",
@@ -124,7 +142,8 @@ def convolution(attributes, left, right, result):
             "1,6,1",
             6,
         ),
-        # A batched product of four pairs of matrices, in the form in which the TPU compiler prints it.
+        # A batched product of four pairs of matrices, in the form in which the TPU
+        # compiler prints it.
         (
             "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
             "4,8,5",
@@ -152,7 +171,11 @@ def test_a_matrix_product_counts_flops_and_bytes():
         "%x = f32[3,4,8]{2,1,0} parameter(0)\n%w = f32[3,8,5]{2,1,0} parameter(1)\n"
         "%y = f32[3,4,5]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}\n"
     )
-    assert costs.of(program) == (2 * 3 * 4 * 8 * 5, 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5), 0)
+    assert costs.of(program) == (
+        2 * 3 * 4 * 8 * 5,
+        4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5),
+        0,
+    )
 
 
 def test_an_in_place_update_moves_only_the_updated_part():
@@ -166,7 +189,8 @@ def test_an_in_place_update_moves_only_the_updated_part():
 def test_the_more_expensive_branch_of_a_conditional_counts():
     branch = "%NAME (p: f32[SIZE]) -> f32[SIZE] {\n  %p = f32[SIZE]{0} parameter(0)\n  ROOT %c = f32[SIZE]{0} copy(%p)\n}\n"
     branches = "".join(
-        branch.replace("NAME", n).replace("SIZE", s) for n, s in (("a", "3"), ("b", "5"))
+        branch.replace("NAME", n).replace("SIZE", s)
+        for n, s in (("a", "3"), ("b", "5"))
     )
     program = hlo.parse(
         branches + "ENTRY %main (i: s32[]) -> f32[5] {\n  %i = s32[] parameter(0)\n"

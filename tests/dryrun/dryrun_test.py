@@ -1,6 +1,7 @@
 """The dry run from the user's side.
 
-Some tests need the TPU compiler, which is in the large package libtpu. They are skipped where it is not installed.
+Some tests need the TPU compiler, which is in the large package libtpu. They are skipped
+where it is not installed.
 """
 
 import importlib.util
@@ -32,12 +33,17 @@ TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
 
 
 def run(*arguments, before=""):
-    """Runs the dry-run program; returns its exit code, standard output and standard error."""
+    """Runs the dry-run program; returns its exit code, standard output and standard
+    error.
+    """
     program = f"import sys; {before}\nfrom xshard.dryrun import __main__ as dryrun\nsys.exit(dryrun.run())"
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -51,7 +57,8 @@ def test_chip_figures_are_plausible_and_have_a_source(chip):
 
 
 @pytest.mark.parametrize(
-    "topology", ["v5e:1x1", "v5e:16x16", "v6e:4x8", "v4:2x2x1", "v5p:4x4x8", "v5p:16x16x24"]
+    "topology",
+    ["v5e:1x1", "v5e:16x16", "v6e:4x8", "v4:2x2x1", "v5p:4x4x8", "v5p:16x16x24"],
 )
 def test_existing_slice_shapes_are_accepted(topology):
     assert chips.parse_topology(topology).name == topology.split(":")[0]
@@ -145,12 +152,16 @@ def check(result):
     assert list(limits) == ["compute", "memory", "ICI", "DCN"]
     assert result["seconds"] == max(limit["seconds"] or 0 for limit in limits.values())
     assert result["seconds"] == limits[result["dominated_by"]]["seconds"]
-    assert result["examples_per_second"] == pytest.approx(result["examples"] / result["seconds"])
+    assert result["examples_per_second"] == pytest.approx(
+        result["examples"] / result["seconds"]
+    )
     assert result["memory"]["fits"] is True and result["estimated_cycles"] >= 0
     assert 0 < result["memory"]["peak"] < result["chip"]["hbm"]
     networks = {True: "DCN", False: "ICI"}
     for between, name in networks.items():
-        rows = [row for row in result["collectives"] if row["between_slices"] is between]
+        rows = [
+            row for row in result["collectives"] if row["between_slices"] is between
+        ]
         assert sum(row["sent"] for row in rows) == limits[name]["amount"]
     return limits
 
@@ -179,11 +190,14 @@ def test_a_compiled_step_is_described_and_shown():
 
 
 def test_a_stage_counts_as_often_as_it_is_run():
-    live_array = jax.ShapeDtypeStruct((2**21,), np.float32, sharding=mesh.sharding(replicas()))
+    live_array = jax.ShapeDtypeStruct(
+        (2**21,), np.float32, sharding=mesh.sharding(replicas())
+    )
     once, thrice = described(), described(times=3, live=[live_array])
     for name in ("compute", "memory", "ICI"):
         assert check(thrice)[name]["amount"] == 3 * check(once)[name]["amount"]
-    # The compiler's peak includes the arguments, so only the rest of the live array is added.
+    # The compiler's peak includes the arguments, so only the rest of the live array is
+    # added.
     assert thrice["memory"]["peak"] == once["memory"]["peak"] + 2**23 - 2**22
 
 
@@ -192,14 +206,18 @@ def test_a_collective_between_distant_chips_causes_a_warning():
         def as_text(self):
             return HLO.replace("{{0,1,2,3,4,5,6,7}}", "{{0,2},{1,3},{4,6},{5,7}}")
 
-    # The chips are in the order of their hosts, two in a row of the slice, so chips 0 and 2 are neighbors.
-    places = jax.sharding.Mesh(np.reshape(pods.make("v5e:2x4"), (4, 2)), ("replica", "model"))
+    # The chips are in the order of their hosts, two in a row of the slice, so chips 0
+    # and 2 are neighbors.
+    places = jax.sharding.Mesh(
+        np.reshape(pods.make("v5e:2x4"), (4, 2)), ("replica", "model")
+    )
     result = described(Apart(), places)
     (row,) = result["collectives"]
     assert (row["over"], row["hops"], row["mean_hops"]) == ("within replica", 1, 1.0)
     # In the order that `make_mesh` chooses, they are two hops apart.
     places = jax.sharding.Mesh(
-        mesh.make_mesh(devices=pods.make("v5e:2x4")).devices.reshape(4, 2), ("replica", "model")
+        mesh.make_mesh(devices=pods.make("v5e:2x4")).devices.reshape(4, 2),
+        ("replica", "model"),
     )
     result = described(Apart(), places)
     (row,) = result["collectives"]
@@ -211,17 +229,25 @@ def test_a_collective_between_distant_chips_causes_a_warning():
         "1, 2, 4, 8.",
     ):
         assert part in warning, warning
-    assert warning in summary.show(result) and "within replica  ICI      2 " in summary.show(result)
+    assert warning in summary.show(
+        result
+    ) and "within replica  ICI      2 " in summary.show(result)
 
 
 def test_an_unreadable_program_gives_one_message_and_its_memory():
     class Newer(Compiled):
         def as_text(self):
-            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)")
+            raise jax.errors.JaxRuntimeError(
+                "INTERNAL: RET_CHECK failure (hlo_instruction.cc:463)"
+            )
 
     with pytest.raises(analysis.UnreadableError, match="RET_CHECK") as e:
         described(Newer())
-    for part in ("compiles and fits on v5e:2x4", f"jax {jax.__version__} cannot read", "[dryrun]"):
+    for part in (
+        "compiles and fits on v5e:2x4",
+        f"jax {jax.__version__} cannot read",
+        "[dryrun]",
+    ):
         assert part in str(e.value)
     assert e.value.result["memory"]["peak"] == 3 * 2**22
     assert "peak                       12 MiB" in summary.show(e.value.result)
@@ -256,7 +282,9 @@ def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
     result = {"topology": "v5e:4x4", "memory": memory}
     words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
     e = dryrun._compiler_error(RuntimeError(words), result, state)
-    assert isinstance(e, analysis.DoesNotFitError) and e.result["memory"]["fits"] is False
+    assert (
+        isinstance(e, analysis.DoesNotFitError) and e.result["memory"]["fits"] is False
+    )
     message = str(e)
     assert f"needs {needed[:-1]} GiB a chip of the 15.75 GiB" in message
     assert f"{float(needed[:-1]) - 15.75:.2f} GiB too much" in message
@@ -264,7 +292,9 @@ def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
     assert "params/linear/w 12 B" in message
     remedies = message.split("12 B. ")[1]
     assert (
-        remedies.startswith(first) and "model_parallel" in remedies and "micro_batches" in remedies
+        remedies.startswith(first)
+        and "model_parallel" in remedies
+        and "micro_batches" in remedies
     )
 
 
@@ -288,14 +318,24 @@ def test_a_missing_libtpu_is_one_message():
         assert part in err
 
 
-# The flags, and parts of the expected message. Each case is refused before anything is compiled.
+# The flags, and parts of the expected message. Each case is refused before anything is
+# compiled.
 BAD = {
-    "no topology": (["--config=tests/toy.py"], ["--config and --topology are needed", "v5e:16x16"]),
-    "topology": ([*TOY, "--topology=v5e:3x5"], ["--topology=v5e:3x5", "no such slice", "4x8"]),
+    "no topology": (
+        ["--config=tests/toy.py"],
+        ["--config and --topology are needed", "v5e:16x16"],
+    ),
+    "topology": (
+        [*TOY, "--topology=v5e:3x5"],
+        ["--topology=v5e:3x5", "no such slice", "4x8"],
+    ),
     "slices": ([*TOY, "--slices=0"], ["--slices=0", "positive"]),
     "many slices": ([*TOY, "--slices=512"], ["--slices=512", "at most 511 slices"]),
     "flag": ([*TOY, "--topologie=v5e:2x2"], ["topologie", "topology", "--help"]),
-    "key": ([*TOY, "--config.batch_sise=3"], ["--config.batch_sise", "did you mean batch_size"]),
+    "key": (
+        [*TOY, "--config.batch_sise=3"],
+        ["--config.batch_sise", "did you mean batch_size"],
+    ),
     "no flag": ([*TOY, "more"], ["more: arguments begin with '--'"]),
 }
 
@@ -305,7 +345,9 @@ BAD = {
 def test_bad_input_is_one_message(case):
     arguments, parts = BAD[case]
     code, out, err = run(*arguments)
-    assert (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    assert (
+        (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    )
     for part in parts:
         assert part in err, err
 
@@ -313,7 +355,14 @@ def test_bad_input_is_one_message(case):
 def test_help():
     code, out, err = run("--help")
     assert code == 0 and err == ""
-    for part in ("--config", "--topology", "--slices", "--[no]plan", "--[no]json", "Exit codes"):
+    for part in (
+        "--config",
+        "--topology",
+        "--slices",
+        "--[no]plan",
+        "--[no]json",
+        "Exit codes",
+    ):
         assert part in out
 
 
@@ -330,7 +379,10 @@ def test_help():
             ["--config.group_assignment=((0,1),(2,3),(4,5))"],
             "group_assignment=[[0, 1], [2, 3], [4, 5]] does not fit",
         ),
-        (["--config.model_parallel=3"], "model_parallel=3 must divide the number of devices, 4"),
+        (
+            ["--config.model_parallel=3"],
+            "model_parallel=3 must divide the number of devices, 4",
+        ),
         (["--config.precision=low"], "precision='low' is not a jmp policy"),
     ],
 )
@@ -343,22 +395,29 @@ def test_a_config_that_does_not_fit_the_pod_is_refused(flags, message):
 @needs_libtpu
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch):
-    # The environment sets a compilation cache. A dry run must not write to it: it could not read its programs back.
+    # The environment sets a compilation cache. A dry run must not write to it: it could
+    # not read its programs back.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    code, out, err = run(*DIGITS, "--json", f"--slices={slices}", "--config.batch_size=4096")
+    code, out, err = run(
+        *DIGITS, "--json", f"--slices={slices}", "--config.batch_size=4096"
+    )
     assert (code, err) == (0, "") and not list(tmp_path.iterdir())
     result = json.loads(out)
     limits = check(result)
     assert result["chips"] == 16 * slices == math.prod(result["mesh"].values())
-    # The network of configs/digits.py has 85,450 float32 parameters, and Adam keeps two moments of each.
+    # The network of configs/digits.py has 85,450 float32 parameters, and Adam keeps two
+    # moments of each.
     assert result["memory"]["parameters"] == 4 * 85450
     assert 2 * 4 * 85450 <= result["memory"]["optimizer_state"] < 2 * 4 * 85450 + 100
     assert result["memory"]["batch"] == 4096 // 16 // slices * (64 + 1) * 4
     over = {row["over"] for row in result["collectives"]}
     # A reduction over several slices scatters within each slice, in two steps.
-    assert over == ({"replica", "within replica", "slice"} if slices > 1 else {"replica"})
+    assert over == (
+        {"replica", "within replica", "slice"} if slices > 1 else {"replica"}
+    )
     assert (limits["DCN"]["amount"] > 0) is (slices > 1)
-    # At least the products of the two convolutions and the two dense layers, forward and backward.
+    # At least the products of the two convolutions and the two dense layers, forward
+    # and backward.
     products = 22 * 22 * 24 + 22 * 22 * 24 * 48 // 4 + 768 * 96 + 96 * 10
     assert limits["compute"]["amount"] >= 2 * 2 * products * 256 // slices
     # The step reads and writes the parameters and the moments.
@@ -371,8 +430,15 @@ def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch
 def test_a_model_that_does_not_fit_gives_one_message():
     code, out, err = run(*DIGITS, "--json", "--config.model.hidden=3000000")
     memory = json.loads(out)["memory"]
-    assert code == 1 and memory["fits"] is False and memory["needed"] > memory["available"]
-    for part in ("does not fit on v5e:4x4", "GiB too much", "hidden/w 8.58 GiB", "model_parallel"):
+    assert (
+        code == 1 and memory["fits"] is False and memory["needed"] > memory["available"]
+    )
+    for part in (
+        "does not fit on v5e:4x4",
+        "GiB too much",
+        "hidden/w 8.58 GiB",
+        "model_parallel",
+    ):
         assert part in err, err
     assert err.startswith("error: ") and "Traceback" not in err
 
@@ -391,8 +457,8 @@ def test_attention_kernels_of_a_language_model_are_counted():
     result = json.loads(out)
     check(result)
     actual = {row["kernel"]: row for row in result["kernels"]}
-    # A micro-batch is one sequence, and each device computes its share of the heads. With remat, each layer runs its
-    # forward kernel twice.
+    # A micro-batch is one sequence, and each device computes its share of the heads.
+    # With remat, each layer runs its forward kernel twice.
     times = layers * 2
     expected = {
         "fwd_residuals": (2, 2 * times),
@@ -402,9 +468,12 @@ def test_attention_kernels_of_a_language_model_are_counted():
     for phase, (products, count) in expected.items():
         row = actual.pop(f"splash_mha_{phase}")
         scores = heads // parts * length * (length + 1) // 2
-        assert (row["count"], row["flops"]) == (count, count * 2 * products * scores * size)
-        # At most ten arrays, each moved once. A row sum occupies 128 float32 values of memory, so the limit takes as
-        # many for each position of every array.
+        assert (row["count"], row["flops"]) == (
+            count,
+            count * 2 * products * scores * size,
+        )
+        # At most ten arrays, each moved once. A row sum occupies 128 float32 values of
+        # memory, so the limit takes as many for each position of every array.
         assert row["hbm_bytes"] <= count * 10 * heads // parts * length * 128 * 4
     assert not actual
 
@@ -418,9 +487,16 @@ TOPOLOGIES = (
         ("v5e:2x4", 1),
         ("v5e:16x16", 2),
     ),
-    *(("v5p:2x2x2", 1), ("v5p:4x4x8", 4), ("v5p:8x8x16", 1), ("v6e:4x4", 1), ("v6e:8x16", 4)),
+    *(
+        ("v5p:2x2x2", 1),
+        ("v5p:4x4x8", 4),
+        ("v5p:8x8x16", 1),
+        ("v6e:4x4", 1),
+        ("v6e:8x16", 4),
+    ),
 )
-# Prints the attributes of each device. Devices of a single slice may have no slice_index; 0 stands in for it.
+# Prints the attributes of each device. Devices of a single slice may have no
+# slice_index; 0 stands in for it.
 DEVICES = """
 import json
 from xshard.metrics import chips
@@ -434,7 +510,9 @@ for topology, slices in json.loads(sys.argv[1]):
 
 
 def run_program(program, *arguments):
-    """Runs a program in its own process, which loads libtpu; returns its output lines, decoded from JSON."""
+    """Runs a program in its own process, which loads libtpu; returns its output lines,
+    decoded from JSON.
+    """
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{program}", *arguments],
@@ -489,20 +567,30 @@ for topology, slices in json.loads(sys.argv[1]):
     compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((2048, 2048), "float32")).compile()
     print(json.dumps(collectives.rows(mesh, collectives.of(compiled))))
 """
-PLACES = (("v5e:4x4", 1), ("v5e:16x16", 2), ("v6e:8x8", 1), ("v5p:4x4x8", 2), ("v4:4x4x4", 1))
+PLACES = (
+    ("v5e:4x4", 1),
+    ("v5e:16x16", 2),
+    ("v6e:8x8", 1),
+    ("v5p:4x4x8", 2),
+    ("v4:4x4x4", 1),
+)
 
 
 @pytest.mark.sample(0.4)
 @needs_libtpu
 def test_scatter_and_gather_over_a_slice_send_to_neighbors_only():
     whole = 4 * 2048 * 2048
-    for place, rows in zip(PLACES, run_program(SCATTERED, json.dumps(PLACES)), strict=True):
+    for place, rows in zip(
+        PLACES, run_program(SCATTERED, json.dumps(PLACES)), strict=True
+    ):
         inside = [row for row in rows if not row["between_slices"]]
         assert {row["hops"] for row in inside} == {1}, (place, rows)
-        scattered = sum(row["sent"] for row in inside if row["kind"] == "reduce-scatter")
+        scattered = sum(
+            row["sent"] for row in inside if row["kind"] == "reduce-scatter"
+        )
         assert 0.9 * whole < scattered < whole, (place, rows)
-        # On a plane the gather takes as many steps as the scatter. On a torus of three axes it takes one step, which
-        # XLA compiles to an all-reduce.
+        # On a plane the gather takes as many steps as the scatter. On a torus of three
+        # axes it takes one step, which XLA compiles to an all-reduce.
         is_plane = place[0].startswith(("v5e", "v6e"))
         summed = [row["bytes"] for row in inside if row["kind"] == "all-reduce"]
         assert sum(summed) == (0 if is_plane else whole), (place, rows)

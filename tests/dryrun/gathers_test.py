@@ -1,4 +1,6 @@
-"""Sharded parameters in a TPU program: the collective that gathers each layer, and its overlap with computation."""
+"""Sharded parameters in a TPU program: the collective that gathers each layer, and its
+overlap with computation.
+"""
 
 import importlib.util
 import json
@@ -25,7 +27,9 @@ needs_libtpu = pytest.mark.skipif(
 
 
 class Stack(toy.Toy):
-    """A stack of layers, large enough that gathering one takes as long as computing one."""
+    """A stack of layers, large enough that gathering one takes as long as computing
+    one.
+    """
 
     def train_data(self):
         x = np.zeros((self.config.batch_size, WIDTH), np.float32)
@@ -42,8 +46,9 @@ class Stack(toy.Toy):
 def main(topology, ahead):
     """Compiles the step of a run; prints what it gathers.
 
-    The output has the kinds of the collectives, the number of loops over layers, how many of these compute with an array
-    that the same round gathers, the bytes gathered in a round of each, and those gathered while products are computed.
+    The output has the kinds of the collectives, the number of loops over layers, how
+    many of these compute with an array that the same round gathers, the bytes gathered
+    in a round of each, and those gathered while products are computed.
 
     Args:
       topology: the slice to compile for.
@@ -59,7 +64,8 @@ def main(topology, ahead):
     compiled = preflight.jitted_step(experiment, mesh).lower(state, batch).compile()
     program = hlo.parse(compiled.as_text())
     times = program.times()
-    # If gathers run ahead, the first layer's arrays are gathered before the loop, and the last layer is computed after it.
+    # If gathers run ahead, the first layer's arrays are gathered before the loop, and
+    # the last layer is computed after it.
     rounds = LAYERS - 1 if ahead else LAYERS
     loops = [name for name in loop_bodies(program) if times[name] == rounds]
     sent = [op for op in collectives.in_program(program) if op.dtypes == ("bf16",)]
@@ -84,13 +90,20 @@ def uses_own_gathers(program, name):
     """Returns whether products of a computation read arrays that it gathers itself."""
     gathered = set()
     for op in program.computations[name].instructions.values():
-        # A gather in two steps reads the first step's array. What is in flight is not gathered yet.
+        # A gather in two steps reads the first step's array. What is in flight is not
+        # gathered yet.
         if op.name.startswith("async-collective-start"):
             continue
         reads = not gathered.isdisjoint(op.operands)
-        if reads and any(inner.opcode == "convolution" for inner in instructions(program, op)):
+        if reads and any(
+            inner.opcode == "convolution" for inner in instructions(program, op)
+        ):
             return True
-        if reads or op.opcode == "all-gather" or op.name.startswith("async-collective-done"):
+        if (
+            reads
+            or op.opcode == "all-gather"
+            or op.name.startswith("async-collective-done")
+        ):
             gathered.add(op.name)
     return False
 
@@ -144,7 +157,9 @@ def test_each_layer_is_gathered_while_the_one_before_is_computed():
 @needs_libtpu
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:4x4"])
 def test_a_layer_is_gathered_before_it_is_computed(topology):
-    """The compiler accepts the step, whose gathers overlap nothing; an option that it accepts might change this."""
+    """The compiler accepts the step, whose gathers overlap nothing; an option that it
+    accepts might change this.
+    """
     kinds, _, late, gathered, hidden = gathers_of(topology, ahead=False)
     assert kinds == ["all-gather"] and late == 2
     assert gathered > 0 and hidden == 0

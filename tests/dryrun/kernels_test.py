@@ -4,8 +4,9 @@ import pytest
 
 from xshard.dryrun import costs, hlo, kernels, summary
 
-# The forward kernel of splash attention, in the form in which the TPU compiler prints it, shortened. It has two heads
-# of 8 positions, and its values are already on the chip. A second kernel, whose cost is unknown, follows.
+# The forward kernel of splash attention, in the form in which the TPU compiler prints
+# it, shortened. It has two heads of 8 positions, and its values are already on the
+# chip. A second kernel, whose cost is unknown, follows.
 CALLS = """
 ENTRY %main (n: s8[1,1,1], q: bf16[2,8,4], v: bf16[2,8,4], s: s32[8,128]) -> bf16[2,8,4] {
   %n = s8[1,1,1]{2,1,0:T(8,128)(4,1)} parameter(0)
@@ -42,8 +43,8 @@ def test_causal_attention_counts_half_of_its_scores(phase, products):
     program = calls(phase)
     # Each position has a score for itself and for each earlier position.
     flops = 2 * products * 2 * (8 * 9 // 2) * 4
-    # The kernel reads the block numbers, queries, keys and positions, and writes a sum and the result. The rest is on
-    # the chip.
+    # The kernel reads the block numbers, queries, keys and positions, and writes a sum
+    # and the result. The rest is on the chip.
     moved = 1 + 2 * (2 * 2 * 8 * 4) + 4 * 8 * 128 + 4 * 8 * 128 + 2 * 2 * 8 * 4
     assert costs.of(program) == (flops, moved, 0)
     ours, theirs = sorted(kernels.rows(program), key=lambda row: row["kernel"])
@@ -53,7 +54,12 @@ def test_causal_attention_counts_half_of_its_scores(phase, products):
         "flops": flops,
         "hbm_bytes": moved,
     }
-    assert theirs == {"kernel": "their_kernel", "count": 1, "flops": None, "hbm_bytes": None}
+    assert theirs == {
+        "kernel": "their_kernel",
+        "count": 1,
+        "flops": None,
+        "hbm_bytes": None,
+    }
 
 
 @pytest.mark.parametrize("scope", ["layer", "not_causal"])

@@ -1,4 +1,6 @@
-"""The search for a plan: the settings to choose from, the pruning, and the order in which plans are compiled."""
+"""The search for a plan: the settings to choose from, the pruning, and the order in
+which plans are compiled.
+"""
 
 import importlib.util
 import json
@@ -25,9 +27,16 @@ TOY = ("--plan", "--config=tests/toy.py", "--topology=v5e:2x2")
 
 def result(seconds, peak=1, name="memory"):
     """Returns the result of a dry run of a step that fits."""
-    bounds = [{"name": one, "seconds": 0.0, "amount": 0} for one in ("compute", "ICI", "DCN")]
+    bounds = [
+        {"name": one, "seconds": 0.0, "amount": 0} for one in ("compute", "ICI", "DCN")
+    ]
     bounds.append({"name": name, "seconds": seconds, "amount": 8})
-    dry_run = {"bounds": bounds, "seconds": seconds, "dominated_by": name, "estimated_cycles": 2000}
+    dry_run = {
+        "bounds": bounds,
+        "seconds": seconds,
+        "dominated_by": name,
+        "estimated_cycles": 2000,
+    }
     return {**dry_run, "memory": {"peak": peak, "fits": True}}
 
 
@@ -52,8 +61,9 @@ def test_all_plans_keep_the_batch_and_none_is_repeated():
         "reduction.reduce_dtype": "float32", "model.remat": True,
     }  # fmt: skip
     assert len({tuple(one.values.values()) for one in plans}) == len(plans)
-    # The model axis has 9 possible sizes. Each leaves 4 x model_parallel examples a replica, so n + 3 numbers of
-    # micro-batches. There are 3 ways to shard the state, 2 reduce dtypes, and remat is on or off.
+    # The model axis has 9 possible sizes. Each leaves 4 x model_parallel examples a
+    # replica, so n + 3 numbers of micro-batches. There are 3 ways to shard the state, 2
+    # reduce dtypes, and remat is on or off.
     assert len(plans) == sum(n + 3 for n in range(9)) * 12
     for one in plans:
         replicas = 256 // one.values["model_parallel"]
@@ -68,12 +78,23 @@ def test_only_settings_that_apply_are_varied():
     assert "reduction.slice_dtype" not in plans[0].values and len(plans) == 4 * 3 * 2
     config.slices = 2
     plans = candidates.enumerate_plans(config, 32, has_model_axis=False)
-    assert {one.values["reduction.slice_dtype"] for one in plans} == {"float32", "bfloat16", "int8"}
-    assert candidates.flags_of(plans[0])[:2] == ["--config.slices=2", "--config.model_parallel=1"]
-    # The config's own plan comes first even if its micro-batches do not divide the batch: it is refused by name.
+    assert {one.values["reduction.slice_dtype"] for one in plans} == {
+        "float32",
+        "bfloat16",
+        "int8",
+    }
+    assert candidates.flags_of(plans[0])[:2] == [
+        "--config.slices=2",
+        "--config.model_parallel=1",
+    ]
+    # The config's own plan comes first even if its micro-batches do not divide the
+    # batch: it is refused by name.
     config.micro_batches = 3
     assert (
-        candidates.enumerate_plans(config, 32, has_model_axis=False)[0].values["micro_batches"] == 3
+        candidates.enumerate_plans(config, 32, has_model_axis=False)[0].values[
+            "micro_batches"
+        ]
+        == 3
     )
 
 
@@ -105,10 +126,15 @@ def test_the_next_plan_is_the_nearest_to_the_best():
     assert candidates.distance(following.values, other.values) == 1
     # Among plans at the same distance, the one that needs the most memory is next.
     near = [one for one in plans if candidates.distance(one.values, other.values) == 1]
-    assert following.needs == max(one.needs for one in near) > min(one.needs for one in near)
+    assert (
+        following.needs
+        == max(one.needs for one in near)
+        > min(one.needs for one in near)
+    )
     assert candidates.distance(following.values, plans[0].values) >= 3
-    # A replica of four times as many chips has four times as many rows. Four times as many micro-batches keep their
-    # size, so `rescaled` differs only in model_parallel; `other` has four times as many again.
+    # A replica of four times as many chips has four times as many rows. Four times as
+    # many micro-batches keep their size, so `rescaled` differs only in model_parallel;
+    # `other` has four times as many again.
     rescaled = with_values(plans, model_parallel=4, micro_batches=4)
     assert candidates.distance(plans[0].values, rescaled.values) == 2
     assert candidates.distance(plans[0].values, other.values) == 2 + 2
@@ -119,7 +145,9 @@ def test_each_way_to_shard_the_state_is_tried():
     for _ in range(3):
         one = candidates.next_to_compile(plans)
         one.fit(result(1.0))
-        ways.add((one.values["reduction.shard_update"], one.values["reduction.shard_params"]))
+        ways.add(
+            (one.values["reduction.shard_update"], one.values["reduction.shard_params"])
+        )
     assert ways == {(False, False), (True, False), (True, True)}
 
 
@@ -168,7 +196,9 @@ def test_plans_that_cannot_fit_are_pruned_with_a_reason():
 
     def prepare(config):
         reduction = config.reduction
-        asked.append((config.model_parallel, reduction.shard_update, reduction.shard_params))
+        asked.append(
+            (config.model_parallel, reduction.shard_update, reduction.shard_params)
+        )
         size = 800 // config.model_parallel
         return prepared({"parameters": size, "optimizer_state": size})
 
@@ -177,8 +207,12 @@ def test_plans_that_cannot_fit_are_pruned_with_a_reason():
     sharded = [(False, False), (True, False), (True, True)]
     assert sorted(asked) == [(n, *which) for n in (1, 2, 4) for which in sharded]
     why = lambda **values: with_values(plans, **values).reason
-    assert why(model_parallel=1).startswith("state and sums of gradients need more than the 1000 B")
-    assert why(model_parallel=2, micro_batches=2).startswith("state and sums of gradients need")
+    assert why(model_parallel=1).startswith(
+        "state and sums of gradients need more than the 1000 B"
+    )
+    assert why(model_parallel=2, micro_batches=2).startswith(
+        "state and sums of gradients need"
+    )
     assert "what a loop keeps" in why(model_parallel=2, micro_batches=1)
     one = with_values(plans, model_parallel=4, micro_batches=2)
     assert (one.outcome, one.needs) == (candidates.WAITING, 3 * 200 + 1000 // 4)
@@ -245,7 +279,9 @@ def searched(most, seconds, is_too_large=lambda values: False):
 def test_a_search_finds_the_best_plan_with_few_compilations():
     def seconds(values):
         near = (values["model_parallel"] - 4) ** 2 + (values["micro_batches"] - 2) ** 2
-        return 1.0 + near + values["model.remat"] + (not values["reduction.shard_update"])
+        return (
+            1.0 + near + values["model.remat"] + (not values["reduction.shard_update"])
+        )
 
     plans, compiled = searched(24, seconds)
     assert len(compiled) == 24 < len(plans) / 3
@@ -277,7 +313,9 @@ def test_the_table_shows_the_ten_best_plans_with_their_flags():
     assert [row.split()[0] for row in rows[::2]] == [str(n) for n in range(1, 11)]
     assert rows[0].split()[1:3] == ["1", "s"] and rows[2].split()[1:3] == ["2", "s"]
     assert rows[1].split() == candidates.flags_of(plans[11])
-    assert "12 fitting, 1 refused" in lines[0] and "1 refused: no such collective" in lines
+    assert (
+        "12 fitting, 1 refused" in lines[0] and "1 refused: no such collective" in lines
+    )
     assert "The config as it is: " in lines[-3] and "at least 12 s" in lines[-3]
 
 
@@ -291,7 +329,8 @@ def test_stacked_bytes_count_what_a_loop_keeps_for_its_gradient():
 
     w, x = jnp.ones((10, 8, 8)), jnp.ones((64, 8))
     kept = estimate.stacked_bytes(jax.make_jaxpr(jax.grad(loss))(w, x))
-    # The loop keeps at least the layer's input and the sine's input for each of ten layers.
+    # The loop keeps at least the layer's input and the sine's input for each of ten
+    # layers.
     assert 2 * 10 * 64 * 8 * 4 <= kept < 6 * 10 * 64 * 8 * 4
     assert estimate.stacked_bytes(jax.make_jaxpr(loss)(w, x)) == 0
 
@@ -308,7 +347,9 @@ def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
     stopped = []
     monkeypatch.setattr(plan_search.Compiler, "stop", lambda self: stopped.append(self))
     prepare = lambda config, topology: prepared({"parameters": 1})
-    code = plan_search.run(digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False)
+    code = plan_search.run(
+        digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False
+    )
     out, err = capsys.readouterr()
     assert code == 130 and len(stopped) == 1
     assert "1  3 s" in out and "1 fitting, 23 not compiled" in out
@@ -317,7 +358,9 @@ def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
 
 def test_stopping_the_compiler_kills_running_compilations():
     compiler = plan_search.Compiler(())
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+    ) as child:
         compiler._running.add(child)
         compiler.stop()
         assert child.wait() == -signal.SIGKILL
@@ -338,13 +381,17 @@ def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
     message = error_message(config, prepare)
     for part in ("nothing to choose on v5e:4x4", "sharding_rules", "Leave out --plan"):
         assert part in message
-    refused = lambda config, topology: estimate.shard_bytes(errors_of("libtpu is not installed"))
+    refused = lambda config, topology: estimate.shard_bytes(
+        errors_of("libtpu is not installed")
+    )
     assert "none of 24 plans is possible: 24 refused: libtpu is not" in error_message(
         digits.get_config(), refused
     )
     monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
     monkeypatch.setattr(plan_search, "search", lambda *_: None)
-    assert "none of the compiled plans fits v5e:4x4" in error_message(digits.get_config(), prepare)
+    assert "none of the compiled plans fits v5e:4x4" in error_message(
+        digits.get_config(), prepare
+    )
     assert "no such slice" in error_message(digits.get_config(), prepare, "v5e:3x3")
 
 
@@ -353,7 +400,9 @@ def errors_of(message):
 
 
 def run(*arguments):
-    """Runs the dry-run program; returns its exit code, standard output and standard error."""
+    """Runs the dry-run program; returns its exit code, standard output and standard
+    error.
+    """
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
@@ -365,7 +414,9 @@ def run(*arguments):
 
 def test_a_wrong_flag_is_one_message():
     code, out, err = run(*TOY, "--plan_compiles=0")
-    assert (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    assert (
+        (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
+    )
     assert "--plan_compiles=0" in err and "positive" in err
 
 
@@ -374,7 +425,8 @@ def test_the_plan_command_prints_the_plans_with_the_best_first():
     code, out, err = run(*TOY, "--json", "--plan_compiles=2", "--config.batch_size=8")
     assert code == 0, err
     plans = json.loads(out)["plans"]
-    # A replica has two rows, so one or two micro-batches. There are 3 ways to shard the state, and 2 reduce dtypes.
+    # A replica has two rows, so one or two micro-batches. There are 3 ways to shard the
+    # state, and 2 reduce dtypes.
     assert len(plans) == 2 * 3 * 2
     best, second, *others = plans
     assert best["outcome"] == second["outcome"] == candidates.FITS
@@ -385,5 +437,7 @@ def test_the_plan_command_prints_the_plans_with_the_best_first():
         # The estimated need is a lower bound.
         assert 0 < one["needs"] <= one["result"]["memory"]["peak"]
         assert one["result"]["estimated_cycles"] > 0
-        assert f"--config.micro_batches={one['values']['micro_batches']}" in one["flags"]
+        assert (
+            f"--config.micro_batches={one['values']['micro_batches']}" in one["flags"]
+        )
     assert "2 of 2: " in err

@@ -1,12 +1,15 @@
 """Makes each file operation of a run fail once, and judges how the run ends.
 
-    python -m tests.faults.campaign --results=FILE [--where=disk] [--parts=resume,eval] [--faults=EIO,kill]
+    python -m tests.faults.campaign --results=FILE [--where=disk] [--parts=resume,eval]
+    [--faults=EIO,kill]
         [--sample=30 --seed=0]
 
-A point names a part of the run's life (see scenario.py), a kind of call, the number of one call of this kind, and the
-fault that this call meets. `--where=power` cuts the power of a disk before a call. With `gcs` and `s3`, requests to an
-object store fail. The results have one line for each point that was tried, and the same command continues with the
-other points. The exit code is 1 if a point is bad, and 2 if the campaign itself fails.
+A point names a part of the run's life (see scenario.py), a kind of call, the number of
+one call of this kind, and the fault that this call meets. `--where=power` cuts the
+power of a disk before a call. With `gcs` and `s3`, requests to an object store fail.
+The results have one line for each point that was tried, and the same command continues
+with the other points. The exit code is 1 if a point is bad, and 2 if the campaign
+itself fails.
 """
 
 import argparse
@@ -52,13 +55,21 @@ OBJECTS["write"] += (proxy.DONE_ALREADY,)
 _LAGS = (1, 3, 10, 30, 100, 1000)
 # A process that meets one of these faults is killed, so it prints no message.
 _ENDS = (shim.KILL, shim.TORN, shim.CUT)
-# If a part has more calls of a kind than this, each call gets only one fault, drawn by the seed.
+# If a part has more calls of a kind than this, each call gets only one fault, drawn by
+# the seed.
 _MANY = 40
 PARTS = ("new", "resume", "again", "eval", "ls", "verify")
 WHERE = ("disk", "power", "gcs", "s3")
-# The outcomes of a point, in this order: the part ends as without a fault; it does so after the same command is given
-# again; likewise, but with a checkpoint that the rules would not have kept; the call did not occur; the point is bad.
-SAME, THEN_SAME, MORE, NOT_MET, BAD = "same", "then same", "keeps more", "not met", "BAD"
+# The outcomes of a point, in this order: the part ends as without a fault; it does so
+# after the same command is given again; likewise, but with a checkpoint that the rules
+# would not have kept; the call did not occur; the point is bad.
+SAME, THEN_SAME, MORE, NOT_MET, BAD = (
+    "same",
+    "then same",
+    "keeps more",
+    "not met",
+    "BAD",
+)
 _OUTCOMES = (SAME, THEN_SAME, MORE, NOT_MET, BAD)
 # Log lines of libraries, for example about their search for credentials.
 _LOGGED = re.compile(r"[EWI]\d{4} ")
@@ -70,7 +81,8 @@ class Point(NamedTuple):
     Attributes:
       part: one of PARTS.
       kind: the kind of call.
-      at: the number of the call of this kind, from 1; for `proxy.LAG`, the number of recent requests.
+      at: the number of the call of this kind, from 1; for `proxy.LAG`, the number of
+        recent requests.
       fault: the fault that the call meets.
     """
 
@@ -84,7 +96,9 @@ class Point(NamedTuple):
 
 
 class Campaign:
-    """The points of one place, and the results of the undisturbed run that they are compared with."""
+    """The points of one place, and the results of the undisturbed run that they are
+    compared with.
+    """
 
     def __init__(self, scratch, parts, place, seam, faults, judge):
         """Runs the parts without faults, and counts their calls.
@@ -105,7 +119,9 @@ class Campaign:
         self._parts = parts
 
     def points(self, faults, seed):
-        """Lists the points of the named faults in a fixed order; of all faults if none is named."""
+        """Lists the points of the named faults in a fixed order; of all faults if none
+        is named.
+        """
         found = []
         for part in self._parts:
             counts = collections.Counter(kind for kind, _, _ in self._calls[part])
@@ -115,7 +131,9 @@ class Campaign:
                 for at in range(1, counts[kind] + 1):
                     drawn = wanted
                     if counts[kind] > _MANY and wanted:
-                        drawn = [random.Random(f"{seed}/{part}/{kind}/{at}").choice(wanted)]
+                        drawn = [
+                            random.Random(f"{seed}/{part}/{kind}/{at}").choice(wanted)
+                        ]
                     found += [Point(part, kind, at, fault) for fault in drawn]
             if "list" in self._faults and (not faults or proxy.LAG in faults):
                 found += [Point(part, "list", lag, proxy.LAG) for lag in _LAGS]
@@ -132,14 +150,24 @@ class Campaign:
         self._seam.plan()
         if point.fault == shim.CUT:
             self._place.power_up()
-        found = {**point._asdict(), "outcome": NOT_MET, "path": "", "why": [], "code": ended.code}
+        found = {
+            **point._asdict(),
+            "outcome": NOT_MET,
+            "path": "",
+            "why": [],
+            "code": ended.code,
+        }
         if hit is None and ended.code != 0:
             found |= {"outcome": BAD, "why": ["failed without a fault"]}
         if hit is not None:
             judged = self._judge_reading if only_reads else self._judge_run
             outcome, why = judged(point, ended, hit[1])
             where = shim.mask_random_names(hit[1]).removeprefix(str(self._place.disk))
-            found |= {"outcome": BAD if why else outcome, "path": f"{hit[0]} {where}", "why": why}
+            found |= {
+                "outcome": BAD if why else outcome,
+                "path": f"{hit[0]} {where}",
+                "why": why,
+            }
         if found["why"]:
             found["said"] = ended.output[-1500:]
         return {**found, "seconds": round(time.monotonic() - begin, 1)}
@@ -169,12 +197,19 @@ class Campaign:
             self._found.write_text(json.dumps(found))
 
         ended = self._place.fork(look)
-        return json.loads(self._found.read_text()) if ended.code == 0 else ended.output[-400:]
+        return (
+            json.loads(self._found.read_text())
+            if ended.code == 0
+            else ended.output[-400:]
+        )
 
     def _unclear(self, point, ended, name):
         on_disk = name.startswith("/")
-        names = (self._judge.names_of_file if on_disk else self._judge.names_of_object)(name)
-        # For a failed listing, tensorstore prints the code in the answer's body, not the status.
+        names = (self._judge.names_of_file if on_disk else self._judge.names_of_object)(
+            name
+        )
+        # For a failed listing, tensorstore prints the code in the answer's body, not
+        # the status.
         reason = self._judge.reason(point.fault)
         reasons = [reason, proxy.CODES.get(point.fault, reason)]
         return self._judge.unclear(ended, names, reasons)
@@ -183,7 +218,10 @@ class Campaign:
         if ended.code == 0 and _words(ended.output) == self._printed[point.part]:
             return SAME, []
         why = self._unclear(point, ended, name)
-        if "damaged" in ended.output.lower() or "is not what was written" in ended.output:
+        if (
+            "damaged" in ended.output.lower()
+            or "is not what was written" in ended.output
+        ):
             why.append("reports that a checkpoint is damaged")
         return THEN_SAME, why
 
@@ -205,10 +243,14 @@ class Campaign:
         return outcome, why + [f"again: {text}" for text in again]
 
     def _leftovers(self, after, wanted):
-        return self._judge.left_behind(after) or self._judge.more_checkpoints(after, wanted)
+        return self._judge.left_behind(after) or self._judge.more_checkpoints(
+            after, wanted
+        )
 
     def _again(self, point, wanted):
-        """Runs the same command again without a fault; returns the outcome and what is wrong with it."""
+        """Runs the same command again without a fault; returns the outcome and what is
+        wrong with it.
+        """
         ended = self._place.start(point.part)
         if ended.code != 0:
             return BAD, [f"exit code {ended.code}: {ended.output[-300:]}"]
@@ -222,7 +264,8 @@ class Campaign:
 @contextlib.contextmanager
 def campaign(where, parts, scratch):
     """Opens a campaign of some parts at one of WHERE."""
-    # These modules import everything that a run imports. A process that only restarts itself with the shim skips them.
+    # These modules import everything that a run imports. A process that only restarts
+    # itself with the shim skips them.
     from tests.faults import judge, scenario
 
     with contextlib.ExitStack() as stack:
@@ -236,9 +279,13 @@ def campaign(where, parts, scratch):
             )
             seam = shim.Shim(place.disk)
         else:
-            store = stack.enter_context(harness.gcs() if where == "gcs" else harness.s3())
+            store = stack.enter_context(
+                harness.gcs() if where == "gcs" else harness.s3()
+            )
             seam, faults = stack.enter_context(proxy.Proxy(store)), OBJECTS
-            place = scenario.Place(scratch, directory=seam.directory(where), objects=seam)
+            place = scenario.Place(
+                scratch, directory=seam.directory(where), objects=seam
+            )
         yield Campaign(scratch, parts, place, seam, faults, judge)
 
 
@@ -247,13 +294,22 @@ def tried(where, folder, jobs, options=()):
 
     Args:
       where: one of WHERE.
-      folder: the folder of the results; points that have a row there are not tried again.
+      folder: the folder of the results; points that have a row there are not tried
+        again.
       jobs: the number of processes.
       options: additional options for the command of each process.
     """
     files = [folder / f"{where}.{index}of{jobs}.jsonl" for index in range(jobs)]
-    command = [sys.executable, "-m", "tests.faults.campaign", f"--where={where}", *options]
-    shares = [[f"--results={file}", f"--share={i}/{jobs}"] for i, file in enumerate(files)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.campaign",
+        f"--where={where}",
+        *options,
+    ]
+    shares = [
+        [f"--results={file}", f"--share={i}/{jobs}"] for i, file in enumerate(files)
+    ]
     # A cache, since all points compile the same few programs.
     caching = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
@@ -262,18 +318,26 @@ def tried(where, folder, jobs, options=()):
     }
     caching = {name: os.environ.get(name, value) for name, value in caching.items()}
     environment = harness.environment(**caching)
-    processes = [subprocess.Popen([*command, *share], env=environment) for share in shares]
+    processes = [
+        subprocess.Popen([*command, *share], env=environment) for share in shares
+    ]
     codes = [process.wait() for process in processes]
     assert set(codes) <= {0, 1}, f"a process failed; exit codes: {codes}"
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [
+        json.loads(line) for file in files for line in file.read_text().splitlines()
+    ]
 
 
 def table(found):
-    """Returns a table of the number of points and their outcomes, by kind of call and fault."""
+    """Returns a table of the number of points and their outcomes, by kind of call and
+    fault.
+    """
     cells = collections.defaultdict(collections.Counter)
     for row in found:
         cells[row["kind"], row["fault"]][row["outcome"]] += 1
-    lines = [f"{'call':8} {'fault':7} {'points':>7}" + "".join(f"{o:>11}" for o in _OUTCOMES)]
+    lines = [
+        f"{'call':8} {'fault':7} {'points':>7}" + "".join(f"{o:>11}" for o in _OUTCOMES)
+    ]
     for (kind, fault), counts in sorted(cells.items()):
         numbers = "".join(f"{counts[outcome]:11}" for outcome in _OUTCOMES)
         lines.append(f"{kind:8} {fault:7} {counts.total():7}{numbers}")
@@ -283,7 +347,9 @@ def table(found):
 
 
 def _words(output):
-    """Returns the lines that a tool prints, without ages and the log lines of libraries."""
+    """Returns the lines that a tool prints, without ages and the log lines of
+    libraries.
+    """
     lines = output.splitlines()
     return [line for line in lines if '"age"' not in line and not _LOGGED.match(line)]
 
@@ -294,14 +360,19 @@ def main(argv):
     parser.add_argument("--results", type=pathlib.Path, required=True)
     parser.add_argument("--where", choices=WHERE, default="disk")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--faults", default="", help="the faults to try; by default all")
-    parser.add_argument("--sample", type=int, default=0, help="how many points to draw; 0: all")
+    parser.add_argument(
+        "--faults", default="", help="the faults to try; by default all"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=0, help="how many points to draw; 0: all"
+    )
     parser.add_argument("--seed", default="0")
     parser.add_argument(
         "--share", default="0/1", help="INDEX/COUNT: this process's share of the points"
     )
     options = parser.parse_args(argv)
-    # SIGTERM acts like Ctrl-C, so that disks are unmounted and child processes are ended.
+    # SIGTERM acts like Ctrl-C, so that disks are unmounted and child processes are
+    # ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         scratch = pathlib.Path(folder)
@@ -317,21 +388,28 @@ def _try_all(campaign, options):
     faults = options.faults.split(",") if options.faults else []
     points = campaign.points(faults, options.seed)
     if options.sample:
-        points = random.Random(options.seed).sample(points, min(options.sample, len(points)))
+        points = random.Random(options.seed).sample(
+            points, min(options.sample, len(points))
+        )
     index, count = map(int, options.share.split("/"))
     points, results, found = points[index::count], options.results, []
     if results.exists():
         found = [json.loads(line) for line in results.read_text().splitlines()]
     tried = {Point(row["part"], row["kind"], row["at"], row["fault"]) for row in found}
     todo = [point for point in points if point not in tried]
-    print(f"{len(points)} points; {len(points) - len(todo)} already have a result", flush=True)
+    print(
+        f"{len(points)} points; {len(points) - len(todo)} already have a result",
+        flush=True,
+    )
     with results.open("a") as file:
         for point in todo:
             row = campaign.try_point(point)
             found.append(row)
             print(json.dumps(row), file=file, flush=True)
             if row["outcome"] == BAD:
-                print(f"BAD {point}, {row['path']}: {'; '.join(row['why'])}", flush=True)
+                print(
+                    f"BAD {point}, {row['path']}: {'; '.join(row['why'])}", flush=True
+                )
     return int(any(row["outcome"] == BAD for row in found))
 
 

@@ -1,4 +1,6 @@
-"""Tests of a sample of the points of `benchmarks.faults`: failed file operations, killed processes, power cuts."""
+"""Tests of a sample of the points of `benchmarks.faults`: failed file operations,
+killed processes, power cuts.
+"""
 
 import json
 import os
@@ -18,7 +20,8 @@ def run(tmp_path, where, sample, *options):
     """Tries a sample of points; none of them may be bad."""
     needs_compiler(where)
     options = [f"--sample={sample}", f"--seed={SEED}", *options]
-    # One process tries all points, since each process first runs the undisturbed parts for the comparison.
+    # One process tries all points, since each process first runs the undisturbed parts
+    # for the comparison.
     results = campaign.tried(where, tmp_path, 1, options)
     bad = [row for row in results if row["outcome"] == campaign.BAD]
     assert not bad, f"with XSHARD_FAULTS_SEED={SEED}: {json.dumps(bad, indent=1)}"
@@ -28,7 +31,9 @@ def run(tmp_path, where, sample, *options):
 
 
 def needs_compiler(where):
-    """Skips a test with a reason if Debian's packages for a compiler are not installed; .ci/run installs them."""
+    """Skips a test with a reason if Debian's packages for a compiler are not installed;
+    .ci/run installs them.
+    """
     if where in ("disk", "power") and not shim.compiler():
         pytest.skip("needs a C compiler (Debian: gcc, libc6-dev)")
 
@@ -46,7 +51,9 @@ def test_a_power_cut_has_a_good_outcome(tmp_path, pytestconfig):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["gcs", "s3"])
-def test_a_failed_request_to_an_object_store_has_a_good_outcome(tmp_path, pytestconfig, where):
+def test_a_failed_request_to_an_object_store_has_a_good_outcome(
+    tmp_path, pytestconfig, where
+):
     run(tmp_path, where, 6 if pytestconfig.getoption("--all") else 3, "--parts=resume")
 
 

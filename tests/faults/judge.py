@@ -1,8 +1,10 @@
-"""Checks that a run keeps its promises about checkpoints, the rows up to them, and the way it ends.
+"""Checks that a run keeps its promises about checkpoints, the rows up to them, and the
+way it ends.
 
-The checks read the run's files and trust no message. A part that met a fault may end in one of two ways: as it ends
-without the fault, or with one message that names what failed and where. In the second case the earlier files must be
-intact, so that the same command can continue.
+The checks read the run's files and trust no message. A part that met a fault may end in
+one of two ways: as it ends without the fault, or with one message that names what
+failed and where. In the second case the earlier files must be intact, so that the same
+command can continue.
 """
 
 import contextlib
@@ -49,7 +51,8 @@ def look(run, checkpoints):
 
 
 def broken(before, after, wanted, output):
-    """Returns the promises that a part has broken, one text each. They hold however the part ends.
+    """Returns the promises that a part has broken, one text each. They hold however the
+    part ends.
 
     Args:
       before: the result of `look` before the part.
@@ -77,42 +80,61 @@ def broken(before, after, wanted, output):
     for place in ("run", "eval"):
         present = set(after[place]["lines"])
         for line in before[place]["lines"]:
-            # Rows are compared byte by byte: if a run repeated a step, its rows would differ only in times.
+            # Rows are compared byte by byte: if a run repeated a step, its rows would
+            # differ only in times.
             if line not in present and _row_step(line) <= newest:
                 texts.append(f"{place}: a row of step {_row_step(line)} was replaced")
-    # Rows of training exist once their checkpoint counts. The rows of an evaluation may follow later.
+    # Rows of training exist once their checkpoint counts. The rows of an evaluation may
+    # follow later.
     for row in wanted["run"]["rows"]:
-        if '"loss"' in row and _row_step(row) <= newest and row not in after["run"]["rows"]:
-            texts.append(f"step {newest} counts, and the row of step {_row_step(row)} is lost")
+        if (
+            '"loss"' in row
+            and _row_step(row) <= newest
+            and row not in after["run"]["rows"]
+        ):
+            texts.append(
+                f"step {newest} counts, and the row of step {_row_step(row)} is lost"
+            )
     return texts
 
 
 def differences(after, wanted):
-    """Returns the differences from the end of an undisturbed run, one text each. More checkpoints are no difference.
+    """Returns the differences from the end of an undisturbed run, one text each. More
+    checkpoints are no difference.
 
     Args:
       after: the result of `look` after the part.
       wanted: the result of `look` after an undisturbed run.
     """
     got, want = _by_step(after), _by_step(wanted)
-    texts = [f"no checkpoint of step {step}" for step in sorted(want.keys() - got.keys())]
+    texts = [
+        f"no checkpoint of step {step}" for step in sorted(want.keys() - got.keys())
+    ]
     for step in sorted(want.keys() & got.keys()):
         if got[step] != want[step]:
             texts.append(f"step {step}: {got[step]} instead of {want[step]}")
     for place in ("run", "eval"):
         for field, content in wanted[place].items():
             if field != "lines" and after[place][field] != content:
-                texts.append(f"{place}: {field} differs: {_first(content, after[place][field])}")
+                texts.append(
+                    f"{place}: {field} differs: {_first(content, after[place][field])}"
+                )
     return texts
 
 
 def left_behind(after):
-    """Returns the leftovers that are neither a checkpoint nor a file of the run, one text each."""
-    return [f"left behind: {name}" for name in after["uncommitted"] + after["unfinished"]]
+    """Returns the leftovers that are neither a checkpoint nor a file of the run, one
+    text each.
+    """
+    return [
+        f"left behind: {name}" for name in after["uncommitted"] + after["unfinished"]
+    ]
 
 
 def more_checkpoints(after, wanted):
-    """Returns the steps whose checkpoints count although the rules would not have kept them."""
+    """Returns the steps whose checkpoints count although the rules would not have kept
+    them.
+    """
     return sorted(_by_step(after).keys() - _by_step(wanted).keys())
 
 
@@ -130,39 +152,57 @@ def unclear(ended, names, reasons):
     texts = [] if ended.code == 1 else [f"exit code {ended.code}"]
     texts += ["a traceback"] if "Traceback (most recent call last)" in reported else []
     texts += [] if "error: " in reported else ["no message"]
-    texts += [] if any(name in reported for name in names) else [f"does not name {names[0]}"]
+    texts += (
+        [] if any(name in reported for name in names) else [f"does not name {names[0]}"]
+    )
     if not any(reason.lower() in reported.lower() for reason in reasons):
         texts.append(f"does not give the reason '{reasons[0]}'")
     return texts
 
 
 def names_of_file(path):
-    """Returns the names that a message may give for a failed call on a path: the file, or the folder it belongs to."""
+    """Returns the names that a message may give for a failed call on a path: the file,
+    or the folder it belongs to.
+    """
     path = pathlib.Path(re.sub(r"/\.([^/]+)\.new$", r"/\1", path))
     whole = ("step_", "checkpoints", "tensorboard", "eval")
-    return [str(path), *(str(item) for item in path.parents if item.name.startswith(whole))]
+    return [
+        str(path),
+        *(str(item) for item in path.parents if item.name.startswith(whole)),
+    ]
 
 
 def names_of_object(name):
-    """Returns the names that a message may give for a failed request for an object in the bucket of the stand-ins."""
+    """Returns the names that a message may give for a failed request for an object in
+    the bucket of the stand-ins.
+    """
     path = pathlib.Path(name or "run")
     return [f"bucket/{item}" for item in (path, *path.parents[:-1])]
 
 
 def reason(fault):
-    """Returns the reason that a message must give for a fault; empty if its words are free."""
-    # For a missing file or a failed precondition, xshard may use its own words instead of those of the C library or
-    # HTTP. The other faults without a reason have no errno.
-    if fault in ("ENOENT", "404", "412") or not (hasattr(errno, fault) or fault.isdigit()):
+    """Returns the reason that a message must give for a fault; empty if its words are
+    free.
+    """
+    # For a missing file or a failed precondition, xshard may use its own words instead
+    # of those of the C library or HTTP. The other faults without a reason have no
+    # errno.
+    if fault in ("ENOENT", "404", "412") or not (
+        hasattr(errno, fault) or fault.isdigit()
+    ):
         return ""
     return fault if fault.isdigit() else os.strerror(getattr(errno, fault))
 
 
 def _checkpoint(attempt):
-    """Returns a digest of a checkpoint's arrays and position in the data, its metrics, and whether it is pinned."""
+    """Returns a digest of a checkpoint's arrays and position in the data, its metrics,
+    and whether it is pinned.
+    """
     meta = metadata_files.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
-    for name, value in array_reader.read_arrays(attempt, metadata_files.array_metas(meta)):
+    for name, value in array_reader.read_arrays(
+        attempt, metadata_files.array_metas(meta)
+    ):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),
@@ -172,10 +212,21 @@ def _checkpoint(attempt):
 
 
 def _directory(path):
-    """Returns the contents of a work directory, without values that differ between runs with the same bits."""
-    contents = {"lines": [], "rows": [], "csv": [], "events": {}, "results": None, "best": None}
+    """Returns the contents of a work directory, without values that differ between runs
+    with the same bits.
+    """
+    contents = {
+        "lines": [],
+        "rows": [],
+        "csv": [],
+        "events": {},
+        "results": None,
+        "best": None,
+    }
     if (path / "metrics.jsonl").exists():
-        contents["lines"] = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
+        contents["lines"] = (
+            (path / "metrics.jsonl").read_text(errors="replace").splitlines()
+        )
         contents["rows"] = [row for row in map(_row, contents["lines"]) if row]
     if (path / "metrics.csv").exists():
         contents["csv"] = _table(path / "metrics.csv")
@@ -190,18 +241,24 @@ def _directory(path):
 
 
 def _row(line):
-    """Returns a row as text, without values that differ between runs with the same bits; None for an incomplete row."""
+    """Returns a row as text, without values that differ between runs with the same
+    bits; None for an incomplete row.
+    """
     with contextlib.suppress(ValueError):
         row = json.loads(line)
         return json.dumps({k: v for k, v in row.items() if not k.startswith("perf/")})
 
 
 def _table(path):
-    """Returns the rows of a CSV file in a form that does not depend on the order of its columns."""
+    """Returns the rows of a CSV file in a form that does not depend on the order of its
+    columns.
+    """
     with path.open(newline="", errors="replace") as file:
         return [
             sorted(
-                [name, cell] for name, cell in row.items() if cell and not name.startswith("perf/")
+                [name, cell]
+                for name, cell in row.items()
+                if cell and not name.startswith("perf/")
             )
             for row in csv.DictReader(file)
         ]
@@ -213,12 +270,15 @@ def _events(path):
     shown.Reload()
     tags = [tag for tag in shown.Tags()["scalars"] if not tag.startswith("perf/")]
     return {
-        tag: [[item.step, repr(item.value)] for item in shown.Scalars(tag)] for tag in sorted(tags)
+        tag: [[item.step, repr(item.value)] for item in shown.Scalars(tag)]
+        for tag in sorted(tags)
     }
 
 
 def _unfinished(run):
-    return sorted(path for path in run.rglob("*") if path.name.endswith((".new", "__lock")))
+    return sorted(
+        path for path in run.rglob("*") if path.name.endswith((".new", "__lock"))
+    )
 
 
 def _by_step(side):
@@ -230,8 +290,12 @@ def _newest(checkpoints):
 
 
 def _best(checkpoints):
-    """Returns the lowest error, the default metric of the scenario's config; None if no checkpoint has metrics."""
-    errors = [item["metrics"]["error"] for item in checkpoints.values() if item["metrics"]]
+    """Returns the lowest error, the default metric of the scenario's config; None if no
+    checkpoint has metrics.
+    """
+    errors = [
+        item["metrics"]["error"] for item in checkpoints.values() if item["metrics"]
+    ]
     return min(errors, default=None)
 
 
@@ -248,7 +312,9 @@ def _row_step(line):
 
 
 def _first(want, got):
-    """Describes a difference; for lists, by the first element that each side has and the other lacks."""
+    """Describes a difference; for lists, by the first element that each side has and
+    the other lacks.
+    """
     if not isinstance(want, list) or not isinstance(got, list):
         return f"{str(got)[:150]} instead of {str(want)[:150]}"
     lacking = [row for row in want if row not in got]

@@ -1,4 +1,6 @@
-"""A disk that loses power: ext4 on a loop device. After a power cut it holds what its journal recovers."""
+"""A disk that loses power: ext4 on a loop device. After a power cut it holds what its
+journal recovers.
+"""
 
 import os
 import pathlib
@@ -10,7 +12,9 @@ _BYTES = 64 << 20
 
 
 def missing():
-    """Returns the requirements of a `Disk` that are missing on this machine, in words; empty if none."""
+    """Returns the requirements of a `Disk` that are missing on this machine, in words;
+    empty if none.
+    """
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         return "needs root and mkfs.ext4 (Debian: e2fsprogs)"
     with tempfile.TemporaryDirectory() as scratch:
@@ -48,8 +52,9 @@ class Disk:
     def power_up(self):
         """Mounts the disk again after the shim has cut its power."""
         _call("umount", self._mounted)
-        # A copy of the image is mounted. If another process has created a mount namespace meanwhile, that namespace
-        # keeps the original mounted in its cut-off state.
+        # A copy of the image is mounted. If another process has created a mount
+        # namespace meanwhile, that namespace keeps the original mounted in its cut-off
+        # state.
         copy = self._image.with_name("found")
         _call("cp", "--sparse=always", self._image, copy)
         self._image.unlink()

@@ -1,7 +1,8 @@
-"""A proxy between a run and an object store. It answers one request with an error, or listings without new objects.
+"""A proxy between a run and an object store. It answers one request with an error, or
+listings without new objects.
 
-The store is itself a stand-in: tests/checkpoint/gcs_server.py, or moto for S3. Requests to /faults/... control the
-proxy; it forwards all others to the store.
+The store is itself a stand-in: tests/checkpoint/gcs_server.py, or moto for S3. Requests
+to /faults/... control the proxy; it forwards all others to the store.
 
     python -m tests.faults.proxy http://127.0.0.1:1234      prints its address
 """
@@ -22,19 +23,30 @@ from tests.checkpoint import harness
 
 # A fault: listings lack the objects that the last so many requests created.
 LAG = "lag"
-# A fault: a write is carried out and answered with 412, as a client sees when it retries after a lost answer.
+# A fault: a write is carried out and answered with 412, as a client sees when it
+# retries after a lost answer.
 DONE_ALREADY = "412"
 KINDS = ("read", "list", "write", "delete", "head")
 _OF_METHOD = {"POST": "write", "PUT": "write", "DELETE": "delete", "HEAD": "head"}
 CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
           "429": "TooManyRequests", "500": "InternalError", "503": "SlowDown"}  # fmt: skip
-# Headers of a connection are not forwarded. Preconditions are dropped when a state is restored.
-_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host", "expect"}
+# Headers of a connection are not forwarded. Preconditions are dropped when a state is
+# restored.
+_HOP = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "content-length",
+    "host",
+    "expect",
+}
 _CONDITIONS = {"if-match", "if-none-match"}
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """The server, with the planned fault, the requests since the plan, and the states to restore."""
+    """The server, with the planned fault, the requests since the plan, and the states
+    to restore.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -49,7 +61,9 @@ class Server(http.server.ThreadingHTTPServer):
         self.plan()
 
     def plan(self, kind="", at=0, status=""):
-        """Plans a fault for the `at`-th request of a kind, from 1. LAG hides the writes of the last `at` requests."""
+        """Plans a fault for the `at`-th request of a kind, from 1. LAG hides the writes
+        of the last `at` requests.
+        """
         self.kind, self.at, self.status = kind, int(at), status
         self.calls, self.hit = [], None
         return {}
@@ -79,7 +93,9 @@ class Server(http.server.ThreadingHTTPServer):
         return {}
 
     def meet(self, kind, name):
-        """Records a request; returns the status with which to answer it; empty if the store must answer."""
+        """Records a request; returns the status with which to answer it; empty if the
+        store must answer.
+        """
         with self.lock:
             self.calls.append([kind, kind in ("write", "delete"), name])
             count = sum(entry == kind for entry, _, _ in self.calls)
@@ -91,7 +107,9 @@ class Server(http.server.ThreadingHTTPServer):
         return ""
 
     def forward(self, method, path, headers, body):
-        """Forwards a request to the store; returns the status, headers and content of its answer."""
+        """Forwards a request to the store; returns the status, headers and content of
+        its answer.
+        """
         with contextlib.closing(http.client.HTTPConnection(self.store)) as connection:
             connection.request(method, path, body, {**headers, "Host": self.store})
             answer = connection.getresponse()
@@ -110,7 +128,9 @@ class Server(http.server.ThreadingHTTPServer):
         if self.status != LAG:
             return content
         with self.lock:
-            recent = [name for kind, _, name in self.calls[-self.at :] if kind == "write"]
+            recent = [
+                name for kind, _, name in self.calls[-self.at :] if kind == "write"
+            ]
         if content.startswith(b"{"):
             answer = json.loads(content)
             items = answer.get("items", [])
@@ -126,7 +146,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Handles the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
-    # A reply is sent in two packets. With Nagle's algorithm the second waits until the first is acknowledged.
+    # A reply is sent in two packets. With Nagle's algorithm the second waits until the
+    # first is acknowledged.
     disable_nagle_algorithm = True
 
     def answer(self):
@@ -152,7 +173,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.reply(status, answer_headers, content)
 
     def reply_fault(self, kind, status):
-        content = f"<Error><Code>{CODES[status]}</Code><Message>a fault</Message></Error>"
+        content = (
+            f"<Error><Code>{CODES[status]}</Code><Message>a fault</Message></Error>"
+        )
         self.reply(int(status), [], b"" if kind == "head" else content.encode())
 
     def do_GET(self):
@@ -184,7 +207,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Proxy:
-    """Runs a proxy in its own process, and plans its faults. It has the interface of `shim.Shim`."""
+    """Runs a proxy in its own process, and plans its faults. It has the interface of
+    `shim.Shim`.
+    """
 
     def __init__(self, store):
         command = [sys.executable, "-m", "tests.faults.proxy", store]
@@ -203,7 +228,9 @@ class Proxy:
         self._process.stdout.close()
 
     def directory(self, kind):
-        """Returns the folder of a run's checkpoints in a store of a kind, and sets the environment variables for it."""
+        """Returns the folder of a run's checkpoints in a store of a kind, and sets the
+        environment variables for it.
+        """
         if kind == "gcs":
             os.environ["TENSORSTORE_GCS_HTTP_URL"] = self.url
             return "gs://bucket/run"
@@ -249,7 +276,9 @@ def _classify(method, path, query):
 
 
 def _object(path, name):
-    """Returns the path at which to delete an object, given the path of the request that created it."""
+    """Returns the path at which to delete an object, given the path of the request that
+    created it.
+    """
     if not path.startswith("/upload/"):
         return path
     bucket = re.search(r"/b/([^/]+)/", path)[1]

@@ -1,7 +1,8 @@
 """A short run of the toy experiment, in parts. Each part runs in a forked process.
 
-The parent has imported everything, but has started neither JAX's backend nor tensorstore's threads. A part therefore
-takes a second. Each part is nevertheless the real program, with its flags, its exit code and its output.
+The parent has imported everything, but has started neither JAX's backend nor
+tensorstore's threads. A part therefore takes a second. Each part is nevertheless the
+real program, with its flags, its exit code and its output.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from tests import toy
 from xshard import loop
 from xshard.pod import notice
 
-# Modules that the programs import. None of them starts JAX's backend or tensorstore's threads, which a fork would lose.
+# Modules that the programs import. None of them starts JAX's backend or tensorstore's
+# threads, which a fork would lose.
 _IMPORTED = (
     "grain",
     "optax",
@@ -29,7 +31,8 @@ _IMPORTED = (
     "xshard.modes.profiling",
     "xshard.pod.monitor",
 )
-# Longer than any part takes on a busy machine. A part that takes longer is treated as hung.
+# Longer than any part takes on a busy machine. A part that takes longer is treated as
+# hung.
 DEADLINE_SECONDS = 180.0
 _OPTIONS = {
     "steps": 6,
@@ -41,7 +44,8 @@ _OPTIONS = {
     "checkpoint.keep_last": 1,
     "checkpoint.keep_best": 1,
 }
-# The poll at the second batch of the evaluation of step 4, so that the checkpoint of step 4 lacks its evaluation.
+# The poll at the second batch of the evaluation of step 4, so that the checkpoint of
+# step 4 lacks its evaluation.
 _STOPPED_AT_POLL = 8
 NEW, STOPPED, FINISHED = "new", "stopped", "finished"
 
@@ -53,7 +57,8 @@ class Part:
     Attributes:
       module: the program.
       start: the state that it starts from: NEW, STOPPED or FINISHED.
-      arguments: its arguments, with the placeholders {run}, {directory} and {checkpoints}.
+      arguments: its arguments, with the placeholders {run}, {directory} and
+        {checkpoints}.
     """
 
     module: str
@@ -61,7 +66,11 @@ class Part:
     arguments: tuple[str, ...]
 
 
-_TRAIN = ("--config=tests/toy.py", "--workdir={run}", "--config.checkpoint.directory={directory}")
+_TRAIN = (
+    "--config=tests/toy.py",
+    "--workdir={run}",
+    "--config.checkpoint.directory={directory}",
+)
 _TRAIN += tuple(f"--config.{name}={value}" for name, value in _OPTIONS.items())
 PARTS = {
     "new": Part("xshard.main", NEW, _TRAIN),
@@ -69,7 +78,9 @@ PARTS = {
     "again": Part("xshard.main", FINISHED, _TRAIN),
     "eval": Part("xshard.main", FINISHED, (*_TRAIN, "--mode=eval")),
     "ls": Part("xshard.checkpoint", FINISHED, ("ls", "{checkpoints}", "--json")),
-    "verify": Part("xshard.checkpoint", FINISHED, ("verify", "{checkpoints}", "--json")),
+    "verify": Part(
+        "xshard.checkpoint", FINISHED, ("verify", "{checkpoints}", "--json")
+    ),
 }
 
 
@@ -78,7 +89,8 @@ class Ended:
     """The end of a process.
 
     Attributes:
-      code: its exit code; negative: the signal that ended it; None: it missed the deadline.
+      code: its exit code; negative: the signal that ended it; None: it missed the
+        deadline.
       output: what it printed.
     """
 
@@ -87,16 +99,21 @@ class Ended:
 
 
 class Place:
-    """The place where parts run: a folder on a disk, and checkpoints in this folder or in an object store."""
+    """The place where parts run: a folder on a disk, and checkpoints in this folder or
+    in an object store.
+    """
 
     def __init__(self, scratch, disk=None, directory="", objects=None):
         """Creates an empty place.
 
         Args:
-          scratch: a folder for the states that parts start from, and for the work directory without `disk`.
-          disk: the `power.Disk` that holds the work directory; None: a folder in `scratch`.
+          scratch: a folder for the states that parts start from, and for the work
+            directory without `disk`.
+          disk: the `power.Disk` that holds the work directory; None: a folder in
+            `scratch`.
           directory: the folder of the checkpoints; empty: in the work directory.
-          objects: the `proxy.Proxy` that keeps and restores objects; None: the checkpoints are on the disk.
+          objects: the `proxy.Proxy` that keeps and restores objects; None: the
+            checkpoints are on the disk.
         """
         for name in _IMPORTED:
             importlib.import_module(name)
@@ -145,9 +162,15 @@ class Place:
         assert ended.code == notice.PREEMPTED, ended.output
 
     def start(self, name, watch=lambda: None):
-        """Runs a part's program in a forked process, which calls `watch` first; returns its end."""
+        """Runs a part's program in a forked process, which calls `watch` first; returns
+        its end.
+        """
         part = PARTS[name]
-        places = {"run": self.run, "directory": self.directory, "checkpoints": self.checkpoints}
+        places = {
+            "run": self.run,
+            "directory": self.directory,
+            "checkpoints": self.checkpoints,
+        }
         arguments = [argument.format(**places) for argument in part.arguments]
 
         def program():
@@ -192,7 +215,8 @@ def _run(program, output):
         stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(stream, 1)
         os.dup2(stream, 2)
-        # Each line is flushed at once, so that no output is lost if the process is killed.
+        # Each line is flushed at once, so that no output is lost if the process is
+        # killed.
         sys.stdout.reconfigure(line_buffering=True)
         faulthandler.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -209,12 +233,15 @@ def _run(program, output):
 
 
 def _wait(child):
-    """Waits for a process; returns its exit code, or None if it missed the deadline and was killed."""
+    """Waits for a process; returns its exit code, or None if it missed the deadline and
+    was killed.
+    """
     handle, done = os.pidfd_open(child), []
     try:
         done, _, _ = select.select([handle], [], [], DEADLINE_SECONDS)
     finally:
-        # The child is killed also if this process is interrupted, since nothing else would end it.
+        # The child is killed also if this process is interrupted, since nothing else
+        # would end it.
         if not done:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)

@@ -15,8 +15,8 @@ KINDS = (
 # In place of a kind: any call that changes something.
 CHANGES = "change"
 _CHANGES = 100
-# In place of an errno: a read or write that is cut short, SIGKILL before the call, SIGKILL in the middle of a write,
-# and a power cut before the call.
+# In place of an errno: a read or write that is cut short, SIGKILL before the call,
+# SIGKILL in the middle of a write, and a power cut before the call.
 SHORT, KILL, TORN, CUT = "short", "kill", "torn", "cut"
 _ACTIONS = {SHORT: -1, KILL: -2, TORN: -3, CUT: -4}
 _LENGTH = 240
@@ -69,22 +69,30 @@ class Shim:
         self.watch = library.faults_watch
 
     def plan(self, kind=None, at=0, action=None):
-        """Plans a fault for the `at`-th call of a kind, from 1; by default there is none. Resets the counts."""
+        """Plans a fault for the `at`-th call of a kind, from 1; by default there is
+        none. Resets the counts.
+        """
         page = self._page
         page.counted = page.calls = page.hit = 0
         page.kind = _CHANGES if kind in (None, CHANGES) else KINDS.index(kind)
-        page.action = _ACTIONS[action] if action in _ACTIONS else getattr(errno, action or "EIO")
+        page.action = (
+            _ACTIONS[action] if action in _ACTIONS else getattr(errno, action or "EIO")
+        )
         page.at = at
 
     def hit(self):
-        """Returns the kind and the path of the call that met the fault; None if no call did."""
+        """Returns the kind and the path of the call that met the fault; None if no call
+        did.
+        """
         if not self._page.hit:
             return None
         call = self._page.call[min(self._page.hit, _CALLS) - 1]
         return KINDS[call.kind], self._folder + os.fsdecode(call.path)
 
     def calls(self):
-        """Lists the calls since `plan`: the kind, whether it changes something, and the path of each."""
+        """Lists the calls since `plan`: the kind, whether it changes something, and the
+        path of each.
+        """
         count = self._page.calls
         assert count <= _CALLS, f"{count} calls exceed the capacity of the shim"
         return [
@@ -106,9 +114,20 @@ def compiler():
 
 
 def preloaded(folder):
-    """Compiles the shim into a folder; returns the environment variables that load it into a process."""
+    """Compiles the shim into a folder; returns the environment variables that load it
+    into a process.
+    """
     library = pathlib.Path(folder) / "faults.so"
     source = pathlib.Path(__file__).with_name("shim.c")
-    command = [compiler(), "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+    command = [
+        compiler(),
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        str(library),
+        str(source),
+        "-ldl",
+    ]
     subprocess.run(command, check=True)
     return {"LD_PRELOAD": str(library)}

@@ -1,4 +1,6 @@
-"""Tests with real cluster launchers from Debian's packages: mpirun, and Slurm with one node on loopback."""
+"""Tests with real cluster launchers from Debian's packages: mpirun, and Slurm with one
+node on loopback.
+"""
 
 import contextlib
 import os
@@ -57,16 +59,22 @@ PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubsc
 
 
 def need(*programs):
-    """Skips the test if a program is missing or the user is not root; .ci/run installs Debian's packages."""
+    """Skips the test if a program is missing or the user is not root; .ci/run installs
+    Debian's packages.
+    """
     os.environ["PATH"] += os.pathsep + "/usr/sbin"
     missing = [program for program in programs if not shutil.which(program)]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and {', '.join(programs)} (Debian: slurm-wlm, munge, openmpi-bin)")
+        pytest.skip(
+            f"needs root and {', '.join(programs)} (Debian: slurm-wlm, munge, openmpi-bin)"
+        )
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """A Slurm cluster of one node; the value is the environment variables that its clients need."""
+    """A Slurm cluster of one node; the value is the environment variables that its
+    clients need.
+    """
     need("munged", "slurmctld", "slurmd", "sbatch")
     state = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool", "munge"):
@@ -79,9 +87,15 @@ def slurm(tmp_path_factory):
         folder.chmod(0o755)
     ports = [harness.free_port(), harness.free_port()]
     conf = state / "slurm.conf"
-    # The port on which a job's processes meet is derived from the job's number, so clusters start at random numbers.
+    # The port on which a job's processes meet is derived from the job's number, so
+    # clusters start at random numbers.
     first = random.SystemRandom().randrange(1, 4000)
-    values = {"host": socket.gethostname(), "ports": ports, "state": state, "first": first}
+    values = {
+        "host": socket.gethostname(),
+        "ports": ports,
+        "state": state,
+        "first": first,
+    }
     conf.write_text(CONF.format(user="root", **values))
     variables = {"SLURM_CONF": str(conf)}
     munge = [f"--{n}={state}/munge/{f}" for n, f in
@@ -105,7 +119,8 @@ def slurm(tmp_path_factory):
                 harness.wait_until((state / "munge" / "socket").exists)
         harness.wait_until(lambda: ask(variables, *IDLE) == "1")
         yield variables
-        # Jobs that a test left running would outlive the cluster and occupy ports that the next cluster needs.
+        # Jobs that a test left running would outlive the cluster and occupy ports that
+        # the next cluster needs.
         ask(variables, "scancel", "--me", "--full", "--signal=KILL")
         ask(variables, "scancel", "--me")
         harness.wait_until(lambda: ask(variables, "squeue", "--noheader") == "")
@@ -137,7 +152,9 @@ def wait_for(job, variables, state="COMPLETED"):
     def states():
         shown = ask(variables, "scontrol", "--oneliner", "show", "job", job)
         reported = set(re.findall(r"JobState=(\w+)", shown))
-        assert reported <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, shown
+        assert reported <= {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", state}, (
+            shown
+        )
         return reported == {state}
 
     harness.wait_until(states)
@@ -163,8 +180,11 @@ def test_one_process_with_all_devices_ends_within_the_tolerance(tmp_path, refere
     assert code == 0, output
     left, right = (harness.final_state(d, 160) for d in (tmp_path / "run", reference))
     for name, array in left.items():
-        # The bits differ, because gloo adds the replicas' gradients in another order between processes.
-        np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
+        # The bits differ, because gloo adds the replicas' gradients in another order
+        # between processes.
+        np.testing.assert_allclose(
+            array, right[name], rtol=1e-4, atol=1e-6, err_msg=name
+        )
 
 
 @pytest.mark.sample(0.4)
@@ -180,16 +200,24 @@ def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
 
 
 @pytest.mark.sample(2, of="Slurm")
-def test_slurm_requeues_a_stopped_job_which_ends_in_the_same_bits(tmp_path, reference, slurm):
+def test_slurm_requeues_a_stopped_job_which_ends_in_the_same_bits(
+    tmp_path, reference, slurm
+):
     directory = tmp_path / "run"
     with pace.slow(tmp_path / "slow", 20) as variables:
         job = submit(directory, {**slurm, **variables})
         harness.wait_until(lambda: "step  20/160" in read(directory / "launch.log"))
-        # At the time limit, too, Slurm sends the signal to the processes and not to the script.
+        # At the time limit, too, Slurm sends the signal to the processes and not to the
+        # script.
         ask(slurm, "scancel", "--signal=TERM", job)
-        harness.wait_until(lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job))
-    harness.wait_until(lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job))
-    # Slurm waits two minutes by default. It cannot start the job at once, because the node still cleans up.
+        harness.wait_until(
+            lambda: "Restarts=1" in ask(slurm, "scontrol", "show", "job", job)
+        )
+    harness.wait_until(
+        lambda: "JobState=PENDING" in ask(slurm, "scontrol", "show", "job", job)
+    )
+    # Slurm waits two minutes by default. It cannot start the job at once, because the
+    # node still cleans up.
     harness.wait_until(lambda: ask(slurm, *IDLE) == "1")
     ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now+8")
     wait_for(job, slurm)
@@ -208,7 +236,9 @@ def test_slurm_lists_and_kills_a_job(tmp_path, slurm):
     )
     assert code == 0 and "endless" in output and "RUNNING" in output
     code, output = harness.finish(
-        harness.launch("kill", "endless", "--engine=slurm", env=harness.environment(**slurm))
+        harness.launch(
+            "kill", "endless", "--engine=slurm", env=harness.environment(**slurm)
+        )
     )
     assert code == 0, output
     wait_for(job, slurm, "FAILED")
@@ -226,9 +256,7 @@ def test_slurm_reports_a_failed_run(tmp_path, slurm):
 
 def test_an_elastic_job_runs_one_process_on_each_available_node(tmp_path, slurm):
     # The job asks for one to three nodes, and the cluster has one.
-    show = (
-        "import os; print('tasks', os.environ['SLURM_NTASKS'], os.environ['SLURM_STEP_NUM_NODES'])"
-    )
+    show = "import os; print('tasks', os.environ['SLURM_NTASKS'], os.environ['SLURM_STEP_NUM_NODES'])"
     process = harness.launch(
         "--engine=slurm", "--elastic=1:3", command=[sys.executable, "-c", show, f"--workdir={tmp_path / 'run'}"],
         env=harness.environment(**slurm),
@@ -250,9 +278,9 @@ def test_a_sweep_is_submitted_as_a_job_array(tmp_path, slurm):
     code, output = harness.finish(process)
     assert code == 0, output
     wait_for(re.search(r"Submitted batch job (\d+)", output)[1], slurm)
-    assert [(tmp_path / "runs" / name / "results.json").exists() for name in ("000", "001")] == [
-        True
-    ] * 2
+    assert [
+        (tmp_path / "runs" / name / "results.json").exists() for name in ("000", "001")
+    ] == [True] * 2
 
 
 def read(path):

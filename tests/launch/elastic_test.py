@@ -1,4 +1,6 @@
-"""Tests of `--elastic`: its values, its refusals, and pods that lose hosts. trajectory_test.py compares the bits."""
+"""Tests of `--elastic`: its values, its refusals, and pods that lose hosts.
+trajectory_test.py compares the bits.
+"""
 
 import io
 import json
@@ -23,12 +25,16 @@ def toy(tmp_path, *options):
     return engine.Job("job", command, 4, least=2)
 
 
-@pytest.mark.parametrize(("text", "hosts"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("08:16", (8, 16))])
+@pytest.mark.parametrize(
+    ("text", "hosts"), [("2:4", (2, 4)), ("1:1", (1, 1)), ("08:16", (8, 16))]
+)
 def test_a_range_of_hosts_is_parsed(text, hosts):
     assert elastic.parse(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "3", "4:2", "0:2", "-1:2", "a:b", "1:2:3", "1.5:2", " 1:2"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "4:2", "0:2", "-1:2", "a:b", "1:2:3", "1.5:2", " 1:2"]
+)
 def test_a_malformed_range_of_hosts_is_refused(text):
     with pytest.raises(
         engine.LaunchError, match=f"--elastic={text} must be MIN:MAX.*1 <= MIN <= M"
@@ -42,13 +48,19 @@ def test_a_run_whose_trajectory_depends_on_its_hosts_is_refused(tmp_path):
     ):
         elastic.check([toy(tmp_path)])
     points = [{"seed": 0}, {"logical_replicas": 0}]
-    with pytest.raises(engine.LaunchError, match="the config of job-001 has logical_replicas=0"):
+    with pytest.raises(
+        engine.LaunchError, match="the config of job-001 has logical_replicas=0"
+    ):
         elastic.check(sweep.jobs(toy(tmp_path, LOGICAL, EXACT), points))
 
 
 def test_a_refused_run_starts_nothing(tmp_path):
-    code, output = harness.finish(harness.launch("--elastic=1:2", command=toy(tmp_path).command))
-    assert code == 1 and output.startswith("error: --elastic=1:2 is for runs whose trajectory")
+    code, output = harness.finish(
+        harness.launch("--elastic=1:2", command=toy(tmp_path).command)
+    )
+    assert code == 1 and output.startswith(
+        "error: --elastic=1:2 is for runs whose trajectory"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -60,13 +72,18 @@ def test_a_refused_run_starts_nothing(tmp_path):
 def test_a_weaker_guarantee_causes_a_warning(tmp_path, capsys, options, warning):
     elastic.check([toy(tmp_path, *options)])
     out = capsys.readouterr().err
-    assert out.startswith("launch: warning: --elastic: ") and warning in out if warning else not out
+    assert (
+        out.startswith("launch: warning: --elastic: ") and warning in out
+        if warning
+        else not out
+    )
 
 
 # The local engine, with a small program in place of a run.
 
-# The first argument gives the end of each process, by the number of processes and the index: an exit code or a negative
-# signal. If it lists any end for this number of processes, the others sleep, as a run's processes wait for a lost peer.
+# The first argument gives the end of each process, by the number of processes and the
+# index: an exit code or a negative signal. If it lists any end for this number of
+# processes, the others sleep, as a run's processes wait for a lost peer.
 PROGRAM = """
 import json, os, sys, time
 values = dict(a[2:].split("=", 1) for a in sys.argv[2:])
@@ -83,7 +100,9 @@ sys.exit(end)
 
 
 def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
-    """Runs a pod that the launcher gives up after one failure; returns the exit code and the output."""
+    """Runs a pod that the launcher gives up after one failure; returns the exit code
+    and the output.
+    """
     monkeypatch.setattr(local, "_SIGTERM_SECONDS", settle)
     monkeypatch.setattr(local, "_EXIT_SECONDS", settle)
     command = (sys.executable, "-c", PROGRAM, json.dumps(ends), f"--workdir={tmp_path}")
@@ -92,12 +111,20 @@ def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
     return code, out.getvalue()
 
 
-def test_a_pod_continues_on_the_remaining_hosts_down_to_the_minimum(tmp_path, monkeypatch):
+def test_a_pod_continues_on_the_remaining_hosts_down_to_the_minimum(
+    tmp_path, monkeypatch
+):
     ends = {4: {1: -9}, 3: {2: -9}}
     code, output = run(tmp_path, monkeypatch, ends, 4, 2)
-    # The launcher itself killed the other processes, so they do not count as lost hosts.
-    assert code == 0 and "process 1 of 4 was ended by SIGKILL; 3 of 4 hosts are left" in output
-    assert "2 of 3 hosts are left: starting it again" in output and "here 1 of 2" in output
+    # The launcher itself killed the other processes, so they do not count as lost
+    # hosts.
+    assert (
+        code == 0
+        and "process 1 of 4 was ended by SIGKILL; 3 of 4 hosts are left" in output
+    )
+    assert (
+        "2 of 3 hosts are left: starting it again" in output and "here 1 of 2" in output
+    )
     code, output = run(tmp_path, monkeypatch, ends, 4, 3)
     assert code == 137 and output.splitlines()[-1].startswith(
         "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts are left, but "
@@ -110,7 +137,10 @@ def test_a_pod_of_two_continues_with_one_host_but_not_with_none(tmp_path, monkey
     assert code == 0 and "here 0 of 1" in output
     both = {2: {0: -9, 1: -9}}
     code, output = run(tmp_path, monkeypatch, both, 2, 1, settle=harness.FOREVER)
-    assert code == 137 and "0 of 2 hosts are left, but --elastic=1:2 requires at least 1" in output
+    assert (
+        code == 137
+        and "0 of 2 hosts are left, but --elastic=1:2 requires at least 1" in output
+    )
 
 
 @pytest.mark.parametrize("end", [1, -6, -11, -15])
@@ -126,7 +156,9 @@ def test_a_killed_process_is_a_failure_if_the_pod_is_not_elastic(tmp_path, monke
 
 
 @pytest.mark.parametrize("least", [0, 1])
-def test_a_process_that_cannot_be_started_counts_as_a_lost_host(tmp_path, monkeypatch, least):
+def test_a_process_that_cannot_be_started_counts_as_a_lost_host(
+    tmp_path, monkeypatch, least
+):
     start, started = local._start, []
 
     def limited(command, token):
@@ -139,9 +171,16 @@ def test_a_process_that_cannot_be_started_counts_as_a_lost_host(tmp_path, monkey
     code, output = run(tmp_path, monkeypatch, {3: {0: 0}}, 3, least)
     cause = "process 2 of 3 cannot be started: Resource temporarily unavailable"
     if least:
-        assert code == 0 and f"{cause}; 2 of 3 hosts are left" in output and "1 of 2" in output
+        assert (
+            code == 0
+            and f"{cause}; 2 of 3 hosts are left" in output
+            and "1 of 2" in output
+        )
     else:
-        assert code == 1 and f"giving up after failure 1 without a new step: {cause}" in output
+        assert (
+            code == 1
+            and f"giving up after failure 1 without a new step: {cause}" in output
+        )
     assert None not in [process.poll() for process in started]
 
 
@@ -153,12 +192,17 @@ def test_slurm_runs_one_process_on_each_allocated_node(tmp_path):
     plan = slurm.Slurm().launch([toy(tmp_path)])
     (content,) = plan.files.values()
     # With a number of tasks Slurm would allocate two nodes, however many are idle.
-    assert "#SBATCH --nodes=2-4\n" in content and "--ntasks" not in content.partition("cd ")[0]
+    assert (
+        "#SBATCH --nodes=2-4\n" in content
+        and "--ntasks" not in content.partition("cd ")[0]
+    )
     path = harness.stand_in(tmp_path, "srun", "")
     for nodes in ("3", "2"):
         # The second number is smaller, as after a requeue on the remaining nodes.
         environment = {**os.environ, "PATH": path, "SLURM_NNODES": nodes}
-        subprocess.run(["bash", "-u"], input=content, text=True, check=True, env=environment)
+        subprocess.run(
+            ["bash", "-u"], input=content, text=True, check=True, env=environment
+        )
     one_each = "--ntasks-per-node=1"
     assert [call[1:3] for call in harness.calls(tmp_path)] == [
         ["--ntasks=3", one_each],
@@ -169,6 +213,7 @@ def test_slurm_runs_one_process_on_each_allocated_node(tmp_path):
 @pytest.mark.parametrize("option", ["--nodes=4", "--ntasks=4", "--ntasks-per-node=2"])
 def test_slurm_refuses_a_second_size(tmp_path, option):
     with pytest.raises(
-        engine.LaunchError, match=f"--nodes=2-4 .*--sbatch={option} asks for another size"
+        engine.LaunchError,
+        match=f"--nodes=2-4 .*--sbatch={option} asks for another size",
     ):
         slurm.Slurm(options=(option,)).launch([toy(tmp_path)])

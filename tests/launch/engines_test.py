@@ -1,6 +1,8 @@
-"""Tests of the engines' plans: files against schemas, quoting against a shell, and commands.
+"""Tests of the engines' plans: files against schemas, quoting against a shell, and
+commands.
 
-No cloud is used: `gcloud`, `srun` and `scontrol` are stand-ins that record their calls and run what a host would.
+No cloud is used: `gcloud`, `srun` and `scontrol` are stand-ins that record their calls
+and run what a host would.
 """
 
 import ast
@@ -22,7 +24,8 @@ from tests.launch import harness
 
 stand_in, calls = harness.stand_in, harness.calls
 
-# Without quoting, a shell, Slurm, Kubernetes or a format string would expand or execute parts of this text.
+# Without quoting, a shell, Slurm, Kubernetes or a format string would expand or execute
+# parts of this text.
 EVIL = "$$(A)$$$(B) $(touch evil);`touch evil` 'a\" \\ %j {x} $(HOME)\ttab"
 DUMP = "import json, sys; json.dump(sys.argv[1:], open('arguments.json', 'w'))"
 
@@ -42,7 +45,8 @@ def job(tmp_path, *more, name="job", **fields):
 def test_a_plan_prints_its_files_and_commands_and_executes_them(tmp_path):
     file = tmp_path / "a" / "file"
     plan = engine.Plan(
-        [["cp", str(file), str(tmp_path / "b c")], ["false"], ["touch", "d"]], {file: "text\n"}
+        [["cp", str(file), str(tmp_path / "b c")], ["false"], ["touch", "d"]],
+        {file: "text\n"},
     )
     assert str(plan) == f"# {file}\ntext\n\ncp {file} '{tmp_path}/b c'\nfalse\ntouch d"
     assert plan.run() == 1
@@ -61,7 +65,8 @@ def test_a_plan_passes_a_token_to_its_commands_without_printing_it(tmp_path):
     assert f"<{engine.TOKEN}>" in str(plan)
     tokens = []
     for _ in range(2):
-        # A plan with a private file does not replace this process, which has to delete the file.
+        # A plan with a private file does not replace this process, which has to delete
+        # the file.
         assert plan.run(replace=True) == 0 and not secret.exists()
         mode, content = copies[0].read_text().split()
         assert copies[0].read_text() == copies[1].read_text()
@@ -101,7 +106,12 @@ def test_work_directories_without_usable_letters_get_distinct_names():
 
 
 @pytest.mark.parametrize(
-    "flags", [["--workdir=a"], ["--workdir", "a"], ["--workdir=b", "--workdir", "a", "--steps=3"]]
+    "flags",
+    [
+        ["--workdir=a"],
+        ["--workdir", "a"],
+        ["--workdir=b", "--workdir", "a", "--steps=3"],
+    ],
 )
 def test_a_work_directory_is_given_in_one_word_or_two(flags):
     assert engine.Job("x", ("python", *flags)).workdir == pathlib.Path("a").absolute()
@@ -124,7 +134,9 @@ def script(plan):
 def test_the_slurm_script_sets_its_options_and_runs_the_exact_command(tmp_path):
     (tmp_path / "run").mkdir()
     content = script(
-        slurm.Slurm("1:00:00", ("--partition=tpu",), 90).launch([job(tmp_path, processes=4)])
+        slurm.Slurm("1:00:00", ("--partition=tpu",), 90).launch(
+            [job(tmp_path, processes=4)]
+        )
     )
     options = re.findall("^#SBATCH (.*)$", content, re.MULTILINE)
     assert {"--requeue", "--job-name=job", "--ntasks=4", "--signal=TERM@90", "--time=1:00:00",
@@ -134,12 +146,16 @@ def test_the_slurm_script_sets_its_options_and_runs_the_exact_command(tmp_path):
     path = stand_in(tmp_path, "srun", keep)
     for _ in range(2):
         ended = subprocess.run(
-            ["bash", "-u", tmp_path / "job.sh"], env={**os.environ, "PATH": path}, cwd=tmp_path
+            ["bash", "-u", tmp_path / "job.sh"],
+            env={**os.environ, "PATH": path},
+            cwd=tmp_path,
         )
         assert ended.returncode == 0
     # Each start creates a new token, so the script cannot contain it.
     tokens = (tmp_path / "tokens").read_text().split()
-    assert len(set(tokens)) == 2 and all(re.fullmatch("[0-9a-f]{64}", t) for t in tokens)
+    assert len(set(tokens)) == 2 and all(
+        re.fullmatch("[0-9a-f]{64}", t) for t in tokens
+    )
     call = calls(tmp_path)[0]
     at = call.index("--")
     assert call[at + 1 :] == list(job(tmp_path).command)
@@ -204,19 +220,26 @@ def test_a_grace_as_long_as_the_time_limit_is_refused(tmp_path, time, seconds):
 def test_a_slurm_array_has_a_command_for_each_task(tmp_path):
     jobs = [
         engine.Job(
-            f"job-00{i}", ("python", f"--workdir={tmp_path}/run/00{i}", f"--config.note={EVIL}{i}")
+            f"job-00{i}",
+            ("python", f"--workdir={tmp_path}/run/00{i}", f"--config.note={EVIL}{i}"),
         )
         for i in range(3)
     ]
     content = script(slurm.Slurm(parallel=2).launch(jobs))
     assert "#SBATCH --array=0-2%2\n" in content and "--job-name=job\n" in content
     (tmp_path / "job.sh").write_text(content)
-    env = {**os.environ, "PATH": stand_in(tmp_path, "srun", ""), "SLURM_ARRAY_TASK_ID": "1"}
+    env = {
+        **os.environ,
+        "PATH": stand_in(tmp_path, "srun", ""),
+        "SLURM_ARRAY_TASK_ID": "1",
+    }
     assert subprocess.run(["bash", tmp_path / "job.sh"], env=env).returncode == 0
     assert calls(tmp_path)[0][-3:] == list(jobs[1].command)
 
 
-@pytest.mark.parametrize("option", ["--comment=a b", "--x='y'", "partition", "--a=b\n#SBATCH --c"])
+@pytest.mark.parametrize(
+    "option", ["--comment=a b", "--x='y'", "partition", "--a=b\n#SBATCH --c"]
+)
 def test_slurm_refuses_malformed_options(tmp_path, option):
     with pytest.raises(engine.LaunchError, match="cannot be an option of sbatch"):
         slurm.Slurm(options=(option,)).launch([job(tmp_path)])
@@ -230,7 +253,14 @@ def test_mpirun_receives_the_exact_command(tmp_path):
         [job(tmp_path, processes=4, cpu_devices=2)]
     )
     (command,) = plan.commands
-    assert command[:6] == ["mpirun", "-n", "4", "--hostfile", "my hosts", "--oversubscribe"]
+    assert command[:6] == [
+        "mpirun",
+        "-n",
+        "4",
+        "--hostfile",
+        "my hosts",
+        "--oversubscribe",
+    ]
     assert command[6:8] == ["-x", "XSHARD_LAUNCH_TOKEN"]
     assert command[8:] == [*job(tmp_path).command, "--cpu_devices=2"]
 
@@ -261,7 +291,10 @@ def test_tpu_vm_starts_shows_and_stops_a_job(tmp_path, monkeypatch):
     log = host / "my code" / "job.log"
     harness.wait_until((host / "my code" / "arguments.json").exists)
     harness.wait_until((host / "my code" / "arguments.json").read_text)
-    assert json.loads((host / "my code" / "arguments.json").read_text()) == [EVIL, "--workdir=x"]
+    assert json.loads((host / "my code" / "arguments.json").read_text()) == [
+        EVIL,
+        "--workdir=x",
+    ]
     assert log.exists() and not list(host.rglob("evil"))
     token = (host / "my code" / "token").read_text()
     assert len(token) == 64 and token not in (tmp_path / "calls").read_text()
@@ -277,7 +310,13 @@ def test_tpu_vm_starts_shows_and_stops_a_job(tmp_path, monkeypatch):
         )
     )
     send, start, *_ = calls(tmp_path)
-    assert send[4:] == ["scp", "job.token", "pod:job.token", "--worker=all", "--zone=us-x"]
+    assert send[4:] == [
+        "scp",
+        "job.token",
+        "pod:job.token",
+        "--worker=all",
+        "--zone=us-x",
+    ]
     assert start[:9] == [
         "gcloud",
         "compute",
@@ -310,7 +349,9 @@ def test_tpu_vm_refuses_wrong_options(tmp_path, fields, settings, message):
 
 
 def job_set(tmp_path, **fields):
-    """Returns the JobSet manifest of a plan, after checks of the plan's commands and its Secret."""
+    """Returns the JobSet manifest of a plan, after checks of the plan's commands and
+    its Secret.
+    """
     plan = gke.Gke(**{"tpu": "v5e:4x4", "image": "registry/xshard:1", **fields}).launch(
         [job(tmp_path)]
     )
@@ -321,9 +362,9 @@ def job_set(tmp_path, **fields):
     kubernetes_validate.validate(yaml.safe_load(secret), "1.31", strict=True)
     manifest = yaml.safe_load(content)
     assert engine.TOKEN in secret and engine.TOKEN not in content
-    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]["containers"]
     source = container["env"][-1]["valueFrom"]["secretKeyRef"]
     assert yaml.safe_load(secret)["metadata"]["name"] == source["name"]
     assert source["key"] in yaml.safe_load(secret)["stringData"]
@@ -337,19 +378,24 @@ def forbid_others(schema):
         if "properties" in schema and "additionalProperties" not in schema:
             closed["additionalProperties"] = False
         return closed
-    return [forbid_others(item) for item in schema] if isinstance(schema, list) else schema
+    return (
+        [forbid_others(item) for item in schema] if isinstance(schema, list) else schema
+    )
 
 
-@pytest.mark.parametrize("fields", [{}, {"slices": 4, "tpu": "v5p:8x8x16"}, {"tpu": "v6e:2x2"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"slices": 4, "tpu": "v5p:8x8x16"}, {"tpu": "v6e:2x2"}]
+)
 def test_the_job_set_passes_strict_validation(tmp_path, fields):
     manifest = job_set(tmp_path, **fields)
     path = pathlib.Path(__file__).parent / "jobset_schema.json"
     schema = forbid_others(json.loads(path.read_text()))
-    # The schema must accept any Job and metadata. The Job is validated below, and Kubernetes defines the metadata.
+    # The schema must accept any Job and metadata. The Job is validated below, and
+    # Kubernetes defines the metadata.
     schema["properties"]["metadata"] = {"type": "object"}
-    template = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
-        "template"
-    ]
+    template = schema["properties"]["spec"]["properties"]["replicatedJobs"]["items"][
+        "properties"
+    ]["template"]
     template["properties"]["spec"] = {"type": "object"}
     jsonschema.validate(manifest, schema)
     (replicated,) = manifest["spec"]["replicatedJobs"]
@@ -395,12 +441,17 @@ def test_gke_counts_hosts_and_chips(tmp_path, tpu, hosts, chips):
 
 
 @pytest.mark.parametrize(
-    ("code", "action"), [(42, "RestartJobSetAndIgnoreMaxRestarts"), (3, "FailJobSet"), (4, None)]
+    ("code", "action"),
+    [(42, "RestartJobSetAndIgnoreMaxRestarts"), (3, "FailJobSet"), (4, None)],
 )
-def test_gke_does_not_count_restarts_after_42_and_never_restarts_after_3(tmp_path, code, action):
+def test_gke_does_not_count_restarts_after_42_and_never_restarts_after_3(
+    tmp_path, code, action
+):
     spec = job_set(tmp_path, max_failures=5)["spec"]
     assert spec["failurePolicy"]["maxRestarts"] == 4
-    (pod_rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    (pod_rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"][
+        "rules"
+    ]
     assert pod_rule["action"] == "FailJob"
     assert (code in pod_rule["onExitCodes"]["values"]) == (action is not None)
     # The message in the Job's condition, as Kubernetes' job controller writes it.
@@ -413,17 +464,22 @@ def test_gke_does_not_count_restarts_after_42_and_never_restarts_after_3(tmp_pat
     matching = [
         rule["action"]
         for rule in rules
-        if any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
+        if any(
+            re.search(pattern, message)
+            for pattern in rule["onJobFailureMessagePatterns"]
+        )
     ]
     assert matching == ([action] if action else [])
 
 
 def test_gke_does_not_expand_arguments(tmp_path):
-    (container,) = job_set(tmp_path)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
-        "spec"
-    ]["containers"]
+    (container,) = job_set(tmp_path)["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]["containers"]
     # The kubelet replaces $$ with $. No other $ is left for it to expand.
-    assert [a.replace("$$", "$") for a in container["command"]] == list(job(tmp_path).command)
+    assert [a.replace("$$", "$") for a in container["command"]] == list(
+        job(tmp_path).command
+    )
     assert "$" not in "".join(container["command"]).replace("$$", "")
 
 
@@ -481,7 +537,9 @@ def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
         f"--workdir={tmp_path}/run",
         "--config=configs/digits.py",
     ]
-    code, output = harness.finish(harness.launch(*arguments, command=command, cwd=harness.ROOT))
+    code, output = harness.finish(
+        harness.launch(*arguments, command=command, cwd=harness.ROOT)
+    )
     assert code == 0 and "--config=configs/digits.py" in output, output
     assert list(tmp_path.iterdir()) == []
     if name != "tpu_vm":
@@ -509,7 +567,13 @@ def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
         (["--name=", "--", "true", "--workdir=x"], "--name= must be"),
         (["--name=Bad_Name", "--", "true", "--workdir=x"], "--name=Bad_Name must be"),
         (
-            ["--engine=mpi", "--sweep=configs/digits_sweep.py", "--", "true", "--workdir={tmp}"],
+            [
+                "--engine=mpi",
+                "--sweep=configs/digits_sweep.py",
+                "--",
+                "true",
+                "--workdir={tmp}",
+            ],
             "not with mpi",
         ),
         (["--elastic=2", "--", "true", "--workdir=x"], "--elastic=2 must be MIN:MAX"),
@@ -526,8 +590,14 @@ def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
             ["--elastic=1:2", "--engine=gke", "--", "true", "--workdir=x"],
             "not for gke: a TPU slice",
         ),
-        (["--elastic=1:2", "--engine=mpi", "--", "true", "--workdir=x"], "not for mpi: mpirun"),
-        (["--elastic=1:2", "--engine=xmanager", "--", "true", "--workdir=x"], "not for xmanager"),
+        (
+            ["--elastic=1:2", "--engine=mpi", "--", "true", "--workdir=x"],
+            "not for mpi: mpirun",
+        ),
+        (
+            ["--elastic=1:2", "--engine=xmanager", "--", "true", "--workdir=x"],
+            "not for xmanager",
+        ),
         (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
     ],
 )

@@ -19,7 +19,8 @@ from xshard.checkpoint import __main__ as tool
 environment, free_port, FOREVER = system.environment, system.free_port, system.FOREVER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# With these timeouts, no live process of a run counts as lost, however slow the machine is.
+# With these timeouts, no live process of a run counts as lost, however slow the machine
+# is.
 PATIENT = [
     f"--start_timeout_seconds={FOREVER}", f"--heartbeat_timeout_seconds={FOREVER}",
     f"--shutdown_timeout_seconds={FOREVER}",
@@ -63,20 +64,26 @@ def finish(process):
 
 
 def read_until(process, text):
-    """Reads the output of a process up to a line that contains a text; returns that line."""
+    """Reads the output of a process up to a line that contains a text; returns that
+    line.
+    """
     lines = []
     for line in process.stdout:
         lines.append(line)
         if text in line:
             return line
-    raise AssertionError(f"{text!r} was not printed; exit code {process.wait()}: {''.join(lines)}")
+    raise AssertionError(
+        f"{text!r} was not printed; exit code {process.wait()}: {''.join(lines)}"
+    )
 
 
 def wait_until(condition):
     """Polls a condition until it is true; returns its value."""
     end = time.monotonic() + FOREVER
     while not (value := condition()):
-        assert time.monotonic() < end, f"the condition did not become true within {FOREVER} s"
+        assert time.monotonic() < end, (
+            f"the condition did not become true within {FOREVER} s"
+        )
         time.sleep(0.05)
     return value
 
@@ -96,17 +103,26 @@ def final_state(directory, step):
     file = pathlib.Path(directory) / "final.npz"
     file.unlink(missing_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        arguments = ["export", str(pathlib.Path(directory) / "checkpoints"), str(step), str(file)]
+        arguments = [
+            "export",
+            str(pathlib.Path(directory) / "checkpoints"),
+            str(step),
+            str(file),
+        ]
         assert tool.main(arguments) == 0
     with np.load(file) as arrays:
         return dict(arrays)
 
 
 def assert_same_end(directory, other, step):
-    """Asserts that two runs have the same final arrays, logged rows and results, bit for bit."""
+    """Asserts that two runs have the same final arrays, logged rows and results, bit
+    for bit.
+    """
     left, right = final_state(directory, step), final_state(other, step)
     assert left.keys() == right.keys()
-    assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
+    assert [
+        name for name in left if left[name].tobytes() != right[name].tobytes()
+    ] == []
     assert rows.same_bits(directory) == rows.same_bits(other)
     assert rows.results(directory) == rows.results(other)
 
@@ -133,7 +149,9 @@ def status(directory):
 
 
 def stand_in(tmp_path, name, program):
-    """Creates a program that records each call in a file and runs `program`; returns a PATH that begins with it."""
+    """Creates a program that records each call in a file and runs `program`; returns a
+    PATH that begins with it.
+    """
     folder = tmp_path / "bin"
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -147,5 +165,7 @@ def stand_in(tmp_path, name, program):
 
 
 def calls(tmp_path):
-    """Returns the recorded calls of all stand-ins, each a list of the name and the arguments."""
+    """Returns the recorded calls of all stand-ins, each a list of the name and the
+    arguments.
+    """
     return [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]

@@ -1,4 +1,6 @@
-"""Tests that a language model in real processes ends in the same bits after a kill and a restart."""
+"""Tests that a language model in real processes ends in the same bits after a kill and
+a restart.
+"""
 
 import json
 import os
@@ -20,7 +22,8 @@ class Model(experiment.LanguageModel):
         return pace.batches(super().train_batches(part))
 
 
-# The config with a smaller model and shorter text, so that a step is short, and with fewer steps.
+# The config with a smaller model and shorter text, so that a step is short, and with
+# fewer steps.
 OPTIONS = [
     "--config.experiment=tests.launch.lm_test.Model",
     "--config.steps=30", "--config.eval_every_steps=15", "--config.log_every_steps=5",
@@ -52,12 +55,15 @@ SHARDED = ("--config.reduction.shard_params=True", "--config.model_parallel=2")
 
 @pytest.mark.long
 @pytest.mark.parametrize("count, options", [(1, ()), (2, SHARDED)])
-def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(tmp_path, count, options):
+def test_a_killed_and_restarted_run_ends_in_the_same_bits_and_text(
+    tmp_path, count, options
+):
     shape = {"count": count, "devices": 4 // count}
     output = finish(start(tmp_path / "whole", *options, **shape))
     text = json.loads((tmp_path / "whole/results.json").read_text())["samples"]
     assert "--- 'def '" in text and "samples:" in output
-    # The run saves each of these steps. By then the previous save has finished, so the run can resume from it.
+    # The run saves each of these steps. By then the previous save has finished, so the
+    # run can resume from it.
     step = random.Random().choice(range(15, 30, 5))
     with pace.slow(tmp_path / "slow", step) as variables:
         process = start(tmp_path / "killed", *options, **shape, **variables)
@@ -76,7 +82,8 @@ def test_each_group_of_a_model_parallel_run_initializes_a_one_device_run(tmp_pat
     assert "2 group(s) x 2 replica(s) x 2 device(s)" in output
     values = json.loads((run / "results.json").read_text())["eval"]
     assert len(values["bits_per_byte"]) == 2
-    # A run on one device starts with a group's parameters. Its learning rate of 0 keeps them unchanged.
+    # A run on one device starts with a group's parameters. Its learning rate of 0 keeps
+    # them unchanged.
     one_device = [
         "--config.steps=1",
         "--config.optimizer.learning_rate=0.0",
@@ -85,6 +92,8 @@ def test_each_group_of_a_model_parallel_run_initializes_a_one_device_run(tmp_pat
     for group in range(2):
         group_run = tmp_path / f"group_{group}"
         finish(start(group_run, *one_device, f"--init_group={group}", devices=1))
-        alone = json.loads((group_run / "results.json").read_text())["eval"]["bits_per_byte"]
+        alone = json.loads((group_run / "results.json").read_text())["eval"][
+            "bits_per_byte"
+        ]
         # One device sums float16 numbers over 'model' in another order.
         assert alone == pytest.approx(values["bits_per_byte"][group], rel=1e-3)

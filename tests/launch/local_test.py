@@ -13,8 +13,9 @@ import pytest
 from launch import engine, local
 from tests.launch import harness
 
-# Each start ends as the next item of the second argument specifies: an exit code, 'killed', or 'saves' or 'stubborn',
-# which wait for a signal. 'stubborn' ignores SIGTERM and SIGINT. The last item repeats. A file counts the starts.
+# Each start ends as the next item of the second argument specifies: an exit code,
+# 'killed', or 'saves' or 'stubborn', which wait for a signal. 'stubborn' ignores
+# SIGTERM and SIGINT. The last item repeats. A file counts the starts.
 PROGRAM = """
 import json, os, signal, sys, time
 place, ends = sys.argv[1], sys.argv[2].split(",")
@@ -49,22 +50,35 @@ sys.exit(int(end))
 
 @pytest.fixture
 def supervise(tmp_path, monkeypatch):
-    """Returns a function that creates a supervisor of such a program and records its back-offs."""
+    """Returns a function that creates a supervisor of such a program and records its
+    back-offs.
+    """
     (tmp_path / "program.py").write_text(PROGRAM)
     out = io.StringIO()
 
     def make_supervisor(
-        *ends, processes=1, max_failures=3, grace=harness.FOREVER, settle=harness.FOREVER
+        *ends,
+        processes=1,
+        max_failures=3,
+        grace=harness.FOREVER,
+        settle=harness.FOREVER,
     ):
         monkeypatch.setattr(local, "_SIGTERM_SECONDS", settle)
         monkeypatch.setattr(local, "_EXIT_SECONDS", settle)
-        command = (sys.executable, str(tmp_path / "program.py"), str(tmp_path), ",".join(ends))
+        command = (
+            sys.executable,
+            str(tmp_path / "program.py"),
+            str(tmp_path),
+            ",".join(ends),
+        )
         job = engine.Job("job", (*command, f"--workdir={tmp_path}"), processes)
         supervisor = local.Supervisor(job, local.Local(max_failures, grace), out)
         supervisor.out = out
         supervisor.back_offs = []
         monkeypatch.setattr(
-            supervisor, "_back_off", lambda failures, cause: supervisor.back_offs.append(failures)
+            supervisor,
+            "_back_off",
+            lambda failures, cause: supervisor.back_offs.append(failures),
         )
         return supervisor
 
@@ -80,13 +94,17 @@ def test_a_job_is_restarted_until_it_is_done(supervise, monkeypatch):
     assert "[1] start 4 0" in supervisor.out.getvalue()
 
 
-def test_each_start_has_a_new_token_that_its_processes_share(supervise, tmp_path, monkeypatch):
+def test_each_start_has_a_new_token_that_its_processes_share(
+    supervise, tmp_path, monkeypatch
+):
     monkeypatch.setenv("STEP", "1")
     program = tmp_path / "program.py"
     show = 'print("token", os.environ["XSHARD_LAUNCH_TOKEN"], " ".join(sys.argv).count(os.environ["XSHARD_LAUNCH_TOKEN"]))'
     supervisor = supervise("42", "0", processes=2)
     program.write_text(
-        PROGRAM.replace("import json", "import json, os, sys\n" + show + "\nimport json", 1)
+        PROGRAM.replace(
+            "import json", "import json, os, sys\n" + show + "\nimport json", 1
+        )
     )
     assert supervisor.run() == 0
     printed = re.findall("token ([0-9a-f]{64}) 0", supervisor.out.getvalue())
@@ -105,7 +123,8 @@ class Full(io.StringIO):
 
 
 def test_a_log_that_cannot_be_written_blocks_no_process(tmp_path):
-    # The output is larger than a pipe, so the program blocks unless the supervisor continues to read.
+    # The output is larger than a pipe, so the program blocks unless the supervisor
+    # continues to read.
     command = (
         sys.executable,
         "-c",
@@ -155,7 +174,10 @@ def test_a_run_that_is_not_finite_is_not_restarted(supervise, monkeypatch):
     supervisor = supervise("42", "3", "0", processes=2)
     assert supervisor.run() == 3 and supervisor.back_offs == []
     last = supervisor.out.getvalue().strip().splitlines()[-1]
-    assert last.startswith("launch: not started again") and "ended with exit code 3" in last
+    assert (
+        last.startswith("launch: not started again")
+        and "ended with exit code 3" in last
+    )
 
 
 def test_new_steps_reset_the_count_of_failures(supervise, monkeypatch):
@@ -167,7 +189,9 @@ def test_the_back_off_doubles_up_to_a_limit(tmp_path, monkeypatch):
     job = engine.Job("job", ("true", f"--workdir={tmp_path}"))
     out = io.StringIO()
     supervisor = local.Supervisor(job, local.Local(9), out)
-    monkeypatch.setattr(local.time, "sleep", lambda seconds: supervisor.signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        local.time, "sleep", lambda seconds: supervisor.signal(signal.SIGTERM)
+    )
     for failures in (1, 2, 3, 20):
         supervisor._back_off(failures, "it failed")
     printed = [line.rsplit(" in ", 1)[1] for line in out.getvalue().splitlines()]
@@ -177,11 +201,15 @@ def test_the_back_off_doubles_up_to_a_limit(tmp_path, monkeypatch):
 def test_a_killed_process_is_a_failure(supervise):
     assert supervise("killed", "0").run() == 0
     supervisor = supervise("killed", max_failures=1)
-    assert supervisor.run() == 137 and "it was ended by SIGKILL" in supervisor.out.getvalue()
+    assert (
+        supervisor.run() == 137
+        and "it was ended by SIGKILL" in supervisor.out.getvalue()
+    )
 
 
 @pytest.mark.parametrize(
-    "end, codes, grace", [("saves", (42, 130), harness.FOREVER), ("stubborn", (137, 137), 0.1)]
+    "end, codes, grace",
+    [("saves", (42, 130), harness.FOREVER), ("stubborn", (137, 137), 0.1)],
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_all_processes_and_prevents_a_restart(
@@ -214,7 +242,13 @@ def test_the_survivors_of_a_failed_process_are_ended(tmp_path, supervise, monkey
 
 def test_the_pod_does_not_outlive_its_launcher(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, tmp_path / "program.py", tmp_path, "saves", f"--workdir={tmp_path}"]
+    command = [
+        sys.executable,
+        tmp_path / "program.py",
+        tmp_path,
+        "saves",
+        f"--workdir={tmp_path}",
+    ]
     process = harness.launch("--num_processes=2", command=command)
     with harness.running(process):
         harness.read_until(process, "[0] start 1 saves")
@@ -234,7 +268,9 @@ def running(pid):
 def test_a_signal_during_the_back_off_prevents_a_restart(supervise, monkeypatch):
     supervisor = supervise("1")
     monkeypatch.setattr(
-        supervisor, "_back_off", lambda failures, cause: supervisor.signal(signal.SIGTERM)
+        supervisor,
+        "_back_off",
+        lambda failures, cause: supervisor.signal(signal.SIGTERM),
     )
     assert supervisor.run() == 1 and "start 2" not in supervisor.out.getvalue()
 
@@ -243,5 +279,7 @@ def test_a_missing_program_is_reported(tmp_path):
     process = harness.launch(command=["no-such-program", f"--workdir={tmp_path}"])
     code, output = harness.finish(process)
     assert (
-        code == 1 and "error: no-such-program cannot be started: there is no such program" in output
+        code == 1
+        and "error: no-such-program cannot be started: there is no such program"
+        in output
     )

@@ -1,4 +1,6 @@
-"""Hosts with separate networks on one machine; they need root, network namespaces and Debian's iproute2."""
+"""Hosts with separate networks on one machine; they need root, network namespaces and
+Debian's iproute2.
+"""
 
 import json
 import os
@@ -16,24 +18,33 @@ def is_allowed():
     """Returns whether this machine can create such hosts."""
     if os.geteuid() or not shutil.which("ip"):
         return False
-    attempt = subprocess.run(["unshare", "--net", "true"], stderr=subprocess.DEVNULL, check=False)
+    attempt = subprocess.run(
+        ["unshare", "--net", "true"], stderr=subprocess.DEVNULL, check=False
+    )
     return attempt.returncode == 0
 
 
 class Hosts:
-    """Network namespaces on one bridge. Host i has the name h<i> and the address 10.77.0.<i + 1>."""
+    """Network namespaces on one bridge. Host i has the name h<i> and the address
+    10.77.0.<i + 1>.
+    """
 
     def __init__(self, stack, folder, count):
         self._tag = f"x{os.getpid() % 10000}"
         self._hosts = folder / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"10.77.0.{i + 1} h{i}" for i in range(count))]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"10.77.0.{i + 1} h{i}" for i in range(count)),
+        ]
         self._hosts.write_text("\n".join(lines) + "\n")
         self._switch = self._namespace(stack, f"{self._tag}sw")
         self._ip(self._switch, "link add br0 type bridge")
         self._ip(self._switch, "link set br0 up")
         for i in range(count):
             host = self._namespace(stack, f"{self._tag}h{i}")
-            self._ip(self._switch, f"link add v{i} type veth peer name eth0 netns {host}")
+            self._ip(
+                self._switch, f"link add v{i} type veth peer name eth0 netns {host}"
+            )
             self._ip(self._switch, f"link set v{i} master br0 up")
             self._ip(host, f"addr add 10.77.0.{i + 1}/24 dev eth0")
             self._ip(host, "link set eth0 up")
@@ -59,7 +70,9 @@ class Hosts:
         subprocess.run(command.split(), check=True)
 
     def bytes_sent(self, index):
-        """Returns the bytes that a host has sent since it was created, including packet headers."""
+        """Returns the bytes that a host has sent since it was created, including packet
+        headers.
+        """
         command = f"ip -n {self._tag}h{index} -s -j link show eth0"
         (link,) = json.loads(subprocess.check_output(command.split()))
         return link["stats64"]["tx"]["bytes"]

@@ -9,7 +9,8 @@ import pytest
 from tests.launch import harness, network
 
 COUNT = 3
-# Seconds. It is short because a test waits for it to expire, and long enough for connected processes to be heard.
+# Seconds. It is short because a test waits for it to expire, and long enough for
+# connected processes to be heard.
 HEARTBEAT = 20
 OPTIONS = ["--config.log_every_steps=20", "--config.eval_every_steps=100000",
            "--config.checkpoint.every_steps=50", "--cpu_devices=2", f"--num_processes={COUNT}",
@@ -29,7 +30,9 @@ def pod(hosts, directory, *options):
     with contextlib.ExitStack() as stack:
         command = [*harness.TOY, f"--workdir={directory}", *OPTIONS, *options]
         yield [
-            stack.enter_context(harness.running(hosts.start(i, *command, f"--process_id={i}")))
+            stack.enter_context(
+                harness.running(hosts.start(i, *command, f"--process_id={i}"))
+            )
             for i in range(COUNT)
         ]
 
@@ -46,7 +49,9 @@ def wait_for_step(directory, target):
 
 @pytest.mark.sample(0.4)
 @pytest.mark.parametrize("lost", [2, 0])
-def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_path, lost):
+def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(
+    hosts, tmp_path, lost
+):
     directory = tmp_path / "run"
     with pod(hosts, directory, f"--heartbeat_timeout_seconds={HEARTBEAT}") as processes:
         wait_for_step(directory, 120)
@@ -55,8 +60,12 @@ def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_pat
     assert [code for code, _ in ends] == [1] * COUNT, ends
     connected, cut_off = ends[1][1], ends[lost][1]
     if lost:
-        # Process 0 reports the loss for all. The process that is cut off cannot reach process 0.
-        assert f"error: process {lost} on h{lost}: not heard from for {HEARTBEAT}" in ends[0][1]
+        # Process 0 reports the loss for all. The process that is cut off cannot reach
+        # process 0.
+        assert (
+            f"error: process {lost} on h{lost}: not heard from for {HEARTBEAT}"
+            in ends[0][1]
+        )
         assert "process 0 on h0, which coordinates, has not answered" in cut_off
     else:
         assert "process 0 on h0, which coordinates, has not answered" in connected
@@ -69,7 +78,9 @@ def test_a_lasting_cut_ends_all_processes_and_names_the_lost_host(hosts, tmp_pat
 
 
 def seconds_silent(directory, index):
-    """Returns for how many seconds process 0 has not heard from another process, as of its own last status."""
+    """Returns for how many seconds process 0 has not heard from another process, as of
+    its own last status.
+    """
     rows = harness.status(directory)
     return rows[0]["time"] - rows[index]["time"]
 

@@ -1,4 +1,6 @@
-"""Tests of runs of several processes on this machine: they stop and fail together, and resume to the same bits."""
+"""Tests of runs of several processes on this machine: they stop and fail together, and
+resume to the same bits.
+"""
 
 import contextlib
 import json
@@ -34,7 +36,9 @@ def start(directory, *options, count=COUNT, flags=(), devices=2, **variables):
 
 @contextlib.contextmanager
 def slowed(tmp_path, *options):
-    """Yields the launcher of a run that has logged a step and is slow from step 15 on until the context ends."""
+    """Yields the launcher of a run that has logged a step and is slow from step 15 on
+    until the context ends.
+    """
     with pace.slow(tmp_path / "slow", 15) as variables:
         process = start(tmp_path / "run", *options, **variables)
         harness.read_until(process, "/100 ")
@@ -59,11 +63,16 @@ def test_an_uninterrupted_pod_ends_with_status_and_logs(uninterrupted):
     assert [(row["doing"], row["step"]) for row in rows] == [("done", 100)] * COUNT
     # Process 0 prints for all. The output of the others is in their log files.
     for index in range(1, COUNT):
-        assert "step 100/100" in (uninterrupted / "logs" / f"process_{index}.log").read_text()
+        assert (
+            "step 100/100"
+            in (uninterrupted / "logs" / f"process_{index}.log").read_text()
+        )
 
 
 @pytest.mark.sample(3, of="ends")
-def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(tmp_path, uninterrupted):
+def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(
+    tmp_path, uninterrupted
+):
     index = random.Random(0).randrange(1, COUNT)
     with slowed(tmp_path) as process:
         os.kill(pid_of(tmp_path / "run", 1), signal.SIGTERM)
@@ -75,7 +84,10 @@ def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(tmp_path, 
         harness.read_until(process, "/100 ")
         os.kill(pid_of(tmp_path / "run", index), signal.SIGKILL)
         line = harness.read_until(process, "launch: ")
-    assert f"process {index} of 3 was ended by SIGKILL" in line and "failure 1 of 3" in line
+    assert (
+        f"process {index} of 3 was ended by SIGKILL" in line
+        and "failure 1 of 3" in line
+    )
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
     harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
@@ -100,8 +112,13 @@ def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path)
 
 
 def knows_token(port, token):
-    """Returns whether process 0, which waits for the others on this port, proves that it knows a token."""
-    with socket.create_connection(("127.0.0.1", port)) as guest, guest.makefile("rb") as file:
+    """Returns whether process 0, which waits for the others on this port, proves that
+    it knows a token.
+    """
+    with (
+        socket.create_connection(("127.0.0.1", port)) as guest,
+        guest.makefile("rb") as file,
+    ):
         guest.sendall(handshake.nonce_line("a" * 32))
         its_nonce = handshake.read_nonce(file.readline()[:-1])
         seals = handshake.Seals(token, handshake.CLIENT, f"{'a' * 32} {its_nonce}")
@@ -113,7 +130,11 @@ def knows_token(port, token):
 
 def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
     port = harness.free_port()
-    pod_flags = [f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2", "--process_id=0"]
+    pod_flags = [
+        f"--coordinator_address=127.0.0.1:{port}",
+        "--num_processes=2",
+        "--process_id=0",
+    ]
     environment = harness.environment(XSHARD_LAUNCH_TOKEN="of the launch")
     command = [*harness.TOY, *pod_flags, f"--workdir={tmp_path / 'run'}"]
     with harness.running(harness.start(command, environment)) as process:
@@ -135,14 +156,20 @@ def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
 @pytest.mark.sample(3, of="ends")
 def test_the_other_processes_report_the_loss_of_process_0(tmp_path):
     address = f"127.0.0.1:{harness.free_port()}"
-    pod_flags = [f"--coordinator_address={address}", f"--num_processes={COUNT}", "--cpu_devices=2"]
+    pod_flags = [
+        f"--coordinator_address={address}",
+        f"--num_processes={COUNT}",
+        "--cpu_devices=2",
+    ]
     command = [*harness.TOY, *OPTIONS, "--config.steps=1000000", *pod_flags]
     directory = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(
                 harness.running(
-                    harness.start([*command, f"--workdir={directory}", f"--process_id={index}"])
+                    harness.start(
+                        [*command, f"--workdir={directory}", f"--process_id={index}"]
+                    )
                 )
             )
             for index in range(COUNT)
@@ -156,9 +183,14 @@ def test_the_other_processes_report_the_loss_of_process_0(tmp_path):
 
 
 @pytest.mark.sample(3, of="ends")
-def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(tmp_path, uninterrupted):
+def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(
+    tmp_path, uninterrupted
+):
     directory = tmp_path / "run"
-    for numbers, expected in (((signal.SIGTERM, signal.SIGTERM), 42), ((signal.SIGINT,), 130)):
+    for numbers, expected in (
+        ((signal.SIGTERM, signal.SIGTERM), 42),
+        ((signal.SIGINT,), 130),
+    ):
         with slowed(tmp_path) as process:
             for number in numbers:
                 process.send_signal(number)
@@ -189,7 +221,9 @@ def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(tmp_path, un
 @pytest.mark.sample(3, of="ends")
 def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
     process = start(
-        tmp_path / "run", "--config.experiment=tests.toy.FailsOnOne", flags=["--max_failures=1"]
+        tmp_path / "run",
+        "--config.experiment=tests.toy.FailsOnOne",
+        flags=["--max_failures=1"],
     )
     code, output = harness.finish(process)
     assert code == 1, output
@@ -202,15 +236,23 @@ def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
 @pytest.mark.parametrize(
     "options, where",
     [
-        # First, process 0 has the only NaN example. Second, process 1 has it, and process 0 has only the other group.
+        # First, process 0 has the only NaN example. Second, process 1 has it, and
+        # process 0 has only the other group.
         (["--config.poisoned=((0,31),)"], ""),
         (["--config.poisoned=((1,31),)", "--config.group_assignment=((0,1),(2,3))"], "in group 1 of 2 "),
     ],
     ids=["one replica", "one group"],
 )  # fmt: skip
-def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(tmp_path, options, where):
-    experiment = ["--config.experiment=tests.toy.Poisoned", "--config.overflow_above=1e9"]
-    code, output = harness.finish(start(tmp_path / "run", *experiment, *options, count=2))
+def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(
+    tmp_path, options, where
+):
+    experiment = [
+        "--config.experiment=tests.toy.Poisoned",
+        "--config.overflow_above=1e9",
+    ]
+    code, output = harness.finish(
+        start(tmp_path / "run", *experiment, *options, count=2)
+    )
     assert code == 3, output
     assert f"[0] error: step 31: {where}the loss is nan" in output
     assert "newest finite checkpoint is step 20" in output
@@ -233,7 +275,9 @@ def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
     message = "rolled back to step 20, skipping batches 21 to 31 of the data"
     assert message in output and (tmp_path / "whole/roll_backs.json").exists()
     scales = {
-        row["step"]: row["update_scale"] for row in rows.read(tmp_path / "whole") if "loss" in row
+        row["step"]: row["update_scale"]
+        for row in rows.read(tmp_path / "whole")
+        if "loss" in row
     }
     assert scales == {step: 1.0 if step <= 20 else 0.5 for step in range(5, 51, 5)}
     with pace.slow(tmp_path / "slow", 31) as variables:
@@ -248,9 +292,13 @@ def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
 
 def test_different_data_on_one_process_is_refused_before_its_use(tmp_path):
     options = ("--config.experiment=tests.toy.Uneven",)
-    code, output = harness.finish(start(tmp_path / "run", *options, flags=["--max_failures=1"]))
+    code, output = harness.finish(
+        start(tmp_path / "run", *options, flags=["--max_failures=1"])
+    )
     assert code == 1 and "the data: evaluation differs between the processes" in output
-    assert re.search(r"Process 0: 10 examples.*; process 1: 9 examples, .*same files", output)
+    assert re.search(
+        r"Process 0: 10 examples.*; process 1: 9 examples, .*same files", output
+    )
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -274,7 +322,10 @@ def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
     code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
     assert code == 0, output
     ended = rows.results(tmp_path / "whole")
-    assert "error has not improved in 2 evaluations" in ended["ended"] and ended["step"] < 60
+    assert (
+        "error has not improved in 2 evaluations" in ended["ended"]
+        and ended["step"] < 60
+    )
     with pace.slow(tmp_path / "slow", 12) as variables:
         process = start(tmp_path / "run", *options, count=2, **variables)
         harness.read_until(process, "step 15: saved")
@@ -284,17 +335,24 @@ def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
     assert code == 0, output
     assert rows.results(tmp_path / "run") == ended
     assert rows.same_bits(tmp_path / "run") == rows.same_bits(tmp_path / "whole")
-    shown = [(tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")]
+    shown = [
+        (tmp_path / name / "samples.jsonl").read_text() for name in ("run", "whole")
+    ]
     assert shown[0] == shown[1] and shown[0].count("\n") == ended["step"] // 10
     # Another start has nothing to train, and both processes learn that.
     code, output = harness.finish(start(tmp_path / "run", *options, count=2))
-    assert code == 0 and f"nothing to train: the run has ended at step {ended['step']}" in output
+    assert (
+        code == 0
+        and f"nothing to train: the run has ended at step {ended['step']}" in output
+    )
     assert rows.results(tmp_path / "run") == ended
 
 
 @pytest.mark.sample(1, of="pods")
 def test_groups_with_sharded_parameters_run_on_several_processes(tmp_path):
-    """A pod that shards the parameters of two learners ends close to one process that does not shard them."""
+    """A pod that shards the parameters of two learners ends close to one process that
+    does not shard them.
+    """
     options = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024", "--config.steps=30",
                "--config.group_assignment=((0,1,2,3),(4,5,6,7))"]  # fmt: skip
     sharding = "--config.reduction.shard_params=True"
@@ -308,9 +366,12 @@ def test_groups_with_sharded_parameters_run_on_several_processes(tmp_path):
     )
     for name, array in left.items():
         # The float32 sums over replicas have another order.
-        np.testing.assert_allclose(array, right[name], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            array, right[name], rtol=1e-4, atol=1e-6, err_msg=name
+        )
     rows = [
-        json.loads(line) for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "pod" / "metrics.jsonl").read_text().splitlines()
     ]
     losses = [row["guess/loss"] for row in rows if "guess/loss" in row]
     assert losses and all(len(loss) == 2 for loss in losses)

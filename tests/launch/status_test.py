@@ -1,4 +1,6 @@
-"""Tests of `launch status`: runs in progress, ended runs and lost runs, their attempts, and the comparison of two."""
+"""Tests of `launch status`: runs in progress, ended runs and lost runs, their attempts,
+and the comparison of two.
+"""
 
 import json
 import subprocess
@@ -17,7 +19,14 @@ from xshard.pod import attempts
 
 def write(directory, *rows, ago=0.0):
     """Writes a status that is `ago` seconds old."""
-    base = {"doing": "training", "step": 50, "steps": 100, "rate": 10.0, "host": "h0", "pid": 1}
+    base = {
+        "doing": "training",
+        "step": 50,
+        "steps": 100,
+        "rate": 10.0,
+        "host": "h0",
+        "pid": 1,
+    }
     directory.mkdir(exist_ok=True)
     rows = [{**base, "time": time.time() - ago, **row} for row in rows]
     (directory / "status.json").write_text(json.dumps(rows))
@@ -27,9 +36,20 @@ def test_status_of_a_run_in_progress(tmp_path, capsys):
     write(tmp_path, {}, {"host": "h1", "doing": "evaluating"})
     assert status.show([str(tmp_path)], False) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["process", "host", "doing", "step", "steps/s", "left", "heard"]
+    assert lines[0].split() == [
+        "process",
+        "host",
+        "doing",
+        "step",
+        "steps/s",
+        "left",
+        "heard",
+    ]
     assert lines[1].split()[:6] == ["0", "h0", "training", "50/100", "10.0", "0:05"]
-    assert lines[2].split()[:3] == ["1", "h1", "evaluating"] and lines[3] == "no checkpoint yet"
+    assert (
+        lines[2].split()[:3] == ["1", "h1", "evaluating"]
+        and lines[3] == "no checkpoint yet"
+    )
 
 
 def test_status_of_a_lost_run_and_of_a_completed_run(tmp_path, capsys):
@@ -65,14 +85,21 @@ def test_status_of_several_attempts(tmp_path, capsys):
     status.show([str(tmp_path / "run")], False)
     out = capsys.readouterr().out
     assert "killed; was training" in out and "0 to 230" in out and "200 to 400" in out
-    assert "goodput 0.7% of 1:23:54 in 2 attempts; not running 98.6%, start 0.4%," in out
+    assert (
+        "goodput 0.7% of 1:23:54 in 2 attempts; not running 98.6%, start 0.4%," in out
+    )
     status.show([str(tmp_path / "run")], True)
     shown = json.loads(capsys.readouterr().out)
     first, second = shown["attempts"]
     assert first["seconds"]["training"] == pytest.approx(18.0)
     assert first["seconds"]["made again"] == pytest.approx(2.7)
-    assert first["down"] == pytest.approx(5000 - 12 - 0.11 * 230) and second["down"] == 0
-    total = sum(sum(attempt["seconds"].values()) + attempt["down"] for attempt in (first, second))
+    assert (
+        first["down"] == pytest.approx(5000 - 12 - 0.11 * 230) and second["down"] == 0
+    )
+    total = sum(
+        sum(attempt["seconds"].values()) + attempt["down"]
+        for attempt in (first, second)
+    )
     assert total == pytest.approx(shown["goodput"]["seconds"]) == 5000 + 12 + 0.11 * 200
 
 
@@ -87,7 +114,10 @@ def test_steps_that_a_later_attempt_repeats_do_not_count(tmp_path):
 
 
 def test_the_time_after_a_completed_attempt_is_not_down_time(tmp_path):
-    rows = [samples.attempt(0.0, 0, 100, "done"), samples.attempt(5000.0, 100, 200, "done")]
+    rows = [
+        samples.attempt(0.0, 0, 100, "done"),
+        samples.attempt(5000.0, 100, 200, "done"),
+    ]
     all_attempts = attempts.read(samples.write(tmp_path / "run", attempts=rows))
     assert [x.down for x in all_attempts] == [0, 0]
     assert attempts.goodput(all_attempts).seconds == pytest.approx(2 * (12 + 11))
@@ -97,7 +127,10 @@ def test_attempts_are_kept_once_and_damaged_files_do_not_end_a_run(tmp_path):
     path = samples.write(tmp_path / "run", attempts=samples.ATTEMPTS[:1])
     for _ in range(2):
         attempts.preserve_previous(path)
-        assert len(attempts.read(path)) == len((path / attempts.FILE).read_text().split("\n")) - 1
+        assert (
+            len(attempts.read(path))
+            == len((path / attempts.FILE).read_text().split("\n")) - 1
+        )
     # The status of an older version, which did not record when the attempt began.
     write(path, {})
     attempts.preserve_previous(path)
@@ -124,34 +157,52 @@ def test_status_of_a_real_run_with_a_checkpoint(tmp_path):
         harness.wait_until((tmp_path / "status.json").exists)
         harness.wait_until(lambda: harness.status(tmp_path)[0]["rate"])
         code, output = harness.finish(harness.launch("status", tmp_path))
-        assert code == 0 and "training" in output and "newest checkpoint: step" in output
+        assert (
+            code == 0 and "training" in output and "newest checkpoint: step" in output
+        )
         shown = harness.wait_until(lambda: status_unless_silent(tmp_path))
         assert shown["checkpoint"]["step"] >= 10
         assert 0 <= shown["checkpoint"]["age"] < time.time() - begin
         (row,) = shown["processes"]
         assert row["steps"] == 100000 and row["rate"] > 0 and row["left"] > 0
         (attempt,) = shown["attempts"]
-        assert attempt["first"] == 0 and attempt["end"] in ("training", "evaluating", "saving")
+        assert attempt["first"] == 0 and attempt["end"] in (
+            "training",
+            "evaluating",
+            "saving",
+        )
         spent = attempt["seconds"]
         assert 0 < spent["start"] < time.time() - begin and spent["made again"] == 0
-        assert sum(spent.values()) == pytest.approx(attempt["ended"] - attempt["begun"], abs=0.1)
+        assert sum(spent.values()) == pytest.approx(
+            attempt["ended"] - attempt["begun"], abs=0.1
+        )
 
 
 def status_unless_silent(directory):
-    """Returns the status as JSON values; None if process 0 has been silent for some seconds."""
+    """Returns the status as JSON values; None if process 0 has been silent for some
+    seconds.
+    """
     shown = json.loads(harness.finish(harness.launch("status", directory, "--json"))[1])
     return shown if shown["processes"][0]["silent"] is None else None
 
 
 def logged(directory, losses, first=0):
-    """Writes the rows of a run; returns its directory. Each step subtracts its loss from the state, a single number."""
+    """Writes the rows of a run; returns its directory. Each step subtracts its loss
+    from the state, a single number.
+    """
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(samples.CONFIG))
     rows = [
-        {"step": step, "loss": loss, "fingerprint/params": first - sum(losses[: step - 1])}
+        {
+            "step": step,
+            "loss": loss,
+            "fingerprint/params": first - sum(losses[: step - 1]),
+        }
         for step, loss in enumerate(losses, 1)
     ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return str(directory)
 
 
@@ -159,8 +210,13 @@ def test_comparison_of_two_runs_that_are_equal_so_far(tmp_path, capsys):
     directories = [logged(tmp_path / "a", [3, 2, 1]), logged(tmp_path / "b", [3, 2])]
     assert status.show(directories, False) == 0
     same, ends = capsys.readouterr().out.splitlines()
-    assert same.startswith("The runs are equal: the fingerprints") and same.endswith("to step 2.")
-    assert ends == f"They have logged: {directories[0]} to step 3, {directories[1]} to step 2."
+    assert same.startswith("The runs are equal: the fingerprints") and same.endswith(
+        "to step 2."
+    )
+    assert (
+        ends
+        == f"They have logged: {directories[0]} to step 3, {directories[1]} to step 2."
+    )
     assert status.show([directories[0], directories[0]], False) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -182,7 +238,9 @@ def test_comparison_of_two_runs_that_diverge(tmp_path, capsys):
 
 
 def test_the_launcher_starts_without_jax(tmp_path):
-    """JAX takes a second to import, and its backend would take a host's devices from the run."""
+    """JAX takes a second to import, and its backend would take a host's devices from
+    the run.
+    """
     write(tmp_path, {})
     program = (
         "import sys; from launch import __main__, status\n"

@@ -1,4 +1,6 @@
-"""Tests of local sweeps: a job for each point, a table, and restarts that run only the points that have not ended."""
+"""Tests of local sweeps: a job for each point, a table, and restarts that run only the
+points that have not ended.
+"""
 
 import json
 import shutil
@@ -35,12 +37,18 @@ def start(tmp_path, points, *options, parallel=2, flags=(), **variables):
 
 def test_a_sweep_runs_each_point_once_and_shows_the_results(tmp_path):
     points = [
-        {"optimizer.learning_rate": rate, "precision": "p=f32,c=f16,o=f32"} for rate in (0.1, 0.01)
+        {"optimizer.learning_rate": rate, "precision": "p=f32,c=f16,o=f32"}
+        for rate in (0.1, 0.01)
     ]
     code, output = harness.finish(start(tmp_path, points))
     assert code == 0, output
     lines = output.strip().splitlines()[-3:]
-    assert lines[0].split()[:4] == ["run", "optimizer.learning_rate", "precision", "doing"]
+    assert lines[0].split()[:4] == [
+        "run",
+        "optimizer.learning_rate",
+        "precision",
+        "doing",
+    ]
     assert [line.split()[:4] for line in lines[1:]] == [
         ["000", "0.1", "p=f32,c=f16,o=f32", "done"], ["001", "0.01", "p=f32,c=f16,o=f32", "done"],
     ]  # fmt: skip
@@ -70,7 +78,9 @@ def test_a_point_that_is_not_finite_has_ended_but_is_not_done(tmp_path):
 
 
 def test_a_point_that_fails_does_not_stop_the_others(tmp_path):
-    code, output = harness.finish(start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1))
+    code, output = harness.finish(
+        start(tmp_path, [{"batch_size": 7}, {"seed": 1}], parallel=1)
+    )
     assert code == 1
     lines = output.splitlines()
     assert "runs-000: it ended with exit code 1: error: batch_size=7" in output
@@ -92,7 +102,9 @@ def test_a_stopped_sweep_resumes(tmp_path):
         code, output = harness.finish(process)
     assert code == 42 and not (tmp_path / "runs" / "001").exists(), output
     assert output.strip().splitlines()[-1].split() == ["001", "1", "not", "started"]
-    code, output = harness.finish(start(tmp_path, points, "--config.steps=100", parallel=2))
+    code, output = harness.finish(
+        start(tmp_path, points, "--config.steps=100", parallel=2)
+    )
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 
 
@@ -107,7 +119,9 @@ POINTS = [{"seed": 0}, {"seed": 1}]
 
 
 class Sweep:
-    """A sweep without processes. Its runs exist only as the files that an ended run leaves."""
+    """A sweep without processes. Its runs exist only as the files that an ended run
+    leaves.
+    """
 
     def __init__(self, directory):
         self.directory = directory
@@ -118,11 +132,17 @@ class Sweep:
         sweep.claim(self.directory, POINTS, self.jobs)
 
     def end(self, index, run, **changed):
-        """Writes the files of an ended run into the directory of a point, in place of the files there."""
+        """Writes the files of an ended run into the directory of a point, in place of
+        the files there.
+        """
         job = self.jobs[index]
         job.workdir.mkdir(parents=True, exist_ok=True)
         owner = {"id": run, "fingerprint": "f"} if run else None
-        config = {**sweep.requested_config(job), **changed, **({"_run": owner} if owner else {})}
+        config = {
+            **sweep.requested_config(job),
+            **changed,
+            **({"_run": owner} if owner else {}),
+        }
         (job.workdir / "config.json").write_text(json.dumps(config))
         results = {"step": 12, "finite": True, "eval": {"error": 0.5}, "run": run}
         (job.workdir / "results.json").write_text(json.dumps(results))
@@ -145,16 +165,30 @@ def ended(tmp_path):
     return ended
 
 
-def test_a_run_started_anew_is_adopted_if_its_config_is_the_requested_one(ended, capsys):
-    assert ended.recorded() == {"000": "a", "001": "b"} and ended.doing() == ["done", "done"]
+def test_a_run_started_anew_is_adopted_if_its_config_is_the_requested_one(
+    ended, capsys
+):
+    assert ended.recorded() == {"000": "a", "001": "b"} and ended.doing() == [
+        "done",
+        "done",
+    ]
     ended.end(1, "c")
     # Until the sweep is started again, it does not know the new run.
-    assert ended.doing() == ["done", "not known: it holds run c, but the sweep started run b"]
+    assert ended.doing() == [
+        "done",
+        "not known: it holds run c, but the sweep started run b",
+    ]
     ended.claim()
     printed = capsys.readouterr().out
-    assert "s-001: adopts run c, which this sweep did not start (it started run b)" in printed
+    assert (
+        "s-001: adopts run c, which this sweep did not start (it started run b)"
+        in printed
+    )
     assert "s-000" not in printed
-    assert ended.recorded() == {"000": "a", "001": "c"} and ended.doing() == ["done", "done"]
+    assert ended.recorded() == {"000": "a", "001": "c"} and ended.doing() == [
+        "done",
+        "done",
+    ]
     ended.claim()
     assert capsys.readouterr().out == ""
 
@@ -165,8 +199,9 @@ def test_another_run_with_another_config_is_refused_by_name(ended, run):
     its_name = run or "of an older version"
     with pytest.raises(engine.LaunchError) as e:
         ended.claim()
-    assert f"runs/001 holds run {its_name}, which this sweep did not start (it started" in str(
-        e.value
+    assert (
+        f"runs/001 holds run {its_name}, which this sweep did not start (it started"
+        in str(e.value)
     )
     assert "(seed: 7 instead of 1; steps: 3 instead of 12)" in str(e.value)
     assert ended.recorded() == {"000": "a", "001": "b"}
@@ -184,9 +219,15 @@ def test_the_sweeps_own_run_may_resume_with_another_config(ended, capsys):
 
 def test_a_missing_run_is_started_again(ended, capsys):
     shutil.rmtree(ended.jobs[0].workdir)
-    assert ended.doing() == ["not known: it holds no run, but the sweep started run a", "done"]
+    assert ended.doing() == [
+        "not known: it holds no run, but the sweep started run a",
+        "done",
+    ]
     ended.claim()
-    assert "s-000: run a, which this sweep started, no longer exists" in capsys.readouterr().out
+    assert (
+        "s-000: run a, which this sweep started, no longer exists"
+        in capsys.readouterr().out
+    )
     assert ended.recorded() == {"001": "b"} and ended.doing() == ["not started", "done"]
     assert not sweep.has_ended(ended.jobs[0])
 
@@ -195,13 +236,16 @@ def test_a_run_from_before_the_sweep_is_refused_or_adopted(tmp_path, capsys):
     new = Sweep(tmp_path / "runs")
     new.end(0, "x", seed=5)
     with pytest.raises(
-        engine.LaunchError, match=r"run x, .*\(it was there before\).*seed: 5 instead of 0"
+        engine.LaunchError,
+        match=r"run x, .*\(it was there before\).*seed: 5 instead of 0",
     ):
         new.claim()
     assert not (tmp_path / "runs" / "sweep.json").exists()
     new.end(0, "x")
     new.claim()
-    assert "s-000: adopts run x, which this sweep did not start" in capsys.readouterr().out
+    assert (
+        "s-000: adopts run x, which this sweep did not start" in capsys.readouterr().out
+    )
     assert new.recorded() == {"000": "x"}
 
 
@@ -210,7 +254,9 @@ def test_the_directory_of_a_run_is_not_claimed(tmp_path):
     config = json.dumps({"_run": {"id": "abcd", "fingerprint": ""}})
     (tmp_path / "config.json").write_text(config)
     points = [{"seed": 0}]
-    with pytest.raises(engine.LaunchError, match=f"{tmp_path} holds run abcd.*another directory"):
+    with pytest.raises(
+        engine.LaunchError, match=f"{tmp_path} holds run abcd.*another directory"
+    ):
         sweep.claim(tmp_path, points, sweep.jobs(toy_run, points))
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
@@ -220,20 +266,30 @@ def test_a_run_without_a_record_belongs_to_the_sweep(ended, capsys):
     (ended.directory / "sweep_runs.json").unlink()
     ended.end(1, "b", steps=3)
     ended.claim()
-    assert capsys.readouterr().out == "" and ended.recorded() == {"000": "a", "001": "b"}
+    assert capsys.readouterr().out == "" and ended.recorded() == {
+        "000": "a",
+        "001": "b",
+    }
 
 
 def test_a_damaged_config_is_left_for_its_run_to_report(ended):
     (ended.jobs[1].workdir / "config.json").write_text("{")
     ended.claim()
-    assert ended.recorded() == {"000": "a", "001": "b"} and not sweep.has_ended(ended.jobs[1])
-    assert ended.doing()[1].startswith("not known: ") and "cannot be read" in ended.doing()[1]
+    assert ended.recorded() == {"000": "a", "001": "b"} and not sweep.has_ended(
+        ended.jobs[1]
+    )
+    assert (
+        ended.doing()[1].startswith("not known: ")
+        and "cannot be read" in ended.doing()[1]
+    )
 
 
 def test_a_dry_run_of_a_sweep_writes_nothing(tmp_path):
     process = start(tmp_path, [{"seed": 0}, {"seed": 1}], flags=["--dry_run"])
     code, output = harness.finish(process)
-    assert code == 0 and "--config.seed=1" in output and not (tmp_path / "runs").exists()
+    assert (
+        code == 0 and "--config.seed=1" in output and not (tmp_path / "runs").exists()
+    )
 
 
 @pytest.mark.parametrize("points", [[], {}, [1], [{}], [{1: 2}], None])

@@ -1,4 +1,6 @@
-"""Tests that a run ends in the same bits if it continues on other processes and devices after a kill or a lost host."""
+"""Tests that a run ends in the same bits if it continues on other processes and devices
+after a kill or a lost host.
+"""
 
 import contextlib
 import functools
@@ -31,7 +33,9 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.sample(1, of="moves")
-def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(tmp_path, uninterrupted):
+def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(
+    tmp_path, uninterrupted
+):
     moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
     start_on_8_devices = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
     three_processes = ["--num_processes=3", "--cpu_devices=1"]
@@ -52,11 +56,15 @@ def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     with contextlib.ExitStack() as stack:
         with pace.slow(tmp_path / "slow", 7) as variables:
             env = harness.environment(**variables)
-            process = harness.launch("--elastic=2:3", "--cpu_devices=1", command=command, env=env)
+            process = harness.launch(
+                "--elastic=2:3", "--cpu_devices=1", command=command, env=env
+            )
             stack.enter_context(harness.running(process))
             harness.read_until(process, f"step  7/{_STEPS}")
             os.kill(harness.status(directory)[1]["pid"], signal.SIGKILL)
-            harness.read_until(process, "2 of 3 hosts are left: starting it again on these")
+            harness.read_until(
+                process, "2 of 3 hosts are left: starting it again on these"
+            )
         code, output = harness.finish(process)
     assert code == 0, output
     assert "resumed from the checkpoint of step" in output and "[2]" not in output

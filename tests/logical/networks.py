@@ -1,8 +1,10 @@
-"""Networks drawn at random, and a program that trains them on one device and on several.
+"""Networks drawn at random, and a program that trains them on one device and on
+several.
 
     python -m tests.logical.networks FIRST COUNT
 
-It prints the numbers of the networks, from FIRST on, whose states do not have the same bits on both.
+It prints the numbers of the networks, from FIRST on, whose states do not have the same
+bits on both.
 """
 
 import sys
@@ -24,20 +26,34 @@ _MOST_DEVICES = 3
 _REPLICAS = 6
 _STEPS = 2
 _SIZES = (1, 3, 8, 16, 17, 40, 64, 128, 130, 256)
-_LAYERS = ("linear", "convolution", "norm", "attention", "recurrent", "pool", "transpose")
+_LAYERS = (
+    "linear",
+    "convolution",
+    "norm",
+    "attention",
+    "recurrent",
+    "pool",
+    "transpose",
+)
 _LOSSES = ("square", "labels", "one_hot", "cosine", "huber")
 _RULES = ("sgd", "adam", "clipped", "lamb")
 
 
 class Drawn(xshard.Supervised):
-    """A network of layers, sizes, a loss and a rule that the config's `network` draws; its inputs are sequences."""
+    """A network of layers, sizes, a loss and a rule that the config's `network` draws;
+    its inputs are sequences.
+    """
 
     def _draw(self) -> np.random.Generator:
         return np.random.default_rng(self.config.network)
 
     def _shape(self) -> tuple[int, int, int]:
         draw = self._draw()
-        return int(draw.choice(_SIZES[2:6])), int(draw.choice(_SIZES)), int(draw.choice(_SIZES[1:]))
+        return (
+            int(draw.choice(_SIZES[2:6])),
+            int(draw.choice(_SIZES)),
+            int(draw.choice(_SIZES[1:])),
+        )
 
     def train_data(self):
         length, width, classes = self._shape()
@@ -55,19 +71,25 @@ class Drawn(xshard.Supervised):
         draw = self._draw()
         x = batch["x"]
         for _ in range(draw.integers(1, 4)):
-            x = self._layer(str(draw.choice(_LAYERS)), int(draw.choice(_SIZES)), draw, x)
+            x = self._layer(
+                str(draw.choice(_LAYERS)), int(draw.choice(_SIZES)), draw, x
+            )
         return hk.Linear(self._shape()[2])(x)
 
     def _layer(self, kind, size, draw, x):
         if kind == "linear":
-            activation = draw.choice([jax.nn.relu, jnp.tanh, jax.nn.gelu, jax.nn.softmax])
+            activation = draw.choice(
+                [jax.nn.relu, jnp.tanh, jax.nn.gelu, jax.nn.softmax]
+            )
             return activation(hk.Linear(size)(x))
         if kind == "convolution":
             return jax.nn.silu(hk.Conv1D(size, int(draw.integers(1, 4)))(x))
         if kind == "norm":
             return hk.LayerNorm(-1, True, True)(x)
         if kind == "attention":
-            attend = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))
+            attend = hk.MultiHeadAttention(
+                2, 8, w_init=hk.initializers.VarianceScaling(1.0)
+            )
             return attend(x, x, x)
         if kind == "recurrent":
             core = hk.GRU(min(size, 64))
@@ -75,7 +97,11 @@ class Drawn(xshard.Supervised):
             outputs, _ = hk.dynamic_unroll(core, jnp.swapaxes(x, 0, 1), first)
             return jnp.swapaxes(outputs, 0, 1)
         if kind == "pool":
-            return x - jnp.mean(x, axis=1, keepdims=True) + jax.nn.logsumexp(x, -1, keepdims=True)
+            return (
+                x
+                - jnp.mean(x, axis=1, keepdims=True)
+                + jax.nn.logsumexp(x, -1, keepdims=True)
+            )
         # A layer in time-major order, as recurrent networks have it.
         return jnp.swapaxes(hk.Linear(size)(jnp.swapaxes(x, 0, 1)), 0, 1)
 
@@ -85,10 +111,14 @@ class Drawn(xshard.Supervised):
         if kind == "square":
             return jnp.mean(jnp.square(outputs - one_hot)), {}
         if kind == "labels":
-            losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["label"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                outputs, batch["label"]
+            )
             return jnp.mean(losses), {}
         if kind == "one_hot":
-            return jnp.mean(-jnp.sum(one_hot * jax.nn.log_softmax(outputs), axis=-1)), {}
+            return jnp.mean(
+                -jnp.sum(one_hot * jax.nn.log_softmax(outputs), axis=-1)
+            ), {}
         if kind == "cosine":
             return jnp.mean(optax.cosine_distance(outputs, one_hot, epsilon=1e-3)), {}
         return jnp.mean(optax.huber_loss(outputs, one_hot)), {}
@@ -110,7 +140,9 @@ class Drawn(xshard.Supervised):
 
 
 def make_config(network):
-    """Returns the config of a run of the network drawn with this number, with exact sums."""
+    """Returns the config of a run of the network drawn with this number, with exact
+    sums.
+    """
     config = xshard.config.default()
     config.experiment = "tests.logical.networks.Drawn"
     config.network = network
@@ -135,7 +167,9 @@ def fingerprint(config, devices):
 
 
 def main(first, count):
-    """Trains the networks from number `first` on, and prints the numbers of those that differ between devices."""
+    """Trains the networks from number `first` on, and prints the numbers of those that
+    differ between devices.
+    """
     origin.set_up_cpu(make_config(first), _MOST_DEVICES)
     for network in range(first, first + count):
         config = make_config(network)

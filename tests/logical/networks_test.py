@@ -1,6 +1,7 @@
 """Tests that networks drawn at random have the same bits on one device and on several.
 
-They need processes of their own: other tests compile without optimizations, and users with.
+They need processes of their own: other tests compile without optimizations, and users
+with.
 """
 
 import subprocess

@@ -1,4 +1,6 @@
-"""Tests that each of optax's rules, with exact sums, makes the same update on any number of devices."""
+"""Tests that each of optax's rules, with exact sums, makes the same update on any
+number of devices.
+"""
 
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from tests.optimizers import harness, table
 from xshard import logical
 from xshard import mesh as mesh_lib
 
-# Other tests measure coverage. Measuring it here would double the time, because these tests trace many rules.
+# Other tests measure coverage. Measuring it here would double the time, because these
+# tests trace many rules.
 pytestmark = pytest.mark.no_cover
 
 _COUNT = 4
@@ -29,7 +32,9 @@ def make_step(name):
 
 
 def trajectory(devices, names):
-    """Returns each rule's parameters and state after each step, with all rules in one program on `devices` devices."""
+    """Returns each rule's parameters and state after each step, with all rules in one
+    program on `devices` devices.
+    """
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     replicas = logical.Replicas(_COUNT, mesh, limbs=1)
     transformed = {name: make_step(name) for name in names}
@@ -48,7 +53,8 @@ def trajectory(devices, names):
     held, states = {name: (params, init(name)) for name in names}, []
     held = jax.device_put(held, mesh_lib.sharding(mesh))
     for number in range(_STEPS):
-        # The last rows belong to places without a replica. Their NaN would show if a result depended on them.
+        # The last rows belong to places without a replica. Their NaN would show if a
+        # result depended on them.
         rows = np.full((replicas.rows(len(batch)), batch.shape[1]), np.nan, np.float32)
         rows[: len(batch)] = batch * (number + 1)
         held = program(held, mesh_lib.put(mesh, rows, _ROWS))
@@ -68,11 +74,17 @@ def test_an_update_does_not_depend_on_the_devices(name):
 
 
 def compare():
-    """Prints the rules that, in one program, end with other bits on three devices than on one."""
+    """Prints the rules that, in one program, end with other bits on three devices than
+    on one.
+    """
     names = [name for name in table.NAMES[::7] if name != "noisy_sgd"]
     alone, among_three = trajectory(1, names)[-1], trajectory(3, names)[-1]
     for name in names:
-        pairs = zip(jax.tree.leaves(alone[name]), jax.tree.leaves(among_three[name]), strict=True)
+        pairs = zip(
+            jax.tree.leaves(alone[name]),
+            jax.tree.leaves(among_three[name]),
+            strict=True,
+        )
         if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in pairs):
             print(name)
 
@@ -91,9 +103,13 @@ rules_test.compare()
 
 @pytest.mark.sample(0.4)
 def test_many_updates_in_one_program_do_not_depend_on_the_devices():
-    # If XLA may fuse products and sums, one of these updates does depend on the devices with these flags.
+    # If XLA may fuse products and sums, one of these updates does depend on the devices
+    # with these flags.
     environment = processes.environment(XLA_FLAGS=tests.XLA_FLAGS)
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -64,7 +64,9 @@ def test_an_exchange_may_depend_on_another():
 @pytest.mark.parametrize("tiled", [True, False])
 def test_a_scattered_shard_differs_by_replica_until_it_is_gathered(tiled):
     def step(x):
-        shard = lax.psum_scatter(x * replica_number(), "replica", scatter_dimension=1, tiled=tiled)
+        shard = lax.psum_scatter(
+            x * replica_number(), "replica", scatter_dimension=1, tiled=tiled
+        )
         kept = shard + replica_number()
         return lax.all_gather(2 * shard, "replica", axis=1, tiled=tiled), kept
 
@@ -102,11 +104,19 @@ def test_a_rematerialized_gradient_is_split():
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + replica_number(), "differs between the replicas"),
         (printing, "has debug_print of a replica's values"),
-        (lambda w, x: lax.ppermute(x, "replica", [(0, 1)]), "ppermute over the replicas"),
-        (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
-        (lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]), "groups of"),
         (
-            lambda w, x: lax.scan(lambda c, _: (lax.psum(c, "replica"), ()), x, length=2)[0],
+            lambda w, x: lax.ppermute(x, "replica", [(0, 1)]),
+            "ppermute over the replicas",
+        ),
+        (lambda w, x: lax.psum(x, "slice"), "psum over \\['slice'\\]"),
+        (
+            lambda w, x: lax.psum(x, "replica", axis_index_groups=[[0, 1], [2, 3]]),
+            "groups of",
+        ),
+        (
+            lambda w, x: lax.scan(
+                lambda c, _: (lax.psum(c, "replica"), ()), x, length=2
+            )[0],
             "inside a scan.*a loss of micro-batches runs in a scan: set micro_batches to 1",
         ),
         (
@@ -125,7 +135,9 @@ def test_a_batch_of_another_type_gets_its_own_program(limbs):
     the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
     replicas = logical.Replicas(4, the_mesh, limbs=limbs)
     rows = jax.P(mesh.BATCH)
-    sizes = logical.Mapped(lambda x: lax.pmean(jnp.mean(x * x), _BOTH), (rows,), jax.P())
+    sizes = logical.Mapped(
+        lambda x: lax.pmean(jnp.mean(x * x), _BOTH), (rows,), jax.P()
+    )
     program = logical.Program("step", lambda *_: sizes, replicas)
     for dtype in (np.float32, np.int32, jnp.float16):
         batch = np.arange(1, 9).astype(dtype)

@@ -13,7 +13,9 @@ from xshard.logical import split, sums
 
 
 def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
-    """Returns the result that each device has when replicas exchange these values on `devices` devices."""
+    """Returns the result that each device has when replicas exchange these values on
+    `devices` devices.
+    """
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
     count = len(arrays) if count is None else count
     rounds = -(-count // devices)
@@ -34,7 +36,9 @@ def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
 
 
 def combine(arrays, devices, kind="psum", **options):
-    """Returns the result that all devices share, after checking that its bits are the same on each."""
+    """Returns the result that all devices share, after checking that its bits are the
+    same on each.
+    """
     result = exchanged(arrays, devices, kind, **options)
     assert all(x.tobytes() == result[0].tobytes() for x in result)
     return result[0]
@@ -42,7 +46,9 @@ def combine(arrays, devices, kind="psum", **options):
 
 def values(count, size=40, seed=0):
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=(count, size)) * 10.0 ** rng.integers(-6, 6, size)).astype(np.float32)
+    return (rng.normal(size=(count, size)) * 10.0 ** rng.integers(-6, 6, size)).astype(
+        np.float32
+    )
 
 
 def test_a_sum_does_not_depend_on_the_order_or_the_devices():
@@ -64,14 +70,18 @@ def test_the_error_is_at_most_half_a_step_for_each_replica(count, limbs):
     # Conversion to float32 rounds the integer of each limb, and their sum, once more.
     allowed = count * step / 2 + np.abs(true) * limbs * 2.0**-24
     assert np.all(np.abs(combine(x, 4, limbs=limbs) - true) <= allowed)
-    assert combine(x[::-1], 3, limbs=limbs).tobytes() == combine(x, 4, limbs=limbs).tobytes()
+    assert (
+        combine(x[::-1], 3, limbs=limbs).tobytes()
+        == combine(x, 4, limbs=limbs).tobytes()
+    )
 
 
 def test_two_limbs_keep_small_values_beside_large_ones():
     x = np.float32([[1e6, 3e-7], [2e6, 1e-7]])
     lost, kept = combine(x, 2), combine(x, 2, limbs=2)
     assert lost[1] == 0
-    # The error is half a unit for each of two replicas: 2**-58 of the power of two above the largest value.
+    # The error is half a unit for each of two replicas: 2**-58 of the power of two
+    # above the largest value.
     np.testing.assert_allclose(kept, x.sum(axis=0), rtol=0, atol=2.0 ** (21 - 58))
 
 
@@ -134,4 +144,6 @@ def test_integers_are_summed_exactly():
 def test_half_precision_is_summed_in_float32():
     x = values(6).astype(jnp.bfloat16)
     total = functools.reduce(np.add, x.astype(np.float64))
-    np.testing.assert_allclose(combine(x, 3).astype(np.float64), total, rtol=2.0**-8, atol=1e-1)
+    np.testing.assert_allclose(
+        combine(x, 3).astype(np.float64), total, rtol=2.0**-8, atol=1e-1
+    )

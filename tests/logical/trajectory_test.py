@@ -26,11 +26,17 @@ _OWN = "tests.logical.trajectory_test.Own"
 
 
 class Own(toy.Wide):
-    """An experiment with a key and a sum for each replica, and a sum for each example; its evaluation uses the sums."""
+    """An experiment with a key and a sum for each replica, and a sum for each example;
+    its evaluation uses the sums.
+    """
 
     def init(self, key, batch):
         shown = xshard.PerExample({"sum": jnp.zeros_like(batch["y"])})
-        return {"line": super().init(key, batch), "shown": shown, "drawn": self._drawn(key, 0.0)}
+        return {
+            "line": super().init(key, batch),
+            "shown": shown,
+            "drawn": self._drawn(key, 0.0),
+        }
 
     def _drawn(self, key, total):
         key = jax.random.fold_in(key, jax.lax.axis_index(("slice", "replica")))
@@ -39,9 +45,14 @@ class Own(toy.Wide):
     def train_step(self, state, batch, key):
         line, outcome = super().train_step(state["line"], batch, key)
         old = state["drawn"].value
-        # The sum combines parameters, which the replicas have exchanged, with the replica's own random key.
-        total = old["sum"] + jnp.sum(line.params["mlp/~/linear_0"]["w"]) * jax.random.uniform(key)
-        shown = xshard.PerExample({"sum": state["shown"].value["sum"] + jnp.sin(batch["y"])})
+        # The sum combines parameters, which the replicas have exchanged, with the
+        # replica's own random key.
+        total = old["sum"] + jnp.sum(
+            line.params["mlp/~/linear_0"]["w"]
+        ) * jax.random.uniform(key)
+        shown = xshard.PerExample(
+            {"sum": state["shown"].value["sum"] + jnp.sin(batch["y"])}
+        )
         new = {"line": line, "shown": shown, "drawn": self._drawn(old["key"], total)}
         return new, {"line": outcome, "total": total}
 
@@ -57,13 +68,17 @@ class Own(toy.Wide):
 
 
 class Clipped(toy.Averaged):
-    """An experiment whose rule clips by the norm of all gradients, and which is evaluated on moving averages."""
+    """An experiment whose rule clips by the norm of all gradients, and which is
+    evaluated on moving averages.
+    """
 
     def optimizer(self):
         rate = self.config.optimizer.learning_rate
         rule = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(rate))
         opt = xshard.OptaxOptimizer(rule, name="adam")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         opt = xshard.MixedPrecisionLossScaleOptimizer(
             opt, xshard.DynamicLossScale(increment_period=3)
         )
@@ -75,7 +90,9 @@ class Contrasting(toy.Wide):
 
     def loss(self, outputs, batch):
         value, logged = super().loss(outputs, batch)
-        return value + jnp.var(jax.lax.all_gather(outputs, ("slice", "replica"))), logged
+        return value + jnp.var(
+            jax.lax.all_gather(outputs, ("slice", "replica"))
+        ), logged
 
 
 def config(**changes):
@@ -92,7 +109,9 @@ def config(**changes):
 
 def digest(tree):
     raw = lambda x: (
-        jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        jax.random.key_data(x)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else x
     )
     checksum = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
@@ -104,7 +123,8 @@ def trajectory(devices, of=None, **changes):
     """Trains on `devices` devices.
 
     Returns:
-      Checksums of all states, checksums of the logged values, the evaluated values, and the number of skipped steps.
+      Checksums of all states, checksums of the logged values, the evaluated values, and
+      the number of skipped steps.
     """
     of = of or config(**changes)
     experiment = experiment_lib.load(of.experiment)(of)
@@ -143,9 +163,22 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
 @pytest.mark.parametrize(
     "changes, places",
     [
-        ({}, [{"devices": 1}, {"devices": 2}, {"devices": 4, "slices": 2}, {"devices": 8}]),
         (
-            {"precision": _HALF, "micro_batches": 2, "hidden": 16, "logical_replicas": 4},
+            {},
+            [
+                {"devices": 1},
+                {"devices": 2},
+                {"devices": 4, "slices": 2},
+                {"devices": 8},
+            ],
+        ),
+        (
+            {
+                "precision": _HALF,
+                "micro_batches": 2,
+                "hidden": 16,
+                "logical_replicas": 4,
+            },
             [{"devices": 4}, {"devices": 2}],
         ),
         (
@@ -177,10 +210,15 @@ def test_only_exchanges_communicate_between_devices():
     mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
     batches = preflight.train_batches(experiment, mesh)
     state = state_lib.abstract_state(experiment, mesh, of.seed, batches.example)
-    stages = preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
+    stages = (
+        preflight.jitted_step(experiment, mesh).lower(state, batches.shapes()).stages
+    )
     names = ("all_reduce", "reduce_scatter", "all_gather")
-    crosses = [any(name in stage.program.as_text() for name in names) for stage in stages]
-    # Each device computes four of the eight replicas before each exchange, and only an exchange crosses devices.
+    crosses = [
+        any(name in stage.program.as_text() for name in names) for stage in stages
+    ]
+    # Each device computes four of the eight replicas before each exchange, and only an
+    # exchange crosses devices.
     assert [stage.times for stage in stages if stage.times > 1] == [4] * sum(crosses)
     assert sum(crosses) >= 1
 
@@ -209,7 +247,12 @@ def test_environments_do_not_depend_on_the_devices():
     of = rl.get_config()
     of.logical_replicas, of.reduction.arithmetic = 6, "exact"
     of.update(
-        {"batch_size": 12, "eval_batch_size": 12, "eval_games": 12, "model": {"hidden": (8,)}}
+        {
+            "batch_size": 12,
+            "eval_batch_size": 12,
+            "eval_games": 12,
+            "model": {"hidden": (8,)},
+        }
     )
     with jax.numpy_dtype_promotion("standard"):
         first, *others = [trajectory(devices, of) for devices in (1, 2, 3, 6)]
@@ -224,7 +267,9 @@ def test_slices_do_not_change_the_bits():
 @pytest.mark.sample(3, of="steps")
 def test_groups_do_not_depend_on_the_devices():
     halves = ((0, 1), (2, 3))
-    assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(4, group_assignment=halves)
+    assert trajectory(2, group_assignment=((0,), (1,))) == trajectory(
+        4, group_assignment=halves
+    )
 
 
 @pytest.mark.long
@@ -262,11 +307,16 @@ def test_floating_point_sums_differ_only_by_rounding():
     [
         ({"logical_replicas": 0}, "--config.logical_replicas=8"),
         ({"model_parallel": 2}, "model_parallel=2"),
-        ({"logical_replicas": 3}, "batch_size=16 must be a positive multiple of replicas"),
+        (
+            {"logical_replicas": 3},
+            "batch_size=16 must be a positive multiple of replicas",
+        ),
     ],
     ids=str,
 )
-def test_an_impossible_config_is_refused_before_a_run_is_created(tmp_path, changes, words):
+def test_an_impossible_config_is_refused_before_a_run_is_created(
+    tmp_path, changes, words
+):
     with pytest.raises(errors.UserError, match=words):
         loop.Run(config(**changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -301,7 +351,9 @@ def test_per_replica_state_resumes_on_other_numbers_of_devices(tmp_path, use_dev
     assert run("moved", 4, 2, 1) == run("stayed", 2)
 
 
-def test_state_that_differs_by_replica_needs_even_shares_of_devices(tmp_path, use_devices):
+def test_state_that_differs_by_replica_needs_even_shares_of_devices(
+    tmp_path, use_devices
+):
     use_devices(3)
     match = r"drawn/.*differs between replicas.*one of \[1, 2, 4\]"
     with pytest.raises(errors.UserError, match=match):
@@ -309,10 +361,14 @@ def test_state_that_differs_by_replica_needs_even_shares_of_devices(tmp_path, us
     assert not (tmp_path / "run").exists()
 
 
-def test_predict_may_not_read_per_replica_state_on_shared_devices(tmp_path, use_devices):
+def test_predict_may_not_read_per_replica_state_on_shared_devices(
+    tmp_path, use_devices
+):
     use_devices(2)
     run_config = config(experiment=_OWN, reads=True)
-    with pytest.raises(errors.UserError, match="Own.predict .* reads the state 'drawn/sum'"):
+    with pytest.raises(
+        errors.UserError, match="Own.predict .* reads the state 'drawn/sum'"
+    ):
         loop.Run(run_config, str(tmp_path / "run"))
 
 
@@ -364,4 +420,7 @@ def test_a_run_says_if_one_device_would_compute_other_bits(
     monkeypatch.setattr(comparison.Comparison, "on_one_device", changed)
     loop.run(config(steps=2), str(tmp_path / "other"), "")
     said = capfd.readouterr().out
-    assert said.count("XLA computes other bits on one device than on these 2, in part 1") == 1
+    assert (
+        said.count("XLA computes other bits on one device than on these 2, in part 1")
+        == 1
+    )

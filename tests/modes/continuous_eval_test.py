@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 
 def make_config(**options):
     config = toy.get_config()
-    config.checkpoint.update({"every_steps": 3, "keep_last": 2, "keep_best": 1, **options})
+    config.checkpoint.update(
+        {"every_steps": 3, "keep_last": 2, "keep_best": 1, **options}
+    )
     return config.lock()
 
 
@@ -59,7 +61,9 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert list(logged_errors(tmp_path)) == [2, 4]
-    assert "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
+    assert (
+        "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
+    )
 
 
 def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
@@ -78,7 +82,10 @@ def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     # A second job evaluates nothing again.
     capsys.readouterr()
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
-    assert "evaluation" not in capsys.readouterr().out and logged_errors(tmp_path) == errors
+    assert (
+        "evaluation" not in capsys.readouterr().out
+        and logged_errors(tmp_path) == errors
+    )
 
 
 def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
@@ -96,13 +103,18 @@ def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
     assert job.follow() is None
     out = capsys.readouterr().out
     assert out.count("waiting for a run in") == 1
-    assert out.count("the run ends at step 6, which is evaluated; waiting for step 12") == 1
+    assert (
+        out.count("the run ends at step 6, which is evaluated; waiting for step 12")
+        == 1
+    )
     errors = logged_errors(tmp_path)
     assert list(errors) == [3, 6, 9, 12]
     assert best(tmp_path)["best"][0]["value"] == min(errors.values())
 
 
-def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_path, monkeypatch):
+def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
+    tmp_path, monkeypatch
+):
     values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
     evaluate = lambda self, state, go_on: {"error": values[int(state.step)]}
     monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "__call__", evaluate)
@@ -114,7 +126,9 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_pat
         # The run itself computes another error, and keeps no best checkpoint.
         with monkeypatch.context() as patch:
             patch.setattr(
-                continuous_eval.evaluation.Evaluation, "__call__", lambda *_: {"error": 1.0}
+                continuous_eval.evaluation.Evaluation,
+                "__call__",
+                lambda *_: {"error": 1.0},
             )
             assert loop.run(config, str(tmp_path), "") == 0
 
@@ -128,7 +142,8 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(tmp_pat
     job(3).follow()
     train(6)
     train(9)
-    # The run keeps only its newest checkpoint and the pinned one. It deleted step 6 before the job evaluated it.
+    # The run keeps only its newest checkpoint and the pinned one. It deleted step 6
+    # before the job evaluated it.
     assert steps(tmp_path) == [3, 9]
     job(9).follow()
     assert logged_errors(tmp_path) == {3: 0.1, 9: 0.2}
@@ -164,7 +179,9 @@ def kill_at_call(monkeypatch, config, directory, owner, name):
 
 def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
     config = make_config(keep_last=10)
-    kill_at_call(monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "__call__")
+    kill_at_call(
+        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "__call__"
+    )
     assert best(run)["pinned"] == [3]
     continuous_eval.run(config, str(run), "", None)
     assert best(run)["pinned"] == [12]
@@ -195,8 +212,15 @@ def test_values_that_are_not_finite_are_never_the_best(run):
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     logged_rows = rows.read(run / "eval")
     logged_rows[-1]["eval/error"], logged_rows[0]["eval/error"] = None, [0.25, None]
-    (run / "eval/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged_rows))
-    assert continuous_eval.run(make_config(keep_last=10, best_mode="max"), str(run), "", None) == 0
+    (run / "eval/metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in logged_rows)
+    )
+    assert (
+        continuous_eval.run(
+            make_config(keep_last=10, best_mode="max"), str(run), "", None
+        )
+        == 0
+    )
     largest = max(logged_rows[1:3], key=lambda row: row["eval/error"])
     assert best(run)["pinned"] == [largest["step"]]
 
@@ -208,9 +232,15 @@ def test_a_changed_choice_of_the_best_applies_to_logged_errors(run):
     # The new mode applies to the logged errors; nothing is evaluated again.
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     errors = logged_errors(run)
-    assert best(run)["best"] == [{"step": 12, "value": min(errors.values())}] and len(errors) == 4
+    assert (
+        best(run)["best"] == [{"step": 12, "value": min(errors.values())}]
+        and len(errors) == 4
+    )
     assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
-    assert continuous_eval.run(make_config(keep_last=10, keep_best=0), str(run), "", None) == 0
+    assert (
+        continuous_eval.run(make_config(keep_last=10, keep_best=0), str(run), "", None)
+        == 0
+    )
     assert best(run)["pinned"] == best(run)["best"] == []
     assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
 
@@ -220,7 +250,8 @@ def test_a_quiet_job_prints_only_its_end(run, capsys):
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
     assert (
-        out.startswith("all checkpoints to step 12 are evaluated") and len(logged_errors(run)) == 4
+        out.startswith("all checkpoints to step 12 are evaluated")
+        and len(logged_errors(run)) == 4
     )
 
 
@@ -251,12 +282,17 @@ class Watch:
 
     def poll(self):
         self.polls += 1
-        return notice.Notice(notice.STOP, "told to", 42) if self.polls == self._at else None
+        return (
+            notice.Notice(notice.STOP, "told to", 42)
+            if self.polls == self._at
+            else None
+        )
 
 
 def test_an_evaluation_that_a_stop_interrupted_is_repeated(run):
     config = make_config(keep_last=10)
-    # Each evaluation has two batches. This poll is in the middle of the second evaluation.
+    # Each evaluation has two batches. This poll is in the middle of the second
+    # evaluation.
     assert continuous_eval.run(config, str(run), "", Watch(5)) == 42
     assert list(logged_errors(run)) == [3]
     assert continuous_eval.run(config, str(run), "", None) == 0
@@ -269,7 +305,8 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
         other.seed = 1
     with pytest.raises(ValueError, match=r"seed: 0 -> 1.* takes its parameters\.$"):
         continuous_eval.run(other, str(run), "", None)
-    # A refused config leaves nothing behind that would make the right one be refused as well.
+    # A refused config leaves nothing behind that would make the right one be refused as
+    # well.
     assert not (run / "eval").exists()
     with pytest.raises(
         ValueError, match="best_metric='nothing' must be a metric of the evaluation"
@@ -280,7 +317,9 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
         wide.experiment = "tests.toy.Wide"
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
-    with pytest.raises(checkpoint.CheckpointError, match="saved with another model or optimizer"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="saved with another model or optimizer"
+    ):
         continuous_eval.run(wide, str(tmp_path / "wide"), "", None)
 
 
@@ -322,4 +361,7 @@ def test_the_job_follows_a_run_in_real_processes(tmp_path):
             assert run.returncode == 0, out
         out = job.communicate()[0]
         assert job.returncode == 0, out
-    assert 12 in logged_errors(tmp_path) and "all checkpoints to step 12 are evaluated" in out
+    assert (
+        12 in logged_errors(tmp_path)
+        and "all checkpoints to step 12 are evaluated" in out
+    )

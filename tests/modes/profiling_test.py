@@ -17,7 +17,11 @@ def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsy
     assert profiling.run(config, str(tmp_path), "3:5", None) == 0
     (path,) = tmp_path.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    numbers = {e["args"]["step_num"] for e in events if e.get("name") == "train" and "args" in e}
+    numbers = {
+        e["args"]["step_num"]
+        for e in events
+        if e.get("name") == "train" and "args" in e
+    }
     # The requested steps count from the run's last checkpoint, which is of step 12.
     assert numbers == {"15", "16"}
     assert {p: p.read_bytes() for p in before} == before
@@ -33,5 +37,7 @@ def test_malformed_ranges_of_steps_are_refused(tmp_path, steps):
 def test_a_trace_that_was_not_written_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: None)
     monkeypatch.setattr(profiling.jax.profiler, "start_trace", lambda folder: None)
-    with pytest.raises(errors.UserError, match="JAX wrote no trace into .*profile, or an empty"):
+    with pytest.raises(
+        errors.UserError, match="JAX wrote no trace into .*profile, or an empty"
+    ):
         profiling.run(toy.get_config().lock(), str(tmp_path), "0:1", None)

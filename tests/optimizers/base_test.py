@@ -1,4 +1,6 @@
-"""Tests of the contract of Optimizer: gradients, gates, subsets of parameters, names, invalid input."""
+"""Tests of the contract of Optimizer: gradients, gates, subsets of parameters, names,
+invalid input.
+"""
 
 import collections
 
@@ -35,7 +37,9 @@ def compute(loss=harness.loss, opt=adam, params=None, **kwargs):
     params = harness.params() if params is None else params
     x = harness.batch()
     losses = (
-        [lambda p, f=f: f(p, x) for f in loss] if isinstance(loss, list) else lambda p: loss(p, x)
+        [lambda p, f=f: f(p, x) for f in loss]
+        if isinstance(loss, list)
+        else lambda p: loss(p, x)
     )
     return run(lambda: opt().compute_gradients(losses, params, **kwargs))
 
@@ -74,9 +78,12 @@ def test_a_loss_may_use_haiku_state_and_keys():
 def test_grad_loss_weights_the_gradients(opt):
     plain = compute(opt=opt)[1]
     harness.assert_equal(
-        compute(opt=opt, grad_loss=2.0), (compute()[0], jax.tree.map(lambda g: 2 * g, plain))
+        compute(opt=opt, grad_loss=2.0),
+        (compute()[0], jax.tree.map(lambda g: 2 * g, plain)),
     )
-    per_example = lambda p, x: jnp.tanh(x @ p["mlp/linear_0"]["w"] + p["mlp/linear_0"]["b"])
+    per_example = lambda p, x: jnp.tanh(
+        x @ p["mlp/linear_0"]["w"] + p["mlp/linear_0"]["b"]
+    )
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32)
     value, grads = compute(per_example, opt, grad_loss=weight)
     assert value.shape == (16, 4)
@@ -90,8 +97,16 @@ def test_grad_loss_weights_the_gradients(opt):
     [
         (lambda p, x: x, {}, r"The loss has shape \(16, 3\) and grad_loss"),
         (lambda p, x: x, {"grad_loss": 1.0}, r"shape \(16, 3\) and grad_loss \(\)"),
-        (harness.loss, {"grad_loss": np.ones(3, np.float32)}, r"shape \(\) and grad_loss \(3,\)"),
-        (harness.loss, {"gate_gradients": 3}, "gate_gradients must be one of .*; received 3"),
+        (
+            harness.loss,
+            {"grad_loss": np.ones(3, np.float32)},
+            r"shape \(\) and grad_loss \(3,\)",
+        ),
+        (
+            harness.loss,
+            {"gate_gradients": 3},
+            "gate_gradients must be one of .*; received 3",
+        ),
         (harness.loss, {"gate_gradients": True}, "received True"),
         (
             harness.loss,
@@ -104,9 +119,17 @@ def test_grad_loss_weights_the_gradients(opt):
             {"var_list": ["mlp/linear_0/W"]},
             "'mlp/linear_0/W', which is not a parameter; near",
         ),
-        (harness.loss, {"var_list": lambda module, name: False}, "var_list selects none of"),
+        (
+            harness.loss,
+            {"var_list": lambda module, name: False},
+            "var_list selects none of",
+        ),
         ([], {}, "loss is an empty sequence"),
-        ([harness.loss] * 2, {"grad_loss": [1.0]}, "grad_loss has 1 entries for 2 losses"),
+        (
+            [harness.loss] * 2,
+            {"grad_loss": [1.0]},
+            "grad_loss has 1 entries for 2 losses",
+        ),
     ],
 )
 @pytest.mark.parametrize("opt", [adam, both_rules])
@@ -145,8 +168,14 @@ def broken(change):
             broken(lambda g: g["mlp/linear_1"].update(v=1.0)),
             "missing: none, unknown: .'mlp/linear_1/v'.",
         ),
-        (broken(lambda g: g["mlp/linear_1"].update(w=jnp.ones(2))), rf"'{W1}' has shape \(2,\)"),
-        (jax.tree.map(lambda _: None, harness.params()), "There is no gradient for any of"),
+        (
+            broken(lambda g: g["mlp/linear_1"].update(w=jnp.ones(2))),
+            rf"'{W1}' has shape \(2,\)",
+        ),
+        (
+            jax.tree.map(lambda _: None, harness.params()),
+            "There is no gradient for any of",
+        ),
         (None, "must have the structure"),
     ],
 )
@@ -164,7 +193,9 @@ def test_var_list_leaves_other_parameters_and_their_slots_unchanged(opt, var_lis
     def step(params, x, subset):
         rule = opt()
         kwargs = {"var_list": var_list} if subset else {}
-        _, grads = rule.compute_gradients(lambda p: harness.loss(p, x), params, **kwargs)
+        _, grads = rule.compute_gradients(
+            lambda p: harness.loss(p, x), params, **kwargs
+        )
         return rule.apply_gradients(grads, params), grads
 
     step = hk.transform_with_state(step)
@@ -175,7 +206,9 @@ def test_var_list_leaves_other_parameters_and_their_slots_unchanged(opt, var_lis
     assert grads["mlp/linear_0"]["w"] is None
     harness.assert_equal(new["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
     for slot in ("0/mu", "0/nu"):
-        harness.assert_equal(new_state["adam"][f"{slot}/{W0}"], state["adam"][f"{slot}/{W0}"])
+        harness.assert_equal(
+            new_state["adam"][f"{slot}/{W0}"], state["adam"][f"{slot}/{W0}"]
+        )
         for path in (W1, B0):
             assert not np.array_equal(
                 new_state["adam"][f"{slot}/{path}"], state["adam"][f"{slot}/{path}"]
@@ -202,17 +235,24 @@ def barriers(gate, opt):
     step = hk.transform_with_state(step)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    text = jax.jit(lambda p, s, x: step.apply({}, s, None, p, x)).lower(params, state, x).as_text()
+    text = (
+        jax.jit(lambda p, s, x: step.apply({}, s, None, p, x))
+        .lower(params, state, x)
+        .as_text()
+    )
     return [
-        line.count("%") for line in text.splitlines() if "stablehlo.optimization_barrier" in line
+        line.count("%")
+        for line in text.splitlines()
+        if "stablehlo.optimization_barrier" in line
     ]
 
 
 @pytest.mark.parametrize("opt", [adam, both_rules])
 def test_gates_are_barriers_in_the_lowered_program(opt):
     assert barriers(base.Optimizer.GATE_NONE, opt) == []
-    # GATE_OP has a barrier for each of three gradients, with one result and one operand. GATE_GRAPH has one
-    # barrier with three operands, and MLIR prints its three results under one name.
+    # GATE_OP has a barrier for each of three gradients, with one result and one
+    # operand. GATE_GRAPH has one barrier with three operands, and MLIR prints its three
+    # results under one name.
     assert barriers(base.Optimizer.GATE_OP, opt) == [2, 2, 2]
     assert barriers(base.Optimizer.GATE_GRAPH, opt) == [4]
 
@@ -231,13 +271,17 @@ def test_several_losses_are_summed(method, count):
 
 
 def test_losses_sum_in_float32_in_the_order_of_the_aggregation_method():
-    # In float16 1 + 2**-12 rounds to 1. In float32 2**24 + 1 rounds to 2**24, so the sum shows its order.
+    # In float16 1 + 2**-12 rounds to 1. In float32 2**24 + 1 rounds to 2**24, so the
+    # sum shows its order.
     half = {"m": {"w": jnp.ones((), jnp.float16)}}
     losses = [lambda p, x, s=s: p["m"]["w"] * jnp.float16(s) for s in (1.0, 2.0**-12)]
     assert compute(losses, params=half)[1]["m"]["w"] == 1 + 2.0**-12
     single = {"m": {"w": jnp.ones(())}}
     losses = [lambda p, x, s=s: p["m"]["w"] * s for s in (2.0**24, 1.0, 1.0, 1.0)]
-    sums = [compute(losses, params=single, aggregation_method=m)[1]["m"]["w"] for m in (0, 1, 2)]
+    sums = [
+        compute(losses, params=single, aggregation_method=m)[1]["m"]["w"]
+        for m in (0, 1, 2)
+    ]
     assert sums == [2.0**24, 2.0**24 + 2, 2.0**24]
 
 
@@ -249,7 +293,8 @@ def test_accumulation_orders_the_losses():
     text = jax.jit(lambda p, x: step.apply({}, {}, None, p, x)).lower(
         harness.params(), harness.batch()
     )
-    # The second and the third loss, and their gradients, wait for the sum of the gradients before them.
+    # The second and the third loss, and their gradients, wait for the sum of the
+    # gradients before them.
     assert text.as_text().count("stablehlo.optimization_barrier") >= 2
 
 
@@ -260,9 +305,12 @@ def test_colocated_gradients_have_their_parameters_sharding():
     table = jax.device_put(jnp.ones((4, 8)), jax.NamedSharding(mesh, jax.P()))
 
     def grads(params, table, colocate):
-        # The gradient equals the table, so only colocation ties it to the parameter's sharding.
+        # The gradient equals the table, so only colocation ties it to the parameter's
+        # sharding.
         step = lambda p: adam().compute_gradients(
-            lambda p: jnp.sum(p["m"]["w"] * table), p, colocate_gradients_with_ops=colocate
+            lambda p: jnp.sum(p["m"]["w"] * table),
+            p,
+            colocate_gradients_with_ops=colocate,
         )
         return hk.transform_with_state(step).apply({}, {}, None, params)[0][1]
 
@@ -283,7 +331,9 @@ def test_minimize_updates_and_increments_the_global_step():
     ((value, aux), new, n), _ = step.apply({}, state, None, params, x, 5)
     assert (int(n), int(aux)) == (6, 7) and value == harness.loss(params, x)
     assert not np.array_equal(new["mlp/linear_1"]["w"], params["mlp/linear_1"]["w"])
-    lowered = jax.jit(lambda p, x: step.apply({}, state, None, p, x, 5)).lower(params, x)
+    lowered = jax.jit(lambda p, x: step.apply({}, state, None, p, x, 5)).lower(
+        params, x
+    )
     assert "scope/" in lowered.as_text(debug_info=True)
 
 
@@ -300,10 +350,17 @@ def test_rule_names_and_slots():
             rule.get_slot(W1, "nu").shape,
         )
 
-    assert run(look) == ("CrossShardOptimizer", "CrossShardOptimizer", ["mu", "nu"], (4, 2))
+    assert run(look) == (
+        "CrossShardOptimizer",
+        "CrossShardOptimizer",
+        ["mu", "nu"],
+        (4, 2),
+    )
 
     def twice():
-        opt = optax_optimizer.OptaxOptimizer(optax.chain(optax.trace(0.9), optax.trace(0.5)))
+        opt = optax_optimizer.OptaxOptimizer(
+            optax.chain(optax.trace(0.9), optax.trace(0.5))
+        )
         opt.apply_gradients(harness.params(), harness.params())
         assert opt.get_slot(W0, "0/trace").shape == (3, 4)
         with pytest.raises(
@@ -322,7 +379,10 @@ def test_variables_returns_all_state_arrays():
         return rule.variables(), rule.state_by_name()
 
     variables, by_name = run(look)
-    assert len(variables) == 9 and sorted(by_name)[:2] == ["adam/0/count", f"adam/0/mu/{B0}"]
+    assert len(variables) == 9 and sorted(by_name)[:2] == [
+        "adam/0/count",
+        f"adam/0/mu/{B0}",
+    ]
     assert "dynamic_loss_scale/good_steps" in by_name
 
 
@@ -337,10 +397,14 @@ def test_a_skipped_step_restores_all_haiku_state_of_a_custom_rule():
         def update(self, grads, params):
             params = self.opt.update(grads, params)
             with jax.numpy_dtype_promotion("standard"):
-                hk.ExponentialMovingAverage(0.9, name="ema")(params["mlp/linear_1"]["w"])
+                hk.ExponentialMovingAverage(0.9, name="ema")(
+                    params["mlp/linear_1"]["w"]
+                )
             return params
 
-    make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(Averaged(adam()), "dynamic")
+    make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(
+        Averaged(adam()), "dynamic"
+    )
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
@@ -383,7 +447,11 @@ def test_a_rule_may_have_no_slots():
 
     def look():
         opt = Descent()
-        assert (opt.get_slot_names(), opt.get_slot(W0, "mu"), opt.variables()) == ([], None, [])
+        assert (opt.get_slot_names(), opt.get_slot(W0, "mu"), opt.variables()) == (
+            [],
+            None,
+            [],
+        )
         return opt.apply_gradients(harness.params(), harness.params()), opt.get_name()
 
     params, name = run(look)
@@ -413,7 +481,9 @@ def test_a_value_that_is_no_transformation_is_refused(bad):
 def test_the_base_optimizer_reports_the_missing_update():
     with pytest.raises(NotImplementedError, match="does not implement update"):
         run(
-            lambda: base.Optimizer(name="empty").apply_gradients(harness.params(), harness.params())
+            lambda: base.Optimizer(name="empty").apply_gradients(
+                harness.params(), harness.params()
+            )
         )
 
 
@@ -439,7 +509,9 @@ def scanned(p, x):
 
 def conditional(p, x):
     twice = lambda p: 2 * first_layer(p, x)
-    return jax.lax.cond(p["mlp/linear_1"]["w"][0, 0] > 0, lambda p: first_layer(p, x), twice, p)
+    return jax.lax.cond(
+        p["mlp/linear_1"]["w"][0, 0] > 0, lambda p: first_layer(p, x), twice, p
+    )
 
 
 def with_unused_output(p, x):
@@ -477,7 +549,9 @@ def test_a_zero_gradient_is_not_treated_as_missing():
 def test_a_parameter_used_by_one_of_several_losses_has_a_gradient(method):
     options = {"aggregation_method": method}
     assert compute([first_layer] * 3, **options)[1]["mlp/linear_1"]["w"] is None
-    _, grads = compute([first_layer, lambda p, x: second_layer(p), first_layer], **options)
+    _, grads = compute(
+        [first_layer, lambda p, x: second_layer(p), first_layer], **options
+    )
     np.testing.assert_allclose(
         grads["mlp/linear_1"]["w"], 2 * harness.params()["mlp/linear_1"]["w"], rtol=1e-6
     )
@@ -485,12 +559,16 @@ def test_a_parameter_used_by_one_of_several_losses_has_a_gradient(method):
     _, grads = compute([with_aux] * 2, has_aux=True, **options)
     assert grads["mlp/linear_1"]["w"] is None
     batches = gradients.MicroBatches(with_aux, harness.batch().reshape(4, 4, 3))
-    rule = lambda: adam().compute_gradients(batches, harness.params(), has_aux=True, **options)
+    rule = lambda: adam().compute_gradients(
+        batches, harness.params(), has_aux=True, **options
+    )
     assert run(rule)[1]["mlp/linear_1"]["w"] is None
 
 
 def decaying():
-    return optax_optimizer.OptaxOptimizer(optax.adamw(0.1, weight_decay=0.5), name="adam")
+    return optax_optimizer.OptaxOptimizer(
+        optax.adamw(0.1, weight_decay=0.5), name="adam"
+    )
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
@@ -508,7 +586,9 @@ def test_an_unused_parameter_keeps_its_value_and_its_existing_slots(shard_update
     harness.assert_equal(new["mlp/linear_1"], params["mlp/linear_1"])
     assert np.any(np.asarray(new["mlp/linear_0"]["w"]) != params["mlp/linear_0"]["w"])
     for slot in ("0/mu", "0/nu"):
-        harness.assert_equal(after["adam"][f"{slot}/{W1}"], state["adam"][f"{slot}/{W1}"])
+        harness.assert_equal(
+            after["adam"][f"{slot}/{W1}"], state["adam"][f"{slot}/{W1}"]
+        )
         assert np.any(after["adam"][f"{slot}/{W0}"])
 
 
@@ -532,13 +612,17 @@ def test_a_loss_is_traced_once():
 
 
 def test_a_loss_that_depends_on_no_parameter_is_refused():
-    with pytest.raises(ValueError, match="There is no gradient for any of .* loss depends on"):
+    with pytest.raises(
+        ValueError, match="There is no gradient for any of .* loss depends on"
+    ):
         run(lambda: adam().minimize(lambda p: jnp.float32(1), harness.params()))
 
 
 def complex_params():
     rng = np.random.default_rng(5)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape))
+    draw = lambda *shape: jnp.asarray(
+        rng.normal(size=shape) + 1j * rng.normal(size=shape)
+    )
     return {"m": {"w": draw(3).astype(jnp.complex64), "b": jnp.ones(2)}}
 
 
@@ -548,7 +632,9 @@ def complex_loss(p, x):
 
 
 def in_pairs(params):
-    """Returns the same parameters, with the complex one split into its real and imaginary parts."""
+    """Returns the same parameters, with the complex one split into its real and
+    imaginary parts.
+    """
     w = params["m"]["w"]
     return {"m": {"u": jnp.real(w), "v": jnp.imag(w), "b": params["m"]["b"]}}
 
@@ -562,13 +648,17 @@ def pair_loss(p, x):
 @pytest.mark.parametrize("micro", [False, True])
 def test_a_complex_parameter_trains_like_its_real_and_imaginary_parts(micro):
     def make():
-        clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+        clipped = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
+        )
         cross = cross_shard.CrossShardOptimizer(clipped)
         return loss_scale.MixedPrecisionLossScaleOptimizer(cross, "dynamic")
 
     def train(loss, params):
         def step(p, x, n):
-            parts = gradients.MicroBatches(loss, jnp.stack([x, x + 1])) if micro else None
+            parts = (
+                gradients.MicroBatches(loss, jnp.stack([x, x + 1])) if micro else None
+            )
             opt = make()
             value, grads = opt.compute_gradients(parts or (lambda p: loss(p, x)), p)
             return value, *opt.apply_gradients(grads, p, n)
@@ -586,7 +676,8 @@ def test_a_complex_parameter_trains_like_its_real_and_imaginary_parts(micro):
     params = complex_params()
     new, values = train(complex_loss, params)
     pairs, expected = train(pair_loss, in_pairs(params))
-    # Both runs compute the same sums in float32, but from different terms, which round differently.
+    # Both runs compute the same sums in float32, but from different terms, which round
+    # differently.
     harness.assert_close(in_pairs(new), pairs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(values, expected, rtol=1e-5)
     assert values[3] < values[1] < values[0]
@@ -597,7 +688,9 @@ def test_gradients_of_complex_parameters_match_jax_grad():
     loss = lambda p: complex_loss(p, jnp.full(3, 2.0))
     _, grads = run(lambda: both_rules().compute_gradients(loss, params))
     harness.assert_close(grads, jax.grad(loss)(params), rtol=1e-6)
-    with pytest.raises(ValueError, match="'m/b' is complex64 and its parameter float32"):
+    with pytest.raises(
+        ValueError, match="'m/b' is complex64 and its parameter float32"
+    ):
         bad = {"m": {**grads["m"], "b": jnp.ones(2, jnp.complex64)}}
         run(lambda: adam().apply_gradients(bad, params))
 
@@ -612,7 +705,9 @@ def test_haiku_flat_mappings_behave_like_dicts():
     def step(params, x):
         opt = make()
         subset = [W0, W1]
-        value, grads = opt.compute_gradients(lambda p: harness.loss(p, x), params, var_list=subset)
+        value, grads = opt.compute_gradients(
+            lambda p: harness.loss(p, x), params, var_list=subset
+        )
         assert type(grads) is type(params)
         return value, opt.apply_gradients(grads, params), opt.get_slot(W0, "mu")
 
@@ -622,7 +717,9 @@ def test_haiku_flat_mappings_behave_like_dicts():
         _, state = step.init(None, params, harness.batch())
         (value, new, slot), after = step.apply({}, state, None, params, harness.batch())
         assert type(new) is type(params)
-        results.append((value, hk.data_structures.to_mutable_dict(new), slot, state, after))
+        results.append(
+            (value, hk.data_structures.to_mutable_dict(new), slot, state, after)
+        )
     harness.assert_equal(results[1], results[0])
 
 
@@ -633,7 +730,9 @@ def test_gradients_may_use_another_mapping_type_than_parameters():
         for module, arrays in reversed(params.items())
     )
     expected = run(lambda: both_rules().apply_gradients(params, params))
-    harness.assert_equal(run(lambda: both_rules().apply_gradients(ordered, params)), expected)
+    harness.assert_equal(
+        run(lambda: both_rules().apply_gradients(ordered, params)), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -664,28 +763,50 @@ def test_a_parameter_may_have_a_slash_in_its_name():
 def test_a_python_number_is_a_valid_parameter():
     params = {"m": {"w": 1.0}}
     new = run(lambda: both_rules().minimize(lambda p: p["m"]["w"] ** 2, params)[1])
-    assert new["m"]["w"].dtype == jnp.float32 and not jax.typeof(new["m"]["w"]).weak_type
+    assert (
+        new["m"]["w"].dtype == jnp.float32 and not jax.typeof(new["m"]["w"]).weak_type
+    )
     np.testing.assert_allclose(new["m"]["w"], 0.9, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [0.0, True, jnp.zeros(3, jnp.int32), jnp.float32(1), "1", [1]])
+@pytest.mark.parametrize(
+    "bad", [0.0, True, jnp.zeros(3, jnp.int32), jnp.float32(1), "1", [1]]
+)
 def test_a_global_step_that_is_no_integer_scalar_is_refused(bad):
-    with pytest.raises(ValueError, match="global_step must be an integer scalar.*received"):
+    with pytest.raises(
+        ValueError, match="global_step must be an integer scalar.*received"
+    ):
         run(lambda: adam().minimize(lambda p: second_layer(p), harness.params(), bad))
 
 
 @pytest.mark.parametrize(
     "loss,options,match",
     [
-        (jnp.float32(3), {}, r"must be a function.*received an array of the shape \(\).*lambda"),
+        (
+            jnp.float32(3),
+            {},
+            r"must be a function.*received an array of the shape \(\).*lambda",
+        ),
         (3.0, {}, "must be a function.*received float: 3.0"),
         ([second_layer, 3.0], {}, "must be a function.*received float"),
-        (gradients.MicroBatches(3.0, jnp.ones(2)), {}, "must be a function.*received float"),
-        (second_layer, {"has_aux": True}, r"has_aux=True a loss must return \(value, aux\)"),
+        (
+            gradients.MicroBatches(3.0, jnp.ones(2)),
+            {},
+            "must be a function.*received float",
+        ),
+        (
+            second_layer,
+            {"has_aux": True},
+            r"has_aux=True a loss must return \(value, aux\)",
+        ),
         (lambda p: (second_layer(p), 1), {}, "returned tuple.*pass has_aux=True"),
         (lambda p: None, {}, "must return an array; it returned NoneType"),
         (lambda p: second_layer(p) > 0, {}, "floating-point number; it is bool"),
-        (lambda p: second_layer(p).astype(jnp.complex64), {}, "it is complex64.*real part"),
+        (
+            lambda p: second_layer(p).astype(jnp.complex64),
+            {},
+            "it is complex64.*real part",
+        ),
     ],
 )
 def test_an_invalid_loss_is_refused(loss, options, match):
@@ -695,7 +816,9 @@ def test_an_invalid_loss_is_refused(loss, options, match):
 
 
 class Halved(base.OptimizerWrapper):
-    """Halves gradients in an overridden compute_gradients that it does not mark as hk.transparent."""
+    """Halves gradients in an overridden compute_gradients that it does not mark as
+    hk.transparent.
+    """
 
     def __init__(self, opt):
         super().__init__(name="halved")
@@ -721,7 +844,9 @@ def test_a_custom_compute_gradients_does_not_rename_state():
 
 
 class Polyak(base.Optimizer):
-    """Keeps the loss as state where it computes gradients, by Haiku's functions or in a method of its own."""
+    """Keeps the loss as state where it computes gradients, by Haiku's functions or in a
+    method of its own.
+    """
 
     def __init__(self, in_a_method):
         super().__init__(name="polyak")
@@ -750,7 +875,9 @@ def test_state_that_compute_gradients_would_leave_with_the_caller_is_refused():
     step = lambda in_a_method: hk.transform_with_state(
         lambda p: Polyak(in_a_method).minimize(loss, p)
     )
-    with pytest.raises(errors.UserError, match="Polyak.compute_gradients keeps the state 'loss'"):
+    with pytest.raises(
+        errors.UserError, match="Polyak.compute_gradients keeps the state 'loss'"
+    ):
         step(False).init(None, params)
     _, state = step(True).init(None, params)
     (_, new), state = step(True).apply({}, state, None, params)

@@ -1,4 +1,6 @@
-"""Tests that any composition of rules trains sharded as it does replicated, or is refused by name."""
+"""Tests that any composition of rules trains sharded as it does replicated, or is
+refused by name.
+"""
 
 import functools
 import random
@@ -15,7 +17,8 @@ from tests.optimizers import harness, written
 from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
-# These tests trace many rules. Coverage would double their time, and other tests measure it.
+# These tests trace many rules. Coverage would double their time, and other tests
+# measure it.
 pytestmark = pytest.mark.no_cover
 
 
@@ -27,7 +30,9 @@ class NormalizedDescent(base.Optimizer):
     """Divides each gradient by its norm; has no state."""
 
     def update(self, grads, params):
-        step = lambda p, g: p if g is None else p - 0.1 * g / (jnp.linalg.norm(g) + 1e-6)
+        step = lambda p, g: (
+            p if g is None else p - 0.1 * g / (jnp.linalg.norm(g) + 1e-6)
+        )
         return jax.tree.map(step, params, grads)
 
 
@@ -44,7 +49,9 @@ class Momentum(base.Optimizer):
                 m = 0.9 * m + g
                 hk.set_state(name, m)
             noise = (
-                0.0 if hk.running_init() else jax.random.normal(hk.next_rng_key(), p.shape, p.dtype)
+                0.0
+                if hk.running_init()
+                else jax.random.normal(hk.next_rng_key(), p.shape, p.dtype)
             )
             return p - 0.1 * m - 1e-3 * noise
 
@@ -89,7 +96,8 @@ LEAVES = {
     "masked": lambda name: by_optax(
         optax.chain(
             optax.masked(
-                optax.add_decayed_weights(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+                optax.add_decayed_weights(0.1),
+                lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
             ),
             optax.lion(0.05),
         ),
@@ -113,7 +121,9 @@ def compose(seed, shard_update):
     names = (f"rule_{i}" for i in range(99))
 
     def local(depth):
-        kind = draw.choice(["leaf", "leaf", "by layer", "lookahead"]) if depth else "leaf"
+        kind = (
+            draw.choice(["leaf", "leaf", "by layer", "lookahead"]) if depth else "leaf"
+        )
         if kind == "by layer":
             return written.ByLayer(local(depth - 1), local(depth - 1), next(names))
         if kind == "lookahead":
@@ -121,13 +131,16 @@ def compose(seed, shard_update):
         return LEAVES[draw.choice(sorted(LEAVES))](next(names))
 
     rule = local(2)
-    reducing = functools.partial(cross_shard.CrossShardOptimizer, shard_update=shard_update)
+    reducing = functools.partial(
+        cross_shard.CrossShardOptimizer, shard_update=shard_update
+    )
     scaling = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
     averaging = lambda opt: moving_average.MovingAverageOptimizer(opt, 0.9, "count")
     looking_ahead = lambda opt: written.Lookahead(opt, "outer")
     wrappers = [reducing, scaling, draw.choice([averaging, looking_ahead])]
     draw.shuffle(wrappers)
-    # A rule that reads the group's gradients must be outside the rule that reduces them.
+    # A rule that reads the group's gradients must be outside the rule that reduces
+    # them.
     wrappers += draw.sample(
         [lambda opt: Clipped(opt, "clips"), lambda opt: LeavesOutLarge(opt, "votes")], 1
     )
@@ -148,13 +161,16 @@ def test_any_composition_trains_sharded_as_it_does_replicated(seed):
             for shard in (False, True)
         )
         for wanted, got in zip(whole, sharded, strict=True):
-            # Sums are in another order, and the rules divide by norms and by roots of second moments.
+            # Sums are in another order, and the rules divide by norms and by roots of
+            # second moments.
             harness.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
         before, after = sharded[written.BAD_STEP - 1], sharded[written.BAD_STEP]
         harness.assert_equal(after[:2], before[:2])
         # A voting rule, if there is one, counts the steps that it leaves out.
         kept = {m for m in after[2] if m not in ("votes",) and "scale" not in m}
-        harness.assert_equal({m: after[2][m] for m in kept}, {m: before[2][m] for m in kept})
+        harness.assert_equal(
+            {m: after[2][m] for m in kept}, {m: before[2][m] for m in kept}
+        )
         assert int(after[1]) == int(before[1])
 
 
@@ -164,7 +180,9 @@ def two_networks(params, x, shard_update):
     opt = cross_shard.CrossShardOptimizer(adam, "sum", shard_update=shard_update)
     new = {}
     for module in params:
-        loss = lambda p: sum(jnp.sum(jnp.mean(x) * leaf**2) for leaf in jax.tree.leaves(p))
+        loss = lambda p: sum(
+            jnp.sum(jnp.mean(x) * leaf**2) for leaf in jax.tree.leaves(p)
+        )
         new |= opt.minimize(loss, {module: params[module]})[1]
     return new
 
@@ -173,7 +191,9 @@ def test_one_rule_may_update_two_networks():
     params, x = harness.params(), harness.batch()
     ends = []
     for shard_update in (False, True):
-        step = hk.transform_with_state(functools.partial(two_networks, shard_update=shard_update))
+        step = hk.transform_with_state(
+            functools.partial(two_networks, shard_update=shard_update)
+        )
         _, state = step.init(None, params, x)
         update = lambda state, x, step=step: step.apply({}, state, None, params, x)[0]
         run = harness.vmapped(update, (jax.P(), jax.P("replica")), jax.P(), 4)
@@ -186,7 +206,9 @@ def muon_and_adafactor(shard_update):
     """Returns Muon for one layer and Adafactor for the rest, in wrappers."""
     adafactor = optax.adafactor(0.1, min_dim_size_to_factor=2)
     rule = written.ByLayer(
-        by_optax(contrib.muon(0.1), "muon"), by_optax(adafactor, "adafactor"), "by_layer"
+        by_optax(contrib.muon(0.1), "muon"),
+        by_optax(adafactor, "adafactor"),
+        "by_layer",
     )
     rule = cross_shard.CrossShardOptimizer(
         written.Lookahead(rule, "outer"), shard_update=shard_update
@@ -196,21 +218,29 @@ def muon_and_adafactor(shard_update):
 
 @pytest.mark.sample(0.4)
 def test_rules_that_mix_elements_train_sharded_as_they_do_replicated():
-    """Starts replicated, continues with 4 and then 8 shards, and ends replicated; each stage skips a step."""
+    """Starts replicated, continues with 4 and then 8 shards, and ends replicated; each
+    stage skips a step.
+    """
     with jax.enable_x64(True):
         x, wanted, got = harness.batch(np.float64), None, None
         for replicas, shard_update in ((4, False), (4, True), (8, True), (4, False)):
-            wanted = written.train(lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1])
+            wanted = written.train(
+                lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1]
+            )
             make = functools.partial(muon_and_adafactor, shard_update)
             got = written.train(make, x, replicas, got and got[-1])
             for ends in zip(got, wanted, strict=True):
-                # Sums are in another order, and the rules divide by norms and by roots of second moments.
+                # Sums are in another order, and the rules divide by norms and by roots
+                # of second moments.
                 harness.assert_close(*ends, rtol=1e-8, atol=1e-10)
             for module in ("muon", "adafactor", "outer"):
                 harness.assert_equal(
-                    got[written.BAD_STEP][2][module], got[written.BAD_STEP - 1][2][module]
+                    got[written.BAD_STEP][2][module],
+                    got[written.BAD_STEP - 1][2][module],
                 )
-            harness.assert_equal(got[written.BAD_STEP][:2], got[written.BAD_STEP - 1][:2])
+            harness.assert_equal(
+                got[written.BAD_STEP][:2], got[written.BAD_STEP - 1][:2]
+            )
 
 
 class Holder(base.Optimizer):
@@ -230,19 +260,24 @@ def test_a_held_rule_whose_phase_is_not_called_is_refused(phase, shard_update):
     def make():
         sgd = by_optax(optax.sgd(0.1), "sgd")
         if phase == "aggregate":
-            return Holder(cross_shard.CrossShardOptimizer(sgd, shard_update=shard_update))
+            return Holder(
+                cross_shard.CrossShardOptimizer(sgd, shard_update=shard_update)
+            )
         rule = Holder(loss_scale.MixedPrecisionLossScaleOptimizer(sgd, "dynamic"))
         return cross_shard.CrossShardOptimizer(rule, shard_update=shard_update)
 
     step = harness.transform_step(make)
     with pytest.raises(
-        ValueError, match=f"holds .*, but its own {phase} does not call that of .*OptimizerWrapper"
+        ValueError,
+        match=f"holds .*, but its own {phase} does not call that of .*OptimizerWrapper",
     ):
         step.init(None, harness.params(), harness.batch())
 
 
 def assert_equal_in_shards(make):
-    """Asserts that a rule, made by whether it shards its update, trains alike either way."""
+    """Asserts that a rule, made by whether it shards its update, trains alike either
+    way.
+    """
     with jax.enable_x64(True):
         x = harness.batch(np.float64)
         whole, sharded = (
@@ -263,7 +298,9 @@ def test_state_named_without_its_parameters_path_is_whole_and_right():
             leaves, structure = jax.tree.flatten(params)
             results = [
                 step(i, p, g)
-                for i, (p, g) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True))
+                for i, (p, g) in enumerate(
+                    zip(leaves, jax.tree.leaves(grads), strict=True)
+                )
             ]
             return jax.tree.unflatten(structure, results)
 
@@ -274,7 +311,9 @@ def test_state_named_without_its_parameters_path_is_whole_and_right():
 def test_init_creates_the_state_without_a_loss():
     make = functools.partial(compose, 1, True)
     params = harness.params()
-    by_loss = harness.transform_step(make).init(jax.random.key(0), params, harness.batch())
+    by_loss = harness.transform_step(make).init(
+        jax.random.key(0), params, harness.batch()
+    )
     alone = hk.transform_with_state(lambda params: make().init(params)).init(
         jax.random.key(0), params
     )
@@ -286,13 +325,21 @@ def test_init_creates_the_state_without_a_loss():
 
 
 def test_only_trained_parameters_get_slots():
-    rule = lambda params: by_optax(optax.adam(0.1), "adam").init(params, ["mlp/linear_1/w"])
+    rule = lambda params: by_optax(optax.adam(0.1), "adam").init(
+        params, ["mlp/linear_1/w"]
+    )
     _, state = hk.transform_with_state(rule).init(None, harness.params())
-    assert sorted(state["adam"]) == ["0/count", "0/mu/mlp/linear_1/w", "0/nu/mlp/linear_1/w"]
+    assert sorted(state["adam"]) == [
+        "0/count",
+        "0/mu/mlp/linear_1/w",
+        "0/nu/mlp/linear_1/w",
+    ]
 
 
 def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
-    """Returns the results of `step_of(rule, params, x)` for each input, and the state (None if not sharded)."""
+    """Returns the results of `step_of(rule, params, x)` for each input, and the state
+    (None if not sharded).
+    """
     rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
     _, state = rules.init(key, params, inputs[0])
     held = hk.transform(lambda: base.all_rules(make())).apply({}, None)
@@ -329,7 +376,9 @@ def test_a_skipped_step_restores_state_that_the_loss_wrote(shard_update):
     make = lambda: scaled(by_optax(optax.adam(0.1), "adam"), shard_update)
     rules = hk.transform_with_state(lambda x: step(make(), PARAMS, x))
     _, state = rules.init(None, 1.0)
-    run = harness.vmapped(lambda state, x: rules.apply({}, state, None, x), jax.P(), jax.P(), 4)
+    run = harness.vmapped(
+        lambda state, x: rules.apply({}, state, None, x), jax.P(), jax.P(), 4
+    )
     counts, state = [], harness.placed(state, PARAMS, 4)
     for x in (1.0, np.nan, 1.0):
         n, state = run(state, x)
@@ -346,7 +395,11 @@ def test_a_sharded_step_draws_the_random_keys_of_a_replicated_one(x):
     key = jax.random.key(3)
     ends = [
         run_sharded(
-            lambda shard=shard: scaled(Momentum(name="noisy"), shard), step, PARAMS, [x], key=key
+            lambda shard=shard: scaled(Momentum(name="noisy"), shard),
+            step,
+            PARAMS,
+            [x],
+            key=key,
         )[0]
         for shard in (False, True)
     ]
@@ -354,7 +407,9 @@ def test_a_sharded_step_draws_the_random_keys_of_a_replicated_one(x):
 
 
 def each_leaf(f):
-    """Returns a rule without state that computes each new parameter as `f(parameter, gradient)`."""
+    """Returns a rule without state that computes each new parameter as `f(parameter,
+    gradient)`.
+    """
 
     class Each(base.Optimizer):
         def update(self, grads, params):
@@ -365,19 +420,27 @@ def each_leaf(f):
 
 SUMS = {
     "beside an array": lambda p, g: p - 0.1 * (g + jnp.sum(g)),
-    "beside a whole array": lambda p, g: p * (jnp.arange(8.0).reshape(4, 2) + jnp.sum(g)),
+    "beside a whole array": lambda p, g: (
+        p * (jnp.arange(8.0).reshape(4, 2) + jnp.sum(g))
+    ),
     "of two, with a number": lambda p, g: p * (1.0 + (jnp.sum(g) + jnp.sum(p))),
     "twice": lambda p, g: p * jnp.sum(g) + g / jnp.sum(g),
     "truth": lambda p, g: jnp.where(jnp.isfinite(g) & jnp.all(jnp.isfinite(p)), g, p),
-    "in a cond": lambda p, g: jax.lax.cond(jnp.sum(g) > 0, lambda: g + jnp.sum(p), lambda: p),
+    "in a cond": lambda p, g: jax.lax.cond(
+        jnp.sum(g) > 0, lambda: g + jnp.sum(p), lambda: p
+    ),
     "complex": lambda p, g: jnp.real(jax.lax.complex(p, g) ** 2),
 }
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_combined_with_other_values_match_a_replicated_update(name):
-    step = lambda opt, params, x: opt.minimize(lambda p: jnp.sum(p["m"]["w"] ** 2) * x, params)[1]
-    make = lambda shard: cross_shard.CrossShardOptimizer(each_leaf(SUMS[name]), shard_update=shard)
+    step = lambda opt, params, x: opt.minimize(
+        lambda p: jnp.sum(p["m"]["w"] ** 2) * x, params
+    )[1]
+    make = lambda shard: cross_shard.CrossShardOptimizer(
+        each_leaf(SUMS[name]), shard_update=shard
+    )
     ends = [
         run_sharded(lambda shard=shard: make(shard), step, PARAMS, [1.0])[0]
         for shard in (False, True)
@@ -423,7 +486,9 @@ class ByAttribute(base.OptimizerWrapper):
 
 def test_a_phase_may_store_a_value_in_an_attribute():
     sgd = lambda: by_optax(optax.sgd(0.1), "sgd")
-    make = lambda shard: ByAttribute(cross_shard.CrossShardOptimizer(sgd(), shard_update=shard))
+    make = lambda shard: ByAttribute(
+        cross_shard.CrossShardOptimizer(sgd(), shard_update=shard)
+    )
     assert_equal_in_shards(make)
 
 

@@ -1,4 +1,6 @@
-"""Tests that every optimizer of the table, wrapped by both rules, keeps the same contract."""
+"""Tests that every optimizer of the table, wrapped by both rules, keeps the same
+contract.
+"""
 
 import dataclasses
 from typing import Any
@@ -16,7 +18,9 @@ STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A few steps in float64 on 8 replicas: their inputs and outputs, and the jitted step."""
+    """A few steps in float64 on 8 replicas: their inputs and outputs, and the jitted
+    step.
+    """
 
     step: Any
     apply: Any
@@ -34,7 +38,9 @@ def run(request):
         apply = jax.jit(harness.replicated(step))
         inputs, outputs, compile_counts = [], [], []
         everywhere = jax.NamedSharding(harness.mesh(), jax.P())
-        params, state, n, x = jax.device_put((params, state, jnp.int32(0), x), everywhere)
+        params, state, n, x = jax.device_put(
+            (params, state, jnp.int32(0), x), everywhere
+        )
         for _ in range(STEPS):
             inputs.append((params, state, x, n))
             (value, params, n), state = apply(params, state, x, n)
@@ -51,7 +57,9 @@ def test_the_table_is_complete():
         | table.DEPRECATED
     )
     listed = table.public_list()
-    assert not listed - left_out - table.OPTIMIZERS.keys(), "new in optax: add them to the table"
+    assert not listed - left_out - table.OPTIMIZERS.keys(), (
+        "new in optax: add them to the table"
+    )
     assert not left_out - listed, "gone from optax: remove them"
 
 
@@ -72,8 +80,8 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
         state = transformation.init(params)
     for (value, new, _), _ in run.outputs:
         expected_value, params, state = bare(params, state)
-        # float64 keeps 16 digits. The sums of 8 parts differ in the last digits, and a few steps of
-        # some rules amplify that.
+        # float64 keeps 16 digits. The sums of 8 parts differ in the last digits, and a
+        # few steps of some rules amplify that.
         np.testing.assert_allclose(value, expected_value, rtol=1e-9)
         harness.assert_close(new, params, rtol=1e-8, atol=1e-10)
     assert int(run.outputs[-1][0][2]) == STEPS
@@ -89,8 +97,8 @@ def test_a_sharded_run_matches_a_replicated_one(run):
     name, run = run
     make = table.make_optimizer(name, shard_update=True)
     step, inputs = harness.transform_step(make), jax.device_get(run.inputs[0])
-    # 4 divides a dimension of every array. With 8 replicas each of them holds the (3, 4) array and the vector of 4 whole.
-    # A few rules are enough to test that.
+    # 4 divides a dimension of every array. With 8 replicas each of them holds the (3,
+    # 4) array and the vector of 4 whole. A few rules are enough to test that.
     also_with_eight = (
         "adafactor",
         "adamw",
@@ -109,13 +117,17 @@ def test_a_sharded_run_matches_a_replicated_one(run):
             (value, params, n), state = sharded(params, state, x, n)
         expected = jax.device_get(run.outputs[-1])
         # float64 keeps 16 digits, and norms are summed in another order.
-        harness.assert_close(((value, params, n), state), expected, rtol=1e-8, atol=1e-10)
+        harness.assert_close(
+            ((value, params, n), state), expected, rtol=1e-8, atol=1e-10
+        )
 
 
 @pytest.mark.sample(9)
 def test_one_device_without_jit_matches_eight_with_jit(run):
     _, run = run
-    eager = harness.one_device(run.step)(*jax.device_put(run.inputs[1], jax.devices()[0]))
+    eager = harness.one_device(run.step)(
+        *jax.device_put(run.inputs[1], jax.devices()[0])
+    )
     # Under jit XLA fuses operations, which changes the rounding.
     harness.assert_close(eager, run.outputs[1], rtol=1e-8, atol=1e-10)
 
@@ -129,7 +141,9 @@ def test_abstract_state_and_state_after_a_step_have_the_same_types(run):
     _, run = run
     params, state, x, _ = run.inputs[0]
     _, abstract = jax.eval_shape(run.step.init, None, params, x)
-    types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype, jax.typeof(a).weak_type), tree)
+    types = lambda tree: jax.tree.map(
+        lambda a: (a.shape, a.dtype, jax.typeof(a).weak_type), tree
+    )
     assert types(abstract) == types(state)
     for _, after in run.outputs:
         assert types(after) == types(state)
@@ -139,7 +153,9 @@ def through_bytes(a):
     is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
     plain = np.asarray(jax.random.key_data(a) if is_key else a)
     back = np.frombuffer(plain.tobytes(), plain.dtype).reshape(plain.shape)
-    return jax.random.wrap_key_data(back, impl=jax.random.key_impl(a)) if is_key else back
+    return (
+        jax.random.wrap_key_data(back, impl=jax.random.key_impl(a)) if is_key else back
+    )
 
 
 @pytest.mark.sample(9)
@@ -153,8 +169,12 @@ def test_a_skipped_step_changes_only_the_loss_scale(run):
     _, run = run
     params, state, x, n = run.inputs[2]
     (_, new, new_n), new_state = run.apply(params, state, x.at[0, 0].set(jnp.nan), n)
-    rest = lambda state: {name: x for name, x in state.items() if name != "dynamic_loss_scale"}
+    rest = lambda state: {
+        name: x for name, x in state.items() if name != "dynamic_loss_scale"
+    }
     harness.assert_equal((new, new_n, rest(new_state)), (params, n, rest(state)))
     # Two finite steps raised the scale, and this one lowers it.
-    scales = [float(s["dynamic_loss_scale"]["current_loss_scale"]) for s in (state, new_state)]
+    scales = [
+        float(s["dynamic_loss_scale"]["current_loss_scale"]) for s in (state, new_state)
+    ]
     assert scales == [2**16, 2**15]

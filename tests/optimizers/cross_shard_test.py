@@ -1,4 +1,6 @@
-"""Tests of CrossShardOptimizer: the arrays that it sums, the replicas that it sums over, and the types."""
+"""Tests of CrossShardOptimizer: the arrays that it sums, the replicas that it sums
+over, and the types.
+"""
 
 import functools
 
@@ -21,8 +23,12 @@ def linear_loss(params, x):
     return jnp.sum(params["m"]["w"] * x)
 
 
-def run_replicas(make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dtype=np.float32):
-    """Returns each replica's `(value, w, global_step), state` after some steps on its own x."""
+def run_replicas(
+    make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dtype=np.float32
+):
+    """Returns each replica's `(value, w, global_step), state` after some steps on its
+    own x.
+    """
     step = harness.transform_step(make_optimizer, loss)
     params = {"m": {"w": jnp.zeros((), dtype)}}
     _, state = step.init(None, params, x[0])
@@ -41,7 +47,11 @@ def run_replicas(make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dt
         (cross_shard.Reduction.MEAN, [[0, 1, 2, 3, 4, 5, 6, 7]], [3.5] * 8),
         ("sum", [[0, 2], [1, 3], [4, 6], [5, 7]], [2, 4, 2, 4, 10, 12, 10, 12]),
         ("mean", [[0, 2, 4, 6], [1, 3, 5, 7]], [3, 4, 3, 4, 3, 4, 3, 4]),
-        ("mean", ((7, 0), (1, 2), (3, 4), (5, 6)), [3.5, 1.5, 1.5, 3.5, 3.5, 5.5, 5.5, 3.5]),
+        (
+            "mean",
+            ((7, 0), (1, 2), (3, 4), (5, 6)),
+            [3.5, 1.5, 1.5, 3.5, 3.5, 5.5, 5.5, 3.5],
+        ),
         ("mean", [[i] for i in range(8)], list(range(8))),
     ],
 )
@@ -61,7 +71,9 @@ def test_the_value_is_the_replicas_own_loss():
 
 
 def compute_and_apply(reduction, change):
-    """Returns each replica's parameter after a step with `change(grads)`, and its gradient before the change."""
+    """Returns each replica's parameter after a step with `change(grads)`, and its
+    gradient before the change.
+    """
 
     def step(params, x):
         opt = CrossShard(optax.sgd(1.0), reduction)
@@ -73,7 +85,9 @@ def compute_and_apply(reduction, change):
     _, state = step.init(None, params, 0.0)
 
     def local(x):
-        return jax.tree.map(lambda a: a[None], step.apply({}, state, None, params, x[0])[0])
+        return jax.tree.map(
+            lambda a: a[None], step.apply({}, state, None, params, x[0])[0]
+        )
 
     spec = jax.P("replica")
     mapped = jax.shard_map(
@@ -88,7 +102,8 @@ def test_gradients_stay_per_replica_until_they_are_applied():
     new, grads = compute_and_apply("sum", clip)
     np.testing.assert_array_equal(grads, [1.0] * 7 + [1e6])
     np.testing.assert_array_equal(new, [-8.0] * 8)
-    # As in TensorFlow, the gradients that a clip sees already include the mean's factor.
+    # As in TensorFlow, the gradients that a clip sees already include the mean's
+    # factor.
     new, grads = compute_and_apply("mean", clip)
     np.testing.assert_array_equal(grads, [0.125] * 7 + [1e6 / 8])
     np.testing.assert_array_equal(new, [-(7 / 8 + 1)] * 8)
@@ -96,7 +111,9 @@ def test_gradients_stay_per_replica_until_they_are_applied():
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map_with_and_without_vma_checks_agree(check_vma):
-    step = harness.transform_step(lambda: LossScaled(CrossShard(optax.adam(0.1)), "dynamic"))
+    step = harness.transform_step(
+        lambda: LossScaled(CrossShard(optax.adam(0.1)), "dynamic")
+    )
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     run = jax.jit(harness.replicated(step, check_vma=check_vma))
@@ -105,12 +122,14 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
     grads = jax.grad(harness.loss)(params, x)
     with jax.numpy_dtype_promotion("standard"):
         updates, _ = expected.update(grads, expected.init(params), params)
-    # Adam's first step depends only on the signs of the gradients. The first moment, which is compared below,
-    # also shows a gradient that was summed twice or scaled.
+    # Adam's first step depends only on the signs of the gradients. The first moment,
+    # which is compared below, also shows a gradient that was summed twice or scaled.
     harness.assert_close(new, optax.apply_updates(params, updates), rtol=1e-5)
     np.testing.assert_allclose(value, harness.loss(params, x), rtol=1e-6)
     mu = state["CrossShardOptimizer/~/optax_optimizer"]["0/mu/mlp/linear_0/w"]
-    np.testing.assert_allclose(mu, 0.1 * grads["mlp/linear_0"]["w"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        mu, 0.1 * grads["mlp/linear_0"]["w"], rtol=1e-4, atol=1e-7
+    )
     assert int(n) == 1
 
 
@@ -139,16 +158,20 @@ def test_one_bad_replica_skips_its_group_under_both_nestings(order, groups):
     skipped = {0, 1, 2, 3} if groups is None else set(next(g for g in groups if 2 in g))
     expected = np.array([i not in skipped for i in range(4)])
     np.testing.assert_array_equal(n, expected.astype(np.int32))
-    # Adam's first step has the size of the learning rate, up to the rounding of its bias correction.
+    # Adam's first step has the size of the learning rate, up to the rounding of its
+    # bias correction.
     np.testing.assert_allclose(w, -0.5 * expected, rtol=1e-5)
     np.testing.assert_array_equal(state["adam"]["0/count"], expected.astype(np.int32))
-    (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
+    (scale,) = [
+        m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m
+    ]
     np.testing.assert_array_equal(scale, np.where(expected, 2.0**15, 2.0**14))
 
 
 def test_groups_may_skip_different_steps_without_hanging():
     make = lambda: LossScaled(
-        CrossShard(optax.adam(0.5), group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]), "dynamic"
+        CrossShard(optax.adam(0.5), group_assignment=[[0, 2, 4, 6], [1, 3, 5, 7]]),
+        "dynamic",
     )
     step = harness.transform_step(make, linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
@@ -159,13 +182,17 @@ def test_groups_may_skip_different_steps_without_hanging():
         x = jnp.ones(8).at[i].set(jnp.inf if i < 6 else 1.0)
         (_, params, n), state = run(params, state, x, n)
     np.testing.assert_array_equal(n, [5] * 8)
-    (scale,) = [m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m]
+    (scale,) = [
+        m["current_loss_scale"] for m in state.values() if "current_loss_scale" in m
+    ]
     np.testing.assert_array_equal(scale, [2.0**12] * 8)
 
 
 def test_replicas_of_a_group_stay_equal_bit_by_bit():
     groups = [[0, 3, 5, 6], [1, 2, 4, 7]]
-    make = lambda: LossScaled(CrossShard(optax.adam(0.1), group_assignment=groups), "dynamic")
+    make = lambda: LossScaled(
+        CrossShard(optax.adam(0.1), group_assignment=groups), "dynamic"
+    )
     step = harness.transform_step(make)
     params, x = harness.params(), harness.batch().reshape(8, 2, 3)
     _, state = step.init(None, params, x[0])
@@ -176,7 +203,10 @@ def test_replicas_of_a_group_stay_equal_bit_by_bit():
     for leaf in jax.tree.leaves((params, state)):
         for group in groups:
             for replica in group[1:]:
-                assert np.asarray(leaf)[replica].tobytes() == np.asarray(leaf)[group[0]].tobytes()
+                assert (
+                    np.asarray(leaf)[replica].tobytes()
+                    == np.asarray(leaf)[group[0]].tobytes()
+                )
     w = np.asarray(params["mlp/linear_0"]["w"])
     assert not np.array_equal(w[0], w[1])
 
@@ -184,11 +214,14 @@ def test_replicas_of_a_group_stay_equal_bit_by_bit():
 def test_a_float16_mean_neither_overflows_nor_underflows():
     # The sum of 3e4 over 8 replicas is beyond the range of float16; the mean is not.
     (_, w, _), _ = run_replicas(
-        lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), 3e4, jnp.float16), dtype=np.float16
+        lambda: CrossShard(optax.sgd(1.0)),
+        jnp.full((8,), 3e4, jnp.float16),
+        dtype=np.float16,
     )
     assert w.dtype == np.float16
     np.testing.assert_array_equal(w, np.full(8, -3e4, np.float16))
-    # The smallest positive float16: the factor 1/8 of the mean, applied before the sum, would round it to zero.
+    # The smallest positive float16: the factor 1/8 of the mean, applied before the sum,
+    # would round it to zero.
     tiny = np.float16(6e-8)
     (_, w, _), _ = run_replicas(
         lambda: CrossShard(optax.sgd(1.0)), jnp.full((8,), tiny), dtype=np.float16
@@ -198,16 +231,23 @@ def test_a_float16_mean_neither_overflows_nor_underflows():
 
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.pmap])
 def test_vmap_and_pmap_axes_are_reduced_too(mapped):
-    step = harness.transform_step(lambda: LossScaled(CrossShard(optax.sgd(1.0)), 2), linear_loss)
+    step = harness.transform_step(
+        lambda: LossScaled(CrossShard(optax.sgd(1.0)), 2), linear_loss
+    )
     params = {"m": {"w": jnp.zeros(())}}
     run = lambda x: step.apply({}, {}, None, params, x)[0][1]["m"]["w"]
-    np.testing.assert_array_equal(mapped(run, axis_name="replica")(jnp.arange(8.0)), [-3.5] * 8)
+    np.testing.assert_array_equal(
+        mapped(run, axis_name="replica")(jnp.arange(8.0)), [-3.5] * 8
+    )
 
 
 def test_two_axes_are_reduced_by_two_wrappers():
-    mesh = jax.make_mesh((2, 4), ("group", "replica"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 4), ("group", "replica"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     step = harness.transform_step(
-        lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"), "sum"), linear_loss
+        lambda: CrossShard(CrossShard(optax.sgd(1.0), axis_name="group"), "sum"),
+        linear_loss,
     )
     params = {"m": {"w": jnp.zeros(())}}
     _, state = step.init(None, params, 0.0)
@@ -215,13 +255,19 @@ def test_two_axes_are_reduced_by_two_wrappers():
     def local(x):
         return step.apply({}, state, None, params, x[0, 0])[0][1]
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=jax.P("group", "replica"), out_specs=jax.P())
-    np.testing.assert_array_equal(jax.jit(run)(jnp.arange(8.0).reshape(2, 4))["m"]["w"], -14.0)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=jax.P("group", "replica"), out_specs=jax.P()
+    )
+    np.testing.assert_array_equal(
+        jax.jit(run)(jnp.arange(8.0).reshape(2, 4))["m"]["w"], -14.0
+    )
 
 
 @pytest.mark.parametrize("reduction", ["average", None, "MEAN", 3])
 def test_unknown_reductions_are_refused(reduction):
-    with pytest.raises(ValueError, match="reduction must be one of sum, mean; received"):
+    with pytest.raises(
+        ValueError, match="reduction must be one of sum, mean; received"
+    ):
         hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), reduction))()
 
 
@@ -243,21 +289,30 @@ def test_unknown_reductions_are_refused(reduction):
 )
 def test_malformed_groups_are_refused_at_construction(groups, match):
     with pytest.raises(ValueError, match=match):
-        hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), group_assignment=groups))()
+        hk.testing.transform_and_run(
+            lambda: CrossShard(optax.sgd(1.0), group_assignment=groups)
+        )()
 
 
 def test_groups_that_do_not_fit_the_axis_are_refused():
-    with pytest.raises(ValueError, match="is for 4 replicas, but the axis 'replica' has 8"):
+    with pytest.raises(
+        ValueError, match="is for 4 replicas, but the axis 'replica' has 8"
+    ):
         run_replicas(
-            lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]), jnp.ones(8)
+            lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]]),
+            jnp.ones(8),
         )
 
 
 def test_groups_without_a_mapped_axis_are_refused():
-    step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1]]))
+    step = harness.transform_step(
+        lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1]])
+    )
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    with pytest.raises(ValueError, match="is for 2 replicas, but the axis 'replica' has 1"):
+    with pytest.raises(
+        ValueError, match="is for 2 replicas, but the axis 'replica' has 1"
+    ):
         step.apply({}, state, None, params, x)
 
 
@@ -265,7 +320,9 @@ def test_an_axis_that_is_not_mapped_is_refused():
     with pytest.raises(ValueError, match=r"axis 'data', but the mapped axes here are"):
         run_replicas(lambda: CrossShard(optax.sgd(1.0), axis_name="data"), jnp.ones(8))
     with pytest.raises(ValueError, match="axis_name must be the name of one axis"):
-        hk.testing.transform_and_run(lambda: CrossShard(optax.sgd(1.0), axis_name=("a", "b")))()
+        hk.testing.transform_and_run(
+            lambda: CrossShard(optax.sgd(1.0), axis_name=("a", "b"))
+        )()
 
 
 def test_reducing_over_the_same_axis_twice_is_refused():
@@ -289,7 +346,9 @@ def test_without_a_mapped_axis_there_is_one_replica_and_one_warning(caplog):
 
 
 def plain_gradients(reduction, mark, check_vma):
-    """Returns the parameters after a step with gradients from jax.grad, and after one with compute_gradients."""
+    """Returns the parameters after a step with gradients from jax.grad, and after one
+    with compute_gradients.
+    """
 
     def step(params, x):
         opt = CrossShard(optax.sgd(1.0), reduction)
@@ -325,7 +384,9 @@ def test_gradients_of_jax_grad_are_summed_once():
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_gradients_that_jax_has_summed_are_refused(reduction):
-    with pytest.raises(ValueError, match=r"'m/a' does not vary over the axis 'replica'.*pcast"):
+    with pytest.raises(
+        ValueError, match=r"'m/a' does not vary over the axis 'replica'.*pcast"
+    ):
         plain_gradients(reduction, lambda params: params, True)
     some = lambda params: {"m": {**params["m"], "a": as_varying(params["m"]["a"])}}
     with pytest.raises(ValueError, match="'m/b' does not vary"):
@@ -333,7 +394,9 @@ def test_gradients_that_jax_has_summed_are_refused(reduction):
 
 
 @pytest.mark.parametrize("marked,missing", [("slice", "replica"), ("replica", "slice")])
-def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(marked, missing):
+def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(
+    marked, missing
+):
     auto_axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("slice", "replica"), axis_types=auto_axes)
     params = {"m": {"w": jnp.zeros(())}}
@@ -346,7 +409,9 @@ def test_gradients_that_jax_has_summed_over_one_of_two_axes_are_refused(marked, 
 
     step = hk.transform_with_state(step)
     local = lambda x: step.apply({}, {}, None, x[0, 0])[0]
-    run = jax.shard_map(local, mesh=mesh, in_specs=jax.P("slice", "replica"), out_specs=jax.P())
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=jax.P("slice", "replica"), out_specs=jax.P()
+    )
     with pytest.raises(ValueError, match=f"does not vary over the axis '{missing}'"):
         jax.eval_shape(run, jnp.ones((2, 4)))
 
@@ -355,18 +420,25 @@ def test_groups_of_one_refuse_gradients_summed_over_all_replicas():
     def step(x):
         opt = CrossShard(optax.sgd(1.0), group_assignment=[[i] for i in range(8)])
         params = {"m": {"w": jnp.zeros(())}}
-        return opt.apply_gradients(jax.grad(lambda p: linear_loss(p, x))(params), params)
+        return opt.apply_gradients(
+            jax.grad(lambda p: linear_loss(p, x))(params), params
+        )
 
     step = hk.transform_with_state(step)
     local = lambda x: step.apply({}, {}, None, x[0])[0]
     run = jax.shard_map(
-        local, mesh=harness.mesh(), in_specs=jax.P("replica"), out_specs=jax.P("replica")
+        local,
+        mesh=harness.mesh(),
+        in_specs=jax.P("replica"),
+        out_specs=jax.P("replica"),
     )
     with pytest.raises(ValueError, match="does not vary"):
         jax.eval_shape(run, jnp.ones(8))
 
 
-@pytest.mark.parametrize("options", [{"reduce_dtype": "bfloat16"}, {"shard_update": True}])
+@pytest.mark.parametrize(
+    "options", [{"reduce_dtype": "bfloat16"}, {"shard_update": True}]
+)
 def test_complex_gradients_are_summed_in_full_precision_or_refused(options):
     def step(params, x):
         loss = lambda p: jnp.sum(jnp.abs(p["m"]["w"] - x) ** 2)
@@ -378,11 +450,15 @@ def test_complex_gradients_are_summed_in_full_precision_or_refused(options):
     run = harness.vmapped(local, jax.P("replica"), jax.P(), 4)
     x = jnp.asarray(np.arange(4) * (1 + 2j), jnp.complex64)
     if "reduce_dtype" in options:
-        with pytest.raises(ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"):
+        with pytest.raises(
+            ValueError, match="'m/w' is complex; reduce_dtype='bfloat16'"
+        ):
             jax.eval_shape(run, x)
     else:
         # A step of size 0.5 reaches the mean of x, and the mean of 0 to 3 is 1.5.
-        np.testing.assert_allclose(jax.jit(run)(x)["m"]["w"], np.full(4, 1.5 + 3j), rtol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(run)(x)["m"]["w"], np.full(4, 1.5 + 3j), rtol=1e-6
+        )
 
 
 def test_numpy_integers_are_valid_replica_numbers():
@@ -401,5 +477,7 @@ def test_the_warning_names_the_axes_that_are_mapped(caplog):
     with caplog.at_level("WARNING"):
         seeds = jax.vmap(run, axis_name="seed")(jnp.arange(3.0))
     np.testing.assert_array_equal(seeds, [0.0, -1.0, -2.0])
-    (message,) = [r.getMessage() for r in caplog.records if "one replica" in r.getMessage()]
+    (message,) = [
+        r.getMessage() for r in caplog.records if "one replica" in r.getMessage()
+    ]
     assert "'replica', which is not mapped here" in message and "['seed']" in message

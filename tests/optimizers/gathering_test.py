@@ -1,4 +1,6 @@
-"""Tests of shard_params: networks train as they do replicated, and hold and send the expected arrays."""
+"""Tests of shard_params: networks train as they do replicated, and hold and send the
+expected arrays.
+"""
 
 import collections
 import dataclasses
@@ -27,7 +29,9 @@ WIDTH = 32
 
 
 class Network(toy.Wide):
-    """A network of the configured kind, with a clip by the global norm and averages in its rule."""
+    """A network of the configured kind, with a clip by the global norm and averages in
+    its rule.
+    """
 
     def forward(self, batch, *, is_training):
         x = hk.Linear(WIDTH, name="inputs")(batch["x"])
@@ -37,7 +41,9 @@ class Network(toy.Wide):
     def optimizer(self):
         rule = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
         opt = xshard.OptaxOptimizer(rule, name="adamw")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         opt = xshard.MovingAverageOptimizer(opt, 0.5)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
@@ -53,10 +59,14 @@ class WithHalvedLoss(Network):
 
 
 class MuonAndAdafactor(Network):
-    """Uses rules that need whole matrices or rows: Muon for the wide matrices, Adafactor for the rest."""
+    """Uses rules that need whole matrices or rows: Muon for the wide matrices,
+    Adafactor for the rest.
+    """
 
     def optimizer(self):
-        kind = lambda path, w: "muon" if path[0].key.endswith("linear_0") and w.ndim > 1 else "rest"
+        kind = lambda path, w: (
+            "muon" if path[0].key.endswith("linear_0") and w.ndim > 1 else "rest"
+        )
         rules = {
             "muon": contrib.scale_by_muon(
                 weight_dimension_numbers=lambda p: jax.tree.map(
@@ -65,9 +75,15 @@ class MuonAndAdafactor(Network):
             ),
             "rest": optax.adafactor(1e-2, min_dim_size_to_factor=8),
         }
-        rule = optax.partition(rules, lambda p: jax.tree_util.tree_map_with_path(kind, p))
-        opt = xshard.OptaxOptimizer(optax.chain(rule, optax.scale(-1e-2)), name="by_rows")
-        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        rule = optax.partition(
+            rules, lambda p: jax.tree_util.tree_map_with_path(kind, p)
+        )
+        opt = xshard.OptaxOptimizer(
+            optax.chain(rule, optax.scale(-1e-2)), name="by_rows"
+        )
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
@@ -83,7 +99,8 @@ class Divided(MuonAndAdafactor):
 
 
 def block(x):
-    # Eight replicas hold the weights in shards. The biases are too small for that and stay whole.
+    # Eight replicas hold the weights in shards. The biases are too small for that and
+    # stay whole.
     w = hk.get_parameter("scale", (), init=jnp.ones)
     # An array without elements is whole too.
     w = w + jnp.sum(hk.get_parameter("nothing", (0, WIDTH), init=jnp.ones))
@@ -96,7 +113,8 @@ def partly(x):
 
 
 def stacked(layer, count=8):
-    # By default there are as many layers as replicas, so the dimension of layers could be sharded too.
+    # By default there are as many layers as replicas, so the dimension of layers could
+    # be sharded too.
     return lambda x: hk.layer_stack(count, name="layers")(layer)(x)
 
 
@@ -104,7 +122,9 @@ def recurrent(x):
     core = hk.LSTM(WIDTH)
     state = core.initial_state(len(x))
     inputs = jnp.stack([x, -x, 0.5 * x])
-    return hk.dynamic_unroll(core, inputs, jax.tree.map(lambda s: s.astype(x.dtype), state))[0][-1]
+    return hk.dynamic_unroll(
+        core, inputs, jax.tree.map(lambda s: s.astype(x.dtype), state)
+    )[0][-1]
 
 
 def branching(x):
@@ -136,12 +156,16 @@ def normalized(x):
 
 def complexes(x):
     init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
-    parts = [hk.get_parameter(name, (WIDTH, WIDTH), init=init) for name in ("real", "imaginary")]
+    parts = [
+        hk.get_parameter(name, (WIDTH, WIDTH), init=init)
+        for name in ("real", "imaginary")
+    ]
     return x + jnp.real(jnp.sin(x @ jax.lax.complex(*parts)))
 
 
 def many(x):
-    # More than ten parameters of one shape. By name w_10 comes before w_2, but each must be gathered in its place.
+    # More than ten parameters of one shape. By name w_10 comes before w_2, but each
+    # must be gathered in its place.
     init = hk.initializers.RandomNormal(1 / WIDTH**0.5)
     weights = [hk.get_parameter(f"w_{i}", (WIDTH, WIDTH), init=init) for i in range(12)]
     for w in weights:
@@ -163,7 +187,9 @@ KINDS = {
     "unused": unused,
     "unused in remat": lambda x: hk.remat(unused)(x),
     "many in remat": lambda x: hk.remat(many)(x),
-    "penalty": lambda x: x * sum(map(jnp.sum, _linear(x).params_dict().values())).astype(x.dtype),
+    "penalty": lambda x: (
+        x * sum(map(jnp.sum, _linear(x).params_dict().values())).astype(x.dtype)
+    ),
 }
 
 
@@ -182,7 +208,9 @@ def make(kind="block", sharded=True, cls=Network, **changes):
     config.reduction.shard_params = sharded
     config.update({"fingerprint_every_steps": 0, **changes})
     the_mesh = mesh.make_mesh(
-        config.group_assignment or None, slices=config.slices, model=config.model_parallel
+        config.group_assignment or None,
+        slices=config.slices,
+        model=config.model_parallel,
     )
     return cls(config.lock()), the_mesh
 
@@ -197,7 +225,9 @@ def begin(experiment, the_mesh):
 
 
 def trained(steps=4, **changes):
-    """Returns the experiment, its mesh, its state after some steps, and the last metrics."""
+    """Returns the experiment, its mesh, its state after some steps, and the last
+    metrics.
+    """
     experiment, the_mesh = make(**changes)
     state, train = begin(experiment, the_mesh)
     apply = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
@@ -217,9 +247,26 @@ SHAPES = [
     {"kind": "block", "overflow_above": 2.0},
     {"kind": "stack", "cls": MuonAndAdafactor},
     {"kind": "few layers", "cls": MuonAndAdafactor, "slices": 2},
-    {"kind": "stack", "cls": Divided, "model_parallel": 2, "group_assignment": ((0, 1), (2, 3))},
-    {"kind": "remat", "cls": Divided, "model_parallel": 2, "micro_batches": 2, "slices": 2},
-    {"kind": "remat", "cls": WithHalvedLoss, "micro_batches": 2, "gather_once": True, "slices": 2},
+    {
+        "kind": "stack",
+        "cls": Divided,
+        "model_parallel": 2,
+        "group_assignment": ((0, 1), (2, 3)),
+    },
+    {
+        "kind": "remat",
+        "cls": Divided,
+        "model_parallel": 2,
+        "micro_batches": 2,
+        "slices": 2,
+    },
+    {
+        "kind": "remat",
+        "cls": WithHalvedLoss,
+        "micro_batches": 2,
+        "gather_once": True,
+        "slices": 2,
+    },
 ]
 
 
@@ -240,42 +287,62 @@ def test_a_network_trains_as_it_does_replicated(shape):
 def bytes_per_device(tree):
     device = jax.devices()[0]
     leaves = jax.tree.leaves(tree)
-    return sum(s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == device)
+    return sum(
+        s.data.nbytes
+        for x in leaves
+        for s in x.addressable_shards
+        if s.device == device
+    )
 
 
 def test_sharded_parameters_and_slots_take_one_nth_of_the_memory():
-    """The stack has eight layers, so eight replicas would divide the dimension of layers too."""
-    sharded, whole = (begin(*make("stack", sharded))[0].experiment for sharded in (True, False))
+    """The stack has eight layers, so eight replicas would divide the dimension of
+    layers too.
+    """
+    sharded, whole = (
+        begin(*make("stack", sharded))[0].experiment for sharded in (True, False)
+    )
     layer = sharded.params["layers/mlp/~/linear_0"]
     assert layer["w"].sharding.spec == jax.P(None, "replica", None)
     assert layer["b"].sharding.is_fully_replicated
     weights = 4 * 8 * 2 * WIDTH * 2 * WIDTH
     for part, copies in (("params", 1), ("opt_state", 3)):
-        saved = bytes_per_device(getattr(whole, part)) - bytes_per_device(getattr(sharded, part))
+        saved = bytes_per_device(getattr(whole, part)) - bytes_per_device(
+            getattr(sharded, part)
+        )
         # Slots of whole parameters are sharded too, so the slots may save more.
         assert copies * weights * 7 / 8 <= saved
-    assert bytes_per_device(sharded.params) == bytes_per_device(whole.params) - weights * 7 // 8
+    assert (
+        bytes_per_device(sharded.params)
+        == bytes_per_device(whole.params) - weights * 7 // 8
+    )
 
 
 @pytest.mark.sample(0.4)
 def test_a_parameter_is_sharded_over_the_model_axis_and_replicas():
     changes = {"cls": Divided, "model_parallel": 2}
     sharded, whole = (
-        begin(*make("stack", sharded, **changes))[0].experiment for sharded in (True, False)
+        begin(*make("stack", sharded, **changes))[0].experiment
+        for sharded in (True, False)
     )
     weights = sharded.params["layers/mlp/~/linear_0"]["w"]
     assert weights.sharding.spec == jax.P(None, "replica", "model")
     saved = bytes_per_device(whole.params) - bytes_per_device(sharded.params)
-    # The model axis halves two stacks of weights, and each of four replicas holds a quarter of a half.
+    # The model axis halves two stacks of weights, and each of four replicas holds a
+    # quarter of a half.
     assert saved >= 2 * 4 * 8 * WIDTH * 2 * WIDTH / 2 * 3 / 4
 
 
 def sent(kind, **changes):
-    """Returns the lowered step in float16, and the number of its collectives by kind and types."""
+    """Returns the lowered step in float16, and the number of its collectives by kind
+    and types.
+    """
     half = "params=float32,compute=float16,output=float32"
     experiment, the_mesh = make(kind, precision=half, **changes)
     state, train = begin(experiment, the_mesh)
-    lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+    lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(
+        state, next(train)
+    )
     counts = collections.Counter()
     for collective in collectives.of(lowered.compile()):
         counts[collective.kind, collective.dtypes] += collective.times
@@ -284,8 +351,8 @@ def sent(kind, **changes):
 
 def test_parameters_of_a_loop_over_time_are_gathered_before_it():
     _, counts = sent("recurrent")
-    # There are three time steps. The weights are gathered once forward and once backward, which the compiler may
-    # merge, and each array is summed once.
+    # There are three time steps. The weights are gathered once forward and once
+    # backward, which the compiler may merge, and each array is summed once.
     assert 1 <= counts["all-gather", ("f16",)] <= 2
     assert counts["reduce-scatter", ("f32",)] == 5
 
@@ -294,24 +361,31 @@ def test_parameters_of_a_loop_over_time_are_gathered_before_it():
 @pytest.mark.parametrize("kind", ["stack", "remat", "partly"])
 def test_layers_are_gathered_one_at_a_time_and_again_in_the_backward_pass(kind):
     lowered, counts = sent(kind)
-    # Two arrays of each of eight layers are gathered forward and backward. Their gradients are summed in float32.
+    # Two arrays of each of eight layers are gathered forward and backward. Their
+    # gradients are summed in float32.
     assert counts["all-gather", ("f16",)] == 2 * 2 * 8
     assert counts["reduce-scatter", ("f16",)] == 0
     assert counts["reduce-scatter", ("f32",)] >= 2 * 8
-    # The backward pass still recomputes what hk.remat covers. Besides that it repeats only the gathers.
-    assert lowered.as_text().count("stablehlo.tanh") == {"stack": 1, "remat": 2, "partly": 3}[kind]
+    # The backward pass still recomputes what hk.remat covers. Besides that it repeats
+    # only the gathers.
+    assert (
+        lowered.as_text().count("stablehlo.tanh")
+        == {"stack": 1, "remat": 2, "partly": 3}[kind]
+    )
 
 
 @pytest.mark.sample(0.4)
 def test_model_parallel_parameters_are_gathered_only_over_replicas():
     experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
     state, train = begin(experiment, the_mesh)
-    lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+    lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(
+        state, next(train)
+    )
     rows = collectives.rows(the_mesh, collectives.of(lowered.compile()))
     assert {row["kind"] for row in rows if "model" in row["over"]} == {"all-reduce"}
     (gathers,) = [row for row in rows if row["kind"] == "all-gather"]
-    # Half of each layer's two arrays is gathered forward and backward. All other gathers together add
-    # less than a tenth.
+    # Half of each layer's two arrays is gathered forward and backward. All other
+    # gathers together add less than a tenth.
     half = 4 * WIDTH * 2 * WIDTH // 2
     assert 2 * 2 * 8 * half <= gathers["bytes"] < 2.2 * 2 * 8 * half
 
@@ -322,14 +396,17 @@ def test_each_replica_computes_a_part_of_the_products_of_matrices():
     for sharded in (True, False):
         experiment, the_mesh = make("stack", sharded, MuonAndAdafactor)
         state, train = begin(experiment, the_mesh)
-        lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(state, next(train))
+        lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(
+            state, next(train)
+        )
         flops.append(lowered.compile().cost_analysis()["flops"])
     assert flops[0] < flops[1] / 4
 
 
 def test_gather_once_gathers_once_for_all_micro_batches():
     _, counts = sent("stack", micro_batches=2, gather_once=True)
-    # Two stacks of arrays are gathered whole. Their gradients are summed after each micro-batch.
+    # Two stacks of arrays are gathered whole. Their gradients are summed after each
+    # micro-batch.
     assert counts["all-gather", ("f16",)] == 2
     assert counts["reduce-scatter", ("f32",)] >= 2 * 2
 
@@ -339,17 +416,25 @@ def test_evaluation_prediction_and_fingerprint_match_whole_parameters():
     experiment, the_mesh, whole, _ = trained(kind="recurrent", steps=2)
     for sharded in (True, False):
         experiment, the_mesh = make("recurrent", sharded)
-        shapes = state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
-        state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), whole, shapes)
+        shapes = state_lib.abstract_state(
+            experiment, the_mesh, 0, experiment.train_data()
+        )
+        state = jax.tree.map(
+            lambda x, like: jax.device_put(x, like.sharding), whole, shapes
+        )
         # The tree structure of a state records how its parameters are sharded.
         state = jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(state))
         batch = {name: x[:16] for name, x in experiment.train_data().items()}
         mask = np.arange(16) < 13
-        sums = jax.jit(step.make_eval_step(experiment, the_mesh))(state, {**batch, "_mask": mask})
+        sums = jax.jit(step.make_eval_step(experiment, the_mesh))(
+            state, {**batch, "_mask": mask}
+        )
         outputs = jax.jit(step.make_predict(experiment, the_mesh))(state, batch)
         values = jax.jit(fingerprint.program(experiment, the_mesh))(state)
         assert not values.parted
-        outcomes.append((jax.device_get((sums, outputs)), jax.device_get(values.values)))
+        outcomes.append(
+            (jax.device_get((sums, outputs)), jax.device_get(values.values))
+        )
     (close, bits), (wanted, wanted_bits) = outcomes
     assert "average/error" in wanted[0]
     harness.assert_close(close, wanted, rtol=1e-5)
@@ -423,7 +508,9 @@ class PerturbsInRule(Network):
 def test_code_that_needs_whole_parameters_or_own_gradients_is_refused(changes, match):
     experiment, the_mesh = make(**changes)
     with pytest.raises(ValueError, match=match):
-        state = state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
+        state = state_lib.abstract_state(
+            experiment, the_mesh, 0, experiment.train_data()
+        )
         batch = {name: x[:16] for name, x in experiment.train_data().items()}
         jax.eval_shape(step.make_train_step(experiment, the_mesh), state, batch)
 
@@ -431,11 +518,15 @@ def test_code_that_needs_whole_parameters_or_own_gradients_is_refused(changes, m
 def test_shard_params_outside_a_run_is_refused():
     params = {"m": {"w": jnp.ones((8, 8))}}
     rule = hk.transform_with_state(
-        lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=True).init(params)
+        lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=True).init(
+            params
+        )
     )
     with pytest.raises(ValueError, match="shard_params needs a run"):
         rule.init(None)
-    with pytest.raises(errors.UserError, match="shard_params must be True or False; received 1"):
-        hk.transform(lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=1)).apply(
-            {}, None
-        )
+    with pytest.raises(
+        errors.UserError, match="shard_params must be True or False; received 1"
+    ):
+        hk.transform(
+            lambda: xshard.CrossShardOptimizer(optax.sgd(1.0), shard_params=1)
+        ).apply({}, None)

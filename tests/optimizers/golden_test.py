@@ -1,4 +1,5 @@
-"""Tests that names, types and shapes of optimizer state do not change: they are the keys of a checkpoint.
+"""Tests that names, types and shapes of optimizer state do not change: they are the
+keys of a checkpoint.
 
 After an intended change run: python -m tests.optimizers.golden_test --regenerate
 """
@@ -17,7 +18,9 @@ GOLDEN = pathlib.Path(__file__).with_name("golden_state.json")
 
 def layout(name):
     """Returns the types and shapes of the state, by their names in a checkpoint."""
-    _, state = jax.eval_shape(table.make_step(name).init, None, harness.params(), harness.batch())
+    _, state = jax.eval_shape(
+        table.make_step(name).init, None, harness.params(), harness.batch()
+    )
     return {
         f"{module}/{key}": f"{leaf.dtype}{list(leaf.shape)}"
         for module, entries in state.items()

@@ -18,7 +18,9 @@ MESH_AXIS = "replica"
 
 _COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, *_, **__: _COMPILED.append(event) if "backend_compile" in event else None
+    lambda event, *_, **__: (
+        _COMPILED.append(event) if "backend_compile" in event else None
+    )
 )
 
 
@@ -28,11 +30,16 @@ def compile_count() -> int:
 
 
 def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
-    """Returns the parameters of a two-layer network: two matrices and a vector, with paths of three parts."""
+    """Returns the parameters of a two-layer network: two matrices and a vector, with
+    paths of three parts.
+    """
     rng = np.random.default_rng(0)
     shapes = {"mlp/linear_0": {"b": (4,), "w": (3, 4)}, "mlp/linear_1": {"w": (4, 2)}}
     return {
-        module: {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in arrays.items()}
+        module: {
+            name: jnp.asarray(rng.normal(size=shape), dtype)
+            for name, shape in arrays.items()
+        }
         for module, arrays in shapes.items()
     }
 
@@ -44,17 +51,25 @@ def batch(dtype: Any = np.float32, examples: int = 16) -> jax.Array:
 
 def loss(variables: Any, x: jax.Array) -> jax.Array:
     """Returns the mean over examples of a smooth function of all parameters."""
-    hidden = jnp.tanh(x @ variables["mlp/linear_0"]["w"] + variables["mlp/linear_0"]["b"])
-    return jnp.mean(jnp.sum((hidden @ variables["mlp/linear_1"]["w"] - 1) ** 2, axis=-1))
+    hidden = jnp.tanh(
+        x @ variables["mlp/linear_0"]["w"] + variables["mlp/linear_0"]["b"]
+    )
+    return jnp.mean(
+        jnp.sum((hidden @ variables["mlp/linear_1"]["w"] - 1) ** 2, axis=-1)
+    )
 
 
 def transform_step(
     make_optimizer: Callable[[], Any], loss_fn: Any = loss
 ) -> hk.TransformedWithState:
-    """Transforms `step(params, x, global_step)`, which returns `(value, params, global_step)`."""
+    """Transforms `step(params, x, global_step)`, which returns `(value, params,
+    global_step)`.
+    """
 
     def step(variables: Any, x: Any, global_step: Any = 0) -> Any:
-        return make_optimizer().minimize(lambda p: loss_fn(p, x), variables, global_step)
+        return make_optimizer().minimize(
+            lambda p: loss_fn(p, x), variables, global_step
+        )
 
     return hk.transform_with_state(step)
 
@@ -65,14 +80,18 @@ def mesh(replicas: int = REPLICAS) -> jax.sharding.Mesh:
 
 
 def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:
-    """Returns `f(params, state, x, global_step)`, which returns `((value, params, global_step), state)`."""
+    """Returns `f(params, state, x, global_step)`, which returns `((value, params,
+    global_step), state)`.
+    """
     return lambda p, s, x, n=0: step.apply({}, s, None, p, x, n)
 
 
 def replicated(
     step: hk.TransformedWithState, *, check_vma: bool = False, replicas: int = REPLICAS
 ) -> Callable[..., Any]:
-    """As `one_device`, with x split over the replicas, all else replicated, and the value averaged."""
+    """As `one_device`, with x split over the replicas, all else replicated, and the
+    value averaged.
+    """
 
     def local(p: Any, s: Any, x: Any, n: Any) -> Any:
         (value, p, n), s = step.apply({}, s, None, p, x, n)
@@ -89,22 +108,34 @@ def replicated(
     return lambda p, s, x, n=0: mapped(p, s, x, jnp.asarray(n, jnp.int32))
 
 
-def per_replica(step: hk.TransformedWithState, replicas: int = REPLICAS) -> Callable[..., Any]:
-    """As `one_device`, but all arrays have a leading dimension of replicas, which shows every replica's copy."""
+def per_replica(
+    step: hk.TransformedWithState, replicas: int = REPLICAS
+) -> Callable[..., Any]:
+    """As `one_device`, but all arrays have a leading dimension of replicas, which shows
+    every replica's copy.
+    """
 
     def local(*args: Any) -> Any:
         p, s, x, n = jax.tree.map(lambda a: a[0], args)
-        return jax.tree.map(lambda a: jnp.asarray(a)[None], step.apply({}, s, None, p, x, n))
+        return jax.tree.map(
+            lambda a: jnp.asarray(a)[None], step.apply({}, s, None, p, x, n)
+        )
 
     spec = jax.P(MESH_AXIS)
     return jax.shard_map(
-        local, mesh=mesh(replicas), in_specs=(spec,) * 4, out_specs=spec, check_vma=False
+        local,
+        mesh=mesh(replicas),
+        in_specs=(spec,) * 4,
+        out_specs=spec,
+        check_vma=False,
     )
 
 
 def vmapped(f: Any, in_specs: Any, out_specs: Any, replicas: int = REPLICAS) -> Any:
     """Returns a function of one replica, mapped by `xshard.vmap_replicas` and jitted."""
-    on_all = xshard.vmap_replicas(f, mesh(replicas), in_specs=in_specs, out_specs=out_specs)
+    on_all = xshard.vmap_replicas(
+        f, mesh(replicas), in_specs=in_specs, out_specs=out_specs
+    )
     return jax.jit(on_all)
 
 
@@ -116,7 +147,9 @@ def placed(state: Any, of_params: Any, replicas: int = REPLICAS) -> Any:
 
 
 def sharded(
-    step: hk.TransformedWithState, make_optimizer: Callable[[], Any], replicas: int = REPLICAS
+    step: hk.TransformedWithState,
+    make_optimizer: Callable[[], Any],
+    replicas: int = REPLICAS,
 ) -> Callable[..., Any]:
     """As `replicated`, with slots in shards if a rule shards its update."""
 
@@ -126,7 +159,9 @@ def sharded(
 
     whole = jax.P()
     specs: Any = (whole, whole, jax.P(MESH_AXIS), whole)
-    on_all = xshard.vmap_replicas(local, mesh(replicas), in_specs=specs, out_specs=whole)
+    on_all = xshard.vmap_replicas(
+        local, mesh(replicas), in_specs=specs, out_specs=whole
+    )
     place = lambda spec: jax.NamedSharding(mesh(replicas), spec)
 
     def run(p: Any, s: Any, x: Any, n: Any = 0) -> Any:
@@ -152,7 +187,9 @@ def assert_equal(actual: Any, expected: Any) -> None:
     """Asserts equal structure, dtypes, shapes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
     ):
         a, b = _plain(a), _plain(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path

@@ -15,7 +15,9 @@ MAX = float(np.finfo(np.float32).max)
 
 
 def run_scale(finite_steps, state=None, **kwargs):
-    """Returns the scale and the good steps after each step, given whether each step is finite."""
+    """Returns the scale and the good steps after each step, given whether each step is
+    finite.
+    """
 
     def step(grad):
         scale = loss_scale.DynamicLossScale(**kwargs)
@@ -36,7 +38,9 @@ def run_scale(finite_steps, state=None, **kwargs):
 
 
 def tensorflow_rule(finite_steps, scale, period, multiplier):
-    """Returns the scale and the good steps after each step, by the rule of TensorFlow's DynamicLossScale."""
+    """Returns the scale and the good steps after each step, by the rule of TensorFlow's
+    DynamicLossScale.
+    """
     scale, good, history = np.float32(scale), 0, []
     for finite in finite_steps:
         if not finite:
@@ -57,7 +61,10 @@ def tensorflow_rule(finite_steps, scale, period, multiplier):
 def test_dynamic_scale_follows_tensorflow(period, multiplier, initial):
     finite = np.random.default_rng(period).random(60) < 0.7
     got = run_scale(
-        finite.tolist(), initial_loss_scale=initial, increment_period=period, multiplier=multiplier
+        finite.tolist(),
+        initial_loss_scale=initial,
+        increment_period=period,
+        multiplier=multiplier,
     )
     assert got == tensorflow_rule(finite, initial, period, multiplier)
 
@@ -74,9 +81,13 @@ def test_limits_of_a_dynamic_scale():
         (MAX, 1),
         (MAX, 0),
     ]
-    # A count beyond the period, as from a checkpoint of a run with a longer period, raises the scale at once.
+    # A count beyond the period, as from a checkpoint of a run with a longer period,
+    # raises the scale at once.
     state = {
-        "dynamic_loss_scale": {"current_loss_scale": jnp.float32(4), "good_steps": jnp.int32(9)}
+        "dynamic_loss_scale": {
+            "current_loss_scale": jnp.float32(4),
+            "good_steps": jnp.int32(9),
+        }
     }
     assert run_scale([True], state, increment_period=5) == [(8.0, 0)]
 
@@ -94,7 +105,9 @@ def test_defaults_match_tensorflow():
 )
 def test_scales_below_1_and_non_numbers_are_refused(bad):
     for make in (loss_scale.FixedLossScale, loss_scale.DynamicLossScale):
-        with pytest.raises(ValueError, match="must be a number of at least 1; received"):
+        with pytest.raises(
+            ValueError, match="must be a number of at least 1; received"
+        ):
             hk.testing.transform_and_run(lambda make=make: make(bad))()
     with pytest.raises(ValueError, match="at least 1"):
         hk.testing.transform_and_run(
@@ -105,11 +118,17 @@ def test_scales_below_1_and_non_numbers_are_refused(bad):
 @pytest.mark.parametrize(
     "kwargs,match",
     [
-        ({"increment_period": 0}, "increment_period must be an integer of at least 1; received 0"),
+        (
+            {"increment_period": 0},
+            "increment_period must be an integer of at least 1; received 0",
+        ),
         ({"increment_period": 2.5}, "received 2.5"),
         ({"increment_period": True}, "received True"),
         ({"multiplier": 1}, "multiplier must be above 1"),
-        ({"multiplier": 0.5}, "multiplier must be a number of at least 1; received 0.5"),
+        (
+            {"multiplier": 0.5},
+            "multiplier must be a number of at least 1; received 0.5",
+        ),
     ],
 )
 def test_invalid_arguments_of_a_dynamic_scale_are_refused(kwargs, match):
@@ -160,10 +179,14 @@ def test_the_value_is_unscaled_even_if_the_scaled_value_overflows():
 def test_a_tiny_float16_gradient_survives():
     def compute(params):
         opt = loss_scale.MixedPrecisionLossScaleOptimizer(optax.sgd(1.0), 2**15)
-        loss = lambda p: (p["m"]["w"] * jnp.float16(0.5)).astype(jnp.float32).sum() * 4e-8
+        loss = lambda p: (
+            (p["m"]["w"] * jnp.float16(0.5)).astype(jnp.float32).sum() * 4e-8
+        )
         return opt.compute_gradients(loss, params)[1]["m"]["w"]
 
-    grad = hk.testing.transform_and_run(compute)({"m": {"w": jnp.ones((2,), jnp.float16)}})
+    grad = hk.testing.transform_and_run(compute)(
+        {"m": {"w": jnp.ones((2,), jnp.float16)}}
+    )
     assert np.float16(2e-8) == 0 and grad.dtype == jnp.float32
     # The scaled gradient passes through float16, which keeps 11 bits.
     np.testing.assert_allclose(grad, 2e-8, rtol=2**-11)
@@ -185,7 +208,8 @@ def test_a_skipped_step_leaves_every_leaf_unchanged():
     (_, went_on, n), _ = apply(skipped_params, skipped_state, x, n)
     (_, expected, _), _ = apply(params, state, x, n)
     assert int(n) == 5
-    # Scales are powers of two, so the lower scale after the skip does not change the next step.
+    # Scales are powers of two, so the lower scale after the skip does not change the
+    # next step.
     harness.assert_equal(went_on, expected)
 
 
@@ -206,7 +230,8 @@ def test_state_is_strongly_typed_and_steps_do_not_recompile():
     _, state = step.init(None, params, x)
     entry = state["dynamic_loss_scale"]
     assert (
-        entry["current_loss_scale"].dtype == jnp.float32 and entry["good_steps"].dtype == jnp.int32
+        entry["current_loss_scale"].dtype == jnp.float32
+        and entry["good_steps"].dtype == jnp.int32
     )
     apply = jax.jit(harness.one_device(step))
     n = jnp.int32(0)
@@ -221,7 +246,9 @@ def test_gradients_are_scaled_and_unscaled_exactly():
 
     def compute(opt, **kwargs):
         return hk.testing.transform_and_run(
-            lambda: opt().compute_gradients(lambda p: harness.loss(p, x), params, **kwargs)
+            lambda: opt().compute_gradients(
+                lambda p: harness.loss(p, x), params, **kwargs
+            )
         )()
 
     bare = compute(lambda: optax_optimizer.OptaxOptimizer(optax.sgd(1.0)))
@@ -235,12 +262,16 @@ def test_names_and_slots_follow_tensorflow():
         opt = dynamic()
         assert isinstance(opt, base.Optimizer)
         opt.apply_gradients(harness.params(), harness.params())
-        queried = opt.get_slot("mlp/linear_0/w", "mu"), opt.get_slot("mlp/linear_0/w", "nothing")
+        queried = (
+            opt.get_slot("mlp/linear_0/w", "mu"),
+            opt.get_slot("mlp/linear_0/w", "nothing"),
+        )
         return opt.get_name(), opt.get_slot_names(), queried, len(opt.variables())
 
     name, slots, (mu, nothing), count = hk.testing.transform_and_run(names)()
     assert (name, slots, nothing) == ("adam", ["mu", "nu"], None)
-    # Two slots for each of three parameters, two step counts, the loss scale and the good steps.
+    # Two slots for each of three parameters, two step counts, the loss scale and the
+    # good steps.
     assert mu.shape == (3, 4) and count == 10
 
 
@@ -248,7 +279,9 @@ def test_several_losses_share_the_scale_and_the_vote():
     params, x = harness.params(), harness.batch()
 
     def step(params, x):
-        halves = [lambda p, half=half: harness.loss(p, half) / 2 for half in jnp.split(x, 2)]
+        halves = [
+            lambda p, half=half: harness.loss(p, half) / 2 for half in jnp.split(x, 2)
+        ]
         return dynamic().minimize(
             halves,
             params,
@@ -273,7 +306,9 @@ def test_several_losses_share_the_scale_and_the_vote():
 
 
 def counting_loss(p, x):
-    """Returns the loss; keeps the sum of all inputs in Haiku's state, and a count in the state of a module."""
+    """Returns the loss; keeps the sum of all inputs in Haiku's state, and a count in
+    the state of a module.
+    """
     seen = hk.get_state("seen", [], jnp.float32, jnp.zeros)
     hk.set_state("seen", seen + jnp.sum(x))
     with jax.numpy_dtype_promotion("standard"):
@@ -292,7 +327,9 @@ def scale_inside(**kwargs):
 
 
 def dynamic_around(opt):
-    return loss_scale.MixedPrecisionLossScaleOptimizer(opt, loss_scale.DynamicLossScale())
+    return loss_scale.MixedPrecisionLossScaleOptimizer(
+        opt, loss_scale.DynamicLossScale()
+    )
 
 
 def separate_calls(opt, x, params, n):
@@ -320,7 +357,9 @@ def loss_state(state):
 
 
 @pytest.mark.parametrize("make", [scale_outside, scale_inside])
-@pytest.mark.parametrize("way", [minimized, separate_calls, in_micro_batches, in_two_losses])
+@pytest.mark.parametrize(
+    "way", [minimized, separate_calls, in_micro_batches, in_two_losses]
+)
 def test_a_skipped_step_restores_state_that_the_loss_wrote(make, way):
     step = hk.transform_with_state(lambda p, x, n: way(make(), x, p, n))
     params, x = harness.params(), harness.batch()
@@ -329,9 +368,13 @@ def test_a_skipped_step_restores_state_that_the_loss_wrote(make, way):
     (_, params, n), state = run(params, state, x, jnp.int32(0))
     assert float(state["~"]["seen"]) != 0 and int(n) == 1
     (_, new, new_n), after = run(params, state, x.at[0, 0].set(jnp.inf), n)
-    harness.assert_equal((new, new_n, loss_state(after)), (params, n, loss_state(state)))
+    harness.assert_equal(
+        (new, new_n, loss_state(after)), (params, n, loss_state(state))
+    )
     (_, _, new_n), after = run(params, state, x, n)
-    assert int(new_n) == 2 and int(after["ema"]["counter"]) > int(state["ema"]["counter"])
+    assert int(new_n) == 2 and int(after["ema"]["counter"]) > int(
+        state["ema"]["counter"]
+    )
 
 
 def test_a_skip_in_one_group_keeps_the_loss_state_of_the_other():
@@ -341,14 +384,20 @@ def test_a_skip_in_one_group_keeps_the_loss_state_of_the_other():
     _, state = step.init(None, params, x[0], 0)
     run = jax.jit(harness.per_replica(step, 4))
     stacked = harness.stack((params, state), 4)
-    (_, _, n), after = run(*stacked, x.at[2, 0, 0].set(jnp.nan), jnp.zeros(4, jnp.int32))
+    (_, _, n), after = run(
+        *stacked, x.at[2, 0, 0].set(jnp.nan), jnp.zeros(4, jnp.int32)
+    )
     np.testing.assert_array_equal(n, [0, 1, 0, 1])
     np.testing.assert_array_equal(after["ema"]["counter"], [0, 1, 0, 1])
-    np.testing.assert_array_equal(np.asarray(after["~"]["seen"]) == 0, [True, False, True, False])
+    np.testing.assert_array_equal(
+        np.asarray(after["~"]["seen"]) == 0, [True, False, True, False]
+    )
 
 
 def many_steps(way, **kwargs):
-    """Transforms several steps in an hk.scan, which return `(params, number of updates after each step)`."""
+    """Transforms several steps in an hk.scan, which return `(params, number of updates
+    after each step)`.
+    """
 
     def many(params, xs):
         opt = scale_outside(**kwargs)
@@ -371,7 +420,9 @@ def test_a_skipped_step_in_a_loop_restores_the_state_before_it(way):
     _, state = many.init(None, params, xs)
     (new, ns), after = jax.jit(many.apply)({}, state, None, params, xs)
     np.testing.assert_array_equal(ns, [1, 1, 2])
-    (expected, _), expected_state = jax.jit(many.apply)({}, state, None, params, xs[::2])
+    (expected, _), expected_state = jax.jit(many.apply)(
+        {}, state, None, params, xs[::2]
+    )
     for tree in (after, expected_state):
         # Only the run with the skipped step lowered the scale.
         del tree["dynamic_loss_scale"]

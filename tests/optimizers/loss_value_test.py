@@ -70,7 +70,8 @@ def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
         for _ in range(STEPS):
             (_, params, count), state = run(params, state, x, count)
         expected = on_the_whole_batch(name, replicas if mode == "sum" else 1)
-        # float64 has 16 digits, of which sums in another order and some rules lose half; bfloat16 has 2 to 3.
+        # float64 has 16 digits, of which sums in another order and some rules lose
+        # half; bfloat16 has 2 to 3.
         tolerance = 2e-2 if mode == "half the precision" else 1e-8
         harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
 
@@ -95,9 +96,9 @@ def test_the_loss_of_micro_batches_is_their_sum():
 def test_gradients_alone_are_refused():
     params = harness.params()
     step = hk.transform_with_state(
-        lambda: optax_optimizer.OptaxOptimizer(optax.polyak_sgd(), name="polyak").apply_gradients(
-            jax.tree.map(jnp.ones_like, params), params
-        )
+        lambda: optax_optimizer.OptaxOptimizer(
+            optax.polyak_sgd(), name="polyak"
+        ).apply_gradients(jax.tree.map(jnp.ones_like, params), params)
     )
     _, state = step.init(None)
     with pytest.raises(

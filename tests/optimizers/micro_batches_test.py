@@ -32,7 +32,9 @@ def test_micro_batches_match_a_list_of_losses(method, count):
     loss = gradients.MicroBatches(
         lambda p, x: (harness.loss(p, x[0]), x[1]), (x, jnp.arange(count))
     )
-    (value, aux), grads = computed(loss, params, has_aux=True, aggregation_method=method)
+    (value, aux), grads = computed(
+        loss, params, has_aux=True, aggregation_method=method
+    )
     np.testing.assert_allclose(value, wanted[0][0], rtol=1e-6)
     np.testing.assert_array_equal(aux, np.arange(count))
     # The sums have the same order, but XLA fuses them differently.
@@ -40,15 +42,20 @@ def test_micro_batches_match_a_list_of_losses(method, count):
 
 
 def rounding(method, count=4096):
-    """Returns the error of the sum of `count` float32 gradients, each of which is one number."""
+    """Returns the error of the sum of `count` float32 gradients, each of which is one
+    number.
+    """
     x = jnp.asarray(np.random.default_rng(0).uniform(size=count), jnp.float32)
     loss = gradients.MicroBatches(lambda p, x: p["m"]["w"] * x, x)
     run = jax.jit(lambda p: computed(loss, p, aggregation_method=method)[1]["m"]["w"])
-    return abs(float(run({"m": {"w": jnp.ones(())}})) - np.sum(np.asarray(x, np.float64)))
+    return abs(
+        float(run({"m": {"w": jnp.ones(())}})) - np.sum(np.asarray(x, np.float64))
+    )
 
 
 def test_a_sum_in_pairs_rounds_less_than_a_running_sum():
-    # A sum in pairs rounds log2(4096) = 12 times, and a running sum 4096 times. The sum is about 2048.
+    # A sum in pairs rounds log2(4096) = 12 times, and a running sum 4096 times. The sum
+    # is about 2048.
     ulp = 2.0**-24 * 2048
     assert rounding(TREE) < 12 * ulp
     assert rounding(RUNNING) > 4 * rounding(TREE)
@@ -56,7 +63,9 @@ def test_a_sum_in_pairs_rounds_less_than_a_running_sum():
 
 def test_half_precision_is_summed_in_float32():
     params = {"m": {"w": jnp.zeros((), jnp.float16)}}
-    loss = gradients.MicroBatches(lambda p, x: p["m"]["w"] * x, jnp.full((8,), 3e4, jnp.float16))
+    loss = gradients.MicroBatches(
+        lambda p, x: p["m"]["w"] * x, jnp.full((8,), 3e4, jnp.float16)
+    )
     value, grads = computed(loss, params)
     assert grads["m"]["w"].dtype == jnp.float32 and value.dtype == jnp.float32
     np.testing.assert_array_equal(grads["m"]["w"], 8 * np.float32(np.float16(3e4)))
@@ -79,7 +88,9 @@ def test_both_rules_treat_micro_batches_as_one_step(method, check_vma):
     def step(params, x, n=0):
         opt = cross_shard.CrossShardOptimizer(optax.sgd(0.1))
         opt = loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
-        parts = gradients.MicroBatches(lambda p, x: harness.loss(p, x) / 2, x.reshape(2, -1, 3))
+        parts = gradients.MicroBatches(
+            lambda p, x: harness.loss(p, x) / 2, x.reshape(2, -1, 3)
+        )
         return opt.minimize(parts, params, n, aggregation_method=method)
 
     step = hk.transform_with_state(step)
@@ -89,7 +100,10 @@ def test_both_rules_treat_micro_batches_as_one_step(method, check_vma):
     (value, new, n), after = run(params, state, x)
     expected = jax.grad(harness.loss)(params, x)
     harness.assert_close(
-        new, jax.tree.map(lambda p, g: p - 0.1 * g, params, expected), rtol=1e-5, atol=1e-6
+        new,
+        jax.tree.map(lambda p, g: p - 0.1 * g, params, expected),
+        rtol=1e-5,
+        atol=1e-6,
     )
     np.testing.assert_allclose(value, harness.loss(params, x), rtol=1e-6)
     (_, skipped, new_n), _ = run(new, after, x.at[9, 2].set(jnp.inf), n)
@@ -116,13 +130,19 @@ def test_a_loss_may_use_state_and_keys():
     assert len(np.unique(aux)) == 4
 
 
-@pytest.mark.parametrize("inputs", [{}, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(2), jnp.ones(3)]])
+@pytest.mark.parametrize(
+    "inputs", [{}, jnp.ones(()), jnp.ones((0, 3)), [jnp.ones(2), jnp.ones(3)]]
+)
 def test_inputs_without_one_leading_dimension_are_refused(inputs):
     loss = gradients.MicroBatches(lambda p, x: jnp.sum(p["m"]["w"]), inputs)
-    with pytest.raises(ValueError, match="MicroBatches must be arrays of one leading dimension"):
+    with pytest.raises(
+        ValueError, match="MicroBatches must be arrays of one leading dimension"
+    ):
         computed(loss, {"m": {"w": jnp.ones(())}})
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="aggregation_method='tree' must be one of ADD_N, DEFAULT"):
+    with pytest.raises(
+        ValueError, match="aggregation_method='tree' must be one of ADD_N, DEFAULT"
+    ):
         gradients.method("tree")

@@ -1,4 +1,6 @@
-"""Tests of averages of the parameters: TensorFlow's formula, in every place of a chain, whole and sharded."""
+"""Tests of averages of the parameters: TensorFlow's formula, in every place of a chain,
+whole and sharded.
+"""
 
 import functools
 
@@ -27,15 +29,23 @@ def adam():
 
 
 def nest(place, shard_update=False, **kwargs):
-    """Wraps Adam in both rules and the averages, with the loss scale inside the reduction or around it."""
+    """Wraps Adam in both rules and the averages, with the loss scale inside the
+    reduction or around it.
+    """
     average = functools.partial(Averaged, average_decay=DECAY, **kwargs)
     scale = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
-    reduce = functools.partial(cross_shard.CrossShardOptimizer, shard_update=shard_update)
+    reduce = functools.partial(
+        cross_shard.CrossShardOptimizer, shard_update=shard_update
+    )
     if place == "scale inside":
         return reduce(average(scale(adam())))
     if place == "inside":
         return scale(reduce(average(adam())))
-    return scale(average(reduce(adam()))) if place == "between" else average(scale(reduce(adam())))
+    return (
+        scale(average(reduce(adam())))
+        if place == "between"
+        else average(scale(reduce(adam())))
+    )
 
 
 def averages_of(state):
@@ -54,7 +64,9 @@ def follow(make, steps=5, var_list=None):
     """Returns the parameters and the states, at first and after each step."""
 
     def step(params, x):
-        return make().minimize(lambda p: harness.loss(p, x), params, var_list=var_list)[1]
+        return make().minimize(lambda p: harness.loss(p, x), params, var_list=var_list)[
+            1
+        ]
 
     step = hk.transform_with_state(step)
     params, x = harness.params(), harness.batch()
@@ -73,7 +85,9 @@ def test_averages_follow_the_formula(num_updates):
     history, states = follow(lambda: Averaged(adam(), DECAY, num_updates))
     wanted = by_path(history[0])
     harness.assert_close(averages_of(states[0]), wanted, rtol=0)
-    for updates, (params, state) in enumerate(zip(history[1:], states[1:], strict=True), start=1):
+    for updates, (params, state) in enumerate(
+        zip(history[1:], states[1:], strict=True), start=1
+    ):
         count = updates if num_updates == "count" else num_updates
         decay = DECAY if count is None else min(DECAY, (1 + count) / (10 + count))
         now = by_path(params)
@@ -89,7 +103,8 @@ def test_averages_match_the_incremental_update_of_optax():
     average = history[0]
     for params in history[1:]:
         average = optax.incremental_update(params, average, 1 - DECAY)
-    # optax writes the same formula in another form, which rounds differently in each of five steps.
+    # optax writes the same formula in another form, which rounds differently in each of
+    # five steps.
     result = moving_average.averages(states[-1][NAME], average)
     harness.assert_close(result, average, rtol=1e-6, atol=1e-7)
 
@@ -107,13 +122,17 @@ def test_the_average_of_an_untrained_parameter_is_the_parameter():
     assert averages["mlp/linear_0"]["w"] is states[-1][NAME][f"average/{W0}"]
     for module, name in (("mlp/linear_0", "b"), ("mlp/linear_1", "w")):
         harness.assert_equal(averages[module][name], history[-1][module][name])
-    assert not np.array_equal(*(state[NAME][f"average/{W0}"] for state in (states[0], states[-1])))
+    assert not np.array_equal(
+        *(state[NAME][f"average/{W0}"] for state in (states[0], states[-1]))
+    )
 
 
 def test_a_gradient_for_a_parameter_without_an_average_is_refused():
     _, states = follow(lambda: Averaged(optax.sgd(0.1), DECAY), steps=0, var_list=[W0])
     step = harness.transform_step(lambda: Averaged(optax.sgd(0.1), DECAY))
-    with pytest.raises(ValueError, match=f"'{B0}' has a gradient, but {NAME} has no slot for it"):
+    with pytest.raises(
+        ValueError, match=f"'{B0}' has a gradient, but {NAME} has no slot for it"
+    ):
         step.apply({}, states[0], None, harness.params(), harness.batch())
 
 
@@ -125,7 +144,9 @@ def test_a_parameter_that_is_no_longer_trained_keeps_its_average():
         return opt.minimize(lambda p: harness.loss(p, x), params, var_list=[W0])[1]
 
     params, state = history[-1], states[-1]
-    _, after = hk.transform_with_state(step).apply({}, state, None, params, harness.batch())
+    _, after = hk.transform_with_state(step).apply(
+        {}, state, None, params, harness.batch()
+    )
     before, after = averages_of(state), averages_of(after)
     harness.assert_equal((after[B0], after[W1]), (before[B0], before[W1]))
     assert np.all(after[B0] != by_path(params)[B0])
@@ -146,7 +167,9 @@ def test_a_skipped_step_changes_no_bit(place, shard_update):
     assert int(after[NAME]["num_updates"]) == 1
     (_, _, new_n), after = run(new, after, x, new_n)
     assert int(new_n) == int(after[NAME]["num_updates"]) == 2
-    assert not np.array_equal(after[NAME][f"average/{B0}"], state[NAME][f"average/{B0}"])
+    assert not np.array_equal(
+        after[NAME][f"average/{B0}"], state[NAME][f"average/{B0}"]
+    )
 
 
 @pytest.mark.sample(2)
@@ -165,7 +188,9 @@ def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
         ends.append((params, state[NAME]))
         of_params = layouts_lib.of_params(params, replicas)
         sharded_state = layouts_lib.of_state(of_params, {NAME: ends[-1][1]})
-        sharded_paths = {path for path, layout in of_params.items() if layout.dim is not None}
+        sharded_paths = {
+            path for path, layout in of_params.items() if layout.dim is not None
+        }
         found = sharded_state.get(NAME, {}).keys()
         assert found == {f"average/{path}" for path in sharded_paths}
         average_spec = state[NAME][f"average/{W1}"].sharding.spec
@@ -181,7 +206,9 @@ def test_averages_between_two_reductions_with_the_outer_one_sharded():
 
     def make():
         inner = cross_shard.CrossShardOptimizer(adam(), "sum", axis_name="pod")
-        return cross_shard.CrossShardOptimizer(Averaged(inner, 0.5), "sum", shard_update=True)
+        return cross_shard.CrossShardOptimizer(
+            Averaged(inner, 0.5), "sum", shard_update=True
+        )
 
     step = hk.transform_with_state(
         lambda: make().apply_gradients({"m": {"w": jnp.ones(8)}}, params)
@@ -202,7 +229,9 @@ def test_narrow_parameters_have_float32_averages():
     params, x = harness.params(jnp.bfloat16), harness.batch(jnp.bfloat16)
     _, state = step.init(None, params, x)
     (_, new, _), after = step.apply({}, state, None, params, x)
-    assert {leaf.dtype for leaf in jax.tree.leaves(after[NAME])} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(after[NAME])} == {
+        jnp.dtype(jnp.float32)
+    }
     wanted = 0.999 * by_path(params)[W0] + 0.001 * by_path(new)[W0]
     # bfloat16 would round this change away.
     np.testing.assert_allclose(after[NAME][f"average/{W0}"], wanted, rtol=1e-6)
@@ -231,25 +260,33 @@ def test_averages_are_slots():
 
     step = hk.transform_with_state(step)
     _, state = step.init(None, harness.params(), harness.batch())
-    (average, count), after = step.apply({}, state, None, harness.params(), harness.batch())
+    (average, count), after = step.apply(
+        {}, state, None, harness.params(), harness.batch()
+    )
     harness.assert_equal(average, after[NAME][f"average/{W0}"])
     assert count == len(jax.tree.leaves(after))
 
 
 @pytest.mark.parametrize("bad", [1.0, 1, -0.1, float("nan"), "0.9", True, None])
 def test_a_decay_out_of_range_is_refused(bad):
-    with pytest.raises(ValueError, match="average_decay must be .* below 1.*; received"):
+    with pytest.raises(
+        ValueError, match="average_decay must be .* below 1.*; received"
+    ):
         hk.testing.transform_and_run(lambda: Averaged(adam(), bad))()
 
 
 @pytest.mark.parametrize("bad", [1.5, "steps", True, jnp.ones(2, jnp.int32)])
 def test_an_invalid_num_updates_is_refused(bad):
-    with pytest.raises(ValueError, match="num_updates must be an integer scalar, 'count'"):
+    with pytest.raises(
+        ValueError, match="num_updates must be an integer scalar, 'count'"
+    ):
         hk.testing.transform_and_run(lambda: Averaged(adam(), 0.9, bad))()
 
 
 def test_nested_averages_and_an_invalid_opt_are_refused():
-    with pytest.raises(ValueError, match="already keeps averages .*MovingAverageOptimizer"):
+    with pytest.raises(
+        ValueError, match="already keeps averages .*MovingAverageOptimizer"
+    ):
         hk.testing.transform_and_run(lambda: Averaged(nest("inside")))()
     with pytest.raises(ValueError, match="opt must be an xshard Optimizer or an optax"):
         hk.testing.transform_and_run(lambda: Averaged("adam"))()

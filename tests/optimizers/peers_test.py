@@ -1,6 +1,8 @@
-"""Tests of failures that occur when common building blocks are combined, and that xshard avoids.
+"""Tests of failures that occur when common building blocks are combined, and that
+xshard avoids.
 
-Each test but that of the common vote reproduces the failure first, so it fails when the other library fixes it.
+Each test but that of the common vote reproduces the failure first, so it fails when the
+other library fixes it.
 """
 
 import haiku as hk
@@ -48,22 +50,37 @@ def run_here(transformation, grads):
 def test_an_infinite_micro_batch_makes_parameters_nan_only_in_optax():
     accumulate = optax.MultiSteps(optax.sgd(0.5), 2)
     assert np.all(np.isnan(run_peer(accumulate, [BAD, GOOD, GOOD, GOOD])[1:]))
-    # xshard leaves the bad micro-batch out: two good ones make the next step, which is correct.
-    assert run_here(accumulate, [GOOD, BAD, GOOD, GOOD, GOOD]) == [1.0, 1.0, 0.5, 0.5, 0.0]
+    # xshard leaves the bad micro-batch out: two good ones make the next step, which is
+    # correct.
+    assert run_here(accumulate, [GOOD, BAD, GOOD, GOOD, GOOD]) == [
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.0,
+    ]
 
 
 def test_an_infinite_micro_batch_freezes_the_run_only_in_optax():
     accumulate = optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.5), 100), 2)
     history = run_peer(accumulate, [BAD, GOOD] + [GOOD] * 20)
     assert history == [1.0] * 22
-    assert run_here(accumulate, [BAD, GOOD, GOOD, GOOD, GOOD]) == [1.0, 1.0, 0.5, 0.5, 0.0]
+    assert run_here(accumulate, [BAD, GOOD, GOOD, GOOD, GOOD]) == [
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.0,
+    ]
 
 
 def test_micro_batches_are_voted_on_together_and_reduced_once():
     def step(params, x, losses=3):
         opt = cross_shard.CrossShardOptimizer(optax.sgd(1.0))
         opt = loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
-        parts = [lambda p, i=i: jnp.sum(p["m"]["w"] * x[i]) / losses for i in range(losses)]
+        parts = [
+            lambda p, i=i: jnp.sum(p["m"]["w"] * x[i]) / losses for i in range(losses)
+        ]
         return opt.minimize(parts, params, 0)
 
     step = hk.transform_with_state(step)
@@ -98,7 +115,9 @@ def test_loss_scales_differ_between_replicas_only_in_jmp():
 
     mesh = harness.mesh(4)
     with jax.numpy_dtype_promotion("standard"):
-        scales = jax.shard_map(peer, mesh=mesh, in_specs=spec, out_specs=spec)(bad_on_one)
+        scales = jax.shard_map(peer, mesh=mesh, in_specs=spec, out_specs=spec)(
+            bad_on_one
+        )
     np.testing.assert_array_equal(scales, [2**15, 2**14, 2**15, 2**15])
 
     for scale_outside in (True, False):
@@ -113,10 +132,12 @@ def test_loss_scales_differ_between_replicas_only_in_jmp():
 
         step = hk.transform_with_state(step)
         _, state = step.init(None, PARAMS, 1.0)
-        here = lambda x, step=step, state=state: step.apply({}, state, None, PARAMS, x)[0][None]
-        scales = jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
-            bad_on_one
-        )
+        here = lambda x, step=step, state=state: step.apply({}, state, None, PARAMS, x)[
+            0
+        ][None]
+        scales = jax.shard_map(
+            here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(bad_on_one)
         np.testing.assert_array_equal(scales, [2**14] * 4)
 
 
@@ -124,7 +145,10 @@ def test_a_float16_mean_overflows_in_pmean_but_not_in_xshard():
     x = jnp.full((4,), 3e4, jnp.float16)
     mesh, spec = harness.mesh(4), jax.P("replica")
     peer = jax.shard_map(
-        lambda x: jax.lax.pmean(x, "replica")[None], mesh=mesh, in_specs=spec, out_specs=spec
+        lambda x: jax.lax.pmean(x, "replica")[None],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
     )
     assert np.all(np.isinf(peer(x)))
 
@@ -135,5 +159,7 @@ def test_a_float16_mean_overflows_in_pmean_but_not_in_xshard():
 
     step = hk.transform_with_state(step)
     here = lambda x: step.apply({}, {}, None, x)[0][None]
-    mean = jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    mean = jax.shard_map(
+        here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )(x)
     np.testing.assert_array_equal(mean, np.full(4, -3e4, np.float16))

@@ -13,7 +13,9 @@ PARAMS = {"m": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}
 
 
 class Returning(xshard.OptaxOptimizer):
-    """A rule whose update returns what `change` makes of the new parameters, and whose vote returns `decision`."""
+    """A rule whose update returns what `change` makes of the new parameters, and whose
+    vote returns `decision`.
+    """
 
     def __init__(self, change=lambda params: params, decision=True):
         super().__init__(optax.sgd(0.1), name="returning")
@@ -29,7 +31,9 @@ class Returning(xshard.OptaxOptimizer):
 def step(**options):
     def minimize(params):
         rule = Returning(**options)
-        return rule.minimize(lambda p: jnp.sum(p["m"]["w"]) + jnp.sum(p["m"]["b"]), params)[1]
+        return rule.minimize(
+            lambda p: jnp.sum(p["m"]["w"]) + jnp.sum(p["m"]["b"]), params
+        )[1]
 
     transformed = hk.transform_with_state(minimize)
     _, state = transformed.init(None, PARAMS)
@@ -42,7 +46,10 @@ def step(**options):
         (lambda p: {"m": {"w": p["m"]["w"]}}, "lacks 'm/b'"),
         (lambda p: None, "lacks"),
         (lambda p: {**p, "n": {"x": p["m"]["b"]}}, "has 'n/x', which is no parameter"),
-        (lambda p: jax.tree.map(jnp.transpose, p), r"'m/w' as float32 of shape \(2, 3\)"),
+        (
+            lambda p: jax.tree.map(jnp.transpose, p),
+            r"'m/w' as float32 of shape \(2, 3\)",
+        ),
         (lambda p: jax.tree.map(jnp.sum, p), r"'m/b' as float32 of shape \(\)"),
         (
             lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p),
@@ -51,13 +58,17 @@ def step(**options):
     ],
 )
 def test_an_update_that_cannot_replace_the_parameters_is_refused(change, problem):
-    with pytest.raises(errors.UserError, match=f"update of returning must return.*{problem}"):
+    with pytest.raises(
+        errors.UserError, match=f"update of returning must return.*{problem}"
+    ):
         step(change=change)
 
 
 @pytest.mark.parametrize("decision", [None, 1, jnp.ones(2, bool), jnp.float32(1)])
 def test_a_vote_that_is_no_boolean_is_refused(decision):
-    with pytest.raises(errors.UserError, match="The vote of returning is .* must be True"):
+    with pytest.raises(
+        errors.UserError, match="The vote of returning is .* must be True"
+    ):
         step(decision=decision)
 
 
@@ -88,7 +99,9 @@ def test_a_rule_s_state_may_hold_none():
         assert state["r"] == {"0/count": count}
 
 
-@pytest.mark.parametrize("name, same", [("weighted_mean", "mean"), ("weighted_sum", "sum")])
+@pytest.mark.parametrize(
+    "name, same", [("weighted_mean", "mean"), ("weighted_sum", "sum")]
+)
 def test_the_values_of_tensorflow_s_constants_are_taken(name, same):
     def reduction(params):
         return xshard.CrossShardOptimizer(optax.sgd(0.1), name).reduction

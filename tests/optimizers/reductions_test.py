@@ -1,4 +1,6 @@
-"""Tests of the arrays sent between replicas and slices: their sizes, their types and the cost of rounding."""
+"""Tests of the arrays sent between replicas and slices: their sizes, their types and
+the cost of rounding.
+"""
 
 import functools
 import re
@@ -27,7 +29,8 @@ def make_mesh():
 
 
 def runner(make_optimizer, *, by_vmap=False):
-    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial state.
+    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial
+    state.
 
     `jax.vmap` maps the replicas if asked for, or if a rule shards its update.
     """
@@ -47,13 +50,17 @@ def runner(make_optimizer, *, by_vmap=False):
         return jax.tree.map(lambda x: x[None], new), state
 
     rules_of = hk.transform(lambda: base.all_rules(make_optimizer()))
-    in_shards = any(getattr(rule, "shard_update", False) for rule in rules_of.apply({}, None))
+    in_shards = any(
+        getattr(rule, "shard_update", False) for rule in rules_of.apply({}, None)
+    )
     run = on_replicas(local, sharding, by_vmap or in_shards, jax.P(AXES))
     return jax.jit(run), sharding.store(state)
 
 
 def on_replicas(local, sharding, by_vmap, spec):
-    """Maps a step of a rule's state and of numbers, whose first result has a spec under `jax.shard_map`."""
+    """Maps a step of a rule's state and of numbers, whose first result has a spec under
+    `jax.shard_map`.
+    """
     if by_vmap:
         return xshard.vmap_replicas(
             local,
@@ -75,18 +82,25 @@ def options(**more):
 
 
 def reduced(**more):
-    """Returns the gradients' sum over all replicas, and asserts that it is equal on all of them bit by bit."""
-    run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
+    """Returns the gradients' sum over all replicas, and asserts that it is equal on all
+    of them bit by bit.
+    """
+    run, state = runner(
+        lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more)
+    )
     new, _ = run(state, GRADS)
     for leaf in jax.tree.leaves(new):
-        assert all(np.asarray(x).tobytes() == np.asarray(leaf[0]).tobytes() for x in leaf)
+        assert all(
+            np.asarray(x).tobytes() == np.asarray(leaf[0]).tobytes() for x in leaf
+        )
     np.testing.assert_array_equal(new["m"]["b"][0], np.full(3, -8.0))
     return -np.asarray(new["m"]["w"][0])
 
 
-# The largest error of the sum of 8 numbers, relative to the largest sum of their magnitudes. float32 rounds seven
-# times by 2**-24. bfloat16 rounds each number, and each sum of four or two, by 2**-9. int8 rounds each of two
-# numbers by half a 127th of the largest.
+# The largest error of the sum of 8 numbers, relative to the largest sum of their
+# magnitudes. float32 rounds seven times by 2**-24. bfloat16 rounds each number, and
+# each sum of four or two, by 2**-9. int8 rounds each of two numbers by half a 127th of
+# the largest.
 LEVELS = [
     ({}, 7 * 2**-24),
     ({"reduce_dtype": "bfloat16"}, 8 * 2**-9),
@@ -116,12 +130,18 @@ def test_sums_that_are_gathered_in_steps_are_equal_under_vmap_too():
 
 
 def collectives_of(**more):
-    """Returns the collectives of a step: `(operation, elements, type, number of devices that take part)`."""
-    run, state = runner(lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more))
-    # The program is lowered for a TPU, because for a CPU all sums are written in float32.
+    """Returns the collectives of a step: `(operation, elements, type, number of devices
+    that take part)`.
+    """
+    run, state = runner(
+        lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more)
+    )
+    # The program is lowered for a TPU, because for a CPU all sums are written in
+    # float32.
     text = run.trace(state, GRADS).lower(lowering_platforms=("tpu",)).as_text()
     sizes = dict(re.findall(r'name = "(\w+)", size = (\d+)', text))
-    # Before JAX 0.12 the groups are a table, with one row for each, and from then on the names of axes of the mesh.
+    # Before JAX 0.12 the groups are a table, with one row for each, and from then on
+    # the names of axes of the mesh.
     pattern = re.compile(
         r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?replica_groups = '
         r"(?:dense<[^>]*> : tensor<\d+x(\d+)xi64>|#stablehlo\.replica_group_mesh_axes<(.*?)>,)"
@@ -130,15 +150,20 @@ def collectives_of(**more):
     )
     found = set()
     for kind, listed, axes, shape, dtype in pattern.findall(text):
-        members = [listed] if listed else [sizes[x] for x in re.findall(r'name = "(\w+)"', axes)]
+        members = (
+            [listed]
+            if listed
+            else [sizes[x] for x in re.findall(r'name = "(\w+)"', axes)]
+        )
         elements = np.prod([int(n) for n in shape.split("x") if n])
         found.add((kind, int(elements), dtype, int(np.prod([int(n) for n in members]))))
     return found
 
 
 def test_collectives_within_a_slice_and_between_slices():
-    # All 240 elements of w are summed within a slice of four replicas, and a quarter of them between the two
-    # slices. b has three elements, fewer than there are replicas, and is summed whole.
+    # All 240 elements of w are summed within a slice of four replicas, and a quarter of
+    # them between the two slices. b has three elements, fewer than there are replicas,
+    # and is summed whole.
     assert collectives_of(**options()) == {
         ("reduce_scatter", 240, "f32", 4),
         ("all_reduce", 60, "f32", 2),
@@ -146,15 +171,17 @@ def test_collectives_within_a_slice_and_between_slices():
         ("all_reduce", 3, "f32", 4),
         ("all_reduce", 3, "f32", 2),
     }
-    assert collectives_of(**options(reduce_dtype="bfloat16", slice_dtype="bfloat16")) == {
+    assert collectives_of(
+        **options(reduce_dtype="bfloat16", slice_dtype="bfloat16")
+    ) == {
         ("reduce_scatter", 240, "bf16", 4),
         ("all_reduce", 60, "bf16", 2),
         ("all_gather", 60, "bf16", 4),
         ("all_reduce", 3, "bf16", 4),
         ("all_reduce", 3, "bf16", 2),
     }
-    # Each of the two arrays is a block of 256 int8 numbers and a float32 scale. One message carries both blocks,
-    # and another both scales.
+    # Each of the two arrays is a block of 256 int8 numbers and a float32 scale. One
+    # message carries both blocks, and another both scales.
     assert collectives_of(**options(slice_dtype="int8", shard_update=True)) == {
         ("reduce_scatter", 240, "f32", 4),
         ("all_reduce", 3, "f32", 4),
@@ -194,13 +221,17 @@ def test_int8_rounding_errors_are_added_to_later_sums():
     # Without the kept errors each step would round alike, and the errors would add up.
     (module,) = state
     assert np.abs(np.asarray(state[module]["error/m/w"])).max() > 0
-    without_feedback = np.abs(steps * (reduced(**options(slice_dtype="int8")) - wanted)).max()
+    without_feedback = np.abs(
+        steps * (reduced(**options(slice_dtype="int8")) - wanted)
+    ).max()
     assert without_feedback > 5 * step_bound
 
 
 def test_a_skipped_step_keeps_the_int8_rounding_errors():
     def make():
-        opt = cross_shard.CrossShardOptimizer(optax.sgd(1.0), **options(slice_dtype="int8"))
+        opt = cross_shard.CrossShardOptimizer(
+            optax.sgd(1.0), **options(slice_dtype="int8")
+        )
         return loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
     run, state = runner(make)
@@ -247,7 +278,9 @@ def test_int8_does_not_hide_nonfinite_values(bad):
 
 def test_zeros_stay_zero_in_int8():
     codes, scales = int8.quantize(jnp.zeros((3, 5)))
-    np.testing.assert_array_equal(int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5)))
+    np.testing.assert_array_equal(
+        int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5))
+    )
 
 
 def test_a_mean_is_over_the_replicas_of_all_slices():
@@ -281,7 +314,10 @@ def construct(**more):
             "reduce_dtype must be one of float32, bfloat16; received 'fl",
         ),
         ({"reduce_dtype": "int8"}, "reduce_dtype must be one of"),
-        (options(slice_dtype="int4"), "slice_dtype must be one of float32, bfloat16, int8"),
+        (
+            options(slice_dtype="int4"),
+            "slice_dtype must be one of float32, bfloat16, int8",
+        ),
         ({"slice_dtype": "int8"}, "give slice_axis_name too"),
         ({"slice_axis_name": 3}, "must be the name of one axis"),
         (options(group_assignment=[[0], [1]]), "exclude each other"),
@@ -296,7 +332,9 @@ def test_incompatible_options_are_refused_at_construction(more, match):
 def test_int8_with_one_slice_is_refused():
     step = harness.transform_step(
         functools.partial(
-            cross_shard.CrossShardOptimizer, optax.sgd(1.0), **options(slice_dtype="int8")
+            cross_shard.CrossShardOptimizer,
+            optax.sgd(1.0),
+            **options(slice_dtype="int8"),
         )
     )
     params, x = harness.params(), harness.batch()
@@ -315,7 +353,9 @@ def test_int8_with_one_slice_is_refused():
 
 @pytest.mark.parametrize("more", [{}, {"slice_dtype": "int8"}, {"shard_update": True}])
 def test_parameters_without_a_gradient_are_not_sent(more):
-    make = lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **options(**more))
+    make = lambda: cross_shard.CrossShardOptimizer(
+        optax.sgd(1.0), "sum", **options(**more)
+    )
 
     def step(x):
         opt = make()
@@ -324,9 +364,13 @@ def test_parameters_without_a_gradient_are_not_sent(more):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, jnp.ones(()))
-    layouts = layouts_lib.of_state(layouts_lib.of_params(PARAMS, MESH[1]), state, MESH[0])
+    layouts = layouts_lib.of_state(
+        layouts_lib.of_params(PARAMS, MESH[1]), state, MESH[0]
+    )
     # Each slice has rounding errors of 0.25.
-    with_error = lambda layout, x: jnp.full((MESH[0], *layout.shape), 0.25) if layout else x
+    with_error = lambda layout, x: (
+        jnp.full((MESH[0], *layout.shape), 0.25) if layout else x
+    )
     state = layouts_lib.map_state(with_error, layouts, state)
     sharding = layouts_lib.StateSharding(
         state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"

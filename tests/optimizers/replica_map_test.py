@@ -1,4 +1,6 @@
-"""Tests of functions of one replica that `jax.vmap` maps over the replicas, and of the parts that each calls by itself."""
+"""Tests of functions of one replica that `jax.vmap` maps over the replicas, and of the
+parts that each calls by itself.
+"""
 
 import haiku as hk
 import jax
@@ -26,7 +28,9 @@ def make_mesh(shape):
 
 
 def both(f, shape, in_specs, out_specs, *args):
-    """Returns what `vmap_replicas` and `jax.shard_map` make of a function of one replica."""
+    """Returns what `vmap_replicas` and `jax.shard_map` make of a function of one
+    replica.
+    """
     mesh = make_mesh(shape)
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     mapped = xshard.vmap_replicas(f, mesh, **specs)
@@ -51,7 +55,9 @@ def test_a_function_sees_its_part_as_under_shard_map(shape):
 def test_each_replica_calls_a_function_by_itself(shape):
     def local(scale, x):
         # Rounds that differ by replica, and collectives that jax.vmap has not.
-        rounds = jax.lax.fori_loop(0, jax.lax.axis_index(AXES) + 1, lambda _, x: 2 * x, x * scale)
+        rounds = jax.lax.fori_loop(
+            0, jax.lax.axis_index(AXES) + 1, lambda _, x: 2 * x, x * scale
+        )
         gathered = jax.lax.all_gather(rounds, ("slice", "replica"))
         return gathered, rounds, jnp.int32(3), jax.random.fold_in(jax.random.key(0), 1)
 
@@ -112,7 +118,9 @@ def test_whole_arrays_may_lie_in_shards(shape):
         layout = layouts_lib.layout("w", (8, 3), count)
         partition = shards.Partition({"w": layout}, count, "replica")
         spec = partition.spec(layout)
-        total = xshard.per_replica(lambda x: partition.scatter(layout, x), out_specs=spec)(x[0])
+        total = xshard.per_replica(
+            lambda x: partition.scatter(layout, x), out_specs=spec
+        )(x[0])
         total = jax.lax.psum(total, "slice")
         norm = jnp.linalg.norm(total)
         (whole,) = partition.gather_global({"w": total / norm}).values()
@@ -135,7 +143,9 @@ def test_whole_arrays_may_lie_in_shards(shape):
 
 
 def test_a_result_that_differs_is_refused():
-    mapped = xshard.vmap_replicas(lambda x: x, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=WHOLE)
+    mapped = xshard.vmap_replicas(
+        lambda x: x, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=WHOLE
+    )
     with pytest.raises(ValueError, match="out_axes is None"):
         jax.eval_shape(mapped, jnp.arange(8.0))
 
@@ -145,35 +155,48 @@ def test_a_declaration_takes_any_copy():
         seen = jax.lax.all_gather(x, "replica")[0]
         return xshard.equal_on_replicas({"a": seen + 0 * x, "b": jnp.float32(2)})
 
-    mapped = xshard.vmap_replicas(f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=WHOLE)
+    mapped = xshard.vmap_replicas(
+        f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=WHOLE
+    )
     got = jax.jit(mapped)(jnp.arange(8.0) + 5)
     harness.assert_equal(got, {"a": jnp.full(1, 5.0), "b": jnp.float32(2)})
 
 
 def test_groups_stay_apart_in_a_declaration():
-    f = lambda x: xshard.equal_on_replicas(jax.lax.psum(x, ("slice", "replica")) + 0 * x)
-    mapped = xshard.vmap_replicas(f, make_mesh((2, 1, 4)), in_specs=ROWS, out_specs=jax.P("group"))
+    f = lambda x: xshard.equal_on_replicas(
+        jax.lax.psum(x, ("slice", "replica")) + 0 * x
+    )
+    mapped = xshard.vmap_replicas(
+        f, make_mesh((2, 1, 4)), in_specs=ROWS, out_specs=jax.P("group")
+    )
     np.testing.assert_array_equal(jax.jit(mapped)(jnp.arange(8.0)), [6.0, 22.0])
 
 
 def test_a_replicas_own_value_is_found_and_named():
     def f(x):
         values = {"own": x, "sum": jax.lax.psum(x, "replica"), "number": jnp.float32(1)}
-        replica_map.check_equal(values, lambda name: errors.UserError(f"{name} differs"))
+        replica_map.check_equal(
+            values, lambda name: errors.UserError(f"{name} differs")
+        )
         return x
 
-    mapped = xshard.vmap_replicas(f, make_mesh((2, 1, 4)), in_specs=ROWS, out_specs=ROWS)
+    mapped = xshard.vmap_replicas(
+        f, make_mesh((2, 1, 4)), in_specs=ROWS, out_specs=ROWS
+    )
     with pytest.raises(errors.UserError, match="own differs"):
         jax.eval_shape(mapped, jnp.arange(8.0))
 
 
 def test_a_collective_that_jax_cannot_map_is_explained():
     f = lambda x: jax.lax.all_gather(x, ("slice", "replica"))
-    mapped = xshard.vmap_replicas(f, make_mesh((1, 2, 4)), in_specs=ROWS, out_specs=WHOLE)
+    mapped = xshard.vmap_replicas(
+        f, make_mesh((1, 2, 4)), in_specs=ROWS, out_specs=WHOLE
+    )
     with pytest.raises((NotImplementedError, AssertionError)) as e:
         jax.eval_shape(mapped, jnp.arange(8.0))
-    assert "Wrap the function that calls the collective in xshard.per_replica" in "\n".join(
-        e.value.__notes__
+    assert (
+        "Wrap the function that calls the collective in xshard.per_replica"
+        in "\n".join(e.value.__notes__)
     )
 
 
@@ -189,7 +212,9 @@ def test_a_decorated_function_decides_where_it_is_called():
         calls.append(replica_map.is_current())
         return x
 
-    mapped = xshard.vmap_replicas(f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=ROWS)
+    mapped = xshard.vmap_replicas(
+        f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=ROWS
+    )
     jax.eval_shape(mapped, jnp.arange(8.0))
     # Within, it is one replica's function under `jax.shard_map`.
     assert calls == [False]
@@ -206,7 +231,9 @@ def test_a_jitted_function_is_traced_for_each_way_to_map():
     x = jnp.arange(8.0)
     jax.vmap(inner, axis_name="replica")(x[:, None])
     for f in (inner, lambda x: xshard.per_replica(inner)(x)):
-        mapped = xshard.vmap_replicas(f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=ROWS)
+        mapped = xshard.vmap_replicas(
+            f, make_mesh((1, 1, 8)), in_specs=ROWS, out_specs=ROWS
+        )
         np.testing.assert_array_equal(jax.jit(mapped)(x), 2 * x)
     assert calls == [False, True, False]
 
@@ -223,7 +250,10 @@ class Perturbed(xshard.OptimizerWrapper):
         if hk.running_init():
             self.seen = {"norm": jnp.float32(0), "name": "norm"}
             return self.opt.compute_gradients(loss, params, **kwargs)
-        self.seen = {"norm": jax.lax.pmean(optax.tree.norm(grads), "replica"), "name": "norm"}
+        self.seen = {
+            "norm": jax.lax.pmean(optax.tree.norm(grads), "replica"),
+            "name": "norm",
+        }
         noise = jax.random.normal(hk.next_rng_key(), ())
         moved = jax.tree.map(lambda p, g: p + 0.01 * g + 0.001 * noise, params, grads)
         return self.opt.compute_gradients(loss, moved, **kwargs)
@@ -256,7 +286,9 @@ def test_differentiation_of_a_rules_own_is_each_replicas():
         rules = hk.transform_with_state(step)
         params, x = harness.params(), harness.batch()
         _, state = rules.init(jax.random.key(0), params, x)
-        local = lambda s, x, rules=rules: rules.apply({}, s, jax.random.key(1), params, x)
+        local = lambda s, x, rules=rules: rules.apply(
+            {}, s, jax.random.key(1), params, x
+        )
         specs = {"in_specs": (WHOLE, jax.P("replica")), "out_specs": WHOLE}
         if shard_update:
             run = xshard.vmap_replicas(local, harness.mesh(4), **specs)

@@ -1,4 +1,6 @@
-"""Tests that the rules of optax's list train in a run's groups, slices and shards as they do replicated."""
+"""Tests that the rules of optax's list train in a run's groups, slices and shards as
+they do replicated.
+"""
 
 import dataclasses
 
@@ -40,7 +42,8 @@ def train(rule, sharded, **changes):
     config = toy.get_config()
     config.rule = rule
     config.precision = "params=float64,compute=float64,output=float64"
-    # The first step of a replica with a larger loss overflows, and all replicas of its group skip it.
+    # The first step of a replica with a larger loss overflows, and all replicas of its
+    # group skip it.
     config.overflow_above = 1.98
     config.fingerprint_every_steps = 0
     params_too = changes.pop("shard_params", False)
@@ -66,13 +69,17 @@ def train(rule, sharded, **changes):
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", [name for name in table.NAMES if name not in OF_THE_HARNESS])
+@pytest.mark.parametrize(
+    "rule", [name for name in table.NAMES if name not in OF_THE_HARNESS]
+)
 def test_a_rule_trains_in_shards_as_it_does_replicated(rule, layout):
     # The experiment is float32 where its config has no say, as in its data.
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         wanted, metrics = train(rule, False, **LAYOUTS[layout])
         got, its_metrics = train(rule, True, **LAYOUTS[layout])
-    np.testing.assert_array_equal(got.experiment.global_step, wanted.experiment.global_step)
+    np.testing.assert_array_equal(
+        got.experiment.global_step, wanted.experiment.global_step
+    )
     assert 0 < np.min(wanted.experiment.global_step) < STEPS
     # float64 keeps 16 digits. Sums are in another order, which some rules amplify.
     harness.assert_close(got.experiment, wanted.experiment, rtol=1e-8, atol=1e-10)

@@ -1,4 +1,6 @@
-"""Tests that the rows of a run log the scheduled values that each update used, whatever wraps the rule."""
+"""Tests that the rows of a run log the scheduled values that each update used, whatever
+wraps the rule.
+"""
 
 import haiku as hk
 import jax
@@ -23,13 +25,21 @@ class Scheduled(toy.Wide):
     """Declares its schedules, inside all the wrappers; some of its steps are skipped."""
 
     def optimizer(self):
-        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam", schedules=self.schedules())
+        opt = xshard.OptaxOptimizer(
+            optax.adam(rate), name="adam", schedules=self.schedules()
+        )
         if self.config.outer == "average":
-            opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+            opt = xshard.CrossShardOptimizer(
+                opt, slice_axis_name="slice", **self.config.reduction
+            )
             opt = xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
             return xshard.MovingAverageOptimizer(opt, 0.5)
-        opt = xshard.MixedPrecisionLossScaleOptimizer(xshard.MovingAverageOptimizer(opt), "dynamic")
-        return xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)
+        opt = xshard.MixedPrecisionLossScaleOptimizer(
+            xshard.MovingAverageOptimizer(opt), "dynamic"
+        )
+        return xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
 
     def schedules(self):
         return {"learning_rate": rate, "decay": lambda count: 2 * count}
@@ -53,7 +63,9 @@ class Injected(toy.Wide):
 
 
 class Slow(toy.Wide):
-    """Updates every second step; one of its schedules has the name of a metric of the loss."""
+    """Updates every second step; one of its schedules has the name of a metric of the
+    loss.
+    """
 
     def optimizer(self):
         steps = optax.MultiSteps(optax.sgd(rate), 2)
@@ -103,7 +115,8 @@ def test_rows_log_the_values_that_each_update_used(tmp_path, changes):
     logged = training(tmp_path, "Scheduled", overflow_above=1.9, **changes)
     before, skips = 0, 0
     for row in logged:
-        # A schedule counts the updates before the step, and a skipped step is no update.
+        # A schedule counts the updates before the step, and a skipped step is no
+        # update.
         expected = 0.1 / (1.0 + np.asarray(before))
         # A quotient is rounded to float32 once.
         np.testing.assert_allclose(row["learning_rate"], expected, rtol=1e-6)
@@ -136,7 +149,9 @@ def test_hyperparameters_in_the_state_of_optax_are_logged(tmp_path, shard_update
 def test_a_schedule_uses_the_inner_count_and_hides_no_loss_metric(tmp_path):
     logged = training(tmp_path, "Slow")
     rates = [rate(step // 2) for step in range(6)]
-    np.testing.assert_allclose([row["learning_rate"] for row in logged], rates, rtol=1e-6)
+    np.testing.assert_allclose(
+        [row["learning_rate"] for row in logged], rates, rtol=1e-6
+    )
     assert logged[0]["error"] == logged[0]["loss"]
 
 
@@ -147,7 +162,9 @@ def test_invalid_schedules_are_refused_before_a_run(tmp_path):
         loop.Run(make_config("Forbidden"), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(errors.UserError, match="must be functions of a count by name"):
-        make = lambda: xshard.OptaxOptimizer(optax.sgd(0.1), schedules={"learning_rate": 0.1})
+        make = lambda: xshard.OptaxOptimizer(
+            optax.sgd(0.1), schedules={"learning_rate": 0.1}
+        )
         hk.transform(make).apply({}, None)
 
 
@@ -162,7 +179,9 @@ def test_two_rules_and_two_transformations_get_distinct_names():
     def step(params):
         both = _Both(make(), xshard.OptaxOptimizer(optax.sgd(rate), "one", {"a": rate}))
         both.apply_gradients(params, params)
-        return inspection.schedules(both, jnp.int32(3)), inspection.hyperparameters(both, params)
+        return inspection.schedules(both, jnp.int32(3)), inspection.hyperparameters(
+            both, params
+        )
 
     params = {"hyperparams": {"w": jnp.ones(())}}
     transformed = hk.transform_with_state(step)

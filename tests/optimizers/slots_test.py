@@ -1,4 +1,6 @@
-"""Tests of slots: the parameters that have them, their contents, their names and their memory."""
+"""Tests of slots: the parameters that have them, their contents, their names and their
+memory.
+"""
 
 import re
 
@@ -18,7 +20,8 @@ W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
 # W0 is frozen.
 TRAINED = [B0, W1]
 STEPS = 3
-# Coverage would double the time of the tests that go through all of optax, and other tests measure it.
+# Coverage would double the time of the tests that go through all of optax, and other
+# tests measure it.
 without_coverage = pytest.mark.no_cover
 
 
@@ -40,7 +43,9 @@ def averaged(opt):
 
 
 def transform(make, var_list=None):
-    """Transforms a step `f(params, x, global_step)` that trains the parameters in `var_list`."""
+    """Transforms a step `f(params, x, global_step)` that trains the parameters in
+    `var_list`.
+    """
 
     def step(params, x, global_step=0):
         loss = lambda p: harness.loss(p, x)
@@ -51,7 +56,9 @@ def transform(make, var_list=None):
 
 def applying(make):
     """Transforms `f(grads, params)`, which applies gradients."""
-    return hk.transform_with_state(lambda grads, params: make().apply_gradients(grads, params))
+    return hk.transform_with_state(
+        lambda grads, params: make().apply_gradients(grads, params)
+    )
 
 
 def without_w0(params):
@@ -75,7 +82,9 @@ def gradients(params, number, frozen=True):
 
 
 def assert_follows_optax(make, part_of=None):
-    """Asserts that a rule that trains all but W0 gives the same bits as optax on the trained sub-tree."""
+    """Asserts that a rule that trains all but W0 gives the same bits as optax on the
+    trained sub-tree.
+    """
     params = harness.params()
     bare, subtree = (part_of or make)(), without_w0(params)
     rule = applying(lambda: by_optax(make()))
@@ -88,7 +97,9 @@ def assert_follows_optax(make, part_of=None):
         with jax.numpy_dtype_promotion("standard"):
             updates, bare_state = bare.update(without_w0(grads), bare_state, subtree)
             subtree = optax.apply_updates(subtree, updates)
-    harness.assert_equal(params["mlp/linear_0"]["w"], harness.params()["mlp/linear_0"]["w"])
+    harness.assert_equal(
+        params["mlp/linear_0"]["w"], harness.params()["mlp/linear_0"]["w"]
+    )
     harness.assert_equal(without_w0(params), subtree)
     named = {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.asarray(leaf)
@@ -103,7 +114,8 @@ def assert_follows_optax(make, part_of=None):
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS.keys() - {"partition"}))
 def test_trained_parameters_follow_optax_without_the_frozen_ones(name):
     params, state = assert_follows_optax(table.OPTIMIZERS[name])
-    # Each array has its own buffer even if nothing was compiled: donating one buffer twice is an error.
+    # Each array has its own buffer even if nothing was compiled: donating one buffer
+    # twice is an error.
     jax.block_until_ready(jax.jit(lambda *x: x, donate_argnums=(0, 1))(params, state))
 
 
@@ -112,7 +124,9 @@ MASK = {"mlp/linear_0": {"w": True, "b": False}, "mlp/linear_1": {"w": True}}
 
 
 def partitioned(labels):
-    return optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)}, labels)
+    return optax.partition(
+        {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)}, labels
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +151,9 @@ def test_a_frozen_parameter_has_no_state_in_any_rule():
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
     names = {name for arrays in state.values() for name in arrays if "/" in name}
-    slots = {f"{slot}/{path}" for slot in ("0/mu", "0/nu", "average") for path in TRAINED}
+    slots = {
+        f"{slot}/{path}" for slot in ("0/mu", "0/nu", "average") for path in TRAINED
+    }
     assert names == {"0/count", *slots}
     (_, new, n), after = jax.jit(step.apply)({}, state, None, params, x, 0)
     assert jax.tree.structure(after) == jax.tree.structure(state) and n == 1
@@ -184,7 +200,9 @@ def test_a_rule_may_train_one_parameter_after_another():
     def step(params, x):
         opt = adam()
         for path in (W0, B0):
-            _, params = opt.minimize(lambda p: harness.loss(p, x), params, var_list=[path])
+            _, params = opt.minimize(
+                lambda p: harness.loss(p, x), params, var_list=[path]
+            )
         return params
 
     step = hk.transform_with_state(step)
@@ -201,7 +219,9 @@ def test_a_rule_may_train_one_parameter_after_another():
 def test_a_gradient_for_a_parameter_without_a_slot_is_refused_by_name():
     params, x = harness.params(), harness.batch()
     _, state = transform(adam, TRAINED).init(None, params, x)
-    with pytest.raises(ValueError, match=f"'{W0}' has a gradient, but opt has no slot .*var_list"):
+    with pytest.raises(
+        ValueError, match=f"'{W0}' has a gradient, but opt has no slot .*var_list"
+    ):
         transform(adam).apply({}, state, None, params, x)
     # A rule without slots accepts the gradient.
     opt = lambda: by_optax(optax.sgd(0.1))
@@ -213,7 +233,9 @@ def test_a_flattened_slot_needs_the_same_parameters_in_each_step():
     rule = applying(lambda: by_optax(optax.flatten(optax.adam(0.1))))
     params = harness.params()
     _, state = rule.init(None, gradients(params, 0, frozen=False), params)
-    match = r"state '0/mu' of opt has the shape \(24,\), .* have \(12,\): .*optax.flatten"
+    match = (
+        r"state '0/mu' of opt has the shape \(24,\), .* have \(12,\): .*optax.flatten"
+    )
     with pytest.raises(ValueError, match=match):
         rule.apply({}, state, None, gradients(params, 0), params)
 
@@ -229,12 +251,18 @@ def test_slot_names_and_slots_are_the_same_before_and_after_an_update(name):
         if update:
             opt.minimize(lambda p: harness.loss(p, x), params)
         arrays = {
-            key for module in ("opt", "MovingAverageOptimizer") for key in state.get(module, {})
+            key
+            for module in ("opt", "MovingAverageOptimizer")
+            for key in state.get(module, {})
         }
         result = {}
         for slot in opt.get_slot_names():
             # If a slot has several arrays for a parameter, their paths end in a number.
-            paths = {key.split(f"{slot}/", 1)[-1] for key in arrays if f"/{slot}/" in f"/{key}"}
+            paths = {
+                key.split(f"{slot}/", 1)[-1]
+                for key in arrays
+                if f"/{slot}/" in f"/{key}"
+            }
             slots = {path: opt.get_slot(path, slot) for path in paths}
             assert paths and all(array is not None for array in slots.values())
             result[slot] = {path: array.shape for path, array in slots.items()}
@@ -244,8 +272,12 @@ def test_slot_names_and_slots_are_the_same_before_and_after_an_update(name):
     _, state = jax.eval_shape(transform(make).init, None, params, x)
     seen = []
     for update in (False, True):
-        looking = hk.transform_with_state(lambda update=update: seen.append(look(update)))
-        jax.eval_shape(lambda state, looking=looking: looking.apply({}, state, None)[1], state)
+        looking = hk.transform_with_state(
+            lambda update=update: seen.append(look(update))
+        )
+        jax.eval_shape(
+            lambda state, looking=looking: looking.apply({}, state, None)[1], state
+        )
     assert seen[0] == seen[1]
 
 
@@ -265,7 +297,10 @@ def test_a_module_may_have_the_name_of_a_slot():
             for var in ("linear/w", "mu/linear/w", "nu/w")
             for slot in ("mu", "0/nu")
         ]
-        assert opt.get_slot("w", "nu") is None and opt.get_slot("linear/w", "mu/mu") is None
+        assert (
+            opt.get_slot("w", "nu") is None
+            and opt.get_slot("linear/w", "mu/mu") is None
+        )
         return shapes, opt.get_slot_names()
 
     step = hk.transform_with_state(step)
@@ -291,7 +326,9 @@ def test_slots_that_depend_on_module_names_are_known_after_an_update():
     _, state = step.init(None, params, True)
     (names, slot), _ = step.apply({}, state, None, params, False)
     assert names == ["trace"] and slot.shape == (3, 4)
-    with pytest.raises(ValueError, match="slots of opt are known only after it has updated"):
+    with pytest.raises(
+        ValueError, match="slots of opt are known only after it has updated"
+    ):
         step.apply({}, state, None, params, True)
 
 
@@ -331,7 +368,9 @@ def test_transformations_of_per_example_gradients_are_refused(shape, per_example
     rule = applying(lambda: by_optax(private))
     params = {"m": {"w": jnp.ones(shape)}}
     # A vector looks like examples of a number, whose mean is a number.
-    match = re.escape(f"update of 'm/w' has the shape {per_example}, and the parameter {shape}")
+    match = re.escape(
+        f"update of 'm/w' has the shape {per_example}, and the parameter {shape}"
+    )
     with pytest.raises(ValueError, match=match):
         rule.init(None, params, params)
 
@@ -339,7 +378,9 @@ def test_transformations_of_per_example_gradients_are_refused(shape, per_example
 def test_init_does_not_need_the_mapped_axis_that_an_update_uses():
     def update(grads, state, params):
         del params
-        return jax.tree.map(lambda g: -jax.lax.pmean(g, harness.MESH_AXIS), grads), state
+        return jax.tree.map(
+            lambda g: -jax.lax.pmean(g, harness.MESH_AXIS), grads
+        ), state
 
     summing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     step = transform(lambda: by_optax(summing))
@@ -360,5 +401,7 @@ def test_an_error_in_a_transformation_is_raised_unchanged():
     step = transform(lambda: by_optax(broken))
     params, x = harness.params(), harness.batch()
     _, state = step.init(None, params, x)
-    with pytest.raises(TypeError, match="helper.*missing 1 required positional argument: 'rate'"):
+    with pytest.raises(
+        TypeError, match="helper.*missing 1 required positional argument: 'rate'"
+    ):
         step.apply({}, state, None, params, x)

@@ -64,7 +64,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         optax.adam(0.1),
         optax.ema(0.9),
     ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=0.1
+    ),
     "back_off": lambda: back_off.with_back_off(optax.adam(0.1)),
     "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "partition": lambda: optax.partition(
@@ -78,7 +80,8 @@ def _averaged(opt: Any) -> base.Optimizer:
     return moving_average.MovingAverageOptimizer(opt, 0.9, "count")
 
 
-# Wrappers of xshard around one of these optimizers: its name, the place of the wrapper, and its constructor.
+# Wrappers of xshard around one of these optimizers: its name, the place of the wrapper,
+# and its constructor.
 WRAPPED: dict[str, tuple[str, str, Callable[[Any], base.Optimizer]]] = {
     "MovingAverageOptimizer inside": ("adam", "inside", _averaged),
     "MovingAverageOptimizer outside": ("adam", "outside", _averaged),
@@ -94,7 +97,10 @@ TAKES_THE_LOSS = {
     "contrib.sophia",
 }
 DEPRECATED = {"optimistic_adam"}
-TAKES_PER_EXAMPLE_GRADIENTS = {"contrib.dpsgd", "contrib.differentially_private_aggregate"}
+TAKES_PER_EXAMPLE_GRADIENTS = {
+    "contrib.dpsgd",
+    "contrib.differentially_private_aggregate",
+}
 NOT_AN_OPTIMIZER = {
     "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite",
     "centralize", "chain", "clip", "clip_by_block_rms", "clip_by_global_norm", "conditionally_mask",
@@ -108,12 +114,16 @@ NOT_AN_OPTIMIZER = {
 
 
 def public_list() -> set[str]:
-    """Returns the names of all public optax functions that return a transformation, except `scale_by_*`."""
+    """Returns the names of all public optax functions that return a transformation,
+    except `scale_by_*`.
+    """
     names = set()
     for prefix, module in (("", optax), ("contrib.", contrib)):
         for name, f in inspect.getmembers(module, inspect.isfunction):
             returns = str(inspect.signature(f).return_annotation)
-            if "GradientTransformation" in returns and not name.startswith(("scale_by_", "_")):
+            if "GradientTransformation" in returns and not name.startswith(
+                ("scale_by_", "_")
+            ):
                 names.add(prefix + name)
     return names
 
@@ -124,7 +134,9 @@ def bare(name: str) -> Any:
 
 
 def make_optimizer(name: str, **options: Any) -> Callable[[], Any]:
-    """Returns a constructor of one optimizer in both rules; `options` are for CrossShardOptimizer."""
+    """Returns a constructor of one optimizer in both rules; `options` are for
+    CrossShardOptimizer.
+    """
     _, place, wrap = WRAPPED.get(name, (name, "", None))
 
     def make() -> Any:

@@ -1,4 +1,6 @@
-"""Rules written by hand that hold other rules, and how tests train with a rule, replicated or in shards."""
+"""Rules written by hand that hold other rules, and how tests train with a rule,
+replicated or in shards.
+"""
 
 import haiku as hk
 import jax
@@ -18,7 +20,9 @@ def path_name(path):
 
 
 class ByLayer(base.Optimizer):
-    """Applies one rule to the first layer and another to the rest; not an OptimizerWrapper."""
+    """Applies one rule to the first layer and another to the rest; not an
+    OptimizerWrapper.
+    """
 
     def __init__(self, first, rest, name):
         super().__init__(name=name)
@@ -47,7 +51,9 @@ class Lookahead(base.OptimizerWrapper):
 
         def update_leaf(path, new, old):
             name = f"slow/{path_name(path)}"
-            slow = hk.get_state(name, old.shape, old.dtype, lambda *_: jnp.array(old, copy=True))
+            slow = hk.get_state(
+                name, old.shape, old.dtype, lambda *_: jnp.array(old, copy=True)
+            )
             if hk.running_init():
                 return new
             slow = jnp.where(n % 2 == 0, slow + 0.5 * (new - slow), slow)
@@ -61,7 +67,9 @@ class Lookahead(base.OptimizerWrapper):
 
 
 def train(make, x, replicas, start=None):
-    """Returns `(params, update count, state)` after each of STEPS steps; `start` is such a triple or None."""
+    """Returns `(params, update count, state)` after each of STEPS steps; `start` is
+    such a triple or None.
+    """
     transformed = harness.transform_step(make)
     params = harness.params(np.float64)
     _, state = transformed.init(jax.random.key(0), params, x)

@@ -1,4 +1,6 @@
-"""Tests that rules written by hand, as research has them, train in shards as they do replicated."""
+"""Tests that rules written by hand, as research has them, train in shards as they do
+replicated.
+"""
 
 import functools
 
@@ -49,7 +51,9 @@ class SharpnessAware(Wrapper):
 
 
 class Sophia(xshard.Optimizer):
-    """Liu et al., 2023: divides by a moving average of the Hessian's diagonal, as Hutchinson estimates it."""
+    """Liu et al., 2023: divides by a moving average of the Hessian's diagonal, as
+    Hutchinson estimates it.
+    """
 
     curvature = None
 
@@ -58,7 +62,9 @@ class Sophia(xshard.Optimizer):
         if hk.running_init():
             return result
         signs = each(
-            lambda path, p: jax.random.rademacher(jax.random.key(len(path)), p.shape, p.dtype),
+            lambda path, p: jax.random.rademacher(
+                jax.random.key(len(path)), p.shape, p.dtype
+            ),
             params,
         )
         _, products = jax.jvp(jax.grad(lambda p: jnp.sum(loss(p))), (params,), (signs,))
@@ -82,7 +88,9 @@ class Sophia(xshard.Optimizer):
 
 
 class Shampoo(xshard.Optimizer):
-    """Gupta et al., 2018: a factor for each dimension, of which the update takes the inverse fourth roots."""
+    """Gupta et al., 2018: a factor for each dimension, of which the update takes the
+    inverse fourth roots.
+    """
 
     def update(self, grads, params):
         def step(path, p, g):
@@ -90,7 +98,9 @@ class Shampoo(xshard.Optimizer):
                 return p
             for dim, size in enumerate(p.shape):
                 init = lambda shape, dtype: 0.1 * jnp.eye(shape[0], dtype=dtype)
-                factor = hk.get_state(f"factor_{dim}/{path}", [size, size], p.dtype, init)
+                factor = hk.get_state(
+                    f"factor_{dim}/{path}", [size, size], p.dtype, init
+                )
                 if hk.running_init():
                     continue
                 rest = [other for other in range(p.ndim) if other != dim]
@@ -105,11 +115,15 @@ class Shampoo(xshard.Optimizer):
 
 
 class BoundedByEarlier(Wrapper):
-    """State before the sum: clips each replica's own gradients to the size of earlier sums."""
+    """State before the sum: clips each replica's own gradients to the size of earlier
+    sums.
+    """
 
     def aggregate(self, grads):
         sizes = each(lambda path, g: slot(f"size/{path}", g, jnp.ones), grads)
-        total = self.opt.aggregate(jax.tree.map(lambda g, s: jnp.clip(g, -s, s), grads, sizes))
+        total = self.opt.aggregate(
+            jax.tree.map(lambda g, s: jnp.clip(g, -s, s), grads, sizes)
+        )
 
         def keep(path, size, g):
             if not hk.running_init():
@@ -120,11 +134,15 @@ class BoundedByEarlier(Wrapper):
 
 
 class ProjectedGradients(xshard.OptaxOptimizer):
-    """Yu et al., 2020 (PCGrad): of two tasks, each gradient loses what is against the other."""
+    """Yu et al., 2020 (PCGrad): of two tasks, each gradient loses what is against the
+    other.
+    """
 
     def compute_gradients(self, loss, params, **kwargs):
         value, first = super().compute_gradients(loss, params, **kwargs)
-        _, second = super().compute_gradients(lambda p: jnp.sqrt(1 + loss(p)), params, **kwargs)
+        _, second = super().compute_gradients(
+            lambda p: jnp.sqrt(1 + loss(p)), params, **kwargs
+        )
         dot = sum(map(jnp.vdot, jax.tree.leaves(first), jax.tree.leaves(second)))
 
         def without(g, other):
@@ -136,7 +154,9 @@ class ProjectedGradients(xshard.OptaxOptimizer):
 
 
 class Private(xshard.OptaxOptimizer):
-    """Abadi et al., 2016 (DP-SGD): clips what jax.vmap makes of parts of the gradient, and adds equal noise."""
+    """Abadi et al., 2016 (DP-SGD): clips what jax.vmap makes of parts of the gradient,
+    and adds equal noise.
+    """
 
     def compute_gradients(self, loss, params, **kwargs):
         value, _ = super().compute_gradients(loss, params, **kwargs)
@@ -172,7 +192,9 @@ def by_optax(transformation, name="opt"):
 
 
 def muon_by_path():
-    kinds = lambda params: each(lambda path, p: "muon" if path.endswith("w") else "adam", params)
+    kinds = lambda params: each(
+        lambda path, p: "muon" if path.endswith("w") else "adam", params
+    )
     return optax.partition({"muon": contrib.muon(0.1), "adam": optax.adam(0.1)}, kinds)
 
 
@@ -182,7 +204,9 @@ def reduced(rule, shard_update):
 
 RULES = {
     "of rules": lambda shard: reduced(
-        written.ByLayer(by_optax(optax.lamb(0.1), "first"), Shampoo(name="rest"), "by_layer"),
+        written.ByLayer(
+            by_optax(optax.lamb(0.1), "first"), Shampoo(name="rest"), "by_layer"
+        ),
         shard,
     ),
     "state before the sum": lambda shard: BoundedByEarlier(
@@ -191,12 +215,18 @@ RULES = {
     "lookahead": lambda shard: reduced(
         written.Lookahead(by_optax(optax.adam(0.1)), "lookahead"), shard
     ),
-    "sharpness aware": lambda shard: SharpnessAware(reduced(by_optax(optax.adam(0.1)), shard)),
+    "sharpness aware": lambda shard: SharpnessAware(
+        reduced(by_optax(optax.adam(0.1)), shard)
+    ),
     "sophia": lambda shard: reduced(Sophia(name="sophia"), shard),
     "shampoo": lambda shard: reduced(Shampoo(name="shampoo"), shard),
     "muon by path": lambda shard: reduced(by_optax(muon_by_path()), shard),
-    "schedule-free": lambda shard: reduced(by_optax(contrib.schedule_free_sgd(0.1)), shard),
-    "projected": lambda shard: reduced(ProjectedGradients(optax.adam(0.1), name="opt"), shard),
+    "schedule-free": lambda shard: reduced(
+        by_optax(contrib.schedule_free_sgd(0.1)), shard
+    ),
+    "projected": lambda shard: reduced(
+        ProjectedGradients(optax.adam(0.1), name="opt"), shard
+    ),
     "private": lambda shard: reduced(Private(optax.sgd(0.1), name="opt"), shard),
     "robust": lambda shard: Robust(reduced(by_optax(optax.adam(0.1)), shard)),
 }
@@ -213,13 +243,15 @@ def test_a_rule_trains_in_shards_as_it_does_replicated(name, replicas):
     with jax.enable_x64(True):
         x = harness.batch(np.float64)
         wanted, got = (
-            written.train(functools.partial(make, shard), x, replicas) for shard in (False, True)
+            written.train(functools.partial(make, shard), x, replicas)
+            for shard in (False, True)
         )
         for step, ends in enumerate(zip(got, wanted, strict=True)):
             # Sums are in another order, and the rules divide by norms and take roots.
             harness.assert_close(*ends, rtol=1e-8, atol=1e-10)
             assert int(ends[0][1]) == step + 1 - (step >= written.BAD_STEP)
-        # One replica's NaN leaves every leaf but the loss scale as it was, on all replicas.
+        # One replica's NaN leaves every leaf but the loss scale as it was, on all
+        # replicas.
         before, after = got[written.BAD_STEP - 1 : written.BAD_STEP + 1]
         harness.assert_equal(after[:2], before[:2])
         kept = [module for module in after[2] if "scale" not in module]
@@ -242,8 +274,6 @@ class Feedback(Wrapper):
 def test_errors_of_a_replicas_own_gradients_are_refused_by_name():
     make = lambda: Feedback(reduced(by_optax(optax.adam(0.1)), True))
     with jax.enable_x64(True):
-        match = (
-            "feedback computes 'lost/mlp/linear_0/b' in the state of feedback from a value of a rep"
-        )
+        match = "feedback computes 'lost/mlp/linear_0/b' in the state of feedback from a value of a rep"
         with pytest.raises(errors.UserError, match=match):
             written.train(make, harness.batch(np.float64), 4)

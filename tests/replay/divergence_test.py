@@ -1,4 +1,6 @@
-"""Tests that bisect finds where two real runs diverge, and reports what differs between them."""
+"""Tests that bisect finds where two real runs diverge, and reports what differs between
+them.
+"""
 
 import json
 import pathlib
@@ -23,7 +25,9 @@ def config(**changes):
 
 
 def compared(tmp_path):
-    return divergence.find_divergence(*(divergence.read(str(tmp_path / name)) for name in "AB"))
+    return divergence.find_divergence(
+        *(divergence.read(str(tmp_path / name)) for name in "AB")
+    )
 
 
 def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
@@ -34,7 +38,8 @@ def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
     output = capsys.readouterr().out
     assert (
-        "equal: the fingerprints and values of all steps that both logged, up to step 8" in output
+        "equal: the fingerprints and values of all steps that both logged, up to step 8"
+        in output
     )
     assert "configs and origins are the same" in output
     # Equal training does not make equal evaluations.
@@ -59,18 +64,25 @@ def test_runs_with_different_seeds_diverge_in_their_first_state(tmp_path, capsys
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [0, 1])
-def test_runs_resumed_with_different_configs_diverge_in_the_next_step(tmp_path, capsys, every):
+def test_runs_resumed_with_different_configs_diverge_in_the_next_step(
+    tmp_path, capsys, every
+):
     changes = {"fingerprint_every_steps": every}
     assert loop.run(config(steps=4, **changes), str(tmp_path / "A"), "") == 0
     shutil.copytree(tmp_path / "A", tmp_path / "B")
     for name, parts in (("A", 1), ("B", 2)):
-        assert loop.run(config(micro_batches=parts, **changes), str(tmp_path / name), "") == 0
+        assert (
+            loop.run(config(micro_batches=parts, **changes), str(tmp_path / name), "")
+            == 0
+        )
     divergence = compared(tmp_path)
     # Step 5 begins with the same state in both runs, but its values differ.
     assert divergence[:3] == (4, 5, []) and "loss" in divergence.values
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
     output = capsys.readouterr().out
-    assert ("diverge in step 5" in output) == bool(every) and "config.micro_batches" in output
+    assert ("diverge in step 5" in output) == bool(
+        every
+    ) and "config.micro_batches" in output
     assert ("rows of step 5 have no fingerprints" in output) != bool(every)
 
 
@@ -92,7 +104,8 @@ def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
     with run.opened():
         run.train()
     divergence = compared(tmp_path)
-    # Step 5 begins with the flipped bit, but only run A logs it. By step 6 the difference has reached the slots.
+    # Step 5 begins with the flipped bit, but only run A logs it. By step 6 the
+    # difference has reached the slots.
     assert divergence[:2] == (4, 6) and {"params", "slots"} <= set(divergence.states)
     bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
     assert (
@@ -121,13 +134,19 @@ def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
     text = described((0, equal), (0, [2.0] * 5))
     assert "diverge at step 1 or earlier (no row is equal), in loss" in text
     text = described((0, equal), (0, [1.0, 2.0, 2.0, 2.0, 2.0]))
-    assert "diverge in step 7 (equal up to the row of step 1): it began with the same state" in text
+    assert (
+        "diverge in step 7 (equal up to the row of step 1): it began with the same state"
+        in text
+    )
 
 
 def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, capsys):
     assert loop.run(config(steps=2), str(tmp_path / "A"), "") == 0
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "none")]) != 0
-    assert "holds no config.json: give the work directory of a run" in capsys.readouterr().err
+    assert (
+        "holds no config.json: give the work directory of a run"
+        in capsys.readouterr().err
+    )
     shutil.copytree(tmp_path / "A", tmp_path / "B")
     rows = tmp_path / "B" / "metrics.jsonl"
     rows.write_text(json.dumps({"step": 77, "loss": 1.0}) + "\n")

@@ -1,4 +1,6 @@
-"""An experiment with two learners, the second of which takes the logarithm of a negative number; and one with two updates a step."""
+"""An experiment with two learners, the second of which takes the logarithm of a
+negative number; and one with two updates a step.
+"""
 
 import haiku as hk
 import jax
@@ -14,10 +16,14 @@ class Pair(xshard.Experiment):
 
     def __init__(self, config):
         super().__init__(config)
-        rule = lambda: xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
+        rule = lambda: xshard.CrossShardOptimizer(
+            optax.sgd(0.1), slice_axis_name="slice"
+        )
         network = lambda x: hk.Linear(1)(x)[:, 0]
         names = ("first", "second")
-        self.learners = {name: xshard.Learner(network, rule, self.config) for name in names}
+        self.learners = {
+            name: xshard.Learner(network, rule, self.config) for name in names
+        }
 
     def train_data(self):
         return toy.Toy(self.config).train_data()
@@ -26,7 +32,10 @@ class Pair(xshard.Experiment):
         return self.train_data()
 
     def init(self, key, batch):
-        return {name: learner.init(key, batch["x"]) for name, learner in self.learners.items()}
+        return {
+            name: learner.init(key, batch["x"])
+            for name, learner in self.learners.items()
+        }
 
     def train_step(self, state, batch, key):
         losses = {"first": self._error, "second": self._logarithm}
@@ -48,7 +57,9 @@ class Pair(xshard.Experiment):
 
 
 class Twice(xshard.Experiment):
-    """Updates its learner twice in each step; of the second step, the first update overflows and is skipped."""
+    """Updates its learner twice in each step; of the second step, the first update
+    overflows and is skipped.
+    """
 
     def __init__(self, config):
         super().__init__(config)
@@ -63,7 +74,9 @@ class Twice(xshard.Experiment):
 
     def _rule(self):
         opt = xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
-        return xshard.MixedPrecisionLossScaleOptimizer(opt, xshard.DynamicLossScale(2.0**4))
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            opt, xshard.DynamicLossScale(2.0**4)
+        )
 
     def init(self, key, batch):
         return self.learner.init(key, batch["x"])

@@ -1,6 +1,7 @@
 """Runs with a planted fault, and a check that their replay names it.
 
-A fault has a kind, a layer and an example. It occurs in a run with a given precision and loss scale.
+A fault has a kind, a layer and an example. It occurs in a run with a given precision
+and loss scale.
 """
 
 import inspect
@@ -22,11 +23,15 @@ from xshard import data, loop
 from xshard.replay import diagnosis, replayer
 
 EXAMPLES, LAYERS, WIDTH = 128, 3, 6
-FLOAT32, FLOAT16 = (f"params=float32,compute={x},output=float32" for x in ("float32", "float16"))
+FLOAT32, FLOAT16 = (
+    f"params=float32,compute={x},output=float32" for x in ("float32", "float16")
+)
 
 
 class Layers(toy.Toy):
-    """A stack of layers, one of which applies the fault to a single example, marked by a `flag` of 1 in the data."""
+    """A stack of layers, one of which applies the fault to a single example, marked by
+    a `flag` of 1 in the data.
+    """
 
     def train_data(self):
         rng = np.random.default_rng(0)
@@ -49,7 +54,8 @@ class Layers(toy.Toy):
         return hk.Linear(1, name="last")(x)[:, 0]
 
     def _fault(self, x, flag):
-        # The fault of each kind arises in the first line of its case, where `line` looks for it.
+        # The fault of each kind arises in the first line of its case, where `line`
+        # looks for it.
         match self.config.kind:
             case "zero_over_zero":
                 return x * (1 - flag) / (1 - flag)
@@ -88,12 +94,16 @@ class Layers(toy.Toy):
 
 @jax.custom_vjp
 def _kernel(x, flag):
-    """The TPU branch of the 'by_platform' fault, which cannot be compiled for the platform that the tests run on."""
+    """The TPU branch of the 'by_platform' fault, which cannot be compiled for the
+    platform that the tests run on.
+    """
 
     def add(x, flag, out):
         out[...] = x[...] + jnp.log(1 - 2 * flag[...])
 
-    return pallas.pallas_call(add, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, flag)
+    return pallas.pallas_call(add, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(
+        x, flag
+    )
 
 
 _kernel.defvjp(lambda x, flag: (_kernel(x, flag), None), lambda _, grad: (grad, None))
@@ -115,7 +125,8 @@ class Fault(NamedTuple):
       layer: the layer that has it.
       example: the number of the example that triggers it.
       precision: the run's policy.
-      loss_scale: 'none', so that the run stops; or 'dynamic', so that it skips the step.
+      loss_scale: 'none', so that the run stops; or 'dynamic', so that it skips the
+        step.
       micro_batches: the run's setting.
       shard_update: the run's setting.
       groups: the number of groups of replicas.
@@ -137,9 +148,11 @@ def draw(rng: np.random.Generator, examples: int) -> list[Fault]:
     A kind that only occurs in half precision, or only with a loss scale, gets them.
     """
     kind = str(rng.choice(KINDS))
-    # The gradient of a root is large where its argument is small. In float16, under a loss scale, that would be
-    # another fault.
-    is_half = kind.endswith("_overflow") or (kind != "root_gradient" and rng.random() < 0.5)
+    # The gradient of a root is large where its argument is small. In float16, under a
+    # loss scale, that would be another fault.
+    is_half = kind.endswith("_overflow") or (
+        kind != "root_gradient" and rng.random() < 0.5
+    )
     is_scaled = kind == "gradient_overflow" or rng.random() < 0.5
     fault = Fault(
         kind,
@@ -162,7 +175,9 @@ def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
     del config["shard_update"], config["groups"]
     config.reduction.shard_update = fault.shard_update
     config.steps = EXAMPLES // config.batch_size
-    config.update({"log_every_steps": 1, "eval_every_steps": 100, "writers": ("jsonl",)})
+    config.update(
+        {"log_every_steps": 1, "eval_every_steps": 100, "writers": ("jsonl",)}
+    )
     config.checkpoint.update({"every_steps": 100})
     if fault.groups > 1:
         numbers = np.arange(replicas).reshape(fault.groups, -1)
@@ -179,23 +194,33 @@ def line(kind: str) -> str:
     """Returns the source line of a kind of fault, in the form that a report prints."""
     source, begin = inspect.getsourcelines(Layers._fault)
     (case,) = (number for number, text in enumerate(source) if f'"{kind}"' in text)
-    return f"{pathlib.Path(__file__).relative_to(pathlib.Path.cwd())}:{begin + case + 1}"
+    return (
+        f"{pathlib.Path(__file__).relative_to(pathlib.Path.cwd())}:{begin + case + 1}"
+    )
 
 
 def place(fault: Fault) -> tuple[int, list[int]]:
-    """Returns the first step in which a group's batch has the example, and the example's rows there over all groups."""
+    """Returns the first step in which a group's batch has the example, and the
+    example's rows there over all groups.
+    """
     config = get_config(fault)
     size, groups = config.batch_size, fault.groups
     numbers = data.order({"x": np.zeros(EXAMPLES)}, config.seed, groups)
     orders = [numbers(group, np.arange(EXAMPLES)).tolist() for group in range(groups)]
     places = [order.index(fault.example) for order in orders]
     step = min(places) // size
-    rows = [group * size + at % size for group, at in enumerate(places) if at // size == step]
+    rows = [
+        group * size + at % size
+        for group, at in enumerate(places)
+        if at // size == step
+    ]
     return step + 1, rows
 
 
 def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]:
-    """Returns the differences between a replay's findings and the planted fault; empty if there are none."""
+    """Returns the differences between a replay's findings and the planted fault; empty
+    if there are none.
+    """
     step, rows = place(fault)
     run = replayer.Replayer(str(directory))
     *_, repeated = run.steps(run.suspect_steps())
@@ -203,7 +228,10 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
     if repeated.number != step or finding is None:
         return [f"step {repeated.number} for {step}, {finding}"]
     size = fault.groups * get_config(fault).batch_size // replicas
-    numbers = [run.examples(repeated.number, repeated.batch, group) for group in finding.rows or []]
+    numbers = [
+        run.examples(repeated.number, repeated.batch, group)
+        for group in finding.rows or []
+    ]
     checks = {
         "replicas": (finding.replicas, sorted({row // size for row in rows})),
         "rows": (sorted(itertools.chain(*finding.rows or [])), rows),
@@ -224,7 +252,9 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
     ]
 
 
-def _cure_checks(fault: Fault, finding: diagnosis.Finding) -> dict[str, tuple[object, object]]:
+def _cure_checks(
+    fault: Fault, finding: diagnosis.Finding
+) -> dict[str, tuple[object, object]]:
     if fault.kind == "bad_example":
         return {"cure": (finding.cure, "")}
     if fault.kind == "gradient_overflow" and fault.loss_scale == "dynamic":

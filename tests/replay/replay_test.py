@@ -1,4 +1,6 @@
-"""The replay of a step: the comparison with the logged rows, and the search for a fault."""
+"""The replay of a step: the comparison with the logged rows, and the search for a
+fault.
+"""
 
 import inspect
 import json
@@ -57,18 +59,26 @@ def test_a_fault_in_a_nested_function_or_a_mask_is_named(tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A run that skipped its third step, because an example was not finite, and continued to its end."""
+    """A run that skipped its third step, because an example was not finite, and
+    continued to its end.
+    """
     directory = tmp_path_factory.mktemp("run")
     config = toy.get_config()
-    config.update({"experiment": "tests.toy.Poisoned", "steps": 6, "poisoned": ((0, 3),)})
-    config.update({"loss_scale": "dynamic", "log_every_steps": 2, "writers": ("jsonl",)})
+    config.update(
+        {"experiment": "tests.toy.Poisoned", "steps": 6, "poisoned": ((0, 3),)}
+    )
+    config.update(
+        {"loss_scale": "dynamic", "log_every_steps": 2, "writers": ("jsonl",)}
+    )
     config.checkpoint.update({"every_steps": 2, "keep_last": 3})
     assert loop.run(config.lock(), str(directory), "") == 0
     return directory
 
 
 def replay(directory, capsys, *options):
-    """Replays a run that is reproduced; returns what this prints, without what was printed before."""
+    """Replays a run that is reproduced; returns what this prints, without what was
+    printed before.
+    """
     capsys.readouterr()
     assert program.main([str(directory), *options]) == 0
     return capsys.readouterr().out
@@ -107,7 +117,9 @@ def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
     output = replay(directory, capsys, "--step=4")
     assert "1 rows compared: reproduced, bit for bit" in output
     assert "Every value that reaches a result of the step is finite." in output
-    (row,) = [row for row in replayer.Replayer(str(directory)).rows.items() if row[0] == 4]
+    (row,) = [
+        row for row in replayer.Replayer(str(directory)).rows.items() if row[0] == 4
+    ]
     norms = [line.split() for line in output.splitlines() if "mlp/~/" in line]
     total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
     # The table prints four digits.
@@ -163,7 +175,9 @@ def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
 
 
 @pytest.mark.sample(3, of="replays")
-def test_a_replay_on_fewer_devices_warns_that_bits_may_differ(directory, capsys, monkeypatch):
+def test_a_replay_on_fewer_devices_warns_that_bits_may_differ(
+    directory, capsys, monkeypatch
+):
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
     code = program.main([str(directory), "--step=3"])
@@ -184,17 +198,25 @@ def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
     assert "--step=9: the run in" in message(directory, "--step=9")
     assert "steps 1 to 6" in message(directory, "--step=0")
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
-    assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(fine)
+    assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(
+        fine
+    )
 
     def change(row):
-        return {**row, "skipped": 0, **({"eval/error": None} if "eval/error" in row else {})}
+        return {
+            **row,
+            "skipped": 0,
+            **({"eval/error": None} if "eval/error" in row else {}),
+        }
 
     bad = message(rewrite(directory, tmp_path, change))
     assert "The evaluation after step 6 is not finite (eval/error)" in bad
 
 
 @pytest.mark.sample(3, of="replays")
-def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path, capsys):
+def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(
+    tmp_path, capsys
+):
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Overflowing", "overflow_at": 3, "steps": 8})
     config.update({"log_every_steps": 50, "writers": ("jsonl",)})
@@ -202,7 +224,10 @@ def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path
     assert "step 4: the loss is nan" in capsys.readouterr().err
     output = replay(tmp_path, capsys)
     assert "step 3, repeated from the first state" in output
-    assert "first not finite: " in output and "reaches      the state 'params/linear/b'" in output
+    assert (
+        "first not finite: " in output
+        and "reaches      the state 'params/linear/b'" in output
+    )
     output = replay(tmp_path, capsys, "--step=4")
     assert "not finite before the step: the state 'params/linear/w' is " in output
     assert "an earlier step: --step=3 analyzes the one before" in output
@@ -211,33 +236,46 @@ def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(tmp_path
 @pytest.mark.sample(3, of="replays")
 def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     config = toy.get_config()
-    config.update({"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)})
+    config.update(
+        {"experiment": "tests.replay.pair.Pair", "steps": 1, "writers": ("jsonl",)}
+    )
     config.checkpoint.update({"best_metric": "first"})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     output = replay(tmp_path, capsys)
     assert "step 1, repeated from the first state" in output
-    assert "first not finite: log gives nan\n  line         tests/replay/pair.py:" in output
-    # The logarithm's derivative is finite, and the fault does not reach the other learner.
+    assert (
+        "first not finite: log gives nan\n  line         tests/replay/pair.py:"
+        in output
+    )
+    # The logarithm's derivative is finite, and the fault does not reach the other
+    # learner.
     assert "reaches      the loss of second\n" in output
 
 
 @pytest.mark.sample(3, of="replays")
 def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, capsys):
     config = toy.get_config()
-    config.update({"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5})
+    config.update(
+        {"experiment": "tests.replay.pair.Twice", "steps": 5, "log_every_steps": 5}
+    )
     config.writers = ("jsonl",)
     assert loop.run(config.lock(), str(tmp_path), "") == 0
     # The metrics of the step are those of its second update, which was applied.
     output = replay(tmp_path, capsys)
     assert "step 2, repeated from the first state" in output
-    assert "first not finite: div gives inf\n  line         tests/replay/pair.py:" in output
+    assert (
+        "first not finite: div gives inf\n  line         tests/replay/pair.py:"
+        in output
+    )
     assert "all metrics of the step were finite" not in output
 
 
 @pytest.mark.sample(3, of="replays")
 def test_a_run_that_skips_all_steps_before_its_first_row_is_replayed(tmp_path, capsys):
     config = toy.get_config()
-    config.update({"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3})
+    config.update(
+        {"overflow_above": -1e9, "log_every_steps": 100, "max_skips_in_a_row": 3}
+    )
     config.update({"steps": 40, "writers": ("jsonl",)})
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     assert "3 steps in a row were skipped" in capsys.readouterr().err
@@ -255,14 +293,18 @@ class Dividing(toy.Wide):
             lambda params: jnp.zeros(()),
             lambda updates, steps, params=None: (divide(updates, steps), steps + 1),
         )
-        return xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
+        return xshard.CrossShardOptimizer(
+            rule, slice_axis_name="slice", **self.config.reduction
+        )
 
 
 @pytest.mark.sample(3, of="replays")
 @pytest.mark.parametrize("shards", [False, True])
 def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
     config = toy.get_config()
-    config.update({"experiment": f"{__name__}.Dividing", "steps": 2, "log_every_steps": 1})
+    config.update(
+        {"experiment": f"{__name__}.Dividing", "steps": 2, "log_every_steps": 1}
+    )
     config.reduction.shard_update = shards
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     output = replay(tmp_path, capsys)
@@ -276,7 +318,9 @@ def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
 
 def test_examples_that_fail_only_together_are_blamed_together():
     heavy = {3, 5}
-    blamed = cause.blame_examples(lambda rows: heavy <= set(rows.tolist()), [np.arange(8)])
+    blamed = cause.blame_examples(
+        lambda rows: heavy <= set(rows.tolist()), [np.arange(8)]
+    )
     assert blamed == [[0, 1, 2, 3, 4, 5, 6, 7]]
     blamed = cause.blame_examples(
         lambda rows: bool(heavy & set(rows.tolist())), np.split(np.arange(8), 2)
@@ -285,7 +329,9 @@ def test_examples_that_fail_only_together_are_blamed_together():
 
 
 class Large(toy.Toy):
-    """Takes a logarithm of an array whose maximum XLA computes without regard for NaN on the CPU."""
+    """Takes a logarithm of an array whose maximum XLA computes without regard for NaN
+    on the CPU.
+    """
 
     def forward(self, batch, *, is_training):
         x = jnp.tile(batch["x"], (1, 4096))
@@ -295,7 +341,9 @@ class Large(toy.Toy):
 @pytest.mark.sample(3, of="replays")
 def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
     config = toy.get_config()
-    config.update({"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1})
+    config.update(
+        {"experiment": f"{__name__}.Large", "steps": 12, "log_every_steps": 1}
+    )
     loop.run(config.lock(), str(tmp_path), "")
     output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Large)

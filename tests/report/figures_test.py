@@ -1,4 +1,6 @@
-"""The charts of a report: their list, their contents, and the way in which they are drawn."""
+"""The charts of a report: their list, their contents, and the way in which they are
+drawn.
+"""
 
 import numpy as np
 import pytest
@@ -35,11 +37,16 @@ def test_the_columns_of_a_run_have_charts(tmp_path):
             (charts.UPDATES, n)
             for n in ("loss_scale", "gradient_norm", "parameter_norm", "skipped")
         ),
-        *((charts.SPEED, f"perf/{name}_per_second") for name in ("steps", "examples", "flops")),
+        *(
+            (charts.SPEED, f"perf/{name}_per_second")
+            for name in ("steps", "examples", "flops")
+        ),
         *((charts.SPEED, f"perf/{name}") for name in ("utilisation", "goodput")),
     ]
     _, layout = draw(some_runs, "loss_scale")
-    assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [200]
+    assert layout["yaxis"]["type"] == "log" and [s["x0"] for s in layout["shapes"]] == [
+        200
+    ]
 
 
 def test_columns_of_a_named_learner_are_drawn_like_those_of_a_single_one(tmp_path):
@@ -54,7 +61,9 @@ def test_columns_of_a_named_learner_are_drawn_like_those_of_a_single_one(tmp_pat
     )
     logged = [{"step": step, **dict.fromkeys(names, float(step))} for step in (1, 2)]
     drawn = charts.charts(read(tmp_path, logged))
-    assert [(chart.section, chart.name, chart.is_log, chart.is_smoothed) for chart in drawn] == [
+    assert [
+        (chart.section, chart.name, chart.is_log, chart.is_smoothed) for chart in drawn
+    ] == [
         (charts.LEARNING, "critic/loss", False, True),
         (charts.LEARNING, "critic/accuracy", False, True),
         (charts.UPDATES, "critic/loss_scale", True, False),
@@ -77,7 +86,9 @@ def test_training_and_evaluation_of_a_metric_are_on_one_axis(tmp_path):
     assert len({t["line"]["color"] for t in shown.values()}) == 5
 
 
-@pytest.mark.parametrize("values", [(1.0,), (1.0, None, 2.0, 3.0), (2.0, 3.0, None, 1.0)])
+@pytest.mark.parametrize(
+    "values", [(1.0,), (1.0, None, 2.0, 3.0), (2.0, 3.0, None, 1.0)]
+)
 def test_a_row_without_a_finite_neighbor_is_visible(tmp_path, values):
     traces, _ = draw(read(tmp_path, losses(*values)), "loss")
     shown = [trace for trace in traces if trace.get("marker", {}).get("symbol") != "x"]
@@ -100,7 +111,11 @@ def test_a_curve_has_the_same_color_in_all_charts(tmp_path):
 def test_each_group_has_a_curve(tmp_path):
     traces, _ = draw(read(tmp_path, samples.rows(groups=2)), "accuracy")
     names = [trace["name"] for trace in traces if trace.get("showlegend") is not False]
-    assert names[:3] == ["training, group 0", "training, group 1", "evaluation, group 0"]
+    assert names[:3] == [
+        "training, group 0",
+        "training, group 1",
+        "evaluation, group 0",
+    ]
     assert names[-1] == "evaluation, ensemble"
 
 
@@ -114,7 +129,8 @@ def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
     assert [float(step["label"]) for step in slider["steps"]] == list(figures.WEIGHTS)
     for step, weight in zip(slider["steps"], figures.WEIGHTS, strict=True):
         (changed,), traces_changed = step["args"][0]["y"], step["args"][1]
-        # An average is the weighted sum of the values so far, divided by the sum of their weights.
+        # An average is the weighted sum of the values so far, divided by the sum of
+        # their weights.
         w = weight
         expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
         assert traces_changed == [1] and changed[2] is None
@@ -125,7 +141,9 @@ def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
 
 
 def test_values_that_are_not_finite_are_marked(tmp_path):
-    *_, cross = draw(read(tmp_path, losses(None, 2.0, float("nan"), 3.0, None)), "loss")[0]
+    *_, cross = draw(
+        read(tmp_path, losses(None, 2.0, float("nan"), 3.0, None)), "loss"
+    )[0]
     assert (cross["x"], cross["y"]) == ([1, 3, 5], [2.0, 2.0, 3.0])
     assert cross["marker"]["symbol"] == "x" and cross["hovertemplate"] == "not finite"
     *_, cross = draw(read(tmp_path / "none", losses(None, None)), "loss")[0]
@@ -139,15 +157,22 @@ def test_runs_that_differ_only_in_seed_have_a_mean_with_a_band(tmp_path):
     assert charts.seeds(some_runs) == [0, 0, 1]
     traces, _ = draw(some_runs, "loss")
     band, mean, average, cross, *_ = traces
-    # The mean covers the steps that all seeds have. It has a gap where a value is not finite.
+    # The mean covers the steps that all seeds have. It has a gap where a value is not
+    # finite.
     assert (mean["x"], mean["y"]) == ([1, 2, 3], [2.0, None, 4.0])
     assert (cross["x"], average["line"]["width"]) == ([2], 2.5)
-    assert (band["x"], band["y"]) == ([1, 1, None, 3, 3, None], [1.0, 3.0, None, 2.0, 6.0, None])
+    assert (band["x"], band["y"]) == (
+        [1, 1, None, 3, 3, None],
+        [1.0, 3.0, None, 2.0, 6.0, None],
+    )
     assert band["fill"] == "toself" and band["legendgroup"] == average["legendgroup"]
     assert average["name"] == "mean of 2 runs (run0, …): training"
     by_name = {trace["name"]: trace for trace in traces}
     assert by_name["run0: training"]["y"] == [1.0, 2.0, 6.0, 0.5]
-    colours = [by_name[f"{name}: training"]["line"]["color"] for name in ("run0", "run1", "other")]
+    colours = [
+        by_name[f"{name}: training"]["line"]["color"]
+        for name in ("run0", "run1", "other")
+    ]
     assert colours[0] == colours[1] == average["line"]["color"] != colours[2]
 
 
@@ -157,7 +182,9 @@ def test_a_long_curve_is_thinned_but_keeps_peaks_and_crosses(tmp_path):
     traces, _ = draw(read(tmp_path, lines), "loss")
     rows, average, cross = traces
     assert len(rows["x"]) == len(average["x"]) <= 4002
-    assert (7778, 2.0**40) in zip(rows["x"], rows["y"], strict=True) and cross["x"] == [7781]
+    assert (7778, 2.0**40) in zip(rows["x"], rows["y"], strict=True) and cross["x"] == [
+        7781
+    ]
 
 
 def test_a_part_without_a_finite_value_stays_a_gap():
@@ -168,7 +195,10 @@ def test_a_part_without_a_finite_value_stays_a_gap():
 
 def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
-    assert [trace.name for trace in figure.data] == [*attempts.TIME_CATEGORIES, attempts.DOWN]
+    assert [trace.name for trace in figure.data] == [
+        *attempts.TIME_CATEGORIES,
+        attempts.DOWN,
+    ]
     # Of the first attempt's 230 steps 200 count, and all 200 of the second attempt's.
     assert figure.data[0].x[0] == pytest.approx(0.09 * 400 / (5000 + 12 + 0.11 * 200))
     assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])
@@ -180,7 +210,9 @@ def test_names_are_escaped_for_plotly(tmp_path):
     assert all("<" not in trace["name"] for trace in traces)
     (path,) = [samples.write(tmp_path / "<i>x", losses(1.0))]
     some_runs = runs.read([str(path), str(tmp_path / "<b>/run0")])
-    assert any(trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0])
+    assert any(
+        trace["name"] == "&lt;i&gt;x: training" for trace in draw(some_runs, "loss")[0]
+    )
 
 
 def test_colors_are_all_different():

@@ -40,7 +40,9 @@ def rows(page, index=0):
     """Returns the rows of a table as dictionaries with the column names as keys."""
     source = re.findall(r"<table>.*?</table>", page, re.DOTALL)[index]
     lines = re.findall(r"<tr>(.*?)</tr>", source, re.DOTALL)
-    cells = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line, re.DOTALL) for line in lines]
+    cells = [
+        re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line, re.DOTALL) for line in lines
+    ]
     names, *others = [[html.unescape(cell) for cell in line] for line in cells]
     return [dict(zip(names, line, strict=True)) for line in others]
 
@@ -52,7 +54,9 @@ def read(tmp_path, content, **kwargs):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """A run of 7 steps that was extended to 12, with skipped steps and a best checkpoint."""
+    """A run of 7 steps that was extended to 12, with skipped steps and a best
+    checkpoint.
+    """
     folder = tmp_path_factory.mktemp("runs") / "whole"
     for steps in (7, 12):
         config = toy.get_config()
@@ -63,7 +67,11 @@ def real(tmp_path_factory):
 
 
 def contents(folder):
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+    return {
+        p: (p.stat().st_mtime_ns, p.read_bytes())
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def test_the_page_of_a_real_run(tmp_path, real):
@@ -74,7 +82,9 @@ def test_the_page_of_a_real_run(tmp_path, real):
     error = json.loads((real / "results.json").read_text())["eval"]["error"]
     assert row["state"] == "done" and row["step"] == "12 of 12"
     assert float(row["eval error"]) == pytest.approx(error, rel=1e-3)
-    lines = [json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()
+    ]
     skipped = [line["skipped"] for line in lines if "skipped" in line][-1]
     assert skipped > 0 and row["skipped"] == str(skipped)
     entries = checkpoint.read_catalog(real / "checkpoints").entries
@@ -94,7 +104,9 @@ def test_the_code_on_the_page_restores_the_config(tmp_path, real):
     config = names["get_config"](path)
     assert "_run" not in config
     before = json.loads((real / "config.json").read_bytes())
-    assert json.loads(config.to_json()) == {k: v for k, v in before.items() if k != "_run"}
+    assert json.loads(config.to_json()) == {
+        k: v for k, v in before.items() if k != "_run"
+    }
 
 
 def test_several_runs_are_shown_side_by_side(tmp_path):
@@ -109,10 +121,17 @@ def test_several_runs_are_shown_side_by_side(tmp_path):
         for seed, x in enumerate("ab")
     ]
     page = report(tmp_path, *paths, f"{paths[0]}/", tmp_path / "b/../a/run")
-    assert [(row["run"], row["seed"]) for row in rows(page)] == [("a/run", "0"), ("b/run", "1")]
+    assert [(row["run"], row["seed"]) for row in rows(page)] == [
+        ("a/run", "0"),
+        ("b/run", "1"),
+    ]
     (row, _) = rows(page)
     # The time includes the pause between the attempts.
-    assert (row["time"], row["attempts"], row["eval accuracy"]) == ("1:23:54", "2", "0.5")
+    assert (row["time"], row["attempts"], row["eval accuracy"]) == (
+        "1:23:54",
+        "2",
+        "0.5",
+    )
     assert row["goodput"] == "0.7%"
     assert "steps" not in row and "They differ in seed." in words(page)
 
@@ -132,7 +151,12 @@ def test_the_state_of_a_run_is_shown(tmp_path, doing, ago, shown):
 @pytest.mark.parametrize("doing", ["failed: not finite", "done", None])
 def test_a_run_with_results_that_are_not_finite_is_not_done(tmp_path, doing):
     path = samples.write(tmp_path / "one", [{"step": 400, "loss": 1.0}], doing=doing)
-    results = {"step": 400, "eval": {}, "finite": False, "why": "step 400: the loss is nan"}
+    results = {
+        "step": 400,
+        "eval": {},
+        "finite": False,
+        "why": "step 400: the loss is nan",
+    }
     (path / "results.json").write_text(json.dumps(results))
     page = report(tmp_path, path)
     alarm = '<p class="alarm">one: not finite: step 400: the loss is nan</p>'
@@ -141,24 +165,40 @@ def test_a_run_with_results_that_are_not_finite_is_not_done(tmp_path, doing):
 
 
 def test_results_from_before_a_resume_are_not_the_current_results(tmp_path):
-    content = [{"step": 400, "eval/accuracy": 0.5}, {"step": 500, "eval/accuracy": 0.75}]
+    content = [
+        {"step": 400, "eval/accuracy": 0.5},
+        {"step": 500, "eval/accuracy": 0.75},
+    ]
     going_on = {"results": {"accuracy": 0.5}, "doing": "training", "ago": 0}
-    (row,) = rows(report(tmp_path, samples.write(tmp_path / "one", content, **going_on)))
+    (row,) = rows(
+        report(tmp_path, samples.write(tmp_path / "one", content, **going_on))
+    )
     assert row["eval accuracy"] == "0.75 at step 500"
 
 
 def test_the_losses_of_all_learners_are_compared(tmp_path):
     content = [
-        {"step": 1, "actor/loss": 2.0, "critic/loss": 0.5, "actor/skipped": 1, "loss_scale": 8}
+        {
+            "step": 1,
+            "actor/loss": 2.0,
+            "critic/loss": 0.5,
+            "actor/skipped": 1,
+            "loss_scale": 8,
+        }
     ]
-    paths = [samples.write(tmp_path / "two", content), samples.write(tmp_path / "none", [])]
+    paths = [
+        samples.write(tmp_path / "two", content),
+        samples.write(tmp_path / "none", []),
+    ]
     row, none = rows(report(tmp_path, *paths))
     assert (row["training actor/loss"], row["training critic/loss"]) == ("2", "0.5")
     assert row["actor/skipped"] == "1" and none["training actor/loss"] == tables.NOTHING
 
 
 def test_a_run_without_metrics_yet_is_shown(tmp_path):
-    page = report(tmp_path, samples.write(tmp_path / "one", None, doing="compiling", ago=0))
+    page = report(
+        tmp_path, samples.write(tmp_path / "one", None, doing="compiling", ago=0)
+    )
     assert "no metrics yet" in words(page) and "running: compiling" in words(page)
     assert "chart-0" not in page
 
@@ -170,7 +210,9 @@ def test_damaged_files_and_values_that_are_not_finite_are_reported(tmp_path):
     with (path / "metrics.jsonl").open("a") as file:
         file.write('nonsense\n{"step": 410, "loss"')
     (path / "results.json").write_text("[1]")
-    (path / "status.json").write_text('[{"doing": "training", "time": "noon", "step": "a"}]')
+    (path / "status.json").write_text(
+        '[{"doing": "training", "time": "noon", "step": "a"}]'
+    )
     page = report(tmp_path, path)
     assert "The last line of metrics.jsonl is incomplete" in words(page)
     assert "skipped 1 invalid line(s): 6" in words(page)
@@ -186,30 +228,47 @@ def test_the_values_of_groups_share_a_cell():
     nan = float("nan")
     assert tables.numbers([1.0, nan]) == ("1 · not finite", "failed", "")
     assert tables.numbers([2.0] * 3) == ("2 · 2 · 2", "", "")
-    assert tables.numbers([nan, 1.0, 2.0, 3.0]).content == "1 to 3 (4 groups, 1 not finite)"
+    assert (
+        tables.numbers([nan, 1.0, 2.0, 3.0]).content
+        == "1 to 3 (4 groups, 1 not finite)"
+    )
 
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 
 
 def test_text_from_files_is_escaped(tmp_path):
-    content = [{"step": s, EVIL: 1.0, "loss": 1.0, "\ud800\x00\x1b": 1.0} for s in (1, 2)]
+    content = [
+        {"step": s, EVIL: 1.0, "loss": 1.0, "\ud800\x00\x1b": 1.0} for s in (1, 2)
+    ]
     content.append({"step": 3, f"eval/{EVIL}": 2.0})
     changes = {"experiment": EVIL, f"key {EVIL}": EVIL, "doing": f"failed: {EVIL}"}
     paths = [
-        samples.write(tmp_path / name, content, results={EVIL: 1.0}, seed=seed, **changes)
+        samples.write(
+            tmp_path / name, content, results={EVIL: 1.0}, seed=seed, **changes
+        )
         for seed, name in enumerate(["<img>", "$x$", "名前 \udce9"])
     ]
     for chosen in (paths, paths[:1]):
         page = report(tmp_path, *chosen)
-        assert "<img" not in page and EVIL in words(page) and f"failed: {EVIL}" in words(page)
-        # The charts contain only numbers and escaped text. Text is escaped for HTML, and once more for plotly.
-        assert page.count("</script>") == page.count("<script") and "&lt;img" not in words(page)
+        assert (
+            "<img" not in page
+            and EVIL in words(page)
+            and f"failed: {EVIL}" in words(page)
+        )
+        # The charts contain only numbers and escaped text. Text is escaped for HTML,
+        # and once more for plotly.
+        assert page.count("</script>") == page.count(
+            "<script"
+        ) and "&lt;img" not in words(page)
 
 
 def test_the_page_loads_and_sends_nothing(tmp_path):
     page = report(tmp_path, samples.write(tmp_path / "one", samples.rows()))
-    assert not re.findall(r"<(?:link|img|iframe|form|script [^>]*src)", page) and "://" not in page
+    assert (
+        not re.findall(r"<(?:link|img|iframe|form|script [^>]*src)", page)
+        and "://" not in page
+    )
     assert page.count('"showSendToCloud": false') == page.count("Plotly.newPlot(") > 5
     assert "connect-src 'none'; form-action 'none'" in page
 
@@ -247,13 +306,19 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path, capsys):
     message = error(capsys, path, f"--output={tmp_path / 'file/x.html'}")
     assert f"--output={tmp_path / 'file/x.html'} cannot be written: " in message
     for output in ("report.txt", tmp_path / "folder.html"):
-        assert "must be a file that ends in .html" in error(capsys, path, f"--output={output}")
+        assert "must be a file that ends in .html" in error(
+            capsys, path, f"--output={output}"
+        )
 
 
-def test_a_missing_plotly_is_reported_with_the_install_command(tmp_path, capsys, monkeypatch):
+def test_a_missing_plotly_is_reported_with_the_install_command(
+    tmp_path, capsys, monkeypatch
+):
     path = samples.write(tmp_path / "one", None)
     monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
-    assert "pip install '.[report]'" in error(capsys, path, f"--output={tmp_path / 'x.html'}")
+    assert "pip install '.[report]'" in error(
+        capsys, path, f"--output={tmp_path / 'x.html'}"
+    )
 
 
 def test_checkpoints_in_other_directories_are_shown(tmp_path, real):
@@ -264,14 +329,21 @@ def test_checkpoints_in_other_directories_are_shown(tmp_path, real):
     ]
     page = report(tmp_path, *paths)
     assert {row["run"] for row in rows(page, 1)} == {"a"}
-    assert f"b: {places[1]}: cannot be read: {places[1]} is not a directory" in words(page)
-    assert f"c: {places[2]}: cannot be read: '{places[2]}' is not a valid place" in words(page)
+    assert f"b: {places[1]}: cannot be read: {places[1]} is not a directory" in words(
+        page
+    )
+    assert (
+        f"c: {places[2]}: cannot be read: '{places[2]}' is not a valid place"
+        in words(page)
+    )
 
 
 def test_checkpoint_storage_that_does_not_answer_does_not_block(tmp_path, monkeypatch):
     silent = threading.Event()
     monkeypatch.setattr(runs.checkpoint, "read_catalog", lambda place: silent.wait())
-    path = samples.write(tmp_path / "one", None, checkpoint={"directory": "gs://bucket/x"})
+    path = samples.write(
+        tmp_path / "one", None, checkpoint={"directory": "gs://bucket/x"}
+    )
     (run,) = runs.read([str(path)], checkpoint_seconds=0.05)
     silent.set()
     assert run.checkpoints.problem == "the storage did not answer in time"
@@ -279,7 +351,8 @@ def test_checkpoint_storage_that_does_not_answer_does_not_block(tmp_path, monkey
 
 
 def test_a_report_uses_no_device(tmp_path, real):
-    # A run on this machine may hold all devices. With this platform JAX fails as soon as it looks for devices.
+    # A run on this machine may hold all devices. With this platform JAX fails as soon
+    # as it looks for devices.
     paths = {"PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "none_such"}
     done = subprocess.run(
         [sys.executable, "-m", "xshard.report", str(real), f"--output={tmp_path / 'x.html'}"],
@@ -293,7 +366,11 @@ def test_a_report_uses_no_device(tmp_path, real):
 def test_the_largest_and_smallest_numbers_are_shown(tmp_path):
     ends = [1e308, -1e308, 5e-324, 0, 10**400, None]
     names = ("loss", "loss_scale", "perf/seconds", "perf/time", "perf/steps_per_second")
-    content = [{"step": step, **dict.fromkeys(names, end)} for step, end in enumerate(ends)]
+    content = [
+        {"step": step, **dict.fromkeys(names, end)} for step, end in enumerate(ends)
+    ]
     content.append({"step": 2**63 - 1, "loss": 1e308, "eval/loss": [1e308, None]})
-    paths = [samples.write(tmp_path / str(seed), content, seed=seed) for seed in range(2)]
+    paths = [
+        samples.write(tmp_path / str(seed), content, seed=seed) for seed in range(2)
+    ]
     assert "values are not finite" in words(report(tmp_path, *paths))

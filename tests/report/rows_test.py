@@ -1,4 +1,6 @@
-"""Tests that the rows of metrics.jsonl are read as columns, and that damaged rows are skipped."""
+"""Tests that the rows of metrics.jsonl are read as columns, and that damaged rows are
+skipped.
+"""
 
 import json
 
@@ -9,7 +11,10 @@ from xshard.report import rows
 
 
 def test_rows_are_read_as_columns(tmp_path):
-    logged = [{"step": 2, "loss": 0.5, "n": 3}, {"step": 4, "loss": float("nan"), "n": 4}]
+    logged = [
+        {"step": 2, "loss": 0.5, "n": 3},
+        {"step": 4, "loss": float("nan"), "n": 4},
+    ]
     logged.insert(1, {"step": 3, "eval/error": [0.1, 0.2], "eval/ensemble/error": 0.05})
     samples.write_rows(tmp_path / "metrics.jsonl", logged)
     read = rows.read(tmp_path / "metrics.jsonl")
@@ -38,7 +43,9 @@ def test_damaged_lines_are_skipped_with_a_note(tmp_path):
     texts = [json.dumps(line) for line in lines]
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "\n".join([texts[0], "nonsense", "[1]", '{"step": 1e99}', texts[1], texts[1][:9]])
+        "\n".join(
+            [texts[0], "nonsense", "[1]", '{"step": 1e99}', texts[1], texts[1][:9]]
+        )
     )
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
@@ -50,7 +57,8 @@ def test_damaged_lines_are_skipped_with_a_note(tmp_path):
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
     assert read.notes == ["metrics.jsonl: skipped 1 invalid line(s): 2."]
-    # An incomplete last line that ends with a newline is damaged: it is not still being written.
+    # An incomplete last line that ends with a newline is damaged: it is not still being
+    # written.
     path.write_text(f"{texts[0]}\n{texts[1][:9]}\n")
     (note,) = rows.read(path).notes
     assert "skipped 1 invalid line(s)" in note
@@ -58,7 +66,8 @@ def test_damaged_lines_are_skipped_with_a_note(tmp_path):
 
 def test_the_last_row_of_a_repeated_step_counts(tmp_path):
     logged = [
-        {"step": s, "loss": v} for s, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0), (4, 4.0))
+        {"step": s, "loss": v}
+        for s, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0), (4, 4.0))
     ]
     samples.write_rows(tmp_path / "m", logged)
     column = rows.read(tmp_path / "m").training["loss"]
@@ -77,7 +86,9 @@ def test_values_that_are_not_numbers_are_left_out_with_a_note(tmp_path):
     )
     read = rows.read(path)
     np.testing.assert_array_equal(read.training["x"].steps, [1, 3, 4, 5])
-    np.testing.assert_array_equal(read.training["x"].values[:, 0], [1, 1, np.nan, np.nan])
+    np.testing.assert_array_equal(
+        read.training["x"].values[:, 0], [1, 1, np.nan, np.nan]
+    )
     assert "y" not in read.training and "z\ufffd\ufffd" in read.training
     assert any("2 value(s) of 'x'" in note for note in read.notes)
     assert any("6 value(s) of 'y'" in note for note in read.notes)

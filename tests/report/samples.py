@@ -20,19 +20,32 @@ CONFIG = {
 
 
 def rows(steps=400, every=10, groups=1, seed=0, restarts=(200,), shift=0.0):
-    """Returns the rows of a run with a noisy loss, skipped steps, and times that begin anew at each restart."""
+    """Returns the rows of a run with a noisy loss, skipped steps, and times that begin
+    anew at each restart.
+    """
     rng = np.random.default_rng(seed)
-    many = lambda value: value if groups == 1 else [value * (1 + 0.1 * g) for g in range(groups)]
+    many = lambda value: (
+        value if groups == 1 else [value * (1 + 0.1 * g) for g in range(groups)]
+    )
     count = lambda value: value if groups == 1 else [value] * groups
     result, skipped, begin, wasted, started = [], 0, 0, 0.0, 1.79e9
     for step in range(every, steps + 1, every):
         if restarts and step > restarts[0]:
-            begin, restarts, wasted, started = step - every, restarts[1:], 0.0, started + 5000
+            begin, restarts, wasted, started = (
+                step - every,
+                restarts[1:],
+                0.0,
+                started + 5000,
+            )
         skip = step % (13 * every) == 0
         skipped += skip
         wasted += 0.02 * every
         seconds = 12.0 + 0.11 * (step - begin)
-        loss = (2.3 + shift) * math.exp(-3 * step / steps) + 0.05 + abs(rng.normal(0, 0.04))
+        loss = (
+            (2.3 + shift) * math.exp(-3 * step / steps)
+            + 0.05
+            + abs(rng.normal(0, 0.04))
+        )
         rate = 10 + rng.normal(0, 0.3)
         result.append(
             {
@@ -87,12 +100,20 @@ def attempt(begun, first, step, doing="training"):
     """
     steps = step - first
     seconds = {"start": 11.0, "training": 0.09 * steps, "evaluation": 0.01 * steps}
-    row = {"doing": doing, "step": step, "steps": 400, "rate": 10.0, "host": "h0", "pid": 1}
+    row = {
+        "doing": doing,
+        "step": step,
+        "steps": 400,
+        "rate": 10.0,
+        "host": "h0",
+        "pid": 1,
+    }
     row |= {"begun": begun, "first": first, "trained": steps, "seconds": seconds}
     return row | {"time": begun + 12.0 + 0.11 * steps}
 
 
-# The first attempt was killed at step 230, after it had saved step 200. The second one finished.
+# The first attempt was killed at step 230, after it had saved step 200. The second one
+# finished.
 ATTEMPTS = (attempt(1e9, 0, 230), attempt(1e9 + 5000, 200, 400, "done"))
 
 
@@ -117,11 +138,21 @@ def write(
     if job:
         write_rows(directory / "eval" / "metrics.jsonl", job)
     if results is not None:
-        content = {"step": config["steps"], "global_step": config["steps"], "eval": results}
+        content = {
+            "step": config["steps"],
+            "global_step": config["steps"],
+            "eval": results,
+        }
         (directory / "results.json").write_text(json.dumps(content))
     if doing is not None:
         last = logged[-1]["step"] if logged else None
-        row = {"doing": doing, "step": last, "steps": config["steps"], "rate": 10.0, "host": "h0"}
+        row = {
+            "doing": doing,
+            "step": last,
+            "steps": config["steps"],
+            "rate": 10.0,
+            "host": "h0",
+        }
         row |= {"pid": 1, "time": time.time() - ago}
         if attempts:
             row = attempts[-1]

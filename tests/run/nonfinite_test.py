@@ -1,4 +1,6 @@
-"""Tests of runs with steps or states that are not finite: what the run does, and which files it leaves."""
+"""Tests of runs with steps or states that are not finite: what the run does, and which
+files it leaves.
+"""
 
 import dataclasses
 import json
@@ -29,14 +31,25 @@ from xshard.run import nonfinite
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
-PARAMS = ["mlp/~/linear_0/b", "mlp/~/linear_0/w", "mlp/~/linear_1/b", "mlp/~/linear_1/w"]
+PARAMS = [
+    "mlp/~/linear_0/b",
+    "mlp/~/linear_0/w",
+    "mlp/~/linear_1/b",
+    "mlp/~/linear_1/w",
+]
 
 
 def make_config(**changes):
-    """Returns a config of eight steps that saves every second one; the fifth is not finite."""
+    """Returns a config of eight steps that saves every second one; the fifth is not
+    finite.
+    """
     config = toy.get_config()
-    config.update({"experiment": "tests.toy.Poisoned", "steps": 8, "poisoned": ((0, 5),)})
-    config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 100})
+    config.update(
+        {"experiment": "tests.toy.Poisoned", "steps": 8, "poisoned": ((0, 5),)}
+    )
+    config.update(
+        {"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 100}
+    )
     config.checkpoint.update({"every_steps": 2, "keep_last": 1})
     config.reduction.shard_update = changes.pop("shard_update", False)
     config.group_assignment = changes.pop("group_assignment", ())
@@ -63,12 +76,17 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     config = make_config(loss_scale=loss_scale, shard_update=shard_update)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     messages = capsys.readouterr().err
-    assert "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/" in messages
+    assert (
+        "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/"
+        in messages
+    )
     assert "Check the learning rate" in messages
     assert f"newest finite checkpoint is step 4, in {tmp_path}" in messages
     assert saved(tmp_path) == {4: "complete"}
     results = results_of(tmp_path)
-    assert results["finite"] is False and results["why"].startswith("step 5: the loss is nan")
+    assert results["finite"] is False and results["why"].startswith(
+        "step 5: the loss is nan"
+    )
     # A second start resumes from the same checkpoint and ends the same way.
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
@@ -78,9 +96,14 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
 def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
     for shard_update in (False, True):
         directory = tmp_path / str(shard_update)
-        config = make_config(loss_scale="dynamic", shard_update=shard_update, max_skips_in_a_row=1)
+        config = make_config(
+            loss_scale="dynamic", shard_update=shard_update, max_skips_in_a_row=1
+        )
         assert loop.run(config, str(directory), "") == 0
-        assert results_of(directory)["finite"] is True and results_of(directory)["why"] == ""
+        assert (
+            results_of(directory)["finite"] is True
+            and results_of(directory)["why"] == ""
+        )
         trained = [row for row in rows.read(directory) if "loss" in row]
         assert trained[-1]["skipped"] == 1
     assert "finite" not in capsys.readouterr().err
@@ -97,63 +120,98 @@ def test_skip_leaves_every_leaf_unchanged(tmp_path, loss_scale, shard_update):
         config.checkpoint.update({"every_steps": 1, "keep_last": 2})
     assert loop.run(config, str(tmp_path), "") == 0
     run = loop.Run(config, str(tmp_path))
-    before, after = (run.checkpoints.manager.restore(run._target, n).state for n in (4, 5))
-    harness.assert_equal(dataclasses.replace(after, step=0), dataclasses.replace(before, step=0))
+    before, after = (
+        run.checkpoints.manager.restore(run._target, n).state for n in (4, 5)
+    )
+    harness.assert_equal(
+        dataclasses.replace(after, step=0), dataclasses.replace(before, step=0)
+    )
     assert int(after.step) == 5 and int(after.experiment.global_step) == 4
     assert results_of(tmp_path)["finite"] is True
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
-def test_warn_continues_reports_once_and_ends_as_not_finite(tmp_path, capsys, shard_update):
+def test_warn_continues_reports_once_and_ends_as_not_finite(
+    tmp_path, capsys, shard_update
+):
     config = make_config(on_nonfinite="warn", shard_update=shard_update)
     for _ in range(2):
-        # The second start has nothing left to train, but it does not report success either.
+        # The second start has nothing left to train, but it does not report success
+        # either.
         assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
         captured = capsys.readouterr()
-        assert "error: step 8: the resulting state is not finite: params/mlp" in captured.err
+        assert (
+            "error: step 8: the resulting state is not finite: params/mlp"
+            in captured.err
+        )
         results = results_of(tmp_path)
         assert results["step"] == 8 and results["finite"] is False
         # The newest finite checkpoint is kept, although keep_last is 1.
         assert saved(tmp_path) == {4: "complete", 8: "not finite"}
     assert captured.out.count("the run continues, because on_nonfinite=warn") == 0
     stopped = make_config(shard_update=shard_update)
-    with pytest.raises(ValueError, match=r"checkpoint of step 8 in .* is not finite") as e:
+    with pytest.raises(
+        ValueError, match=r"checkpoint of step 8 in .* is not finite"
+    ) as e:
         loop.run(stopped, str(tmp_path), "")
-    (command,) = [line for line in str(e.value).split(": ") if line.startswith("python -m")]
-    assert command.startswith(f"python -m xshard.checkpoint rm {tmp_path}/checkpoints 8.")
+    (command,) = [
+        line for line in str(e.value).split(": ") if line.startswith("python -m")
+    ]
+    assert command.startswith(
+        f"python -m xshard.checkpoint rm {tmp_path}/checkpoints 8."
+    )
 
 
 def test_a_step_is_judged_before_it_is_saved(tmp_path, capsys):
     # The bad step is the last, so no later step triggers its check.
-    assert loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
-    assert "error: step 8: the loss is nan, and 4 of 4 gradients" in capsys.readouterr().err
+    assert (
+        loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
+    )
+    assert (
+        "error: step 8: the loss is nan, and 4 of 4 gradients"
+        in capsys.readouterr().err
+    )
     assert saved(tmp_path) == {6: "complete"}
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(tmp_path, capsys, policy):
-    config = make_config(experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8)
+def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(
+    tmp_path, capsys, policy
+):
+    config = make_config(
+        experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8
+    )
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     assert (
         "error: step 8: the resulting state is not finite: params/linear/"
         in capsys.readouterr().err
     )
-    assert saved(tmp_path) == {6: "complete"} and results_of(tmp_path)["finite"] is False
+    assert (
+        saved(tmp_path) == {6: "complete"} and results_of(tmp_path)["finite"] is False
+    )
 
 
 def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
-    # The loss of the next step is not finite either, but the error of the save may come first.
+    # The loss of the next step is not finite either, but the error of the save may come
+    # first.
     config = make_config(experiment="tests.toy.Overflowing", overflow_at=4)
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
-    assert saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
+    assert (
+        saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
+    )
 
 
 def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
     config = make_config(group_assignment=HALVES, poisoned=((1, 5),))
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     messages = capsys.readouterr().err
-    assert "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients" in messages
-    skipping = make_config(group_assignment=HALVES, poisoned=((1, 5),), on_nonfinite="skip")
+    assert (
+        "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients"
+        in messages
+    )
+    skipping = make_config(
+        group_assignment=HALVES, poisoned=((1, 5),), on_nonfinite="skip"
+    )
     assert loop.run(skipping, str(tmp_path), "") == 0
     assert results_of(tmp_path)["global_step"] == [8, 7]
 
@@ -187,10 +245,16 @@ def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
     )
     assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
     # The 15 steps before these lowered the scale from 2**15 to its minimum.
-    assert "8 steps in a row were skipped without lowering a loss scale" in capsys.readouterr().err
+    assert (
+        "8 steps in a row were skipped without lowering a loss scale"
+        in capsys.readouterr().err
+    )
     assert results_of(tmp_path)["why"].count("step 23: the loss is nan") == 1
-    # A run that ends before it reaches the limit has not ended well either, and a second start reports the same.
-    short = make_config(experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20)
+    # A run that ends before it reaches the limit has not ended well either, and a
+    # second start reports the same.
+    short = make_config(
+        experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20
+    )
     for _ in range(2):
         assert loop.run(short, str(tmp_path / "short"), "") == notice.NONFINITE
         assert "15 steps in a row were skipped" in results_of(tmp_path / "short")["why"]
@@ -216,7 +280,10 @@ def test_a_run_from_before_the_config_keys_existed_resumes(tmp_path):
     "changes, match",
     [
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore' must be 'stop'; 'skip'"),
-        ({"max_skips_in_a_row": 0}, "max_skips_in_a_row=0 must be an integer of at least 1"),
+        (
+            {"max_skips_in_a_row": 0},
+            "max_skips_in_a_row=0 must be an integer of at least 1",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(tmp_path, changes, match):
@@ -236,21 +303,28 @@ def observe(config, devices=2):
     """Returns the observations of the first step."""
     the_experiment = experiment_lib.load(config.experiment)(config)
     the_mesh = mesh.make_mesh(devices=jax.devices()[:devices])
-    train = batches.TrainBatches(the_experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        the_experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     state = state_lib.init(the_experiment, the_mesh, 0, train.example)
     apply = jax.jit(step.make_watched_step(the_experiment, the_mesh))
     return jax.device_get(apply(state, next(train))[2][""])
 
 
 class OneLayer(toy.Poisoned):
-    """Trains only its last layer; the loss is finite, but the gradients of that layer are not."""
+    """Trains only its last layer; the loss is finite, but the gradients of that layer
+    are not.
+    """
 
     def loss(self, outputs, batch):
         return jnp.mean(jnp.sqrt(jnp.abs(outputs * 0.0))), {}
 
     def clip_gradients(self, grads):
         return {
-            module: {name: grad if "linear_1" in module else None for name, grad in arrays.items()}
+            module: {
+                name: grad if "linear_1" in module else None
+                for name, grad in arrays.items()
+            }
             for module, arrays in grads.items()
         }
 
@@ -258,7 +332,9 @@ class OneLayer(toy.Poisoned):
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_bad_gradients_of_a_finite_loss_are_detected(shard_update):
     config = make_config(
-        experiment="tests.run.nonfinite_test.OneLayer", poisoned=(), shard_update=shard_update
+        experiment="tests.run.nonfinite_test.OneLayer",
+        poisoned=(),
+        shard_update=shard_update,
     )
     observed = observe(config)
     assert observed.verdict == nonfinite.TROUBLE and observed.loss == 0
@@ -271,7 +347,10 @@ class OneElement(toy.Poisoned):
 
     def clip_gradients(self, grads):
         last = "mlp/~/linear_0"
-        return {**grads, last: {**grads[last], "w": grads[last]["w"].at[-1, -1].set(jnp.nan)}}
+        return {
+            **grads,
+            last: {**grads[last], "w": grads[last]["w"].at[-1, -1].set(jnp.nan)},
+        }
 
 
 class Apart(toy.Poisoned):
@@ -289,7 +368,9 @@ class Apart(toy.Poisoned):
 )
 def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update):
     config = make_config(
-        experiment=f"tests.run.nonfinite_test.{name}", poisoned=(), shard_update=shard_update
+        experiment=f"tests.run.nonfinite_test.{name}",
+        poisoned=(),
+        shard_update=shard_update,
     )
     observed = observe(config)
     assert observed.verdict == nonfinite.TROUBLE and observed.gradients.tolist() == bad
@@ -332,7 +413,11 @@ def test_bad_gradients_of_any_dtype_are_counted():
     }
     applied = phases.Applied({}, True, None, grads, {}, None)
     counted = dict(
-        zip(sorted(grads["m"]), inspection.count_nonfinite(applied).tolist(), strict=True)
+        zip(
+            sorted(grads["m"]),
+            inspection.count_nonfinite(applied).tolist(),
+            strict=True,
+        )
     )
     assert counted == {"complex": 2, "half": 1, "large": 0, "none": 0, "scalar": 1}
 
@@ -365,7 +450,9 @@ def test_skipping_adds_no_state():
         config.on_nonfinite = policy
         the_experiment = experiment_lib.load(config.experiment)(config)
         states.append(
-            state_lib.abstract_state(the_experiment, the_mesh, 0, the_experiment.train_data())
+            state_lib.abstract_state(
+                the_experiment, the_mesh, 0, the_experiment.train_data()
+            )
         )
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
@@ -416,7 +503,9 @@ def test_a_learner_without_observations_is_fine():
     watching.flush()
     assert messages[0].startswith("step 2: for learner student the loss is inf")
     assert messages[1].startswith("step 3: finite again") and watching.failure() == ""
-    watching, _ = watch("roll_back", names=("student", "teacher"), loss_factor=5.0, loss_steps=2)
+    watching, _ = watch(
+        "roll_back", names=("student", "teacher"), loss_factor=5.0, loss_steps=2
+    )
     with pytest.raises(
         nonfinite.NonfiniteError, match="^step 3: for learner student the loss is 9"
     ):
@@ -447,12 +536,17 @@ def test_a_step_is_judged_after_later_steps_are_dispatched():
 def test_a_fine_step_resets_the_count_of_skips_in_a_row():
     watching, _ = watch("stop", patience=3)
     push(watching, [S, S, F, S, S])
-    with pytest.raises(nonfinite.NonfiniteError, match="3 steps in a row .* the last, step 6: "):
+    with pytest.raises(
+        nonfinite.NonfiniteError, match="3 steps in a row .* the last, step 6: "
+    ):
         push(watching, [S], 6)
 
 
 def test_a_long_list_names_only_its_first_items():
-    assert formatting.listed([str(i) for i in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
+    assert (
+        formatting.listed([str(i) for i in range(10)])
+        == "0, 1, 2, 3, 4, 5, 6, 7, and 2 more"
+    )
 
 
 def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
@@ -467,7 +561,9 @@ def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
     config = make_config(poisoned=((0, 1),), on_nonfinite="skip")
     the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
     the_experiment = Counting(config)
-    train = batches.TrainBatches(the_experiment.train_batches, the_mesh, batch_size=16, seed=0)
+    train = batches.TrainBatches(
+        the_experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
     state = state_lib.init(the_experiment, the_mesh, 0, train.example)
     apply = jax.jit(step.make_watched_step(the_experiment, the_mesh))
     after = apply(state, next(train))[0]
@@ -475,7 +571,9 @@ def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
 
 
 class Overflowed(toy.Toy):
-    """Has state that becomes infinite although the loss, the gradients and the parameters stay finite."""
+    """Has state that becomes infinite although the loss, the gradients and the
+    parameters stay finite.
+    """
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)
@@ -490,18 +588,24 @@ class Overflowed(toy.Toy):
         zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
         update = lambda updates, state, params=None: (
             updates,
-            {"least": state["least"], "sums": jax.tree.map(lambda x: x + large, state["sums"])},
+            {
+                "least": state["least"],
+                "sums": jax.tree.map(lambda x: x + large, state["sums"]),
+            },
         )
         # A number may be infinite by design.
         init = lambda params: {"least": jnp.asarray(jnp.inf), "sums": zeros(params)}
         rule = optax.chain(optax.sgd(0.1), optax.GradientTransformation(init, update))
-        return xshard.CrossShardOptimizer(rule, slice_axis_name="slice", **self.config.reduction)
+        return xshard.CrossShardOptimizer(
+            rule, slice_axis_name="slice", **self.config.reduction
+        )
 
     def evaluate(self, outputs, batch):
         values = super().evaluate(outputs, batch)
         return {
             **values,
-            "ratio": values["error"] * (jnp.nan if self.config.where == "eval" else 1.0),
+            "ratio": values["error"]
+            * (jnp.nan if self.config.where == "eval" else 1.0),
         }
 
 
@@ -510,7 +614,10 @@ class Overflowed(toy.Toy):
     "where, match",
     [
         ("net_state", "step 2: the resulting state is not finite: net_state/~/total"),
-        ("opt_state", r"step 2: the resulting state is not finite: opt_state/.*sums/linear/b"),
+        (
+            "opt_state",
+            r"step 2: the resulting state is not finite: opt_state/.*sums/linear/b",
+        ),
         ("eval", "step 8: the evaluation is not finite: ratio"),
         ("nowhere", ""),
     ],

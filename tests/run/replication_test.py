@@ -1,4 +1,6 @@
-"""Tests that state which must be equal on all replicas is compared in each step and before each save."""
+"""Tests that state which must be equal on all replicas is compared in each step and
+before each save.
+"""
 
 import os
 import subprocess
@@ -28,11 +30,17 @@ VARIANTS = [
     {"model_parallel": 2},
 ]
 
-LOGICAL = {"logical_replicas": 16, "reduction.arithmetic": "exact", "eval_batch_size": 16}
+LOGICAL = {
+    "logical_replicas": 16,
+    "reduction.arithmetic": "exact",
+    "eval_batch_size": 16,
+}
 
 
 class Believed(toy.Wide):
-    """Declares equal on replicas what is not: a value of its state, or one that its optimizer rule adds."""
+    """Declares equal on replicas what is not: a value of its state, or one that its
+    optimizer rule adds.
+    """
 
     def init(self, key, batch):
         return {"line": super().init(key, batch), "seen": jnp.zeros(3)}
@@ -59,7 +67,11 @@ class Believed(toy.Wide):
             index = xshard.equal_on_replicas(jax.lax.axis_index(("slice", "replica")))
             return jax.tree.map(lambda x: x + index.astype(x.dtype), updates)
 
-        rule = optax.stateless(add_index) if self.config.lies == "rule" else optax.identity()
+        rule = (
+            optax.stateless(add_index)
+            if self.config.lies == "rule"
+            else optax.identity()
+        )
         return xshard.CrossShardOptimizer(
             optax.chain(rule, optax.trace(0.9), optax.scale(-0.01)),
             slice_axis_name="slice",
@@ -80,7 +92,10 @@ def config(**changes):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(
     ("lies", "part"),
-    [("state", "different bits of 'seen', which Believed.train_step"), ("rule", "line/opt_state/")],
+    [
+        ("state", "different bits of 'seen', which Believed.train_step"),
+        ("rule", "line/opt_state/"),
+    ],
 )
 def test_parted_state_is_named_after_the_first_step(tmp_path, variant, lies, part):
     with pytest.raises(errors.UserError) as e:
@@ -96,10 +111,13 @@ def test_a_run_with_equal_replicas_continues(tmp_path, variant):
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_path, every):
+def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(
+    tmp_path, every
+):
     changes = {"fingerprint_every_steps": every, "checkpoint.every_steps": 1}
     with pytest.raises(
-        replication.ReplicaDivergenceError, match="After step 1 the replicas .* of 'seen', which"
+        replication.ReplicaDivergenceError,
+        match="After step 1 the replicas .* of 'seen', which",
     ):
         loop.run(config(lies="state", **changes), str(tmp_path), "")
     assert not list(tmp_path.glob("checkpoints/step_*"))
@@ -118,7 +136,9 @@ def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(tmp_pat
         ("params/linear/w", "params", LOGICAL),
     ],
 )
-def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, kind, variant):
+def test_a_flipped_bit_is_named_within_two_steps(
+    tmp_path, monkeypatch, name, kind, variant
+):
     new_config = toy.get_config()
     new_config.update_from_flattened_dict(
         {**variant, "checkpoint.every_steps": 100, "log_every_steps": 1}
@@ -130,10 +150,16 @@ def test_a_flipped_bit_is_named_within_two_steps(tmp_path, monkeypatch, name, ki
     of_group = " of group 1" if "group_assignment" in variant else ""
     number = 1 if of_group else 5
     message = f"{kind}: replica {number}{of_group} (device 5 of process 0) differs from"
-    # The number of the first step after the flip that compares the state it begins with.
-    compared = -(-5 // new_config.fingerprint_every_steps) * new_config.fingerprint_every_steps
-    assert f"After step {compared - 1} the replicas" in str(e.value) and message in str(e.value)
-    # At most two later steps may have been made by then. No row of a step after them is written.
+    # The number of the first step after the flip that compares the state it begins
+    # with.
+    compared = (
+        -(-5 // new_config.fingerprint_every_steps) * new_config.fingerprint_every_steps
+    )
+    assert f"After step {compared - 1} the replicas" in str(e.value) and message in str(
+        e.value
+    )
+    # At most two later steps may have been made by then. No row of a step after them is
+    # written.
     assert run.step <= compared + 2
 
 
@@ -149,12 +175,19 @@ def test_processes_compare_their_replicas(tmp_path):
         sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=2", "--",
         sys.executable, "-m", "xshard.main", f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": forks.python_path(),
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
     # Both processes roll back to the first state, and their replicas part again.
     message = done.stdout + done.stderr
-    assert "'seen', which" in message and "with the same data (roll-back 1 of at most 1)" in message
+    assert (
+        "'seen', which" in message
+        and "with the same data (roll-back 1 of at most 1)" in message
+    )
     assert (
         "The run has rolled back 1 time, the most that roll_back.limit allows: (1) After step 1 the"
         in message
@@ -164,7 +197,9 @@ def test_processes_compare_their_replicas(tmp_path):
 def saved_at_5(directory, **changes):
     """Trains until a stop at step 5, which saves the state; returns the config."""
     new_config = toy.get_config()
-    new_config.update_from_flattened_dict({"hidden": 15, "log_every_steps": 1, **changes})
+    new_config.update_from_flattened_dict(
+        {"hidden": 15, "log_every_steps": 1, **changes}
+    )
     watch = rows.ScriptedWatch(5, notice.STOP)
     assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
     return new_config.copy_and_resolve_references()
@@ -222,13 +257,19 @@ def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "changes", [{"slices": 2}, {"reduction.shard_update": True}, {"devices": 2}], ids=str
+    "changes",
+    [{"slices": 2}, {"reduction.shard_update": True}, {"devices": 2}],
+    ids=str,
 )
-def test_a_state_restored_to_another_layout_equals_the_saved_one(tmp_path, monkeypatch, changes):
+def test_a_state_restored_to_another_layout_equals_the_saved_one(
+    tmp_path, monkeypatch, changes
+):
     new_config = saved_at_5(tmp_path, **{"reduction.shard_update": "slices" in changes})
     devices = jax.devices()[: changes.pop("devices", 8)]
     mesh_of = experiment_lib.mesh_of
-    monkeypatch.setattr(experiment_lib, "mesh_of", lambda config: mesh_of(config, devices))
+    monkeypatch.setattr(
+        experiment_lib, "mesh_of", lambda config: mesh_of(config, devices)
+    )
     new_config.update_from_flattened_dict(changes)
     run = loop.Run(new_config.lock(), str(tmp_path))
     seen = []

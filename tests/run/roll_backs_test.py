@@ -1,4 +1,6 @@
-"""Tests that roll-backs skip the bad data and end in the same bits and rows, even if the run is stopped or killed."""
+"""Tests that roll-backs skip the bad data and end in the same bits and rows, even if
+the run is stopped or killed.
+"""
 
 import json
 import signal
@@ -28,15 +30,22 @@ from xshard.run import loss_jumps, replication, roll_back_history, roll_backs
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
-# Batch 7 makes step 7 bad. After the roll-back to step 4, which skips batches 5 to 7, batch 11 makes step 8 bad.
+# Batch 7 makes step 7 bad. After the roll-back to step 4, which skips batches 5 to 7,
+# batch 11 makes step 8 bad.
 TWO = ((0, 7), (0, 11))
 
 
 def make_config(**changes):
-    """Returns a config of twelve steps that saves every fourth and evaluates after every third."""
+    """Returns a config of twelve steps that saves every fourth and evaluates after
+    every third.
+    """
     config = toy.get_config()
     config.update(
-        {"experiment": "tests.toy.Poisoned", "poisoned": TWO, "on_nonfinite": "roll_back"}
+        {
+            "experiment": "tests.toy.Poisoned",
+            "poisoned": TWO,
+            "on_nonfinite": "roll_back",
+        }
     )
     config.update({"log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3})
     config.checkpoint.update({"every_steps": 4, "keep_last": 1, "best_metric": "error"})
@@ -54,19 +63,29 @@ def recorded(directory):
 
 
 def rolled(directory):
-    """Returns the rows about roll-backs, as (step, number, step in trouble, first batch, last batch)."""
+    """Returns the rows about roll-backs, as (step, number, step in trouble, first
+    batch, last batch).
+    """
     names = ("number", "trouble_step", "first_batch", "last_batch")
     records = [row for row in rows.read(directory) if "roll_back/number" in row]
-    return [(row["step"], *(row[f"roll_back/{name}"] for name in names)) for row in records]
+    return [
+        (row["step"], *(row[f"roll_back/{name}"] for name in names)) for row in records
+    ]
 
 
 def assert_same(directory, other, config):
-    """Asserts that two runs have the same final state, rows, results and recorded roll-backs."""
-    harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
+    """Asserts that two runs have the same final state, rows, results and recorded
+    roll-backs.
+    """
+    harness.assert_equal(
+        rows.final_state(directory, config), rows.final_state(other, config)
+    )
     assert rows.same_bits(directory) == rows.same_bits(other)
     assert rows.results(directory) == rows.results(other)
     keys = ("step", "why", "restored", "first_batch", "last_batch")
-    left, right = ([[entry[k] for k in keys] for entry in recorded(x)] for x in (directory, other))
+    left, right = (
+        [[entry[k] for k in keys] for entry in recorded(x)] for x in (directory, other)
+    )
     assert left == right
 
 
@@ -96,17 +115,28 @@ class SkipsPast(toy.Poisoned):
 
 
 @pytest.mark.sample(5, of="roll-backs")
-def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(uninterrupted, tmp_path):
+def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(
+    uninterrupted, tmp_path
+):
     first, second = recorded(uninterrupted)
     assert first["why"].startswith("step 7: the loss is nan, and 4 of 4 gradients")
     assert (first["restored"], first["first_batch"], first["last_batch"]) == (4, 5, 7)
     assert second["why"].startswith("step 8: ")
-    assert (second["restored"], second["first_batch"], second["last_batch"]) == (4, 5, 11)
+    assert (second["restored"], second["first_batch"], second["last_batch"]) == (
+        4,
+        5,
+        11,
+    )
     # The second roll-back replaced the rows of the first.
     assert rolled(uninterrupted) == [(5, 2, 8, 5, 11)]
-    config = make_config(experiment="tests.run.roll_backs_test.SkipsPast", on_nonfinite="stop")
+    config = make_config(
+        experiment="tests.run.roll_backs_test.SkipsPast", on_nonfinite="stop"
+    )
     assert loop.run(config, str(tmp_path), "") == 0
-    left, right = rows.final_state(uninterrupted, make_config()), rows.final_state(tmp_path, config)
+    left, right = (
+        rows.final_state(uninterrupted, make_config()),
+        rows.final_state(tmp_path, config),
+    )
     harness.assert_equal(left, right)
     assert rows.results(uninterrupted) == rows.results(tmp_path)
     trained = [row for row in rows.same_bits(uninterrupted) if "roll_back/" not in row]
@@ -121,26 +151,38 @@ def test_roll_backs_are_reported(tmp_path, capsys):
         "rolled back to step 4, skipping batches 5 to 11 of the data (roll-back 2 of at most 3)"
         in captured.out
     )
-    # The table of the model is printed once, and the restored checkpoint after each roll-back.
+    # The table of the model is printed once, and the restored checkpoint after each
+    # roll-back.
     assert captured.out.count("on each device") == 1
     assert captured.out.count("resumed from the checkpoint of step 4 in") == 2
 
 
-# Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is known, 20 in the third attempt.
+# Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is
+# known, 20 in the third attempt.
 @pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("at", [2, 8, 12, 20])
-def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(tmp_path, uninterrupted, at):
+def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
+    tmp_path, uninterrupted, at
+):
     config = make_config()
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        == 42
+    )
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same(tmp_path, uninterrupted, config)
 
 
 def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
     config = make_config()
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE)) == 0
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE))
+        == 0
+    )
     assert_same(tmp_path, uninterrupted, config)
-    assert [name[:14] for name in recorded(tmp_path)[0]["given_up"]] == ["step_00000006."]
+    assert [name[:14] for name in recorded(tmp_path)[0]["given_up"]] == [
+        "step_00000006."
+    ]
 
 
 def killing(original):
@@ -153,7 +195,8 @@ def killing(original):
     return killed
 
 
-# The functions that a roll-back calls, in order. The run is killed after the first call of one of them.
+# The functions that a roll-back calls, in order. The run is killed after the first call
+# of one of them.
 INSTANTS = [
     (jsonfile, "write"),
     (roll_backs.RollBacks, "add"),
@@ -174,12 +217,16 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     owner, name = INSTANTS[at]
     config = make_config()
     # The stop saves a checkpoint after the one that the roll-back restores.
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP))
+        == 42
+    )
     add = roll_backs.RollBacks.add
 
     def adds(self, step, why):
         monkeypatch.setattr(roll_backs.RollBacks, "add", add)
-        # The kill is prepared when the first roll-back begins, so calls before it do not count.
+        # The kill is prepared when the first roll-back begins, so calls before it do
+        # not count.
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
         self.add(step, why)
 
@@ -212,10 +259,14 @@ loop.run(test.make_config(), sys.argv[1], "")
 
 
 @pytest.mark.sample(0.4)
-def test_a_run_survives_sigkill_after_it_records_each_roll_back(tmp_path, uninterrupted):
+def test_a_run_survives_sigkill_after_it_records_each_roll_back(
+    tmp_path, uninterrupted
+):
     for number in (1, 2):
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(number)]
-        ended = subprocess.run(command, cwd=system.ROOT, env=system.environment(), check=False)
+        ended = subprocess.run(
+            command, cwd=system.ROOT, env=system.environment(), check=False
+        )
         assert ended.returncode == -signal.SIGKILL
         assert len(recorded(tmp_path)) == number
     assert loop.run(make_config(), str(tmp_path), "") == 0
@@ -245,7 +296,8 @@ def test_a_roll_back_before_the_first_checkpoint_returns_to_step_0(tmp_path):
 
 
 def test_a_later_roll_back_counts_the_batches_already_skipped(tmp_path):
-    # After the first roll-back, step 8 uses batch 11, and step 11, after the checkpoint of step 8, uses batch 14.
+    # After the first roll-back, step 8 uses batch 11, and step 11, after the checkpoint
+    # of step 8, uses batch 14.
     config = make_config(poisoned=((0, 7), (0, 14)))
     assert loop.run(config, str(tmp_path), "") == 0
     assert rolled(tmp_path) == [(5, 1, 7, 5, 7), (9, 2, 11, 12, 14)]
@@ -255,10 +307,14 @@ def test_checkpoints_of_evaluations_are_saved_again(tmp_path):
     config = make_config(keep_best=9, poisoned=((0, 7),))
     assert loop.run(config, str(tmp_path), "") == 0
     (entry,) = recorded(tmp_path)
-    assert len(entry["given_up"]) == 1 and entry["given_up"][0].startswith("step_00000006.")
+    assert len(entry["given_up"]) == 1 and entry["given_up"][0].startswith(
+        "step_00000006."
+    )
     entries = checkpoint.read_catalog(tmp_path / "checkpoints").entries
     evaluated = {
-        row["step"]: row["eval/error"] for row in rows.read(tmp_path) if "eval/error" in row
+        row["step"]: row["eval/error"]
+        for row in rows.read(tmp_path)
+        if "eval/error" in row
     }
     assert {e.step: e.metrics["error"] for e in entries if e.metrics} == evaluated
     assert sorted(evaluated) == [3, 6, 9, 12]
@@ -268,7 +324,9 @@ def test_checkpoints_of_evaluations_are_saved_again(tmp_path):
 def test_trouble_in_one_group_of_two_rolls_back_both(tmp_path):
     config = make_config(group_assignment=HALVES, poisoned=((1, 6),))
     assert loop.run(config, str(tmp_path), "") == 0
-    assert recorded(tmp_path)[0]["why"].startswith("step 6: in group 1 of 2 the loss is nan")
+    assert recorded(tmp_path)[0]["why"].startswith(
+        "step 6: in group 1 of 2 the loss is nan"
+    )
     assert rows.results(tmp_path)["global_step"] == [12, 12]
 
 
@@ -284,7 +342,9 @@ def test_a_state_that_is_not_finite_although_its_loss_is_rolls_back(tmp_path, ca
 
 
 class Bursting(toy.Poisoned):
-    """Has parameters that overflow after a poisoned batch, although its loss and gradients are finite."""
+    """Has parameters that overflow after a poisoned batch, although its loss and
+    gradients are finite.
+    """
 
     def loss(self, outputs, batch):
         large = jnp.where(jnp.isnan(batch["y"]), 1e9, batch["y"])
@@ -299,11 +359,17 @@ class Bursting(toy.Poisoned):
 @pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize(("at", "step"), [(8, 6), (12, 8)])
 def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, step):
-    # Step 8 is saved on schedule, step 6 only because of the stop. The loss of the next step reveals the bad state.
-    config = make_config(experiment="tests.run.roll_backs_test.Bursting", poisoned=((0, step),))
+    # Step 8 is saved on schedule, step 6 only because of the stop. The loss of the next
+    # step reveals the bad state.
+    config = make_config(
+        experiment="tests.run.roll_backs_test.Bursting", poisoned=((0, step),)
+    )
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
-    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, notice.STOP))
+        == 42
+    )
     assert not (stopped / "roll_backs.json").exists()
     assert loop.run(config, str(stopped), "") == 0
     assert [entry["step"] for entry in recorded(tmp_path / "whole")] == [step + 1]
@@ -329,10 +395,15 @@ def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     )
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     (entry,) = recorded(tmp_path / "whole")
-    assert entry["why"].startswith("3 steps in a row were skipped") and entry["step"] == 7
+    assert (
+        entry["why"].startswith("3 steps in a row were skipped") and entry["step"] == 7
+    )
     # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
-    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        == 42
+    )
     assert loop.run(config, str(stopped), "") == 0
     assert_same(stopped, tmp_path / "whole", config)
 
@@ -366,8 +437,12 @@ class Jumping(toy.Wide):
 @pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("groups", [(), HALVES])
 def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
-    changes = {"experiment": "tests.run.roll_backs_test.Jumping", "group_assignment": groups}
-    # The jump at step 3 is not detected, because loss_steps earlier losses do not exist yet.
+    changes = {
+        "experiment": "tests.run.roll_backs_test.Jumping",
+        "group_assignment": groups,
+    }
+    # The jump at step 3 is not detected, because loss_steps earlier losses do not exist
+    # yet.
     config = make_config(**changes, poisoned=(3, 7), loss_factor=5.0, loss_steps=4)
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     (entry,) = recorded(tmp_path / "whole")
@@ -375,18 +450,30 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     assert entry["why"].startswith(f"step 7: {where}the loss is 1")
     assert "above 5 times the earlier median, 1." in entry["why"]
     assert rolled(tmp_path / "whole") == [(5, 1, 7, 5, 7)]
-    # The checkpoint contains the earlier losses, so a resumed run detects the same jump.
+    # The checkpoint contains the earlier losses, so a resumed run detects the same
+    # jump.
     stopped = tmp_path / "stopped"
-    assert loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        == 42
+    )
     assert loop.run(config, str(stopped), "") == 0
     assert_same(stopped, tmp_path / "whole", config)
 
 
 def test_jumps_are_detected_for_each_learner_and_group():
     watching = loss_jumps.JumpDetector(2.0, 3)
-    losses = [[1.0, -1.0], [3.0, -1.0], [2.0, -1.0], [np.nan, 9.0], [4.0, 9.0], [6.1, 9.0]]
+    losses = [
+        [1.0, -1.0],
+        [3.0, -1.0],
+        [2.0, -1.0],
+        [np.nan, 9.0],
+        [4.0, 9.0],
+        [6.1, 9.0],
+    ]
     seen = [watching.add(np.array([row])) for row in losses]
-    # A negative median detects no jump, and a step that is not finite does not enter the median.
+    # A negative median detects no jump, and a step that is not finite does not enter
+    # the median.
     assert [np.isfinite(x).any() for x in seen] == [False] * 5 + [True]
     assert seen[-1].tolist()[0][0] == 3.0 and np.isnan(seen[-1][0, 1])
     other = loss_jumps.JumpDetector(2.0, 3)
@@ -425,11 +512,19 @@ def test_an_invalid_config_is_refused_before_the_run(tmp_path, changes, match):
     assert not (tmp_path / "run").exists()
 
 
-OLD = {"step": 7, "why": "", "restored": 4, "first_batch": 5, "last_batch": 7, "given_up": []}
+OLD = {
+    "step": 7,
+    "why": "",
+    "restored": 4,
+    "first_batch": 5,
+    "last_batch": 7,
+    "given_up": [],
+}
 
 
 @pytest.mark.parametrize(
-    "content", [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["]
+    "content",
+    [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["],
 )
 def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
     assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
@@ -441,14 +536,24 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
 def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
     (entry,) = roll_back_history.read(tmp_path / "roll_backs.json")
-    assert entry.update_scale == 1.0 and roll_back_history.batches_to_skip([entry]) == {5: 3}
+    assert entry.update_scale == 1.0 and roll_back_history.batches_to_skip([entry]) == {
+        5: 3
+    }
 
 
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
     config = make_config(poisoned=((0, 7),))
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP))
+        == 42
+    )
     # The run still skips the data, whatever its policy for later trouble is.
-    assert loop.run(make_config(poisoned=((0, 7),), on_nonfinite="stop"), str(tmp_path), "") == 0
+    assert (
+        loop.run(
+            make_config(poisoned=((0, 7),), on_nonfinite="stop"), str(tmp_path), ""
+        )
+        == 0
+    )
     assert rolled(tmp_path) == [(5, 1, 7, 5, 7)]
 
 
@@ -465,18 +570,25 @@ FLIPPED = "params/mlp/~/linear_0/w"
 def assert_same_history(directory, other, config):
     """Asserts that two runs have the same final state, rows and results.
 
-    Roll-backs that skip no data leave no rows, but they count. The numbers of the others may therefore differ.
+    Roll-backs that skip no data leave no rows, but they count. The numbers of the
+    others may therefore differ.
     """
-    harness.assert_equal(rows.final_state(directory, config), rows.final_state(other, config))
+    harness.assert_equal(
+        rows.final_state(directory, config), rows.final_state(other, config)
+    )
     left, right = (
-        [{k: x for k, x in json.loads(row).items() if k != "roll_back/number"} for row in records]
+        [
+            {k: x for k, x in json.loads(row).items() if k != "roll_back/number"}
+            for row in records
+        ]
         for records in map(rows.same_bits, (directory, other))
     )
     assert left == right
     assert rows.results(directory) == rows.results(other)
 
 
-# The flips are in the first history, or in the third, which begins after 12 steps and skips batches 5 to 11.
+# The flips are in the first history, or in the third, which begins after 12 steps and
+# skips batches 5 to 11.
 @pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize(
     ("steps", "begin", "first", "change"),
@@ -484,7 +596,8 @@ def assert_same_history(directory, other, config):
         ([5], 0, [5], flips.one_bit),
         ([6], 12, [5], flips.one_bit),
         ([6, 9], 12, [5, 16], flips.one_bit),
-        # The loss of the next step is not finite either. The data did not cause that, so none is skipped.
+        # The loss of the next step is not finite either. The data did not cause that,
+        # so none is skipped.
         ([5], 0, [5], flips.to_nan),
     ],
 )
@@ -497,14 +610,21 @@ def test_a_run_whose_replicas_part_repeats_the_same_steps(
     assert loop.run(config, str(tmp_path), "") == 0
     assert not left
     assert_same_history(tmp_path, uninterrupted, config)
-    records = [entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")]
+    records = [
+        entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")
+    ]
     for entry, step, batch in zip(records, steps, first, strict=True):
-        assert entry["step"] == step and "replica 3 (device 3 of process 0)" in entry["why"]
+        assert (
+            entry["step"] == step
+            and "replica 3 (device 3 of process 0)" in entry["why"]
+        )
         assert "was not saved" not in entry["why"]
         assert entry["restored"] == step // 4 * 4
         assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
     assert len(recorded(tmp_path)) == 2 + len(steps)
-    assert "repeating the steps with the same data (roll-back" in capsys.readouterr().out
+    assert (
+        "repeating the steps with the same data (roll-back" in capsys.readouterr().out
+    )
 
 
 def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
@@ -520,7 +640,10 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     assert entry["why"].startswith("After step 5")
     # This flip is detected at the save for the stop.
     flips.after(monkeypatch, [9], FLIPPED, 3)
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP))
+        == 42
+    )
     assert len(recorded(tmp_path)) > 1
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same_history(tmp_path, uninterrupted, config)
@@ -532,14 +655,20 @@ def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
     with pytest.raises(replication.ReplicaDivergenceError) as e:
         loop.run(config, str(tmp_path), "")
-    assert "rolled back 2 times, the most that roll_back.limit allows: (1) After step 6" in str(
-        e.value
+    assert (
+        "rolled back 2 times, the most that roll_back.limit allows: (1) After step 6"
+        in str(e.value)
     )
     assert str(e.value).count("This step was not saved") == 1
     # With on_parted='stop' the first flip ends the run, whatever on_nonfinite is.
-    for on_parted, on_nonfinite, count in (("stop", "roll_back", 0), ("roll_back", "stop", 2)):
+    for on_parted, on_nonfinite, count in (
+        ("stop", "roll_back", 0),
+        ("roll_back", "stop", 2),
+    ):
         other = tmp_path / on_parted
-        config = make_config(on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2)
+        config = make_config(
+            on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2
+        )
         with pytest.raises(replication.ReplicaDivergenceError):
             loop.run(config, str(other), "")
         assert len(recorded(other) if count else []) == count
@@ -547,7 +676,9 @@ def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch)
 
 
 def lowered_config(**changes):
-    return make_config(experiment="tests.toy.Lowered", learning_rate_factor=0.25, **changes)
+    return make_config(
+        experiment="tests.toy.Lowered", learning_rate_factor=0.25, **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -561,7 +692,9 @@ def lowered(tmp_path_factory):
 def update_scales(directory):
     """Returns the logged factor of the updates, by step."""
     records = rows.read(directory)
-    return {row["step"]: row["update_scale"] for row in records if "update_scale" in row}
+    return {
+        row["step"]: row["update_scale"] for row in records if "update_scale" in row
+    }
 
 
 @pytest.mark.sample(5, of="roll-backs")
@@ -581,8 +714,16 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     unchanged = make_config(experiment="tests.toy.Lowered")
     assert loop.run(unchanged, str(tmp_path), "") == 0
     assert set(update_scales(tmp_path).values()) == {1.0}
-    plain = {row["step"]: row["parameter_norm"] for row in rows.read(tmp_path) if "loss" in row}
-    norms = {row["step"]: row["parameter_norm"] for row in rows.read(lowered) if "loss" in row}
+    plain = {
+        row["step"]: row["parameter_norm"]
+        for row in rows.read(tmp_path)
+        if "loss" in row
+    }
+    norms = {
+        row["step"]: row["parameter_norm"]
+        for row in rows.read(lowered)
+        if "loss" in row
+    }
     moved = [abs(x[12] - x[4]) for x in (plain, norms)]
     assert plain[4] == norms[4] and 0 < moved[1] < moved[0] / 4
 
@@ -593,9 +734,13 @@ def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at
 ):
     config = lowered_config(on_parted="roll_back")
-    assert loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP)) == 42
+    assert (
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        == 42
+    )
     if at == 20:
-        # A changed factor applies only to later roll-backs; repeated steps use the recorded one.
+        # A changed factor applies only to later roll-backs; repeated steps use the
+        # recorded one.
         config = make_config(experiment=config.experiment, on_parted="roll_back")
         flips.after(monkeypatch, [10], FLIPPED, 3)
     assert loop.run(config, str(tmp_path), "") == 0

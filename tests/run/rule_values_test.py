@@ -21,9 +21,12 @@ MODES = {
 
 
 def per_array(f, grads, *trees):
-    """Applies `f` to each gradient that is an array, and to the entries of the other trees."""
+    """Applies `f` to each gradient that is an array, and to the entries of the other
+    trees.
+    """
     return hk.data_structures.map(
-        lambda module, name, grad: f(grad, *(tree[module][name] for tree in trees)), grads
+        lambda module, name, grad: f(grad, *(tree[module][name] for tree in trees)),
+        grads,
     )
 
 
@@ -69,7 +72,9 @@ class Noisy(xshard.OptimizerWrapper):
     def _add(self, grads):
         if hk.running_init():
             return grads
-        return per_array(lambda g: g + 0.01 * jax.random.normal(hk.next_rng_key(), g.shape), grads)
+        return per_array(
+            lambda g: g + 0.01 * jax.random.normal(hk.next_rng_key(), g.shape), grads
+        )
 
     def aggregate(self, grads):
         if self._after:
@@ -88,7 +93,9 @@ class NoisyUpdate(xshard.Optimizer):
 
 
 class ByIndex(xshard.Optimizer):
-    """Scales the update by the replica's index, or by what is declared to be equal on all replicas."""
+    """Scales the update by the replica's index, or by what is declared to be equal on
+    all replicas.
+    """
 
     def __init__(self, declare=lambda index: index):
         super().__init__(name="by_index")
@@ -154,12 +161,16 @@ ACCEPTED = {
     "largest loss": lambda reduction: reduced(ByLoss(gathered), reduction),
     "vote by the mean loss": lambda reduction: reduced(VotesByLoss(mean), reduction),
     "noise in the update": lambda reduction: reduced(NoisyUpdate(), reduction),
-    "declared equal": lambda reduction: reduced(ByIndex(xshard.equal_on_replicas), reduction),
+    "declared equal": lambda reduction: reduced(
+        ByIndex(xshard.equal_on_replicas), reduction
+    ),
     "plain": lambda reduction: reduced(sgd(), reduction),
 }
 OTHERS = {
     "mean of a slice": lambda reduction: reduced(ByLoss(mean_of_a_slice), reduction),
-    "keys before the sum": lambda reduction: reduced(Noisy(sgd(), after=False), reduction),
+    "keys before the sum": lambda reduction: reduced(
+        Noisy(sgd(), after=False), reduction
+    ),
     "feedback": lambda reduction: reduced(Feedback(sgd()), reduction),
 }
 
@@ -168,7 +179,9 @@ class Ruled(toy.Wide):
     """Trains by a rule of the tables above."""
 
     def optimizer(self):
-        return {**REFUSED, **ACCEPTED, **OTHERS}[self.config.rule](self.config.reduction)
+        return {**REFUSED, **ACCEPTED, **OTHERS}[self.config.rule](
+            self.config.reduction
+        )
 
 
 def make_config(rule, mode, **changes):
@@ -186,17 +199,21 @@ def start(tmp_path, rule, mode, **changes):
     return loop.Run(make_config(rule, mode, **changes), str(tmp_path / "run"))
 
 
-# The rules that use no gradient or loss of a replica's own, which there is none of with parameters in shards.
+# The rules that use no gradient or loss of a replica's own, which there is none of with
+# parameters in shards.
 OF_THE_SUM = ("own keys", "own index", "noise in the update", "declared equal", "plain")
 
 
 def modes_of(rules):
-    """The pairs of a rule and a mode, without rules of one's own gradients where parameters are in shards."""
+    """The pairs of a rule and a mode, without rules of one's own gradients where
+    parameters are in shards.
+    """
     pairs = []
     for rule in rules:
         for mode in MODES:
             has_no_own = mode == "shard_params" and rule not in OF_THE_SUM
-            # Exact sums take no declaration: the step is divided where values become equal.
+            # Exact sums take no declaration: the step is divided where values become
+            # equal.
             takes_none = mode == "exact" and rule == "declared equal"
             if not has_no_own and not takes_none:
                 pairs.append((rule, mode))
@@ -205,8 +222,8 @@ def modes_of(rules):
 
 @pytest.mark.parametrize("rule, mode", modes_of(REFUSED))
 def test_an_update_with_a_replicas_own_value_is_refused(tmp_path, rule, mode):
-    # The division of a step at its sums finds some of them before; and with parameters in shards no rule may change what
-    # is summed.
+    # The division of a step at its sums finds some of them before; and with parameters
+    # in shards no rule may change what is summed.
     match = (
         "Ruled.optimizer .* a value of a replica's own|differs between the replicas|"
         "shard_params=True cannot be used with Noisy, which overrides aggregate"
@@ -214,7 +231,9 @@ def test_an_update_with_a_replicas_own_value_is_refused(tmp_path, rule, mode):
     with pytest.raises(errors.UserError, match=match) as e:
         start(tmp_path, rule, mode)
     if "a value of a replica's own" in str(e.value):
-        why = {"own keys": "key", "own index": "index"}.get(rule, "part of the batch and its key")
+        why = {"own keys": "key", "own index": "index"}.get(
+            rule, "part of the batch and its key"
+        )
         assert f"which depends on its {why}. Each" in str(e.value)
     assert not (tmp_path / "run").exists()
 

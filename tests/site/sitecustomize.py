@@ -1,8 +1,10 @@
-"""What every Python process of the tests does at its start, since this folder is in its PYTHONPATH.
+"""What every Python process of the tests does at its start, since this folder is in its
+PYTHONPATH.
 
-It makes JAX's compilation cache fit for tests, where many processes share one folder and some of
-them are killed: an entry appears whole or not at all, and each process of a pod writes its own
-(JAX lets process 0 alone write, so the others would compile in every test).
+It makes JAX's compilation cache fit for tests, where many processes share one folder
+and some of them are killed: an entry appears whole or not at all, and each process of a
+pod writes its own (JAX lets process 0 alone write, so the others would compile in every
+test).
 """
 
 import importlib.abc
@@ -49,7 +51,9 @@ _CHANGES = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Changes a module of `_CHANGES` after its import, so that processes without JAX stay without it."""
+    """Changes a module of `_CHANGES` after its import, so that processes without JAX
+    stay without it.
+    """
 
     def find_spec(self, name, path, target=None):
         del path, target

@@ -1,4 +1,6 @@
-"""Tests that fingerprints of the state are equal on all layouts and differ after every change."""
+"""Tests that fingerprints of the state are equal on all layouts and differ after every
+change.
+"""
 
 import json
 
@@ -39,8 +41,12 @@ class Everything(toy.Wide):
         }
 
 
-def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=None, **changes):
-    """Returns the fingerprints of an initial state by kind, and the fingerprint of the same state on the host."""
+def fingerprints(
+    devices, name="tests.stored.fingerprint_test.Everything", mesh=None, **changes
+):
+    """Returns the fingerprints of an initial state by kind, and the fingerprint of the
+    same state on the host.
+    """
     config = toy.get_config()
     # 15 is not divisible by 2, 4 or 8 devices, so a sharded update pads the arrays.
     config.update_from_flattened_dict({"experiment": name, "hidden": 15, **changes})
@@ -52,7 +58,9 @@ def fingerprints(devices, name="tests.stored.fingerprint_test.Everything", mesh=
     arrays = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        arrays[trees.path_name(path)] = np.asarray(jax.random.key_data(x) if is_key else x)
+        arrays[trees.path_name(path)] = np.asarray(
+            jax.random.key_data(x) if is_key else x
+        )
     values = {kind: hashing.text(value) for kind, value in actual.values.items()}
     return values, hashing.of_arrays(arrays.items())
 
@@ -73,7 +81,8 @@ def test_the_fingerprint_does_not_depend_on_the_layout(devices, changes, mesh):
     alone, host_total = fingerprints(1)
     assert hashing.total(list(alone.values())) == host_total
     assert list(alone) == ["other", "params", "slots"]
-    # `games` counts from 0 on each device, so `other` differs between numbers of devices and is not compared.
+    # `games` counts from 0 on each device, so `other` differs between numbers of
+    # devices and is not compared.
     assert (
         fingerprints(devices, mesh=mesh, **changes)[0].items()
         >= {kind: alone[kind] for kind in ("params", "slots")}.items()
@@ -84,14 +93,19 @@ def test_the_fingerprint_does_not_depend_on_the_layout(devices, changes, mesh):
 
 def test_the_host_computes_the_same_fingerprint_on_any_layout():
     for mesh in ({}, {"slices": 2}):
-        values, host_total = fingerprints(8, mesh=mesh, **{"reduction.shard_update": True})
+        values, host_total = fingerprints(
+            8, mesh=mesh, **{"reduction.shard_update": True}
+        )
         assert hashing.total(list(values.values())) == host_total
 
 
 def test_a_group_has_its_own_fingerprint_on_any_number_of_devices():
     values, _ = fingerprints(8, mesh={"group_assignment": HALVES})
     pairs, _ = fingerprints(2, mesh={"group_assignment": ((0,), (1,))})
-    assert values["params"] == pairs["params"] and values["params"][0] != values["params"][1]
+    assert (
+        values["params"] == pairs["params"]
+        and values["params"][0] != values["params"][1]
+    )
     assert values["slots"][0] == values["slots"][1] == fingerprints(1)[0]["slots"]
 
 
@@ -130,7 +144,11 @@ def test_fingerprints_do_not_copy_the_state(devices, experiment_class):
         experiment = experiment_class(config)
         batches = preflight.train_batches(experiment, mesh)
         state = state_lib.init(experiment, mesh, 0, batches.example)
-        program = preflight.jitted_step(experiment, mesh).lower(state, next(batches)).compile()
+        program = (
+            preflight.jitted_step(experiment, mesh)
+            .lower(state, next(batches))
+            .compile()
+        )
         sizes[every] = program.memory_analysis().temp_size_in_bytes
     parameters = state_lib.learners(state)[""].params
     largest_array = max(x.nbytes for x in jax.tree.leaves(parameters))
@@ -164,8 +182,12 @@ def test_a_row_has_the_fingerprint_of_the_state_before_its_step(tmp_path, groups
     assert list(actual[2]) == [fingerprint.PREFIX + kind for kind in fingerprint.KINDS]
     run = loop.Run(config.lock(), str(tmp_path))
     for step, values in actual.items():
-        saved = run.checkpoints.manager.restore(run._target, step - 1).metadata["fingerprint"]
-        assert {fingerprint.PREFIX + kind: value for kind, value in saved.items()} == values
+        saved = run.checkpoints.manager.restore(run._target, step - 1).metadata[
+            "fingerprint"
+        ]
+        assert {
+            fingerprint.PREFIX + kind: value for kind, value in saved.items()
+        } == values
 
 
 def test_a_resumed_run_logs_the_same_fingerprints(tmp_path):
@@ -184,7 +206,9 @@ def test_fingerprint_every_steps_selects_the_rows(tmp_path, every, steps):
     assert loop.run(config_of_a_run(), str(tmp_path / "all"), "") == 0
     assert all(actual[step] == logged(tmp_path / "all")[step] for step in steps)
     states = [rows.final_state(tmp_path / name, config) for name in ("some", "all")]
-    (of_some, of_all) = ([np.asarray(x) for x in jax.tree.leaves(x.experiment)] for x in states)
+    (of_some, of_all) = (
+        [np.asarray(x) for x in jax.tree.leaves(x.experiment)] for x in states
+    )
     np.testing.assert_equal(of_some, of_all)
 
 
@@ -192,7 +216,8 @@ def test_verify_checks_the_fingerprint_of_a_checkpoint(tmp_path, capsys):
     assert loop.run(config_of_a_run(), str(tmp_path), "") == 0
     command = ["verify", str(tmp_path / "checkpoints")]
     assert tool.main(command) == 0
-    # A wrong fingerprint under correct checksums, as if the saved state had not been the state on the devices.
+    # A wrong fingerprint under correct checksums, as if the saved state had not been
+    # the state on the devices.
     (attempt, *_) = format_lib.attempts(store_lib.Store(str(tmp_path / "checkpoints")))
     folder = tmp_path / "checkpoints" / attempt.folder
     meta = json.loads((folder / "meta.json").read_text())

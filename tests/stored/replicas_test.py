@@ -1,4 +1,6 @@
-"""Tests of state that differs by replica (`PerReplica`) on other numbers of replicas than it was trained on."""
+"""Tests of state that differs by replica (`PerReplica`) on other numbers of replicas
+than it was trained on.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,15 @@ HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
 
 
 class Counting(toy.Wide):
-    """Sums the inputs of each replica. If the config has `reads`, evaluation and prediction depend on the sum."""
+    """Sums the inputs of each replica. If the config has `reads`, evaluation and
+    prediction depend on the sum.
+    """
 
     def init(self, key, batch):
-        return {"line": super().init(key, batch), "seen": xshard.PerReplica(jnp.zeros(2))}
+        return {
+            "line": super().init(key, batch),
+            "seen": xshard.PerReplica(jnp.zeros(2)),
+        }
 
     def train_step(self, state, batch, key):
         line, outcome = super().train_step(state["line"], batch, key)
@@ -26,7 +33,8 @@ class Counting(toy.Wide):
         return {"line": line, "seen": xshard.PerReplica(seen)}, {"line": outcome}
 
     def _mean(self, state):
-        # `pmean` makes the value equal on all replicas. A prediction from values that differ is refused.
+        # `pmean` makes the value equal on all replicas. A prediction from values that
+        # differ is refused.
         seen = jax.lax.pmean(state["seen"].value, ("slice", "replica"))
         return jnp.sum(seen) * (1.0 if self.config.reads else 0.0)
 
@@ -68,7 +76,9 @@ def files(directory):
 
 
 @pytest.mark.sample(0.4)
-def test_a_run_on_another_number_of_replicas_is_refused_before_it_begins(tmp_path, use_devices):
+def test_a_run_on_another_number_of_replicas_is_refused_before_it_begins(
+    tmp_path, use_devices
+):
     assert loop.run(config(), str(tmp_path), "") == 0
     before = files(tmp_path)
     use_devices(4)
@@ -102,7 +112,9 @@ def test_load_keeps_the_values_of_all_replicas(tmp_path, groups):
         assert trained.predict(batch).shape == (count,)
 
 
-def test_a_method_that_reads_the_state_on_other_replicas_is_refused(tmp_path, use_devices):
+def test_a_method_that_reads_the_state_on_other_replicas_is_refused(
+    tmp_path, use_devices
+):
     assert loop.run(config(reads=True), str(tmp_path), "") == 0
     trained = xshard.load(str(tmp_path))
     batch = {"x": np.ones((5, 3), np.float32), "y": np.zeros(5, np.float32)}
@@ -115,15 +127,22 @@ def test_a_method_that_reads_the_state_on_other_replicas_is_refused(tmp_path, us
     # On the original number of replicas the evaluation returns the same value.
     use_devices(8)
     assert continuous_eval.run(config(reads=True), str(tmp_path), "", None) == 0
-    assert rows.read(tmp_path / "eval")[-1]["eval/seen"] == rows.results(tmp_path)["eval"]["seen"]
+    assert (
+        rows.read(tmp_path / "eval")[-1]["eval/seen"]
+        == rows.results(tmp_path)["eval"]["seen"]
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_an_evaluation_without_the_state_runs_on_other_replicas(tmp_path, use_devices, devices):
+def test_an_evaluation_without_the_state_runs_on_other_replicas(
+    tmp_path, use_devices, devices
+):
     assert loop.run(config(), str(tmp_path), "") == 0
     use_devices(devices)
     assert continuous_eval.run(config(), str(tmp_path), "", None) == 0
     evaluated = rows.read(tmp_path / "eval")[-1]
     # The tolerance is for float32 sums of ten numbers in another order.
     wanted = rows.results(tmp_path)["eval"]["error"]
-    assert evaluated["step"] == 4 and evaluated["eval/error"] == pytest.approx(wanted, rel=1e-5)
+    assert evaluated["step"] == 4 and evaluated["eval/error"] == pytest.approx(
+        wanted, rel=1e-5
+    )

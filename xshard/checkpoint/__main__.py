@@ -1,20 +1,27 @@
-"""Inspects and manages checkpoints: `python -m xshard.checkpoint ls runs/digits/checkpoints`.
+"""Inspects and manages checkpoints: `python -m xshard.checkpoint ls
+runs/digits/checkpoints`.
 
-DIR is a run's work directory or a folder of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER. DIR@STEP
-names one checkpoint, as DIR STEP does; without a step, show, export and orbax take the newest one.
+DIR is a run's work directory or a folder of checkpoints: a path, gs://BUCKET/FOLDER or
+s3://BUCKET/FOLDER. DIR@STEP names one checkpoint, as DIR STEP does; without a step,
+show, export and orbax take the newest one.
 
-    ls DIR                   lists the steps: age, size, whether they are complete, finite, pinned, or among the best
-    show DIR STEP            prints the tree (types, shapes, shardings, the loss scale) and the run's metadata
-    verify DIR [STEP]        reads every byte of one step or of all; exit code 1 if any is damaged
-    diff DIR STEP STEP       prints the largest difference of each array that differs; or diff DIR@STEP DIR@STEP
-    pin DIR STEP             protects a step from the retention rules; unpin removes the protection
-    rm DIR STEP              deletes a step, pinned or not; its run may then resume from the step before
-    heal DIR STEP            reads every byte of a step that is marked as damaged, and removes the mark if it is whole
-    export DIR STEP FILE     writes the arrays to an .npz file; types that NumPy lacks become float32. Characters
-                             that a file name cannot have are written %XX ('..' is %2E%2E), and a name that is
-                             too long becomes % and its SHA-256
-    orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens the step
-    import ORBAX DIR         converts an orbax checkpoint that has params, for use with --init_from
+    ls DIR                   lists the steps: age, size, whether they are complete,
+      finite, pinned, or among the best
+    show DIR STEP            prints the tree (types, shapes, shardings, the loss scale)
+    and the run's metadata verify DIR [STEP]        reads every byte of one step or of
+    all; exit code 1 if any is damaged diff DIR STEP STEP       prints the largest
+    difference of each array that differs; or diff DIR@STEP DIR@STEP pin DIR STEP
+    protects a step from the retention rules; unpin removes the protection rm DIR STEP
+    deletes a step, pinned or not; its run may then resume from the step before heal DIR
+    STEP            reads every byte of a step that is marked as damaged, and removes
+    the mark if it is whole export DIR STEP FILE     writes the arrays to an .npz file;
+    types that NumPy lacks become float32. Characters
+                             that a file name cannot have are written %XX ('..' is
+                             %2E%2E), and a name that is too long becomes % and its
+                             SHA-256
+    orbax DIR STEP           adds the file by which orbax's StandardCheckpointer opens
+    the step import ORBAX DIR         converts an orbax checkpoint that has params, for
+    use with --init_from
 
 --json prints the same as JSON.
 """
@@ -31,7 +38,15 @@ from typing import Any
 import numpy as np
 
 from xshard import cli, errors
-from xshard.checkpoint import array_reader, catalog, manager, npz, orbax, retention, writer
+from xshard.checkpoint import (
+    array_reader,
+    catalog,
+    manager,
+    npz,
+    orbax,
+    retention,
+    writer,
+)
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files as metadata_lib
@@ -50,7 +65,12 @@ def list_steps(store: store_lib.Store) -> Rows:
     """Returns a row for each attempt."""
     rows: Rows = []
     for entry in catalog.read_catalog(store).entries:
-        row: dict[str, Any] = {"step": entry.step, "state": entry.state, "age": "", "MB": ""}
+        row: dict[str, Any] = {
+            "step": entry.step,
+            "state": entry.state,
+            "age": "",
+            "MB": "",
+        }
         if entry.time is not None:
             row["age"] = formatting_lib.age(time.time() - entry.time)
         if entry.nbytes is not None:
@@ -65,7 +85,9 @@ def list_steps(store: store_lib.Store) -> Rows:
 def show(store: store_lib.Store, step: int | None) -> Rows:
     """Returns a row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
-    commit, meta = metadata_lib.retry_on_damage(lambda: metadata_lib.read_commit_meta(attempt))
+    commit, meta = metadata_lib.retry_on_damage(
+        lambda: metadata_lib.read_commit_meta(attempt)
+    )
     arrays = metadata_lib.array_metas(meta)
     scales = {name: array for name, array in arrays.items() if _is_scale(name, array)}
     values = dict(array_reader.read_arrays(attempt, scales))
@@ -74,7 +96,12 @@ def show(store: store_lib.Store, step: int | None) -> Rows:
         value = values[name].tolist() if name in values else ""
         kind = array.key_impl or array.dtype
         rows.append(_item(name, value, kind, list(array.shape), array.sharding))
-    extra = {"step": meta["step"], **meta["metadata"], "data": meta["data"], **meta["written_with"]}
+    extra = {
+        "step": meta["step"],
+        **meta["metadata"],
+        "data": meta["data"],
+        **meta["written_with"],
+    }
     nonfinite = commit.get(format_lib.NONFINITE)
     if nonfinite:
         extra["not finite"] = nonfinite
@@ -84,7 +111,13 @@ def show(store: store_lib.Store, step: int | None) -> Rows:
 def _item(
     path: str, value: Any, kind: str = "", shape: Any = "", sharding: str = ""
 ) -> dict[str, Any]:
-    return {"path": path, "type": kind, "shape": shape, "sharding": sharding, "value": value}
+    return {
+        "path": path,
+        "type": kind,
+        "shape": shape,
+        "sharding": sharding,
+        "value": value,
+    }
 
 
 def verify(store: store_lib.Store, step: int | None) -> Rows:
@@ -94,7 +127,9 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
     for attempt in format_lib.attempts(store):
         if format_lib.COMMIT in attempt.marks and step in (None, attempt.step):
             whole = (
-                "whole" if attempt.counts else "whole, but marked as damaged: heal removes the mark"
+                "whole"
+                if attempt.counts
+                else "whole, but marked as damaged: heal removes the mark"
             )
             rows.append({"step": attempt.step, "state": _damage(attempt) or whole})
     if not rows:
@@ -103,7 +138,9 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
 
 
 def diff(store: str, a: str, b: str | None) -> Rows:
-    """Returns a row for each array that differs between two steps of a store, or between two places."""
+    """Returns a row for each array that differs between two steps of a store, or
+    between two places.
+    """
     places = (store, a) if b is None else (f"{store}@{a}", f"{store}@{b}")
     first, second = map(place_lib.find, places)
     of_first = metadata_lib.read_array_metas(first)
@@ -117,7 +154,8 @@ def diff(store: str, a: str, b: str | None) -> Rows:
         else:
             reason = "only in one checkpoint, or of another shape or type"
             rows.append({"path": path, "largest difference": reason})
-    # The arrays are read and compared one by one, so that both checkpoints together may exceed the memory.
+    # The arrays are read and compared one by one, so that both checkpoints together may
+    # exceed the memory.
     lefts = array_reader.read_arrays(first, in_both)
     others = {path: of_second[path] for path in in_both}
     rights = array_reader.read_arrays(second, others)
@@ -140,7 +178,9 @@ def unpin(store: store_lib.Store, step: int) -> Rows:
 
 
 def remove(store: store_lib.Store, step: int) -> Rows:
-    """Deletes a step, and the leftovers of an earlier deletion of it that was interrupted."""
+    """Deletes a step, and the leftovers of an earlier deletion of it that was
+    interrupted.
+    """
     there = [attempt for attempt in format_lib.attempts(store) if attempt.step == step]
     chosen = [a for a in there if a.counts or format_lib.is_removed(store, a.folder)]
     for attempt in chosen or [format_lib.find(store, step)]:
@@ -174,8 +214,11 @@ def export(store: store_lib.Store, step: int | None, file: pathlib.Path) -> Rows
     """Writes the arrays to an .npz file."""
     attempt = format_lib.find(store, step)
     if disk.exists(file):
-        raise errors.UserError(f"{file} already exists: give another FILE, or delete it.")
-    # The file gets its name when all arrays are in it: a part of them must not pass for an export.
+        raise errors.UserError(
+            f"{file} already exists: give another FILE, or delete it."
+        )
+    # The file gets its name when all arrays are in it: a part of them must not pass for
+    # an export.
     with disk.writing(file, tensors.WRITE_ELSEWHERE), disk.replacing(file) as out:
         names = npz.write(out, _read_all(attempt))
     row: dict[str, Any] = {"file": str(file), "arrays": len(names)}
@@ -195,8 +238,12 @@ def to_orbax(store: store_lib.Store, step: int | None) -> Rows:
 def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
     """Converts an orbax checkpoint to a checkpoint of step 0."""
     # What an interrupted import left does not count, and the save removes it.
-    if any(format_lib.COMMIT in attempt.marks for attempt in format_lib.attempts(store)):
-        raise format_lib.CheckpointError(f"{store} already holds checkpoints; give another place.")
+    if any(
+        format_lib.COMMIT in attempt.marks for attempt in format_lib.attempts(store)
+    ):
+        raise format_lib.CheckpointError(
+            f"{store} already holds checkpoints; give another place."
+        )
     arrays = orbax.read(source)
     if not any(path.startswith("params/") for path in arrays):
         arrays = {f"params/{path}": value for path, value in arrays.items()}
@@ -265,7 +312,8 @@ _POSITIONALS: dict[str, tuple[Any, str]] = {
     "b": (str, "STEP"),
     "file": (pathlib.Path, "FILE"),
 }
-# For each command: its function, and its positional arguments; a question mark makes one optional.
+# For each command: its function, and its positional arguments; a question mark makes
+# one optional.
 _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
     "ls": (list_steps, "store"),
     "show": (show, "store step?"),
@@ -292,7 +340,9 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
 
 
 def _damage(attempt: format_lib.Attempt) -> str:
-    """Describes damage that persists when a checkpoint is read again; empty if there is none."""
+    """Describes damage that persists when a checkpoint is read again; empty if there is
+    none.
+    """
 
     def read() -> str:
         digest = hashing.of_arrays(_read_all(attempt))

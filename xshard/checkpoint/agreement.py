@@ -1,7 +1,7 @@
 """Agreement of processes on the checkpoints that they see.
 
-If a single host does not see a checkpoint, a disk is probably not mounted there. This is an error: the checkpoint is
-not treated as missing.
+If a single host does not see a checkpoint, a disk is probably not mounted there. This
+is an error: the checkpoint is not treated as missing.
 """
 
 import json
@@ -25,9 +25,13 @@ _FIX = "Is the same disk mounted on all hosts, and the same path given? Nothing 
 
 
 class Agreement:
-    """The processes that share a store. All processes must call the same methods in the same order."""
+    """The processes that share a store. All processes must call the same methods in the
+    same order.
+    """
 
-    def __init__(self, store: store_lib.Store, seconds: float, say: Callable[[str], None]):
+    def __init__(
+        self, store: store_lib.Store, seconds: float, say: Callable[[str], None]
+    ):
         """Creates the agreement; no process waits yet.
 
         Args:
@@ -50,10 +54,12 @@ class Agreement:
         return self._exchange.gather(value)
 
     def from_first(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on process 0 and returns its JSON-serializable result on every process.
+        """Runs an action on process 0 and returns its JSON-serializable result on every
+        process.
 
         Raises:
-          CheckpointError: on all processes, if the action fails. A bug in it is raised as it is on process 0.
+          CheckpointError: on all processes, if the action fails. A bug in it is raised
+            as it is on process 0.
         """
         answer: dict[str, Any] = {}
         cause = None
@@ -61,25 +67,33 @@ class Agreement:
             try:
                 answer = {"value": action()}
             except Exception as e:
-                # The other processes wait in the exchange. They receive the error there, instead of a timeout.
-                text = str(e) if isinstance(e, errors.UserError) else store_lib.reason(e)
+                # The other processes wait in the exchange. They receive the error
+                # there, instead of a timeout.
+                text = (
+                    str(e) if isinstance(e, errors.UserError) else store_lib.reason(e)
+                )
                 answer, cause = {"error": text}, e
         answer = self.gather(answer)[0]
         if "error" in answer:
-            # tensorstore raises ValueError and RuntimeError for what is wrong with a store.
-            if cause is not None and not isinstance(cause, OSError | ValueError | RuntimeError):
+            # tensorstore raises ValueError and RuntimeError for what is wrong with a
+            # store.
+            if cause is not None and not isinstance(
+                cause, OSError | ValueError | RuntimeError
+            ):
                 raise cause
             raise store_lib.CheckpointError(answer["error"]) from cause
         return answer["value"]
 
     def check_seen(self, folders: list[str]) -> None:
-        """Checks that every process sees the given checkpoints; if none are given, that no process sees any.
+        """Checks that every process sees the given checkpoints; if none are given, that
+        no process sees any.
 
         Args:
           folders: the names of the checkpoints' folders, equal on all processes.
 
         Raises:
-          CheckpointError: on all processes, if the check fails or a process cannot read the store.
+          CheckpointError: on all processes, if the check fails or a process cannot read
+            the store.
         """
 
         def problem() -> str:
@@ -94,7 +108,8 @@ class Agreement:
         self._wait_until_none(problem)
 
     def check_owner(self, owner: format_lib.Owner) -> None:
-        """Checks that every process sees the folder in which process 0 recorded the run as the owner.
+        """Checks that every process sees the folder in which process 0 recorded the run
+        as the owner.
 
         Raises:
           CheckpointError: on all processes, if one of them sees another folder.
@@ -112,19 +127,24 @@ class Agreement:
     def read(
         self, attempt: format_lib.Attempt, read_once: Callable[[], _T]
     ) -> tuple[_T | None, str]:
-        """Reads this process's part of a checkpoint, again if it fails; returns it, or None and the damage.
+        """Reads this process's part of a checkpoint, again if it fails; returns it, or
+        None and the damage.
 
-        A checkpoint is damaged only if it is wrong each time that it is read, and all processes see the same files.
+        A checkpoint is damaged only if it is wrong each time that it is read, and all
+        processes see the same files.
 
         Args:
           attempt: the checkpoint.
-          read_once: reads this process's part; raises DamagedError, UnreadableError or another error.
+          read_once: reads this process's part; raises DamagedError, UnreadableError or
+            another error.
 
         Returns:
-          The part and an empty text; or, on all processes, None and a description of the damage.
+          The part and an empty text; or, on all processes, None and a description of
+          the damage.
 
         Raises:
-          CheckpointError: on all processes, for an error that is not damage and persists.
+          CheckpointError: on all processes, for an error that is not damage and
+            persists.
         """
         damage = ""
         for wait_seconds in (*metadata_files.READ_AGAIN_SECONDS, None):
@@ -136,10 +156,12 @@ class Agreement:
             except metadata_files.UnreadableError as e:
                 answer = {"unreadable": str(e)}
             except Exception as e:
-                # Any error must reach the exchange, since the other processes wait there.
+                # Any error must reach the exchange, since the other processes wait
+                # there.
                 answer = {"error": store_lib.reason(e)}
             answers = self.gather(answer)
-            # Every process repeats its read if one of them failed, so that all keep making the same exchanges.
+            # Every process repeats its read if one of them failed, so that all keep
+            # making the same exchanges.
             if not any(answers):
                 return content, ""
             damage = _verdict(answers, is_last=wait_seconds is None)
@@ -149,9 +171,11 @@ class Agreement:
         return None, damage
 
     def _check_same_files(self, attempt: format_lib.Attempt, damage: str) -> None:
-        """Raises CheckpointError on all processes if they see different files of a damaged checkpoint.
+        """Raises CheckpointError on all processes if they see different files of a
+        damaged checkpoint.
 
-        In that case a host may have mounted another disk, and the checkpoint must not be marked as damaged.
+        In that case a host may have mounted another disk, and the checkpoint must not
+        be marked as damaged.
         """
         if self.count == 1:
             return
@@ -163,7 +187,8 @@ class Agreement:
                 )
 
     def _wait_until_none(self, problem: Callable[[], str]) -> None:
-        """Polls until no process reports a problem, for as long as a listing may lag behind.
+        """Polls until no process reports a problem, for as long as a listing may lag
+        behind.
 
         Raises:
           CheckpointError: on all processes, if a problem persists.
@@ -174,7 +199,8 @@ class Agreement:
         has_said = False
         while True:
             seconds = time.monotonic() - begin
-            # Process 0's clock decides for all, so that all processes leave the loop in the same round.
+            # Process 0's clock decides for all, so that all processes leave the loop in
+            # the same round.
             is_over = self.gather(seconds > LAG_SECONDS)[0]
             problems = [f"{host} {text}" for host, text in self._texts(problem) if text]
             if not problems:
@@ -183,11 +209,15 @@ class Agreement:
                 raise format_lib.CheckpointError(f"{'; '.join(problems)}. {_FIX}")
             if seconds > _SAY_SECONDS and not has_said:
                 has_said = True
-                self._say(f"{problems[0]}; waiting at most {LAG_SECONDS:.0f} s for this to change")
+                self._say(
+                    f"{problems[0]}; waiting at most {LAG_SECONDS:.0f} s for this to change"
+                )
             time.sleep(_LOOK_AGAIN_SECONDS)
 
     def _texts(self, look: Callable[[], str]) -> list[tuple[str, str]]:
-        """Returns each process's name and text; raises CheckpointError on all processes if one cannot look."""
+        """Returns each process's name and text; raises CheckpointError on all processes
+        if one cannot look.
+        """
         answer = {"name": f"process {self.index} on {socket.gethostname()}"}
         try:
             answer["text"] = look()
@@ -210,7 +240,8 @@ def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
     """Describes the damage that the processes reported.
 
     Raises:
-      CheckpointError: for an error that is not damage, or if the checkpoint is still unreadable at the last try.
+      CheckpointError: for an error that is not damage, or if the checkpoint is still
+        unreadable at the last try.
     """
     error = _joined(answers, "error")
     if error:
@@ -224,6 +255,8 @@ def _verdict(answers: list[dict[str, str]], *, is_last: bool) -> str:
 
 
 def _joined(answers: list[dict[str, str]], kind: str) -> str:
-    """Joins the texts of one kind without duplicates, since several processes may have read the same file."""
+    """Joins the texts of one kind without duplicates, since several processes may have
+    read the same file.
+    """
     texts = [answer[kind] for answer in answers if kind in answer]
     return " ".join(dict.fromkeys(texts))

@@ -1,4 +1,6 @@
-"""Reads parts of arrays from a checkpoint, and distinguishes damage from errors of the disk."""
+"""Reads parts of arrays from a checkpoint, and distinguishes damage from errors of the
+disk.
+"""
 
 import collections
 import math
@@ -16,20 +18,30 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 
-# Tensorstore's status codes for content that is not what was written, and for missing files. Any other status and
-# every disk error is not damage: the stored bytes may be correct.
-_DAMAGE = ("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION", "NOT_FOUND")
+# Tensorstore's status codes for content that is not what was written, and for missing
+# files. Any other status and every disk error is not damage: the stored bytes may be
+# correct.
+_DAMAGE = (
+    "DATA_LOSS",
+    "INVALID_ARGUMENT",
+    "OUT_OF_RANGE",
+    "FAILED_PRECONDITION",
+    "NOT_FOUND",
+)
 _STATUS = re.compile(r"([A-Z_]{6,}):")
 _ERRNO = re.compile(r"os_error_code='(\w+)'")
-# The most bytes that are read ahead of the part in use. More was not faster in measurements.
+# The most bytes that are read ahead of the part in use. More was not faster in
+# measurements.
 AHEAD_BYTES = 256 << 20
 # XLA on CPUs uses host memory of this alignment in place, and copies other memory.
 _ALIGNMENT = 64
 # Allocations of at least this size bypass NumPy; see `_aligned`.
 _MAPPED_BYTES = 4 << 20
-# The chunks of an array with more chunks than this are counted before the array is read.
+# The chunks of an array with more chunks than this are counted before the array is
+# read.
 _MANY_CHUNKS = 4096
-# The database stores values smaller than this, with their checksum, in its nodes next to their keys.
+# The database stores values smaller than this, with their checksum, in its nodes next
+# to their keys.
 _INLINE_BYTES = 1024
 
 
@@ -55,21 +67,26 @@ class ArrayRegion(NamedTuple):
 def read_arrays(
     attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads arrays into host memory and yields each with its path; typed PRNG keys as their data.
+    """Reads arrays into host memory and yields each with its path; typed PRNG keys as
+    their data.
 
     Raises:
       DamagedError: at the first array that is not what was written.
     """
     parts = [
-        ArrayRegion(path, meta, arrays_lib.whole_box(meta.shape)) for path, meta in arrays.items()
+        ArrayRegion(path, meta, arrays_lib.whole_box(meta.shape))
+        for path, meta in arrays.items()
     ]
     yield from zip(arrays, read_regions(attempt, parts), strict=True)
 
 
 def read_regions(
-    attempt: format_lib.Attempt, parts: Iterable[ArrayRegion], budget_bytes: int = AHEAD_BYTES
+    attempt: format_lib.Attempt,
+    parts: Iterable[ArrayRegion],
+    budget_bytes: int = AHEAD_BYTES,
 ) -> Iterator[np.ndarray]:
-    """Reads parts of arrays, several at a time, and yields them in the order of `parts`.
+    """Reads parts of arrays, several at a time, and yields them in the order of
+    `parts`.
 
     Args:
       attempt: a checkpoint.
@@ -82,7 +99,8 @@ def read_regions(
     database = store_lib.Database(attempt.store, attempt.prefix)
     stored_bytes = _stored_bytes(attempt)
     limit = min(budget_bytes, AHEAD_BYTES)
-    # The reads under way: each part, its memory, and a function that waits for the read.
+    # The reads under way: each part, its memory, and a function that waits for the
+    # read.
     reading: collections.deque[tuple[ArrayRegion, np.ndarray, Callable[[], None]]] = (
         collections.deque()
     )
@@ -100,9 +118,14 @@ def read_regions(
 
 
 def _finish(
-    attempt: format_lib.Attempt, part: ArrayRegion, out: np.ndarray, wait: Callable[[], None]
+    attempt: format_lib.Attempt,
+    part: ArrayRegion,
+    out: np.ndarray,
+    wait: Callable[[], None],
 ) -> np.ndarray:
-    """Waits until a part has been read; raises DamagedError or UnreadableError with the array's path."""
+    """Waits until a part has been read; raises DamagedError or UnreadableError with the
+    array's path.
+    """
     try:
         wait()
     except (ValueError, OSError) as e:
@@ -110,14 +133,18 @@ def _finish(
     return out
 
 
-def _check_size(attempt: format_lib.Attempt, part: ArrayRegion, stored_bytes: int) -> None:
-    """Raises DamagedError if an array seems too large for its checkpoint and its chunks do not match its description.
+def _check_size(
+    attempt: format_lib.Attempt, part: ArrayRegion, stored_bytes: int
+) -> None:
+    """Raises DamagedError if an array seems too large for its checkpoint and its chunks
+    do not match its description.
 
-    The check runs before memory is allocated, because a forged description may claim any size.
+    The check runs before memory is allocated, because a forged description may claim
+    any size.
     """
     meta = part.meta
-    # Smaller chunks are stored in the nodes of the database. The nodes are compressed, so that their size proves
-    # nothing.
+    # Smaller chunks are stored in the nodes of the database. The nodes are compressed,
+    # so that their size proves nothing.
     is_outside = meta.chunk_bytes >= _INLINE_BYTES
     seems_large = is_outside and meta.nbytes > stored_bytes
     if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
@@ -128,15 +155,21 @@ def _check_size(attempt: format_lib.Attempt, part: ArrayRegion, stored_bytes: in
         raise _error(f"'{part.path}', {meta}, in {attempt}", e) from e
 
 
-def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta) -> None:
-    """Counts an array's chunks and reads the first; raises ValueError if they do not match the description."""
+def _check_chunks(
+    attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta
+) -> None:
+    """Counts an array's chunks and reads the first; raises ValueError if they do not
+    match the description.
+    """
     database = attempt.store.database(attempt.prefix)
     dimensions = len(meta.shape)
     if dimensions:
         prefix = arrays_lib.chunk_key(path, ()).encode()
-        # The range of keys that begin with the prefix and a slash: "0" is the character after "/".
+        # The range of keys that begin with the prefix and a slash: "0" is the character
+        # after "/".
         keys = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
-        # The range also contains the keys of an array whose path begins with the prefix.
+        # The range also contains the keys of an array whose path begins with the
+        # prefix.
         chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % dimensions)
         count = sum(1 for key in keys if chunk.fullmatch(key))
         if count != meta.chunk_count:
@@ -146,7 +179,9 @@ def _check_chunks(attempt: format_lib.Attempt, path: str, meta: arrays_lib.Array
     arrays_lib.decode(content, meta, first)
 
 
-def _start(database: store_lib.Database, part: ArrayRegion, out: np.ndarray) -> Callable[[], None]:
+def _start(
+    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
+) -> Callable[[], None]:
     """Begins to read a part into memory; returns a function that waits for the end."""
     if arrays_lib.is_large(part.path, part.meta):
         return _start_large(database, part, out)
@@ -156,15 +191,20 @@ def _start(database: store_lib.Database, part: ArrayRegion, out: np.ndarray) -> 
 def _start_large(
     database: store_lib.Database, part: ArrayRegion, out: np.ndarray
 ) -> Callable[[], None]:
-    """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks."""
+    """Begins to read a part with tensorstore's zarr3 driver, which assembles the
+    chunks.
+    """
     path, meta, box = part
     sums = []
     if meta.sums is not None:
-        # Tensorstore verifies each chunk against the checksum stored with it. Whether the chunk is the one
-        # that this checkpoint wrote shows only in a comparison with the recorded checksum.
+        # Tensorstore verifies each chunk against the checksum stored with it. Whether
+        # the chunk is the one that this checkpoint wrote shows only in a comparison
+        # with the recorded checksum.
         for chunk in meta.chunks(box):
             key = arrays_lib.chunk_key(path, chunk)
-            sums.append((chunk, database.keys.read(key, byte_range=meta.checksum_slice)))
+            sums.append(
+                (chunk, database.keys.read(key, byte_range=meta.checksum_slice))
+            )
     stored = database.array(path, meta.zarr())[arrays_lib.box_index(box)]
     # Tensorstore reads directly into this memory, without an intermediate copy.
     target = ts.array(out, context=database.context)
@@ -192,13 +232,19 @@ def _start_small(
             stored = future.result()
             if stored.state != "value":
                 raise ValueError("a chunk is missing")
-            _copy(meta.box(chunk), arrays_lib.decode(stored.value, meta, chunk), box, out)
+            _copy(
+                meta.box(chunk), arrays_lib.decode(stored.value, meta, chunk), box, out
+            )
 
     return wait
 
 
-def _error(what: str, e: Exception) -> metadata_files.DamagedError | metadata_files.UnreadableError:
-    """Classifies a read error as damage (wrong or missing content) or as unreadable (an error of the disk)."""
+def _error(
+    what: str, e: Exception
+) -> metadata_files.DamagedError | metadata_files.UnreadableError:
+    """Classifies a read error as damage (wrong or missing content) or as unreadable (an
+    error of the disk).
+    """
     text = str(e)
     errno, status = _ERRNO.search(text), _STATUS.match(text)
     if isinstance(e, OSError):
@@ -206,17 +252,22 @@ def _error(what: str, e: Exception) -> metadata_files.DamagedError | metadata_fi
     elif errno is not None:
         is_damage = errno[1] == "ENOENT"
     else:
-        # An error without a status comes from this package's checks of bytes that were read.
+        # An error without a status comes from this package's checks of bytes that were
+        # read.
         is_damage = status is None or status[1] in _DAMAGE
     if is_damage:
         return metadata_files.DamagedError(
             f"{what} is not what was written: {store_lib.reason(e)}."
         )
-    return metadata_files.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
+    return metadata_files.UnreadableError(
+        f"{what} cannot be read: {store_lib.reason(e)}."
+    )
 
 
 def _stored_bytes(attempt: format_lib.Attempt) -> int:
-    """Returns the size of an attempt's files in bytes; in an object store, the size recorded in COMMIT."""
+    """Returns the size of an attempt's files in bytes; in an object store, the size
+    recorded in COMMIT.
+    """
     try:
         size = attempt.store.size(attempt.prefix)
     except format_lib.CheckpointError as e:
@@ -236,7 +287,8 @@ def _allocate(attempt: format_lib.Attempt, part: ArrayRegion) -> np.ndarray:
 def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _MAPPED_BYTES:
-        # NumPy requests huge pages for arrays of this size, and their allocation took three times as long.
+        # NumPy requests huge pages for arrays of this size, and their allocation took
+        # three times as long.
         memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
         return memory.view(dtype).reshape(shape)
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)

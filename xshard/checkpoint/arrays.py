@@ -1,6 +1,7 @@
 """The storage of an array in a checkpoint.
 
-Each array is a zarr3 array of uncompressed chunks of at most 16 MiB. Each chunk is followed by its CRC-32C.
+Each array is a zarr3 array of uncompressed chunks of at most 16 MiB. Each chunk is
+followed by its CRC-32C.
 """
 
 import dataclasses
@@ -13,12 +14,14 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 
-# The largest chunk. Larger ones were slower in measurements, because memory of that size is not reused.
+# The largest chunk. Larger ones were slower in measurements, because memory of that
+# size is not reused.
 CHUNK_BYTES = 16 << 20
-# An array that several processes hold is cut into chunks for each of them, but not into chunks smaller than this.
+# An array that several processes hold is cut into chunks for each of them, but not into
+# chunks smaller than this.
 SHARED_CHUNK_BYTES = 8 << 20
-# Chunks smaller than this are written and read as bytes. Opening an array in tensorstore takes half a
-# millisecond, longer than copying such a chunk.
+# Chunks smaller than this are written and read as bytes. Opening an array in
+# tensorstore takes half a millisecond, longer than copying such a chunk.
 LARGE_BYTES = 1 << 20
 # The types that tensorstore's zarr3 driver supports.
 TYPES = (
@@ -46,8 +49,9 @@ class ArrayMeta:
       chunk_shape: the shape of its chunks; chunks at the upper ends are padded.
       key_impl: the name of the PRNG implementation, if the array is a typed PRNG key.
       sharding: the partition spec at the time of the save, for people to read.
-      sums: the CRC-32C of each of `chunks()`, by which a chunk of another checkpoint or array is detected; None in a
-        checkpoint of an older version, which did not record them.
+      sums: the CRC-32C of each of `chunks()`, by which a chunk of another checkpoint or
+        array is detected; None in a checkpoint of an older version, which did not
+        record them.
     """
 
     shape: Shape
@@ -97,7 +101,9 @@ class ArrayMeta:
         return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
 
     def chunks(self, box: Box | None = None) -> list[ChunkIndex]:
-        """Lists the chunks that hold a part of the array, by their places in the grid; all chunks by default."""
+        """Lists the chunks that hold a part of the array, by their places in the grid;
+        all chunks by default.
+        """
         if box is None:
             box = whole_box(self.shape)
         ranges = []
@@ -131,8 +137,14 @@ class ArrayMeta:
 
     def zarr(self) -> dict[str, Any]:
         """Returns the content of the array's zarr.json."""
-        grid = {"name": "regular", "configuration": {"chunk_shape": list(self.chunk_shape)}}
-        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        grid = {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(self.chunk_shape)},
+        }
+        codecs = [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ]
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -150,7 +162,9 @@ ArrayMetas = dict[str, ArrayMeta]
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the type of a name in `TYPES`, such as 'bfloat16', which NumPy alone does not know."""
+    """Returns the type of a name in `TYPES`, such as 'bfloat16', which NumPy alone does
+    not know.
+    """
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
@@ -175,8 +189,11 @@ def as_box(index: tuple[slice, ...], shape: Shape) -> Box:
 
 
 def is_large(path: str, meta: ArrayMeta) -> bool:
-    """Returns whether an array is read and written through tensorstore's zarr3 driver, not as bytes."""
-    # A tree that is a single array has the empty path, and its keys begin with a slash. The driver misreads them.
+    """Returns whether an array is read and written through tensorstore's zarr3 driver,
+    not as bytes.
+    """
+    # A tree that is a single array has the empty path, and its keys begin with a slash.
+    # The driver misreads them.
     return bool(path) and meta.chunk_bytes >= LARGE_BYTES
 
 
@@ -186,7 +203,9 @@ def chunk_key(path: str, chunk: ChunkIndex) -> str:
 
 
 def encode(chunk: np.ndarray, shape: Shape) -> bytes:
-    """Encodes a chunk, padded with zeros to a shape, as its bytes followed by their CRC-32C."""
+    """Encodes a chunk, padded with zeros to a shape, as its bytes followed by their
+    CRC-32C.
+    """
     if chunk.shape != shape:
         whole = np.zeros(shape, chunk.dtype)
         whole[tuple(map(slice, chunk.shape))] = chunk
@@ -202,7 +221,9 @@ def stored_sum(content: bytes) -> int:
 
 
 def check_sum(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> None:
-    """Raises ValueError if a stored chunk, or its last bytes, do not end with the checksum that was recorded."""
+    """Raises ValueError if a stored chunk, or its last bytes, do not end with the
+    checksum that was recorded.
+    """
     expected = meta.sum_of(chunk)
     if expected is not None and stored_sum(content) != expected:
         raise ValueError("the chunk does not match its recorded checksum")
@@ -220,7 +241,9 @@ def decode(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> np.ndarray:
       ValueError: if the bytes are not what was written.
     """
     if len(content) != meta.chunk_bytes + CRC_BYTES:
-        raise ValueError(f"{len(content)} bytes instead of {meta.chunk_bytes + CRC_BYTES}")
+        raise ValueError(
+            f"{len(content)} bytes instead of {meta.chunk_bytes + CRC_BYTES}"
+        )
     flat = np.frombuffer(content, np.uint8)
     if google_crc32c.value(flat[:-CRC_BYTES]) != stored_sum(content):
         raise ValueError("its checksum differs")

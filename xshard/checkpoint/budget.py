@@ -19,7 +19,9 @@ class Budget:
         self._changed = threading.Condition()
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether `nbytes` can be taken now. More than the limit fits if nothing else is taken."""
+        """Returns whether `nbytes` can be taken now. More than the limit fits if
+        nothing else is taken.
+        """
         return self._closed or not self._in_use or self._in_use + nbytes <= self._limit
 
     def take(self, nbytes: int) -> None:

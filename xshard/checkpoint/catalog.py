@@ -1,4 +1,6 @@
-"""Lists the checkpoints in a folder from their COMMIT files. It only reads, and takes no lock."""
+"""Lists the checkpoints in a folder from their COMMIT files. It only reads, and takes
+no lock.
+"""
 
 import os
 from typing import Any, NamedTuple
@@ -13,15 +15,19 @@ class Entry(NamedTuple):
 
     Attributes:
       step: its step.
-      state: 'complete'; 'not finite', which is complete but has parameters that are infinite or NaN; 'incomplete',
-        which is still being written or was interrupted; or 'damaged'.
+      state: 'complete'; 'not finite', which is complete but has parameters that are
+        infinite or NaN; 'incomplete', which is still being written or was interrupted;
+        or 'damaged'.
       folder: the name of its folder in the store.
-      time: the time of its commit, in seconds since the epoch; None if it is incomplete or damaged.
+      time: the time of its commit, in seconds since the epoch; None if it is incomplete
+        or damaged.
       nbytes: its size in bytes; None if it is incomplete or damaged.
       metrics: the metrics of the evaluation that was saved with it.
       pinned: whether it is pinned.
-      best: its rank among the checkpoints that are kept as the best, from 1; None if it is not one of them.
-      best_metric: the name of the metric by which the best are chosen; empty if it is not one of them.
+      best: its rank among the checkpoints that are kept as the best, from 1; None if it
+        is not one of them.
+      best_metric: the name of the metric by which the best are chosen; empty if it is
+        not one of them.
     """
 
     step: int
@@ -40,7 +46,8 @@ class Catalog(NamedTuple):
 
     Attributes:
       entries: all attempts, oldest step first.
-      written_with: the versions, processes and devices of the newest complete checkpoint; empty if there is none.
+      written_with: the versions, processes and devices of the newest complete
+        checkpoint; empty if there is none.
     """
 
     entries: list[Entry]
@@ -48,18 +55,21 @@ class Catalog(NamedTuple):
 
 
 def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
-    """Lists the checkpoints in a folder, in which a run may be writing and deleting at the same time.
+    """Lists the checkpoints in a folder, in which a run may be writing and deleting at
+    the same time.
 
     Args:
       folder: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER; or a store.
 
     Raises:
-      CheckpointError: if the folder is not a valid place for checkpoints, does not exist, or cannot be reached.
+      CheckpointError: if the folder is not a valid place for checkpoints, does not
+        exist, or cannot be reached.
     """
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
         raise format_lib.CheckpointError(f"{store} is not a directory.")
-    # The content of each attempt's COMMIT; empty if the attempt does not count or is damaged.
+    # The content of each attempt's COMMIT; empty if the attempt does not count or is
+    # damaged.
     contents: dict[format_lib.Attempt, dict[str, Any]] = {}
     for attempt in format_lib.attempts(store):
         content = _commit(attempt) if attempt.counts else {}
@@ -74,7 +84,9 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
 
 
 def newest_entry(store: store_lib.Store) -> Entry | None:
-    """Returns the newest checkpoint that is complete, without its rank, and reads no other; None if there is none."""
+    """Returns the newest checkpoint that is complete, without its rank, and reads no
+    other; None if there is none.
+    """
     for attempt in reversed(format_lib.committed(store)):
         content = _commit(attempt)
         if content:
@@ -83,7 +95,9 @@ def newest_entry(store: store_lib.Store) -> Entry | None:
 
 
 def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
-    """Returns the metadata of the newest checkpoint; empty if there is none or it is damaged."""
+    """Returns the metadata of the newest checkpoint; empty if there is none or it is
+    damaged.
+    """
     return _newest_meta(format_lib.committed(store)).get("metadata", {})
 
 
@@ -115,20 +129,28 @@ def _entry(
 
 
 def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
-    """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted after the listing."""
+    """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted
+    after the listing.
+    """
     try:
-        return metadata_files.retry_on_damage(lambda: metadata_files.read_commit(attempt))
+        return metadata_files.retry_on_damage(
+            lambda: metadata_files.read_commit(attempt)
+        )
     except metadata_files.DamagedError:
         is_gone = attempt.store.read(attempt.prefix + format_lib.COMMIT) is None
         return None if is_gone else {}
 
 
 def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
-    """Reads the meta.json of the last of some attempts; returns an empty one if there is none or it is damaged."""
+    """Reads the meta.json of the last of some attempts; returns an empty one if there
+    is none or it is damaged.
+    """
     if not attempts:
         return {}
     try:
-        return metadata_files.retry_on_damage(lambda: metadata_files.read_meta(attempts[-1]))
+        return metadata_files.retry_on_damage(
+            lambda: metadata_files.read_meta(attempts[-1])
+        )
     except metadata_files.DamagedError:
         return {}
 
@@ -136,14 +158,18 @@ def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
 def _best(
     commits: dict[format_lib.Attempt, dict[str, Any]], meta: dict[str, Any]
 ) -> dict[format_lib.Attempt, tuple[int, str]]:
-    """Ranks the best checkpoints by the rule in the newest checkpoint's config; returns each rank and the metric."""
+    """Ranks the best checkpoints by the rule in the newest checkpoint's config; returns
+    each rank and the metric.
+    """
     keep = _rule(meta)
     if keep is None:
         return {}
     attempts = {attempt.step: attempt for attempt in commits}
     saved = []
     for step, attempt in attempts.items():
-        saved.append(retention.Saved(step, commits[attempt]["metrics"].get(keep.metric)))
+        saved.append(
+            retention.Saved(step, commits[attempt]["metrics"].get(keep.metric))
+        )
     best = {}
     for place, step in enumerate(keep.best_steps(saved), 1):
         best[attempts[step]] = (place, keep.metric)
@@ -151,7 +177,9 @@ def _best(
 
 
 def _rule(meta: dict[str, Any]) -> retention.Keep | None:
-    """Returns the rule for the best checkpoints; None if the config has none or an invalid one."""
+    """Returns the rule for the best checkpoints; None if the config has none or an
+    invalid one.
+    """
     options: Any = meta
     for key in ("metadata", "config", "checkpoint"):
         options = options.get(key)
@@ -161,6 +189,8 @@ def _rule(meta: dict[str, Any]) -> retention.Keep | None:
     if not options.get("keep_best") or not isinstance(name, str):
         return None
     try:
-        return retention.Keep(1, 0, options["keep_best"], name, options.get("best_mode"))
+        return retention.Keep(
+            1, 0, options["keep_best"], name, options.get("best_mode")
+        )
     except format_lib.CheckpointError:
         return None

@@ -1,4 +1,6 @@
-"""Deletions in a thread of their own, so that no save, no step and no stop waits for a store that deletes slowly."""
+"""Deletions in a thread of their own, so that no save, no step and no stop waits for a
+store that deletes slowly.
+"""
 
 import collections
 import threading
@@ -10,29 +12,38 @@ _PATIENCE_SECONDS = 2.0
 
 
 class Deletions:
-    """Runs deletions one after the other, in a thread that exists only while there are any.
+    """Runs deletions one after the other, in a thread that exists only while there are
+    any.
 
-    The thread does not keep the process from ending. What is left then, the next run in the store deletes.
+    The thread does not keep the process from ending. What is left then, the next run in
+    the store deletes.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
         self._is_running = False
-        # The end of the patience with the present thread, from the first wait for it on.
+        # The end of the patience with the present thread, from the first wait for it
+        # on.
         self._patient_until: float | None = None
 
     def add(self, action: Callable[[], None]) -> None:
-        """Adds a deletion, which must not raise. One that is waiting already is not added again."""
+        """Adds a deletion, which must not raise. One that is waiting already is not
+        added again.
+        """
         with self._changed:
             if action not in self._waiting:
                 self._waiting.append(action)
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, name="checkpoint deletions", daemon=True).start()
+                threading.Thread(
+                    target=self._run, name="checkpoint deletions", daemon=True
+                ).start()
 
     def wait(self) -> None:
-        """Waits a moment until all deletions have ended. Where they are slow, several waits take no longer than one."""
+        """Waits a moment until all deletions have ended. Where they are slow, several
+        waits take no longer than one.
+        """
         with self._changed:
             now = time.monotonic()
             if not self._is_running:

@@ -1,10 +1,12 @@
 """The on-disk format of a checkpoint.
 
-    step_00001200.3f9a11c2/     one folder per attempt to save a step, so that nothing is ever overwritten
-        p0/, p1/, ...           the output of each process: an OCDBT database, and its chunks' checksums (sums.json)
-        manifest.ocdbt, d/      the merge of all processes' databases; its entries refer to p0/, p1/, ...
-        meta.json               the tree (paths, shapes, types), the run's metadata, and library versions
-        COMMIT                  created last, and only if absent; its existence makes the checkpoint count
+    step_00001200.3f9a11c2/     one folder per attempt to save a step, so that nothing
+    is ever overwritten
+        p0/, p1/, ...           the output of each process: an OCDBT database, and its
+        chunks' checksums (sums.json) manifest.ocdbt, d/      the merge of all
+        processes' databases; its entries refer to p0/, p1/, ... meta.json
+        the tree (paths, shapes, types), the run's metadata, and library versions COMMIT
+        created last, and only if absent; its existence makes the checkpoint count
         PINNED                  a mark: no retention rule deletes this checkpoint
         DAMAGED                 a mark with the reason: the checkpoint no longer counts
         METRICS                 the metrics of an evaluation that ran after the save
@@ -13,9 +15,10 @@
 
 An attempt "counts" if it may be restored: it has COMMIT and is not marked DAMAGED.
 
-Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its own checksum, the
-checksums of meta.json and of the manifest, the number of keys, and the metrics by which the best checkpoint
-is chosen. If the run checks its parameters, COMMIT also lists the paths of arrays that are not finite.
+Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its
+own checksum, the checksums of meta.json and of the manifest, the number of keys, and
+the metrics by which the best checkpoint is chosen. If the run checks its parameters,
+COMMIT also lists the paths of arrays that are not finite.
 """
 
 import dataclasses
@@ -69,7 +72,8 @@ class Attempt:
       step: the step's number.
       nonce: a random string that distinguishes attempts to save the same step.
       marks: which of COMMIT, PINNED, DAMAGED and METRICS exist in the folder.
-      is_link: whether the folder is a symbolic link, which only a person creates. Links are read, never deleted.
+      is_link: whether the folder is a symbolic link, which only a person creates. Links
+        are read, never deleted.
     """
 
     store: store_lib.Store
@@ -110,7 +114,10 @@ def attempts(store: store_lib.Store) -> list[Attempt]:
 
 
 def attempt_in(
-    store: store_lib.Store, folder: str, marks: frozenset[str] = frozenset(), is_link: bool = False
+    store: store_lib.Store,
+    folder: str,
+    marks: frozenset[str] = frozenset(),
+    is_link: bool = False,
 ) -> Attempt:
     """Returns the attempt for a folder name such as 'step_00001200.3f9a11c2'."""
     step, nonce = folder.removeprefix("step_").split(".")
@@ -131,7 +138,9 @@ def find(store: store_lib.Store, step: int | None) -> Attempt:
     return choose(store, committed(store), step)[0]
 
 
-def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> list[Attempt]:
+def choose(
+    store: store_lib.Store, there: list[Attempt], step: int | None
+) -> list[Attempt]:
     """Selects the attempts of one step, newest first.
 
     Args:
@@ -155,7 +164,9 @@ def choose(store: store_lib.Store, there: list[Attempt], step: int | None) -> li
 
 
 def pin(attempt: Attempt) -> bool:
-    """Pins a checkpoint, so that no retention rule deletes it; returns False if it was already pinned."""
+    """Pins a checkpoint, so that no retention rule deletes it; returns False if it was
+    already pinned.
+    """
     if PINNED in attempt.marks:
         return False
     attempt.store.create(attempt.prefix + PINNED, b"")
@@ -168,7 +179,9 @@ def unpin(attempt: Attempt) -> None:
 
 
 def note_removed(attempt: Attempt) -> None:
-    """Records that a person deletes a checkpoint, which permits its run to resume from an earlier one."""
+    """Records that a person deletes a checkpoint, which permits its run to resume from
+    an earlier one.
+    """
     note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
     if attempt.store.read(REMOVED + attempt.folder) is None:
         attempt.store.create(REMOVED + attempt.folder, to_json(note))
@@ -181,12 +194,15 @@ def is_removed(store: store_lib.Store, folder: str) -> bool:
 
 
 def is_given_up(store: store_lib.Store, folder: str) -> bool:
-    """Returns whether the attempt of this name is known to be unusable: deleted by hand, or marked as damaged."""
+    """Returns whether the attempt of this name is known to be unusable: deleted by
+    hand, or marked as damaged.
+    """
     return is_removed(store, folder) or store.read(f"{folder}/{DAMAGED}") is not None
 
 
 def read_owner(store: store_lib.Store) -> Owner | None:
-    """Returns the run that owns the checkpoints in a store; None if there is no RUN, as in older versions.
+    """Returns the run that owns the checkpoints in a store; None if there is no RUN, as
+    in older versions.
 
     Raises:
       CheckpointError: if RUN cannot be read, or its content is not what a run wrote.
@@ -207,10 +223,13 @@ def read_owner(store: store_lib.Store) -> Owner | None:
 
 
 def claim(store: store_lib.Store, owner: Owner) -> None:
-    """Records a run as the owner of a store; raises CheckpointError if another run owns it."""
+    """Records a run as the owner of a store; raises CheckpointError if another run owns
+    it.
+    """
     other = read_owner(store)
     if other is None:
-        # `create` does not overwrite: if two runs claim the store at the same time, one of them fails.
+        # `create` does not overwrite: if two runs claim the store at the same time, one
+        # of them fails.
         store.create(RUN, seal(owner._asdict()))
     elif other.id != owner.id:
         raise CheckpointError(
@@ -220,7 +239,9 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
 
 
 def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:
-    """Adds metrics to a checkpoint that was saved without them, replacing any that were added before."""
+    """Adds metrics to a checkpoint that was saved without them, replacing any that were
+    added before.
+    """
     # `create` refuses to overwrite an object that has other content.
     attempt.store.delete(attempt.prefix + METRICS)
     attempt.store.create(attempt.prefix + METRICS, seal(metrics))
@@ -232,12 +253,16 @@ def checksum(content: bytes) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Serializes a value to indented JSON with sorted keys, so that equal values have equal bytes."""
+    """Serializes a value to indented JSON with sorted keys, so that equal values have
+    equal bytes.
+    """
     return _dump(_without_nonfinite(value))
 
 
 def from_json(content: bytes) -> dict[str, Any]:
-    """Parses an object that `to_json` wrote; raises ValueError if the content is not a JSON object."""
+    """Parses an object that `to_json` wrote; raises ValueError if the content is not a
+    JSON object.
+    """
     return _with_nonfinite(jsonfile.loads(content))
 
 
@@ -249,7 +274,8 @@ def seal(value: dict[str, Any]) -> bytes:
 def unseal(content: bytes) -> dict[str, Any]:
     """Returns the object that `seal` wrote; raises ValueError if its checksum differs."""
     value = jsonfile.loads(content).get("content")
-    # The parsed value is sealed again as it is, without `_without_nonfinite`: older versions wrote a bare NaN.
+    # The parsed value is sealed again as it is, without `_without_nonfinite`: older
+    # versions wrote a bare NaN.
     if not isinstance(value, dict) or content != _seal(value):
         raise ValueError("its checksum differs")
     return _with_nonfinite(value)

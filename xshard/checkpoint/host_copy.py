@@ -1,6 +1,8 @@
-"""The copy of a state to the host: the caller of a save copies, and the thread of the save writes.
+"""The copy of a state to the host: the caller of a save copies, and the thread of the
+save writes.
 
-The two overlap only if this process's share of the state exceeds the budget of host memory.
+The two overlap only if this process's share of the state exceeds the budget of host
+memory.
 """
 
 import queue
@@ -18,15 +20,21 @@ from xshard.checkpoint import store as store_lib
 
 # Waits until a copy is on the host, and returns it.
 _Finish = Callable[[], np.ndarray]
-# After this long without a chunk, the thread writes what it has collected: the copy may be waiting for that memory.
+# After this long without a chunk, the thread writes what it has collected: the copy may
+# be waiting for that memory.
 _IDLE_SECONDS = 0.05
 
 
 class HostCopy:
-    """A queue of chunks to write, filled by the caller of a save and emptied by the thread of the save."""
+    """A queue of chunks to write, filled by the caller of a save and emptied by the
+    thread of the save.
+    """
 
     def __init__(
-        self, plan: ownership.Plan, budget_bytes: int, progress: budget_lib.ProgressReporter
+        self,
+        plan: ownership.Plan,
+        budget_bytes: int,
+        progress: budget_lib.ProgressReporter,
     ):
         """Creates an empty queue.
 
@@ -39,10 +47,13 @@ class HostCopy:
         self._progress = progress
         self._budget = budget_lib.Budget(budget_bytes)
         self._may_write = threading.Event()
-        self._queue: queue.SimpleQueue[ownership.Chunk | BaseException | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ownership.Chunk | BaseException | None] = (
+            queue.SimpleQueue()
+        )
 
     def make(self, leaves: dict[str, Any]) -> None:
-        """Copies arrays, which may be donated afterwards. Waits while the budget is used up.
+        """Copies arrays, which may be donated afterwards. Waits while the budget is
+        used up.
 
         Args:
           leaves: the arrays by path.
@@ -51,14 +62,16 @@ class HostCopy:
             self._copy(leaves)
             self._queue.put(None)
         except BaseException as e:
-            # The thread must stop waiting for chunks, and report the failure to the other processes.
+            # The thread must stop waiting for chunks, and report the failure to the
+            # other processes.
             self._queue.put(e)
             raise
         finally:
             self._may_write.set()
 
     def chunks(self) -> Iterator[ownership.Chunk | None]:
-        """Yields the chunks for the thread, and None when no chunk has arrived for a while.
+        """Yields the chunks for the thread, and None when no chunk has arrived for a
+        while.
 
         Raises:
           CheckpointError: if the copy failed.
@@ -83,7 +96,9 @@ class HostCopy:
         self._progress.add(nbytes)
 
     def close(self) -> None:
-        """Releases a caller that waits for the budget, because nothing more will be written."""
+        """Releases a caller that waits for the budget, because nothing more will be
+        written.
+        """
         self._budget.close()
 
     def _copy(self, leaves: dict[str, Any]) -> None:
@@ -92,8 +107,8 @@ class HostCopy:
         for piece in self._plan.pieces:
             nbytes = self._plan.arrays[piece.path].chunk_bytes
             if copying and not self._budget.fits(nbytes):
-                # Writing begins early, since only written chunks return memory to the budget. Without this the
-                # copy would wait forever.
+                # Writing begins early, since only written chunks return memory to the
+                # budget. Without this the copy would wait forever.
                 self._hand_over(copying)
                 self._may_write.set()
             self._budget.take(nbytes)
@@ -110,12 +125,15 @@ class HostCopy:
 
 
 def start_copy(shard: Any, piece: ownership.Piece) -> _Finish:
-    """Begins to copy a piece of a shard; returns a function that waits for the copy and returns it."""
+    """Begins to copy a piece of a shard; returns a function that waits for the copy and
+    returns it.
+    """
     box = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.shape, strict=True))
     if isinstance(shard, np.ndarray):
         return lambda: np.array(shard[box])
     if shard.device.platform == "cpu":
-        # This is a view of the array's memory. JAX does not donate a buffer while NumPy refers to it.
+        # This is a view of the array's memory. JAX does not donate a buffer while NumPy
+        # refers to it.
         return lambda: np.asarray(shard)[box]
     return start_device_copy(shard, piece)
 
@@ -123,7 +141,8 @@ def start_copy(shard: Any, piece: ownership.Piece) -> _Finish:
 def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> _Finish:
     """Begins to copy a piece of a shard from a device with its own memory."""
     if piece.shape != shard.shape:
-        # The slice is taken on the device, so that only this process's piece is transferred.
+        # The slice is taken on the device, so that only this process's piece is
+        # transferred.
         shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
     shard.copy_to_host_async()
     return lambda: np.asarray(shard)

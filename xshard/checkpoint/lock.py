@@ -1,9 +1,10 @@
 """Locks by which only one run writes a store at a time.
 
-On a disk, the kernel holds a file lock for as long as the process lives. On an object store, the lock is a
-lease: an object that its owner rewrites every few seconds. A process that finds a lease watches it. If
-the object does not change, the owner is dead, and the process takes the lease over. If the owner was only
-slow, it detects the loss before its next checkpoint counts, because the object names another owner.
+On a disk, the kernel holds a file lock for as long as the process lives. On an object
+store, the lock is a lease: an object that its owner rewrites every few seconds. A
+process that finds a lease watches it. If the object does not change, the owner is dead,
+and the process takes the lease over. If the owner was only slow, it detects the loss
+before its next checkpoint counts, because the object names another owner.
 """
 
 import contextlib
@@ -47,7 +48,8 @@ class FileLock:
             raise store_lib.CheckpointError(
                 f"{store} cannot be written: {store_lib.reason(e)}."
             ) from e
-        # Closing the file releases the lock, at the latest when this object is garbage-collected.
+        # Closing the file releases the lock, at the latest when this object is
+        # garbage-collected.
         self._close = weakref.finalize(self, os.close, file)
         self._end_undo = forks.undo_in_children(self._close)
         try:
@@ -73,7 +75,8 @@ class Lease:
     """The lease of a folder on an object store."""
 
     def __init__(self, store: store_lib.Store, say: Callable[[str], None]):
-        """Takes the lease. If there already is one, watches it first, for `WATCH_SECONDS`.
+        """Takes the lease. If there already is one, watches it first, for
+        `WATCH_SECONDS`.
 
         Raises:
           CheckpointError: if another process renews the lease, or takes it first.
@@ -84,13 +87,16 @@ class Lease:
         # The new owner, if another process has taken the lease over.
         self._lost = ""
         free = self._free_generation(say)
-        # The write is conditional on the generation: of several processes that found the lease free, one succeeds.
+        # The write is conditional on the generation: of several processes that found
+        # the lease free, one succeeds.
         generation = store.replace(NAME, self._content(), free)
         if generation is None:
             raise _in_use(store, "another process, which came first")
         self._generation = generation
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="checkpoint lease", daemon=True)
+        self._thread = threading.Thread(
+            target=self._renew, name="checkpoint lease", daemon=True
+        )
         self._thread.start()
 
     def check(self) -> None:
@@ -128,7 +134,8 @@ class Lease:
         say(
             f"{self._store} is locked by {owner}; watching for {WATCH_SECONDS:g} s whether that process is alive"
         )
-        # The watch measures elapsed time on this host only, since the clocks of two hosts may differ.
+        # The watch measures elapsed time on this host only, since the clocks of two
+        # hosts may differ.
         end = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(RENEW_SECONDS / 5)
@@ -144,7 +151,8 @@ class Lease:
             try:
                 renewed = self._store.replace(NAME, self._content(), self._generation)
             except store_lib.CheckpointError:
-                # The store is out of reach. If this lasts, another process may take the lease, which `check` detects.
+                # The store is out of reach. If this lasts, another process may take the
+                # lease, which `check` detects.
                 continue
             if renewed is None:
                 self._lost = "another process"

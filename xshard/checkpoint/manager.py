@@ -1,6 +1,7 @@
 """The checkpoints of one run.
 
-Checkpoints are saved in the background and deleted by retention rules. All processes agree on which one to restore.
+Checkpoints are saved in the background and deleted by retention rules. All processes
+agree on which one to restore.
 """
 
 import functools
@@ -27,11 +28,11 @@ from xshard.checkpoint import store as store_lib
 class Manager:
     """The checkpoints in one folder.
 
-    Every process of a run creates a manager and makes the same calls in the same order. Methods that return
-    a result "as this process sees it" do not communicate.
+    Every process of a run creates a manager and makes the same calls in the same order.
+    Methods that return a result "as this process sees it" do not communicate.
 
-    A checkpoint "counts", that is it may be restored, from the moment its COMMIT exists. See
-    `xshard/checkpoint/format.py` for the files.
+    A checkpoint "counts", that is it may be restored, from the moment its COMMIT
+    exists. See `xshard/checkpoint/format.py` for the files.
     """
 
     def __init__(
@@ -50,13 +51,18 @@ class Manager:
         """Opens a folder, which need not exist.
 
         Args:
-          folder: a path that all processes see, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+          folder: a path that all processes see, gs://BUCKET/FOLDER or
+            s3://BUCKET/FOLDER.
           keep: the retention rules.
-          budget_bytes: the most bytes of host memory that a save or a restore holds at a time, beyond the state itself.
-          finite: a regular expression of paths, such as '^params/'. Each checkpoint records which of the matching
-            arrays are not finite. The newest checkpoint in which all of them are finite is never deleted.
-          refuse_nonfinite: whether a checkpoint in which a matching array is not finite fails to count.
-          owner: the run, which refuses the checkpoints of other runs; None accepts those of any run.
+          budget_bytes: the most bytes of host memory that a save or a restore holds at
+            a time, beyond the state itself.
+          finite: a regular expression of paths, such as '^params/'. Each checkpoint
+            records which of the matching arrays are not finite. The newest checkpoint
+            in which all of them are finite is never deleted.
+          refuse_nonfinite: whether a checkpoint in which a matching array is not finite
+            fails to count.
+          owner: the run, which refuses the checkpoints of other runs; None accepts
+            those of any run.
           deadline_seconds: how long processes wait for one another.
           say: called with progress messages.
           committed: called on process 0, from another thread, once a checkpoint counts.
@@ -85,19 +91,24 @@ class Manager:
         )
 
     def all_steps(self) -> list[int]:
-        """Lists the steps with a checkpoint that counts, in ascending order, as this process sees them."""
+        """Lists the steps with a checkpoint that counts, in ascending order, as this
+        process sees them.
+        """
         return sorted({attempt.step for attempt in self._folder.committed()})
 
     def latest_step(self) -> int | None:
-        """Returns the newest step with a checkpoint that counts, as this process sees it; None if there is none."""
+        """Returns the newest step with a checkpoint that counts, as this process sees
+        it; None if there is none.
+        """
         return max(self.all_steps(), default=None)
 
     def agreed_latest_step(self) -> int | None:
-        """Returns the newest step, the same on all processes; None if no process sees a checkpoint.
+        """Returns the newest step, the same on all processes; None if no process sees a
+        checkpoint.
 
         Raises:
-          CheckpointError: if a process does not see the checkpoints that process 0 sees, for example because a disk
-            is not mounted on its host.
+          CheckpointError: if a process does not see the checkpoints that process 0
+            sees, for example because a disk is not mounted on its host.
         """
         newest = self.agree(lambda: [a.folder for a in self._folder.committed()[-1:]])
         self._agreement.check_seen(newest)
@@ -106,11 +117,15 @@ class Manager:
         return format_lib.attempt_in(self.store, newest[0]).step
 
     def is_given_up(self, folder: str) -> bool:
-        """Returns whether a checkpoint that once counted is known not to: it was deleted by hand, or is damaged."""
+        """Returns whether a checkpoint that once counted is known not to: it was
+        deleted by hand, or is damaged.
+        """
         return format_lib.is_given_up(self.store, folder)
 
     def damaged_steps(self) -> list[int]:
-        """Lists the steps of checkpoints that are marked as damaged, in ascending order."""
+        """Lists the steps of checkpoints that are marked as damaged, in ascending
+        order.
+        """
         attempts = format_lib.attempts(self.store)
         return sorted({a.step for a in attempts if format_lib.DAMAGED in a.marks})
 
@@ -126,7 +141,8 @@ class Manager:
         return self._agreement.from_first(action)
 
     def pin(self, step: int) -> bool:
-        """Pins a step, so that no retention rule deletes it until `unpin`; returns False if it was already pinned.
+        """Pins a step, so that no retention rule deletes it until `unpin`; returns
+        False if it was already pinned.
 
         Raises:
           CheckpointError: if the step has no checkpoint that counts.
@@ -138,7 +154,9 @@ class Manager:
         format_lib.unpin(format_lib.find(self.store, step))
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a step, as this process sees them; empty if the step has none or no longer exists."""
+        """Returns the metrics of a step, as this process sees them; empty if the step
+        has none or no longer exists.
+        """
         for attempt in reversed(self._folder.committed()):
             if attempt.step == step:
                 return metadata_files.read_commit(attempt)["metrics"]
@@ -154,20 +172,26 @@ class Manager:
         return {path: meta.shape for path, meta in metas.items()}
 
     def nonfinite(self, step: int) -> list[str]:
-        """Lists arrays of a step that should be finite and are not, by path; empty if the save did not check.
+        """Lists arrays of a step that should be finite and are not, by path; empty if
+        the save did not check.
 
-        Also empty if the checkpoint's COMMIT is damaged: `restore` names the damage, and takes an older checkpoint.
+        Also empty if the checkpoint's COMMIT is damaged: `restore` names the damage,
+        and takes an older checkpoint.
         """
         newest, *_ = format_lib.choose(self.store, self._folder.committed(), step)
         try:
-            commit = metadata_files.retry_on_damage(lambda: metadata_files.read_commit(newest))
+            commit = metadata_files.retry_on_damage(
+                lambda: metadata_files.read_commit(newest)
+            )
         except metadata_files.DamagedError:
             return []
         return commit.get(format_lib.NONFINITE, [])
 
     def finite_steps(self) -> list[int]:
         """Lists the steps with no array known to be nonfinite, in ascending order."""
-        return [a.step for a in self._folder.committed() if not self._folder.nonfinite(a)]
+        return [
+            a.step for a in self._folder.committed() if not self._folder.nonfinite(a)
+        ]
 
     def newest_finite_step(self) -> int | None:
         """Returns the newest of `finite_steps`; None if there is none."""
@@ -175,13 +199,19 @@ class Manager:
 
     def folders_after(self, step: int) -> list[str]:
         """Lists the folders of checkpoints of later steps, as `give_up` takes them."""
-        return [attempt.folder for attempt in self._folder.committed() if attempt.step > step]
+        return [
+            attempt.folder
+            for attempt in self._folder.committed()
+            if attempt.step > step
+        ]
 
     def give_up(self, folders: Sequence[str]) -> None:
-        """Deletes checkpoints, pinned or not, that the run discarded when it rolled back. Call it on process 0.
+        """Deletes checkpoints, pinned or not, that the run discarded when it rolled
+        back. Call it on process 0.
 
-        Each is recorded like a checkpoint that a person deleted, so that the run may resume from an earlier one.
-        Folders that no longer exist are skipped: an earlier call deleted them.
+        Each is recorded like a checkpoint that a person deleted, so that the run may
+        resume from an earlier one. Folders that no longer exist are skipped: an earlier
+        call deleted them.
         """
         for attempt in format_lib.attempts(self.store) if folders else ():
             if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
@@ -193,7 +223,8 @@ class Manager:
         metrics: dict[str, float],
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Adds to a step that was saved without metrics the ones by which the best checkpoint is chosen.
+        """Adds to a step that was saved without metrics the ones by which the best
+        checkpoint is chosen.
 
         Args:
           step: the step.
@@ -201,7 +232,8 @@ class Manager:
           before: called on process 0 before the metrics are written.
 
         Raises:
-          CheckpointError: on all processes, if the step has no checkpoint, or the metrics cannot be written.
+          CheckpointError: on all processes, if the step has no checkpoint, or the
+            metrics cannot be written.
         """
         # The step may be the one whose save is still under way.
         self.wait()
@@ -216,12 +248,14 @@ class Manager:
         """Locks the folder for this run until `close`. A save does so too.
 
         Raises:
-          CheckpointError: if another run holds the lock, if the folder holds another run's checkpoints, if it cannot
-            be written, or if a process does not see it, for example because a disk is not mounted on its host.
+          CheckpointError: if another run holds the lock, if the folder holds another
+            run's checkpoints, if it cannot be written, or if a process does not see it,
+            for example because a disk is not mounted on its host.
         """
         self.wait()
         self.agree(self._folder.acquire)
-        # Process 0 wrote RUN into the folder. A process that cannot read it sees another folder.
+        # Process 0 wrote RUN into the folder. A process that cannot read it sees
+        # another folder.
         if self._owner is not None:
             self._agreement.check_owner(self._owner)
 
@@ -235,48 +269,61 @@ class Manager:
         metrics: dict[str, float] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save a step in the background, unless the step already has a checkpoint that counts.
+        """Begins to save a step in the background, unless the step already has a
+        checkpoint that counts.
 
-        Returns when the state has been copied to the host and may be donated. The budget permitting, that is before
-        the state is written. When the checkpoint counts, checkpoints that no rule keeps are deleted.
+        Returns when the state has been copied to the host and may be donated. The
+        budget permitting, that is before the state is written. When the checkpoint
+        counts, checkpoints that no rule keeps are deleted.
 
         Args:
           step: the step's number.
-          state: a tree of arrays, global across all processes. It may contain typed PRNG keys.
+          state: a tree of arrays, global across all processes. It may contain typed
+            PRNG keys.
           metadata: JSON-serializable, and equal on all processes.
           data: this process's position in the data, JSON-serializable.
           metrics: the metrics by which the best checkpoint can be chosen, by name.
-          before_commit: called on process 0, from another thread, before the checkpoint counts. It makes durable
-            what the checkpoint relies on but does not contain, such as logged rows. If it raises, the save fails.
+          before_commit: called on process 0, from another thread, before the checkpoint
+            counts. It makes durable what the checkpoint relies on but does not contain,
+            such as logged rows. If it raises, the save fails.
 
         Raises:
-          CheckpointError: if the state or its metadata cannot be saved, or if the previous save failed. After a
-            failure of the previous save, this save is under way nevertheless.
+          CheckpointError: if the state or its metadata cannot be saved, or if the
+            previous save failed. After a failure of the previous save, this save is
+            under way nevertheless.
         """
         request = saver.Request(step, metadata, data, metrics or {}, before_commit)
         self._saver.start(request, state)
 
     def check(self) -> None:
-        """Raises CheckpointError if the last save has finished and failed. Does not wait."""
+        """Raises CheckpointError if the last save has finished and failed. Does not
+        wait.
+        """
         self._saver.check()
 
     def wait(self) -> None:
-        """Waits for the last save to finish, and a moment for deletions; raises CheckpointError if the save failed."""
+        """Waits for the last save to finish, and a moment for deletions; raises
+        CheckpointError if the save failed.
+        """
         self._saver.wait()
         self._deletions.wait()
 
     def clean(self) -> None:
-        """Waits for the last save, then deletes the leftovers of attempts that do not count and old checkpoints.
+        """Waits for the last save, then deletes the leftovers of attempts that do not
+        count and old checkpoints.
 
-        A run that was killed during a save or a deletion leaves such folders. Waits a moment for these deletions; what
-        takes longer goes on beside the caller, who must not save before `close`.
+        A run that was killed during a save or a deletion leaves such folders. Waits a
+        moment for these deletions; what takes longer goes on beside the caller, who
+        must not save before `close`.
         """
         self.wait()
         self._deletions.add(self._folder.clean)
         self._deletions.wait()
 
     def close(self) -> None:
-        """Waits for the last save, then releases the lock on the folder. Waits for no slow deletion."""
+        """Waits for the last save, then releases the lock on the folder. Waits for no
+        slow deletion.
+        """
         try:
             self.wait()
         finally:
@@ -293,17 +340,20 @@ class Manager:
         *,
         may_hold: Callable[[], Any] | None = None,
     ) -> reader.Restored:
-        """Restores a checkpoint. All processes read the same one, and each reads its own shards.
+        """Restores a checkpoint. All processes read the same one, and each reads its
+        own shards.
 
         Args:
-          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function from the stored shapes by
-            path to such a tree.
+          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
+            function from the stored shapes by path to such a tree.
           step: the step; by default the newest checkpoint that is not damaged.
-          may_hold: returns a tree like `target` with every array that a checkpoint may hold. Arrays of this tree
-            that are not in the target are not read. Any other stored array that is not in the target is an error.
+          may_hold: returns a tree like `target` with every array that a checkpoint may
+            hold. Arrays of this tree that are not in the target are not read. Any other
+            stored array that is not in the target is an error.
 
         Raises:
-          CheckpointError: if there is no checkpoint, if all are damaged, or if the checkpoint does not fit the target.
+          CheckpointError: if there is no checkpoint, if all are damaged, or if the
+            checkpoint does not fit the target.
         """
         self.wait()
         damages = []
@@ -320,7 +370,8 @@ class Manager:
             restored, damage = self._agreement.read(attempt, read)
             if restored is not None:
                 return restored
-            # All processes have the same verdict here, so all of them go on to the same next checkpoint.
+            # All processes have the same verdict here, so all of them go on to the same
+            # next checkpoint.
             damages.append(damage)
             logging.error("DAMAGED CHECKPOINT: %s Trying the previous one.", damage)
             self._folder.mark_damaged(attempt, damage)
@@ -329,9 +380,12 @@ class Manager:
         )
 
     def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
-        """Lists the checkpoints that may be read, newest first, the same on all processes."""
+        """Lists the checkpoints that may be read, newest first, the same on all
+        processes.
+        """
         choose = lambda: format_lib.choose(self.store, self._folder.committed(), step)
-        # Process 0 decides for all, since two listings of a store may differ from one instant to the next.
+        # Process 0 decides for all, since two listings of a store may differ from one
+        # instant to the next.
         folders = self.agree(lambda: [attempt.folder for attempt in choose()])
         self._agreement.check_seen(folders)
         return [format_lib.attempt_in(self.store, folder) for folder in folders]

@@ -1,4 +1,6 @@
-"""Reads a checkpoint's description (COMMIT, meta.json and METRICS), and reports damage in it."""
+"""Reads a checkpoint's description (COMMIT, meta.json and METRICS), and reports damage
+in it.
+"""
 
 import contextlib
 import time
@@ -9,7 +11,8 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import schema
 
-# The delays before a failed or damaged read is repeated: a network disk or an object store may recover.
+# The delays before a failed or damaged read is repeated: a network disk or an object
+# store may recover.
 READ_AGAIN_SECONDS = (0.2, 1.0)
 _T = TypeVar("_T")
 
@@ -23,7 +26,9 @@ class UnreadableError(format_lib.CheckpointError):
 
 
 def retry_on_damage(read: Callable[[], _T]) -> _T:
-    """Calls a read, again after damage, and returns its result; raises DamagedError if every try finds damage."""
+    """Calls a read, again after damage, and returns its result; raises DamagedError if
+    every try finds damage.
+    """
     for seconds in READ_AGAIN_SECONDS:
         try:
             return read()
@@ -33,7 +38,8 @@ def retry_on_damage(read: Callable[[], _T]) -> _T:
 
 
 def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """Reads the content of meta.json, and verifies the checksums of it, COMMIT and the manifest.
+    """Reads the content of meta.json, and verifies the checksums of it, COMMIT and the
+    manifest.
 
     Raises:
       DamagedError: if a file is missing or not what was written.
@@ -44,12 +50,18 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
 
 
 def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
-    """Reads how each array of a checkpoint is stored, by path; raises the errors of `read_meta`."""
+    """Reads how each array of a checkpoint is stored, by path; raises the errors of
+    `read_meta`.
+    """
     return array_metas(read_meta(attempt))
 
 
-def read_commit_meta(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do, and reads each file once."""
+def read_commit_meta(
+    attempt: format_lib.Attempt,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do,
+    and reads each file once.
+    """
     commit = read_commit(attempt)
     sums = commit["sha256"]
     _read_file(attempt, format_lib.MANIFEST, sums)
@@ -57,10 +69,14 @@ def read_commit_meta(attempt: format_lib.Attempt) -> tuple[dict[str, Any], dict[
 
 
 def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
-    """Returns the content of COMMIT, with the metrics of METRICS; raises DamagedError if it is another attempt's."""
+    """Returns the content of COMMIT, with the metrics of METRICS; raises DamagedError
+    if it is another attempt's.
+    """
     commit = _read_parsed(attempt, format_lib.COMMIT, schema.commit)
     if (commit["step"], commit["attempt"]) != (attempt.step, attempt.nonce):
-        raise DamagedError(f"{attempt}/{format_lib.COMMIT} belongs to another checkpoint.")
+        raise DamagedError(
+            f"{attempt}/{format_lib.COMMIT} belongs to another checkpoint."
+        )
     # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
     with contextlib.suppress(DamagedError):
         commit["metrics"] |= retry_on_damage(lambda: added_metrics(attempt))
@@ -68,7 +84,9 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
 
 
 def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
-    """Returns the content of METRICS, empty if there is none; raises DamagedError if it is not what was written."""
+    """Returns the content of METRICS, empty if there is none; raises DamagedError if it
+    is not what was written.
+    """
     if format_lib.METRICS not in attempt.marks:
         return {}
     return _read_parsed(attempt, format_lib.METRICS, schema.metrics)
@@ -93,7 +111,9 @@ def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
 def _read_file(
     attempt: format_lib.Attempt, name: str, sums: Mapping[str, str] | None = None
 ) -> bytes:
-    """Reads a file; raises DamagedError if it is missing, or differs from its checksum in `sums`, those of COMMIT."""
+    """Reads a file; raises DamagedError if it is missing, or differs from its checksum
+    in `sums`, those of COMMIT.
+    """
     try:
         content = attempt.store.read(attempt.prefix + name)
     except format_lib.CheckpointError as e:
@@ -101,7 +121,9 @@ def _read_file(
     if content is None:
         raise DamagedError(f"{attempt}/{name} is missing.")
     if sums is not None and format_lib.checksum(content) != sums.get(name):
-        raise DamagedError(f"{attempt}/{name} is not what was written (its checksum differs).")
+        raise DamagedError(
+            f"{attempt}/{name} is not what was written (its checksum differs)."
+        )
     return content
 
 

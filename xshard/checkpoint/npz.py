@@ -8,27 +8,33 @@ from typing import IO
 
 import numpy as np
 
-# Characters and names that are unsafe in an archive's entry names. % itself is escaped, since it begins an escape.
+# Characters and names that are unsafe in an archive's entry names. % itself is escaped,
+# since it begins an escape.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
 _LONGEST_PART, _LONGEST_NAME = 200, 1000
 
 
 def write(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes arrays one by one in the format that `np.load` reads; returns each array's name in the archive."""
+    """Writes arrays one by one in the format that `np.load` reads; returns each array's
+    name in the archive.
+    """
     names = {}
     with zipfile.ZipFile(out, "w") as archive:
         for path, value in arrays:
             names[path] = _entry_name(path)
             if value.dtype.kind not in "biufc" or not value.dtype.isbuiltin:
                 value = value.astype("f4")
-            # The entry's size is not known when it is opened, and entries of over 4 GiB need zip64.
+            # The entry's size is not known when it is opened, and entries of over 4 GiB
+            # need zip64.
             with archive.open(f"{names[path]}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, value)
     return names
 
 
 def _entry_name(path: str) -> str:
-    """Converts a path to the name of an archive's entry; different paths get different names."""
+    """Converts a path to the name of an archive's entry; different paths get different
+    names.
+    """
     folders = [_UNSAFE.sub(_escaped, folder) or "%" for folder in path.split("/")]
     name = "/".join(folders)
     longest = max(len(folder.encode()) for folder in folders)

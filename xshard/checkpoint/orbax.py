@@ -1,4 +1,6 @@
-"""Conversion to and from orbax's checkpoints, which are tensorstore arrays with a description. Orbax is not needed."""
+"""Conversion to and from orbax's checkpoints, which are tensorstore arrays with a
+description. Orbax is not needed.
+"""
 
 import json
 import math
@@ -19,9 +21,11 @@ _DICT_KEY = 2
 
 
 def describe(attempt: format_lib.Attempt) -> int:
-    """Adds the file by which `orbax.checkpoint.StandardCheckpointer().restore` opens a checkpoint.
+    """Adds the file by which `orbax.checkpoint.StandardCheckpointer().restore` opens a
+    checkpoint.
 
-    Orbax restores one flat mapping of paths to arrays. Typed PRNG keys are restored as their data.
+    Orbax restores one flat mapping of paths to arrays. Typed PRNG keys are restored as
+    their data.
 
     Returns:
       The number of arrays.
@@ -37,7 +41,12 @@ def describe(attempt: format_lib.Attempt) -> int:
                 "write_shape": list(meta.shape),
             },
         }
-    content = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": True, "custom_metadata": None}
+    content = {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "custom_metadata": None,
+    }
     attempt.store.create(attempt.prefix + _METADATA, json.dumps(content).encode())
     return len(arrays)
 
@@ -46,7 +55,8 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
     """Reads the arrays of an orbax checkpoint, by path, such as 'params/mlp/w'.
 
     Args:
-      source: the folder that holds _METADATA; for a CheckpointManager's checkpoint, STEP/default.
+      source: the folder that holds _METADATA; for a CheckpointManager's checkpoint,
+        STEP/default.
 
     Raises:
       CheckpointError: if the folder is not an orbax checkpoint, or cannot be read.
@@ -64,12 +74,15 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
         raise store_lib.CheckpointError(
             f"{source}/{_METADATA} is not a valid orbax file: {e}."
         ) from e
-    # All arrays are opened before one is read, so that their total size is checked before memory is allocated.
+    # All arrays are opened before one is read, so that their total size is checked
+    # before memory is allocated.
     futures = {path: _open(source, name, meta) for path, name in names.items()}
     try:
         opened = {path: future.result() for path, future in futures.items()}
         _check_size(source, opened)
-        return {path: np.asarray(array.read().result()) for path, array in opened.items()}
+        return {
+            path: np.asarray(array.read().result()) for path, array in opened.items()
+        }
     except store_lib.CheckpointError:
         raise
     except (ValueError, OSError, MemoryError) as e:
@@ -77,13 +90,17 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
 
 
 def _names(meta: dict[str, Any]) -> dict[str, str]:
-    """Returns the folder name of each array, by path; raises ValueError if the description is invalid."""
+    """Returns the folder name of each array, by path; raises ValueError if the
+    description is invalid.
+    """
     tree = meta.get("tree_metadata")
     if not isinstance(tree, dict) or not tree:
         raise ValueError("its tree_metadata is not an object of arrays")
     names = {}
     for name, entry in tree.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("value_metadata"), dict):
+        if not isinstance(entry, dict) or not isinstance(
+            entry.get("value_metadata"), dict
+        ):
             raise ValueError(f"its entry {name!r} is not an object with value_metadata")
         if entry["value_metadata"].get("skip_deserialize"):
             continue
@@ -115,7 +132,9 @@ def _keys(name: str, keys: Any) -> list[str]:
 
 
 def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
-    """Raises CheckpointError if the arrays exceed the machine's memory, as a damaged description may claim."""
+    """Raises CheckpointError if the arrays exceed the machine's memory, as a damaged
+    description may claim.
+    """
     sizes = {}
     for path, array in arrays.items():
         sizes[path] = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize

@@ -1,4 +1,6 @@
-"""The division of chunks among processes. Each chunk is written once, and processes write about equally many bytes."""
+"""The division of chunks among processes. Each chunk is written once, and processes
+write about equally many bytes.
+"""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,7 +18,8 @@ class Piece(NamedTuple):
     Attributes:
       path: the array's path.
       chunk: the chunk's place in the array's grid.
-      shard: the index of the shard that holds the chunk, among this process's shards of the array.
+      shard: the index of the shard that holds the chunk, among this process's shards of
+        the array.
       start, shape: the chunk's offset in the shard, and its shape.
     """
 
@@ -46,10 +49,12 @@ class Plan(NamedTuple):
 
 
 def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
-    """Divides a tree among processes. Every process computes the same division, without communication.
+    """Divides a tree among processes. Every process computes the same division, without
+    communication.
 
     Args:
-      leaves: the arrays by path. Every process must hold the whole of an array without a sharding, such as NumPy's.
+      leaves: the arrays by path. Every process must hold the whole of an array without
+        a sharding, such as NumPy's.
       index: the index of this process.
       count: the number of processes.
     """
@@ -66,7 +71,8 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
     loads = [0] * count
     own = []
     for choice in sorted(choices, key=_order):
-        # `min` returns the first of equals, so that every process chooses the same owner.
+        # `min` returns the first of equals, so that every process chooses the same
+        # owner.
         owner = min(choice.holders, key=lambda process: loads[process])
         loads[owner] += choice.nbytes
         if owner == index:
@@ -75,7 +81,9 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
 
 
 class _Choice(NamedTuple):
-    """A chunk, its size in bytes, and the processes that hold it, one of which will write it."""
+    """A chunk, its size in bytes, and the processes that hold it, one of which will
+    write it.
+    """
 
     path: str
     chunk: arrays_lib.ChunkIndex
@@ -84,12 +92,15 @@ class _Choice(NamedTuple):
 
 
 def _order(choice: _Choice) -> tuple[Any, ...]:
-    # Chunks without a choice come first, then the largest ones. The small ones, at the end, even out the loads.
+    # Chunks without a choice come first, then the largest ones. The small ones, at the
+    # end, even out the loads.
     return len(choice.holders) > 1, -choice.nbytes, choice.path, choice.chunk
 
 
 def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
-    """Returns the processes that hold each distinct block of an array, in ascending order."""
+    """Returns the processes that hold each distinct block of an array, in ascending
+    order.
+    """
     data, _ = leaves_lib.key_data(leaf)
     if not isinstance(leaf, jax.Array) or count == 1:
         return {arrays_lib.whole_box(data.shape): list(range(count))}
@@ -113,7 +124,9 @@ def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.
 def _pieces(
     leaves: dict[str, Any], arrays: arrays_lib.ArrayMetas, own: list[_Choice]
 ) -> list[Piece]:
-    """Locates each chunk that this process writes in the process's shards; ordered by array."""
+    """Locates each chunk that this process writes in the process's shards; ordered by
+    array.
+    """
     pieces = []
     blocks: dict[str, dict[arrays_lib.Box, int]] = {}
     for choice in sorted(own):
@@ -122,7 +135,9 @@ def _pieces(
             blocks[path] = _local_blocks(leaves[path])
         box = arrays[path].box(choice.chunk)
         block = _block(blocks[path], box)
-        start = tuple(low - first for (low, _), (first, _) in zip(box, block, strict=True))
+        start = tuple(
+            low - first for (low, _), (first, _) in zip(box, block, strict=True)
+        )
         shape = arrays_lib.box_shape(box)
         pieces.append(Piece(path, choice.chunk, blocks[path][block], start, shape))
     return pieces

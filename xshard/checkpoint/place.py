@@ -1,4 +1,6 @@
-"""The forms in which a user names checkpoints: a folder of checkpoints or a work directory, with @STEP for one of them."""
+"""The forms in which a user names checkpoints: a folder of checkpoints or a work
+directory, with @STEP for one of them.
+"""
 
 import os
 
@@ -8,7 +10,9 @@ from xshard.files import jsonfile
 
 
 def split(place: str) -> tuple[str, int | None]:
-    """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if there is none."""
+    """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if
+    there is none.
+    """
     directory, at, step = place.rpartition("@")
     # A directory's own name may end like this.
     if at and step.isdecimal() and not os.path.isdir(place):
@@ -17,10 +21,12 @@ def split(place: str) -> tuple[str, int | None]:
 
 
 def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
-    """Opens a folder of checkpoints, or the one of the run in a work directory. It need not exist.
+    """Opens a folder of checkpoints, or the one of the run in a work directory. It need
+    not exist.
 
     Raises:
-      CheckpointError: if it is a file, or not a valid place for checkpoints, or the run's config.json is not valid.
+      CheckpointError: if it is a file, or not a valid place for checkpoints, or the
+        run's config.json is not valid.
     """
     store = store_lib.Store(directory)
     if store.path is not None and store.path.is_file():
@@ -41,6 +47,8 @@ def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
 
 
 def find(place: str) -> format_lib.Attempt:
-    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest; raises CheckpointError if there is none."""
+    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest;
+    raises CheckpointError if there is none.
+    """
     directory, step = split(place)
     return format_lib.find(open_store(directory), step)

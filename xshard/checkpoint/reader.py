@@ -1,4 +1,6 @@
-"""Restores a checkpoint to a tree of arrays on devices. Each process reads only the shards of its own devices."""
+"""Restores a checkpoint to a tree of arrays on devices. Each process reads only the
+shards of its own devices.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +15,8 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.metrics import formatting
 
-# Arrays are put on devices in groups of this size. One call for each of thousands takes longer than reading them.
+# Arrays are put on devices in groups of this size. One call for each of thousands takes
+# longer than reading them.
 _PLACED_AT_ONCE = 64
 # The most arrays that a message names.
 _SHOWN = 5
@@ -27,7 +30,8 @@ class Leaf(NamedTuple):
       meta: how it is stored.
       shape: the shape of the array to create.
       sharding: the sharding of the array to create.
-      group: the index along the stored array's first dimension to select; None reads the whole array.
+      group: the index along the stored array's first dimension to select; None reads
+        the whole array.
       repeat: whether to broadcast the stored array along a new leading dimension.
     """
 
@@ -39,7 +43,9 @@ class Leaf(NamedTuple):
     repeat: bool = False
 
     def stored_box(self, index: tuple[slice, ...]) -> arrays_lib.Box:
-        """Maps an index of the wanted array to the part of the stored array that provides its values."""
+        """Maps an index of the wanted array to the part of the stored array that
+        provides its values.
+        """
         box = arrays_lib.as_box(index, self.shape)
         if self.repeat:
             box = box[1:]
@@ -48,7 +54,9 @@ class Leaf(NamedTuple):
         return box
 
     def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Converts the part of the stored array for an index to the wanted array's dimensions."""
+        """Converts the part of the stored array for an index to the wanted array's
+        dimensions.
+        """
         if self.group is not None:
             part = part[0]
         if self.repeat:
@@ -89,18 +97,20 @@ def restore(
 
     Args:
       attempt: a checkpoint that counts.
-      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a function from the stored shapes by
-        path to such a tree.
+      target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
+        function from the stored shapes by path to such a tree.
       owner: the run that restores; None accepts a checkpoint of any run.
-      budget_bytes: the most bytes that may be read at a time, beyond the restored arrays themselves.
+      budget_bytes: the most bytes that may be read at a time, beyond the restored
+        arrays themselves.
       say: called with progress messages.
-      may_hold: returns a tree like `target` with every array that the checkpoint may hold. Arrays of this tree that
-        are not in the target are not read. It is called only if the checkpoint has arrays that the target lacks.
+      may_hold: returns a tree like `target` with every array that the checkpoint may
+        hold. Arrays of this tree that are not in the target are not read. It is called
+        only if the checkpoint has arrays that the target lacks.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
-      CheckpointError: if the checkpoint belongs to another run, or its structure, shapes or types differ from the
-        target's.
+      CheckpointError: if the checkpoint belongs to another run, or its structure,
+        shapes or types differ from the target's.
     """
     commit, meta = metadata_files.read_commit_meta(attempt)
     of_run = commit.get(format_lib.OWNER)
@@ -110,7 +120,8 @@ def restore(
             "checkpoint.directory."
         )
     stored = metadata_files.array_metas(meta)
-    # A target may depend on the stored shapes: `PerReplica` state has one entry for each replica that saved it.
+    # A target may depend on the stored shapes: `PerReplica` state has one entry for
+    # each replica that saved it.
     if callable(target):
         target = target({path: stored[path].shape for path in stored})
     wanted = leaves_lib.flatten(target)
@@ -127,7 +138,9 @@ def restore(
     values = read_leaves(attempt, leaves, say, budget_bytes)
     state = jax.tree.unflatten(jax.tree.structure(target), values)
     is_whole = wanted.keys() == stored.keys()
-    return Restored(state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole)
+    return Restored(
+        state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole
+    )
 
 
 def read_leaves(
@@ -138,7 +151,8 @@ def read_leaves(
 ) -> list[jax.Array]:
     """Reads arrays onto their devices.
 
-    A process reads only the parts that its own devices hold, and reads each of these parts once.
+    A process reads only the parts that its own devices hold, and reads each of these
+    parts once.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
@@ -168,7 +182,9 @@ def read_leaves(
 
 
 class _Reading:
-    """Collects the parts of one array that this process's devices hold, while they are read."""
+    """Collects the parts of one array that this process's devices hold, while they are
+    read.
+    """
 
     def __init__(self, leaf: Leaf):
         self.leaf = leaf
@@ -186,14 +202,18 @@ class _Reading:
     def join(self, parts: list[jax.Array]) -> jax.Array:
         """Combines the arrays of the single devices into one sharded array."""
         leaf = self.leaf
-        array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+        array = jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, parts
+        )
         if leaf.meta.key_impl is None:
             return array
         return jax.random.wrap_key_data(array, impl=leaf.meta.key_impl)
 
 
 def _place(readings: list[_Reading]) -> dict[str, jax.Array]:
-    """Puts arrays on their devices in one call, frees their host memory, and returns them by path."""
+    """Puts arrays on their devices in one call, frees their host memory, and returns
+    them by path.
+    """
     values = [reading.on_host() for reading in readings]
     devices = [reading.devices for reading in readings]
     placed = jax.device_put(values, devices)
@@ -212,7 +232,9 @@ def _unread(
     wanted: arrays_lib.ArrayMetas,
     may_hold: Callable[[], Any] | None,
 ) -> set[str]:
-    """Returns the paths of stored arrays that the target lacks and that `may_hold` allows."""
+    """Returns the paths of stored arrays that the target lacks and that `may_hold`
+    allows.
+    """
     more = stored.keys() - wanted.keys()
     if not more or may_hold is None:
         return set()
@@ -229,7 +251,9 @@ def _check_same(
     wanted: arrays_lib.ArrayMetas,
     unread: set[str],
 ) -> None:
-    """Raises CheckpointError if the stored arrays differ from the target's in path, shape or type."""
+    """Raises CheckpointError if the stored arrays differ from the target's in path,
+    shape or type.
+    """
     missing = sorted(wanted.keys() - stored.keys())
     more = sorted(stored.keys() - wanted.keys() - unread)
     problems = [f"'{path}' is missing from it" for path in missing]

@@ -32,12 +32,13 @@ class Keep:
 
     Attributes:
       last: keeps this many of the newest checkpoints.
-      every_steps: keeps the checkpoints of all steps that are multiples of this number; 0: none.
+      every_steps: keeps the checkpoints of all steps that are multiples of this number;
+        0: none.
       best: keeps this many of the best checkpoints by `metric`; 0: none.
       metric: the name of the metric, as passed to `Manager.save`.
       mode: 'max' if larger values are better, or 'min'.
-      newest_of: keeps the newest checkpoint whose step is a multiple of this number, to which a run may roll back;
-        0: none.
+      newest_of: keeps the newest checkpoint whose step is a multiple of this number, to
+        which a run may roll back; 0: none.
     """
 
     last: int
@@ -66,7 +67,8 @@ class Keep:
         steps = sorted(checkpoint.step for checkpoint in saved)
         kept = {*steps[-self.last :], *self.best_steps(saved)}
         finite = [checkpoint.step for checkpoint in saved if checkpoint.finite]
-        # A run can only fail again from a nonfinite checkpoint, so newer ones must not replace the last finite one.
+        # A run can only fail again from a nonfinite checkpoint, so newer ones must not
+        # replace the last finite one.
         kept.update(sorted(finite)[-1:])
         if self.newest_of:
             kept.update([step for step in steps if step % self.newest_of == 0][-1:])
@@ -77,8 +79,11 @@ class Keep:
         return kept
 
     def best_steps(self, saved: Sequence[Saved]) -> list[int]:
-        """Lists the steps that are kept as the best, best first; among equals, the earlier step wins."""
-        # With this sign, ascending order puts the best first, and the earlier step first among equals.
+        """Lists the steps that are kept as the best, best first; among equals, the
+        earlier step wins.
+        """
+        # With this sign, ascending order puts the best first, and the earlier step
+        # first among equals.
         sign = -1 if self.mode == "max" else 1
         ranked = []
         for checkpoint in saved:

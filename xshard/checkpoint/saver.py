@@ -1,7 +1,7 @@
 """Saves checkpoints in the background, on all processes together.
 
-The caller waits only for the copy to the host. A thread of each process then writes that process's share,
-and process 0 merges the shares and commits the checkpoint.
+The caller waits only for the copy to the host. A thread of each process then writes
+that process's share, and process 0 merges the shares and commits the checkpoint.
 """
 
 import atexit
@@ -25,7 +25,8 @@ from xshard.checkpoint import host_copy, ownership, writer
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import store as store_lib
 
-# Every process receives the reports of all others, so error texts and lists of paths are cut to these lengths.
+# Every process receives the reports of all others, so error texts and lists of paths
+# are cut to these lengths.
 _LONGEST_REASON = 1000
 _MOST_PATHS = 8
 _SAVERS: "weakref.WeakSet[Saver]" = weakref.WeakSet()
@@ -40,7 +41,8 @@ class Request:
       metadata: the run's metadata, JSON-serializable and equal on all processes.
       data: this process's position in the data, JSON-serializable.
       metrics: the metrics by which the best checkpoint can be chosen.
-      before_commit: called on process 0 when everything but COMMIT is written; if it raises, the save fails.
+      before_commit: called on process 0 when everything but COMMIT is written; if it
+        raises, the save fails.
       begin: the time of the request, in seconds of the monotonic clock.
     """
 
@@ -60,7 +62,8 @@ class Committed(NamedTuple):
       folder: the name of its folder in the store.
       nbytes: the size of its arrays, before compression.
       seconds: the time from the call that saves it until it counted.
-      nonfinite: paths of checked arrays that are not finite; the list may be incomplete.
+      nonfinite: paths of checked arrays that are not finite; the list may be
+        incomplete.
     """
 
     step: int
@@ -103,11 +106,15 @@ class Saver:
           folder: the folder to save in.
           agreement: the processes that save together.
           deletions: deletes the checkpoints that no rule keeps, once a new one counts.
-          budget_bytes: the most bytes of the state that may be in host memory at a time.
-          finite: a regular expression for the paths of arrays to check for nonfinite values; empty: none.
-          refuse_nonfinite: whether a checkpoint in which a checked array is not finite fails to count.
+          budget_bytes: the most bytes of the state that may be in host memory at a
+            time.
+          finite: a regular expression for the paths of arrays to check for nonfinite
+            values; empty: none.
+          refuse_nonfinite: whether a checkpoint in which a checked array is not finite
+            fails to count.
           say: called with progress messages.
-          committed: called on process 0 when a checkpoint counts, before old ones are deleted.
+          committed: called on process 0 when a checkpoint counts, before old ones are
+            deleted.
         """
         self._folder = folder
         self._agreement = agreement
@@ -124,18 +131,22 @@ class Saver:
         _SAVERS.add(self)
 
     def start(self, request: Request, state: Any) -> None:
-        """Begins to save; returns when the state has been copied to the host and may be donated.
+        """Begins to save; returns when the state has been copied to the host and may be
+        donated.
 
         Raises:
-          CheckpointError: if the state or its metadata cannot be saved, or if the previous save failed.
-            After a failure of the previous save, this save is under way nevertheless: the other
-            processes take part in it, and may have learned of that failure earlier.
+          CheckpointError: if the state or its metadata cannot be saved, or if the
+            previous save failed. After a failure of the previous save, this save is
+            under way nevertheless: the other processes take part in it, and may have
+            learned of that failure earlier.
         """
         _check_json(request)
         leaves = leaves_lib.flatten(state)
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
-        progress = budget_lib.ProgressReporter(f"saving step {request.step}", nbytes, self._say)
+        progress = budget_lib.ProgressReporter(
+            f"saving step {request.step}", nbytes, self._say
+        )
         copy = host_copy.HostCopy(plan, self._budget_bytes, progress)
         failure = self._join()
         self._ended.clear()
@@ -148,9 +159,11 @@ class Saver:
             raise failure
 
     def check(self) -> None:
-        """Raises the error of the last save if it has finished and failed. Does not wait.
+        """Raises the error of the last save if it has finished and failed. Does not
+        wait.
 
-        A NonfiniteError is left to `start` and `wait`, which raise it on all processes at the same step.
+        A NonfiniteError is left to `start` and `wait`, which raise it on all processes
+        at the same step.
         """
         # Called after each step, most of which have no save to ask about.
         if self._thread is None or self._thread.is_alive():
@@ -171,7 +184,8 @@ class Saver:
     def _join(self) -> BaseException | None:
         """Waits for the last save; returns its error, if any, once only."""
         if self._thread is not None:
-            # If Ctrl-C interrupts a join, Python 3.11 takes the thread for ended, and the program would end under it.
+            # If Ctrl-C interrupts a join, Python 3.11 takes the thread for ended, and
+            # the program would end under it.
             self._ended.wait()
             self._thread.join()
             self._thread = None
@@ -179,7 +193,8 @@ class Saver:
         return failure
 
     def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
-        # The plan is cached: it is the same for every save of a run, and slow to compute for thousands of arrays.
+        # The plan is cached: it is the same for every save of a run, and slow to
+        # compute for thousands of arrays.
         key = [
             (path, leaf.shape, leaf.dtype, getattr(leaf, "sharding", None))
             for path, leaf in leaves.items()
@@ -189,7 +204,9 @@ class Saver:
             self._plan = (key, plan)
         return self._plan[1]
 
-    def _run(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
+    def _run(
+        self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy
+    ) -> None:
         """Saves in the thread, and stores any error for the caller to raise."""
         try:
             self._save(request, plan, copy)
@@ -202,20 +219,26 @@ class Saver:
             )
             self._failure.__cause__ = e
         finally:
-            # A failed save writes nothing more, so a copy that waits for the budget must be released.
+            # A failed save writes nothing more, so a copy that waits for the budget
+            # must be released.
             copy.close()
             self._ended.set()
 
-    def _save(self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy) -> None:
-        """Saves a step. The order of these calls is the order in which data becomes durable."""
+    def _save(
+        self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy
+    ) -> None:
+        """Saves a step. The order of these calls is the order in which data becomes
+        durable.
+        """
         folder, step = self._folder, request.step
         nonce = self._agreement.from_first(lambda: folder.begin_attempt(step))
         if not nonce:
             return
         attempt = format_lib.Attempt(folder.store, step, nonce)
         report = self._write_own_blocks(attempt, plan, copy)
-        # After this exchange every process has written its part or reported an error. A process whose
-        # write failed takes part, too; otherwise the others would wait for it until the deadline.
+        # After this exchange every process has written its part or reported an error. A
+        # process whose write failed takes part, too; otherwise the others would wait
+        # for it until the deadline.
         reports = self._agreement.gather({**report, "data": request.data})
         errors = _errors(reports)
         nonfinite = _nonfinite(reports)
@@ -223,7 +246,9 @@ class Saver:
         if nonfinite and self._refuse_nonfinite and not errors:
             self._agreement.from_first(lambda: folder.remove_failed(attempt))
             listed = ", ".join(nonfinite)
-            raise NonfiniteError(f"step {step}: the resulting state is not finite: {listed}", step)
+            raise NonfiniteError(
+                f"step {step}: the resulting state is not finite: {listed}", step
+            )
 
         def complete() -> None:
             nbytes = sum(plan.loads)
@@ -239,26 +264,34 @@ class Saver:
                 request.before_commit()
                 folder.check_lock()
                 looked_at = nonfinite if self._finite else None
-                writer.commit(attempt, keys, nbytes, request.metrics, looked_at, folder.owner)
+                writer.commit(
+                    attempt, keys, nbytes, request.metrics, looked_at, folder.owner
+                )
             except BaseException:
                 folder.remove_failed(attempt)
                 raise
-            # The checkpoint counts now, whatever fails later. The run records that it reached this step before
-            # older checkpoints are deleted.
+            # The checkpoint counts now, whatever fails later. The run records that it
+            # reached this step before older checkpoints are deleted.
             seconds = time.monotonic() - request.begin
-            self._committed(Committed(step, attempt.folder, nbytes, seconds, tuple(nonfinite)))
+            self._committed(
+                Committed(step, attempt.folder, nbytes, seconds, tuple(nonfinite))
+            )
             self._deletions.add(folder.remove_old)
 
         # Process 0 completes the checkpoint. All processes raise an error of process 0.
         self._agreement.from_first(complete)
 
     def _write_own_blocks(
-        self, attempt: format_lib.Attempt, plan: ownership.Plan, copy: host_copy.HostCopy
+        self,
+        attempt: format_lib.Attempt,
+        plan: ownership.Plan,
+        copy: host_copy.HostCopy,
     ) -> dict[str, Any]:
         """Writes the chunks that this process owns.
 
         Returns:
-          A report for process 0: the number of keys written or the error, and the paths of nonfinite arrays.
+          A report for process 0: the number of keys written or the error, and the paths
+            of nonfinite arrays.
         """
         report: dict[str, Any] = {}
         nonfinite: set[str] = set()
@@ -268,7 +301,9 @@ class Saver:
             chunks = finite_lib.recording_nonfinite(chunks, is_watched, nonfinite)
         try:
             index = self._agreement.index
-            report["keys"] = writer.write_part(attempt, index, plan.arrays, chunks, copy.written)
+            report["keys"] = writer.write_part(
+                attempt, index, plan.arrays, chunks, copy.written
+            )
         except Exception as e:
             report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
         report["nonfinite"] = _causes_first(nonfinite)[:_MOST_PATHS]
@@ -279,7 +314,8 @@ class Saver:
 def _wait_at_exit() -> None:
     """Waits for all saves before tensorstore shuts down.
 
-    Exit handlers run in reverse order of registration, and tensorstore was imported before this module.
+    Exit handlers run in reverse order of registration, and tensorstore was imported
+    before this module.
     """
     for saver in list(_SAVERS):
         try:
@@ -299,7 +335,9 @@ def _check_json(request: Request) -> None:
 
 
 def _errors(reports: list[dict[str, Any]]) -> list[str]:
-    """Lists the errors of processes that could not write; with several processes, each after its process's index."""
+    """Lists the errors of processes that could not write; with several processes, each
+    after its process's index.
+    """
     errors = []
     for index, report in enumerate(reports):
         if "error" in report:
@@ -309,11 +347,15 @@ def _errors(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
-    """Lists the arrays that are not finite in some process's part, by path; at most `_MOST_PATHS`."""
+    """Lists the arrays that are not finite in some process's part, by path; at most
+    `_MOST_PATHS`.
+    """
     paths = set().union(*(report["nonfinite"] for report in reports))
     return _causes_first(paths)[:_MOST_PATHS]
 
 
 def _causes_first(paths: Iterable[str]) -> list[str]:
-    """Returns paths in order, but optimizer slots last: they follow from what else is not finite, and are many."""
+    """Returns paths in order, but optimizer slots last: they follow from what else is
+    not finite, and are many.
+    """
     return sorted(paths, key=lambda path: ("opt_state/" in path, path))

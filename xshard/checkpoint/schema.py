@@ -1,4 +1,6 @@
-"""Validation of COMMIT, METRICS and meta.json. Their checksums detect damage, but not a file of another origin."""
+"""Validation of COMMIT, METRICS and meta.json. Their checksums detect damage, but not a
+file of another origin.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +19,9 @@ _SHOWN = 60
 
 
 class _Field(NamedTuple):
-    """A rule for a value: its description, for messages; its check; and whether the value may be missing."""
+    """A rule for a value: its description, for messages; its check; and whether the
+    value may be missing.
+    """
 
     words: str
     holds: Callable[[Any], bool]
@@ -47,23 +51,29 @@ def _is_object_of(is_good: Callable[[Any], bool], value: Any) -> bool:
 def _is_shape(value: Any) -> bool:
     if not _is_list_of(_is_count, value) or len(value) > _MOST_DIMENSIONS:
         return False
-    # NumPy refuses larger arrays, even if one of their dimensions is 0. The widest type has 16 bytes.
+    # NumPy refuses larger arrays, even if one of their dimensions is 0. The widest type
+    # has 16 bytes.
     return math.prod(max(size, 1) for size in value) <= _LARGEST // 16
 
 
 _COUNT = _Field("an integer of at least 0", _is_count)
 _TEXT = _Field("a string", _is_text)
 _OBJECT = _Field("an object", _is_object)
-_METRICS = _Field("an object of numbers", lambda value: _is_object_of(jsonfile.is_number, value))
+_METRICS = _Field(
+    "an object of numbers", lambda value: _is_object_of(jsonfile.is_number, value)
+)
 _SHAPE = _Field("a shape", _is_shape)
 _COMMIT = {
     "step": _COUNT,
     "attempt": _TEXT,
     "bytes": _COUNT,
     "time": _Field(
-        "a time", lambda value: type(value) in (int, float) and 0 <= value <= _LAST_SECOND
+        "a time",
+        lambda value: type(value) in (int, float) and 0 <= value <= _LAST_SECOND,
     ),
-    "sha256": _Field("an object of strings", lambda value: _is_object_of(_is_text, value)),
+    "sha256": _Field(
+        "an object of strings", lambda value: _is_object_of(_is_text, value)
+    ),
     "metrics": _METRICS,
     format_lib.NONFINITE: _Field(
         "a list of texts", lambda value: _is_list_of(_is_text, value), optional=True
@@ -80,8 +90,12 @@ _META = {
 _ARRAY = {
     "shape": _SHAPE,
     "chunk_shape": _SHAPE,
-    "dtype": _Field("a type that zarr supports", lambda value: value in arrays_lib.TYPES),
-    "key_impl": _Field("a string", lambda value: value is None or _is_text(value), optional=True),
+    "dtype": _Field(
+        "a type that zarr supports", lambda value: value in arrays_lib.TYPES
+    ),
+    "key_impl": _Field(
+        "a string", lambda value: value is None or _is_text(value), optional=True
+    ),
     "sharding": _TEXT._replace(optional=True),
     "sums": _Field(
         "a list of checksums",
@@ -130,18 +144,28 @@ def _check_array(name: str, entry: Any) -> None:
     _check(name, entry, _ARRAY)
     shape, chunk = entry["shape"], entry["chunk_shape"]
     if not _is_part(chunk, shape):
-        raise ValueError(f"{name}/chunk_shape is {_shown(chunk)}, not a chunk of {_shown(shape)}")
+        raise ValueError(
+            f"{name}/chunk_shape is {_shown(chunk)}, not a chunk of {_shown(shape)}"
+        )
     if entry.get("sums") is not None:
-        count = arrays_lib.ArrayMeta(tuple(shape), entry["dtype"], tuple(chunk)).chunk_count
+        count = arrays_lib.ArrayMeta(
+            tuple(shape), entry["dtype"], tuple(chunk)
+        ).chunk_count
         if len(entry["sums"]) != count:
-            raise ValueError(f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks")
+            raise ValueError(
+                f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks"
+            )
 
 
 def _is_part(chunk: list[int], shape: list[int]) -> bool:
-    """Returns whether a chunk fits in an array. Along a dimension of size 0 the chunk has size 1."""
+    """Returns whether a chunk fits in an array. Along a dimension of size 0 the chunk
+    has size 1.
+    """
     if len(chunk) != len(shape):
         return False
-    return all(1 <= part <= max(size, 1) for part, size in zip(chunk, shape, strict=True))
+    return all(
+        1 <= part <= max(size, 1) for part, size in zip(chunk, shape, strict=True)
+    )
 
 
 def _check(name: str, content: Any, fields: Mapping[str, _Field]) -> None:

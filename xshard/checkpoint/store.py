@@ -1,11 +1,13 @@
-"""The stores of checkpoints: folders on a local or mounted disk, on GCS or on S3, behind one interface.
+"""The stores of checkpoints: folders on a local or mounted disk, on GCS or on S3,
+behind one interface.
 
-    runs/digits/checkpoints                             a disk
-    gs://bucket/folder                                  Google Cloud Storage
-    s3://bucket/folder                                  Amazon S3
-    s3://bucket/folder?endpoint=http://host:9000        a service that speaks the S3 protocol
+    runs/digits/checkpoints                             a disk gs://bucket/folder
+    Google Cloud Storage s3://bucket/folder                                  Amazon S3
+    s3://bucket/folder?endpoint=http://host:9000        a service that speaks the S3
+    protocol
 
-Credentials come from the machine: Google's application default, or AWS's environment or profile.
+Credentials come from the machine: Google's application default, or AWS's environment or
+profile.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ from xshard.files import disk
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
 # The time between two looks at whether a deletion has ended.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1
-# For each URL scheme: tensorstore's driver, and tensorstore's names for the options in the query string.
+# For each URL scheme: tensorstore's driver, and tensorstore's names for the options in
+# the query string.
 _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "gs": ("gcs", {}),
     "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
@@ -35,7 +38,9 @@ _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
 
 
 class CheckpointError(errors.UserError):
-    """A checkpoint could not be written, or cannot be read as requested. The message gives the reason."""
+    """A checkpoint could not be written, or cannot be read as requested. The message
+    gives the reason.
+    """
 
 
 class Folder(NamedTuple):
@@ -43,7 +48,8 @@ class Folder(NamedTuple):
 
     Attributes:
       names: the names of the files and folders directly in it.
-      is_link: whether it is a symbolic link, which only a person creates. A broken link has no names.
+      is_link: whether it is a symbolic link, which only a person creates. A broken link
+        has no names.
     """
 
     names: frozenset[str]
@@ -53,8 +59,8 @@ class Folder(NamedTuple):
 class Store:
     """A folder of objects, each with a name and content.
 
-    Any method may raise `CheckpointError`, with the path and the reason, if the disk or the service fails.
-    A failure is never reported as an absent object.
+    Any method may raise `CheckpointError`, with the path and the reason, if the disk or
+    the service fails. A failure is never reported as an absent object.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
@@ -76,10 +82,13 @@ class Store:
     def __hash__(self) -> int:
         return hash(self.url)
 
-    def database(self, prefix: str, context: ts.Context | None = None, **options: Any) -> Any:
+    def database(
+        self, prefix: str, context: ts.Context | None = None, **options: Any
+    ) -> Any:
         """Opens the OCDBT database below a prefix, by default in a new context.
 
-        Contexts are not shared for the life of the store, because a context keeps its cache in memory.
+        Contexts are not shared for the life of the store, because a context keeps its
+        cache in memory.
         """
         spec = {
             "driver": "ocdbt",
@@ -101,7 +110,8 @@ class Store:
             return disk.read(self.path / name)
 
     def create(self, name: str, content: bytes) -> None:
-        """Creates an object atomically and durably. Creating it again with the same content does nothing.
+        """Creates an object atomically and durably. Creating it again with the same
+        content does nothing.
 
         Raises:
           CheckpointError: if an object of that name with other content exists.
@@ -109,19 +119,25 @@ class Store:
         absent, existing = self.stat(name)
         if existing is None:
             if self.path is not None:
-                # A process that was killed may have left tensorstore's lock file, and tensorstore would overwrite only
-                # its beginning. Deleting the absent object removes that file, after waiting for a live writer.
+                # A process that was killed may have left tensorstore's lock file, and
+                # tensorstore would overwrite only its beginning. Deleting the absent
+                # object removes that file, after waiting for a live writer.
                 self._result(self._kv().write(name, None, if_equal=absent))
             written = self._result(self._kv().write(name, content, if_equal=absent))
             if written.generation:
                 return
-            # If the reply to a successful write was lost, the retry fails because the object now exists.
+            # If the reply to a successful write was lost, the retry fails because the
+            # object now exists.
             existing = self.read(name)
         if existing != content:
-            raise CheckpointError(f"{self.url}/{name} already exists with other content")
+            raise CheckpointError(
+                f"{self.url}/{name} already exists with other content"
+            )
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
-        """Replaces an object if it still has a given generation; returns its new generation, or None if it has not."""
+        """Replaces an object if it still has a given generation; returns its new
+        generation, or None if it has not.
+        """
         written = self._result(self._kv().write(name, content, if_equal=generation))
         if written.generation:
             return written.generation
@@ -130,13 +146,17 @@ class Store:
         return generation if existing == content else None
 
     def stat(self, name: str) -> tuple[bytes, bytes | None]:
-        """Returns the generation of an object, and its content; None as content if it does not exist."""
+        """Returns the generation of an object, and its content; None as content if it
+        does not exist.
+        """
         entry = self._result(self._kv().read(name))
         content = entry.value if entry.state == "value" else None
         return entry.stamp.generation, content
 
     def names(self, prefix: str = "") -> list[str]:
-        """Lists the names of all objects below a prefix, empty or ending with a slash. Links are not followed."""
+        """Lists the names of all objects below a prefix, empty or ending with a slash.
+        Links are not followed.
+        """
         if self.path is not None:
             with _named():
                 return sorted(_files(self.path, prefix))
@@ -157,7 +177,9 @@ class Store:
         return total
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
-        """Lists the folders directly in the store whose names match, each with the names directly in it."""
+        """Lists the folders directly in the store whose names match, each with the
+        names directly in it.
+        """
         if self.path is None:
             return _grouped(self.names(), wanted)
         folders = {}
@@ -180,7 +202,9 @@ class Store:
         self._when_done(self._kv().write(name, None))
 
     def delete_folder(self, prefix: str) -> None:
-        """Deletes all objects below a prefix, and the folder itself on a disk. The folder must not be a link."""
+        """Deletes all objects below a prefix, and the folder itself on a disk. The
+        folder must not be a link.
+        """
         if self.path is None:
             self._when_done(self._kv().delete_range(_below(prefix)))
             return
@@ -188,7 +212,9 @@ class Store:
             shutil.rmtree(self.path / prefix)
 
     def sync(self, prefix: str) -> None:
-        """Makes the folders above and below a prefix durable. In an object store everything already is."""
+        """Makes the folders above and below a prefix durable. In an object store
+        everything already is.
+        """
         if self.path is None:
             return
         top = self.path / prefix
@@ -198,7 +224,8 @@ class Store:
             for folder in _folders(top):
                 disk.sync(folder)
             for parent in top.parents:
-                # This process cannot have created a folder that it may not read, so there is nothing to sync.
+                # This process cannot have created a folder that it may not read, so
+                # there is nothing to sync.
                 with contextlib.suppress(PermissionError):
                     disk.sync(parent)
 
@@ -230,8 +257,8 @@ class Store:
     def _when_done(self, future: Any) -> None:
         """Waits for a deletion, outside of tensorstore.
 
-        A process may end during a slow deletion. Python ends a thread that returns to it from tensorstore then, which aborts
-        the process.
+        A process may end during a slow deletion. Python ends a thread that returns to
+        it from tensorstore then, which aborts the process.
         """
         seconds = _FIRST_PAUSE_SECONDS
         while not future.done():
@@ -245,13 +272,16 @@ class Store:
         return self._objects
 
     def _opened(self, spec: Mapping[str, Any], context: ts.Context) -> Any:
-        # Tensorstore raises an error in the spec, such as an invalid name of a bucket, before there is a future.
+        # Tensorstore raises an error in the spec, such as an invalid name of a bucket,
+        # before there is a future.
         with self._raising():
             return ts.KvStore.open(spec, context=context).result()
 
 
 def reason(e: BaseException) -> str:
-    """Returns an error's text for users, without tensorstore's list of source locations."""
+    """Returns an error's text for users, without tensorstore's list of source
+    locations.
+    """
     if isinstance(e, OSError) and e.errno:
         text = e.strerror or str(e)
         return f"{text} ({e.filename})" if e.filename else text
@@ -266,7 +296,8 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
         # Tensorstore accepts absolute paths only.
         path = os.path.abspath(url)
         try:
-            # Tensorstore takes UTF-8. In another locale, Python may have decoded the path otherwise.
+            # Tensorstore takes UTF-8. In another locale, Python may have decoded the
+            # path otherwise.
             name = os.fsencode(path).decode()
         except UnicodeDecodeError as e:
             raise CheckpointError(
@@ -286,7 +317,9 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
     if scheme == "s3" and "endpoint" not in options:
         # Amazon's own programs read these two in this order. Tensorstore reads neither.
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
+            "AWS_ENDPOINT_URL"
+        )
         if endpoint:
             options["endpoint"] = endpoint
     for name, value in options.items():
@@ -295,7 +328,8 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
 
 
 class Database:
-    """An OCDBT database of arrays. It keeps the last array open, since the chunks of an array are used one after another.
+    """An OCDBT database of arrays. It keeps the last array open, since the chunks of an
+    array are used one after another.
 
     Attributes:
       context: the context of the database and its arrays.
@@ -310,19 +344,25 @@ class Database:
         self._array: Any = None
 
     def array(self, path: str, metadata: dict[str, Any]) -> Any:
-        """Opens the zarr3 array under a path, with known metadata instead of its zarr.json."""
+        """Opens the zarr3 array under a path, with known metadata instead of its
+        zarr.json.
+        """
         if path != self._path:
             spec = {
                 "driver": "zarr3",
                 "kvstore": {**self.keys.spec().to_json(), "path": f"{path}/"},
                 "metadata": metadata,
-                # Chunks of zeros are stored, too, so that a missing chunk is damage and is not read as zeros.
+                # Chunks of zeros are stored, too, so that a missing chunk is damage and
+                # is not read as zeros.
                 "store_data_equal_to_fill_value": True,
                 "fill_missing_data_reads": False,
-                # No cache is needed, since devices that hold parts of one chunk read it at the same time.
+                # No cache is needed, since devices that hold parts of one chunk read it
+                # at the same time.
                 "cache_pool": {"total_bytes_limit": 0},
             }
-            opening = ts.open(spec, open=True, assume_metadata=True, context=self.context)
+            opening = ts.open(
+                spec, open=True, assume_metadata=True, context=self.context
+            )
             self._array = opening.result()
             self._path = path
         return self._array
@@ -335,7 +375,8 @@ def make_context() -> ts.Context:
             "file_io_concurrency": {"limit": 64},
             "gcs_request_retries": RETRIES,
             "s3_request_retries": RETRIES,
-            # This cache holds the nodes of the databases' trees, the only data that is read more than once.
+            # This cache holds the nodes of the databases' trees, the only data that is
+            # read more than once.
             "cache_pool": {"total_bytes_limit": 100 << 20},
         }
     )
@@ -383,4 +424,6 @@ def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
         if slash and wanted.fullmatch(folder):
             first, _, _ = rest.partition("/")
             folders.setdefault(folder, set()).add(first)
-    return {folder: Folder(frozenset(inside), False) for folder, inside in folders.items()}
+    return {
+        folder: Folder(frozenset(inside), False) for folder, inside in folders.items()
+    }

@@ -1,4 +1,6 @@
-"""Initializes a state from another run's checkpoint or a file: from the parameters, or what a pattern selects."""
+"""Initializes a state from another run's checkpoint or a file: from the parameters, or
+what a pattern selects.
+"""
 
 import difflib
 import re
@@ -17,11 +19,13 @@ from xshard.checkpoint import reader
 from xshard.files import tensors
 from xshard.metrics import formatting
 
-# The parameters of every network. With several networks, paths begin with the network's name, as in
-# 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots contain the parameters' names.
+# The parameters of every network. With several networks, paths begin with the network's
+# name, as in 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots
+# contain the parameters' names.
 PARAMS = "^(?!.*opt_state/)(.*/)?params/"
 _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
-# The default also takes the networks' state as far as it fits: the averages of a batch norm belong to the parameters.
+# The default also takes the networks' state as far as it fits: the averages of a batch
+# norm belong to the parameters.
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
@@ -31,18 +35,20 @@ _SHOWN = 5
 class Source(NamedTuple):
     """The part of another checkpoint, or of a file, from which a state is initialized.
 
-    If the checkpoint has a model for each group and the state has one model, `group` selects the model to take. If
-    the state has groups, and the checkpoint has none or another number of them, all groups of the state get the same
-    model.
+    If the checkpoint has a model for each group and the state has one model, `group`
+    selects the model to take. If the state has groups, and the checkpoint has none or
+    another number of them, all groups of the state get the same model.
 
     Attributes:
-      place: a run's directory or a folder of checkpoints, with @STEP for a checkpoint other than the newest; or the
-        path of a .safetensors file.
-      select: a regular expression that is searched for in the leaves' paths. The default selects the parameters and
-        the network's state; arrays of the network's state that do not fit are left as they are.
+      place: a run's directory or a folder of checkpoints, with @STEP for a checkpoint
+        other than the newest; or the path of a .safetensors file.
+      select: a regular expression that is searched for in the leaves' paths. The
+        default selects the parameters and the network's state; arrays of the network's
+        state that do not fit are left as they are.
       group: the index of the group to take from a checkpoint with several groups.
-      rename: pairs (prefix in the checkpoint, prefix in the state). A prefix consists of whole names. The first pair
-        whose prefix matches applies; an empty prefix matches every path.
+      rename: pairs (prefix in the checkpoint, prefix in the state). A prefix consists
+        of whole names. The first pair whose prefix matches applies; an empty prefix
+        matches every path.
     """
 
     place: str
@@ -70,7 +76,9 @@ class _Stored(NamedTuple):
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Parses renamings such as 'old/prefix=new/prefix' into pairs; a text may contain several, separated by commas."""
+    """Parses renamings such as 'old/prefix=new/prefix' into pairs; a text may contain
+    several, separated by commas.
+    """
     pairs = []
     for text in ",".join(texts).split(",") if texts else ():
         old, equals, new = text.partition("=")
@@ -86,8 +94,8 @@ def check_init(source: Source, target: Any) -> None:
     """Checks whether `init_from` would work on a state like `target`.
 
     Raises:
-      CheckpointError: if there is no such checkpoint, nothing is selected, or a selected leaf is missing in the
-        checkpoint or has another shape there.
+      CheckpointError: if there is no such checkpoint, nothing is selected, or a
+        selected leaf is missing in the checkpoint or has another shape there.
     """
     _requests(source, leaves_lib.flatten(target))
 
@@ -112,7 +120,8 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     stored, requests = _requests(source, leaves)
     values = stored.read(list(requests.values()), say)
     for path, value in zip(requests, values, strict=True):
-        # Typed PRNG keys cannot be converted; `_problem` has checked that their types are equal.
+        # Typed PRNG keys cannot be converted; `_problem` has checked that their types
+        # are equal.
         if requests[path].meta.key_impl is None:
             value = value.astype(leaves[path].dtype)
         leaves[path] = value
@@ -127,8 +136,12 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
-def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str, reader.Leaf]]:
-    """Returns the stored arrays, and what to read for each path of the state; raises as `check_init`."""
+def _requests(
+    source: Source, leaves: dict[str, Any]
+) -> tuple[_Stored, dict[str, reader.Leaf]]:
+    """Returns the stored arrays, and what to read for each path of the state; raises as
+    `check_init`.
+    """
     stored = _open(source, leaves)
     paths = _selected(source, leaves)
     if not paths:
@@ -143,9 +156,12 @@ def _requests(source: Source, leaves: dict[str, Any]) -> tuple[_Stored, dict[str
         problem = _problem(path, stored.metas.get(path), wanted, groups)
         if not problem:
             fitting.append(path)
-        # By default, network state that is missing or has another shape is left as the new run initialized it.
+        # By default, network state that is missing or has another shape is left as the
+        # new run initialized it.
         elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
-            problems.append(problem + ("" if path in stored.metas else _near(path, stored.metas)))
+            problems.append(
+                problem + ("" if path in stored.metas else _near(path, stored.metas))
+            )
     if problems:
         raise format_lib.CheckpointError(
             f"{stored.where} does not fit --init_select='{source.select}': "
@@ -164,7 +180,10 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
     where: Any
     if source.place.endswith(tensors.SUFFIX):
         file = tensors.File(source.place)
-        where, read = source.place, lambda leaves, _: [_read_leaf(file, leaf) for leaf in leaves]
+        where, read = (
+            source.place,
+            lambda leaves, _: [_read_leaf(file, leaf) for leaf in leaves],
+        )
         metas = {
             name: arrays_lib.ArrayMeta(shape, file.dtypes[name], shape)
             for name, shape in file.shapes.items()
@@ -177,7 +196,9 @@ def _open(source: Source, leaves: Iterable[str]) -> _Stored:
         groups = _count(metas)
         read = lambda leaves, say: reader.read_leaves(where, leaves, say)
     names = _renamed(source, where, metas, leaves)
-    return _Stored(where, names, {path: metas[name] for path, name in names.items()}, groups, read)
+    return _Stored(
+        where, names, {path: metas[name] for path, name in names.items()}, groups, read
+    )
 
 
 def _read_leaf(file: tensors.File, leaf: reader.Leaf) -> jax.Array:
@@ -191,7 +212,9 @@ def _read_leaf(file: tensors.File, leaf: reader.Leaf) -> jax.Array:
 def _renamed(
     source: Source, where: Any, stored: Iterable[str], leaves: Iterable[str]
 ) -> dict[str, str]:
-    """Applies the renamings; returns the stored name of each array by its path in the state."""
+    """Applies the renamings; returns the stored name of each array by its path in the
+    state.
+    """
     names: dict[str, str] = {}
     renamed: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
     for name in stored:
@@ -220,21 +243,27 @@ def _renamed(
 
 
 def _near(path: str, paths: Iterable[str]) -> str:
-    """Returns a hint with paths, or beginnings of paths, that are similar to one; empty if there are none."""
+    """Returns a hint with paths, or beginnings of paths, that are similar to one; empty
+    if there are none.
+    """
     parts = {"/".join(x.split("/")[: path.count("/") + 1]) for x in paths}
     near = difflib.get_close_matches(path, sorted({*paths, *parts}), n=2, cutoff=0.5)
     return f" (near it: {', '.join(near)})" if near else ""
 
 
 class _Groups(NamedTuple):
-    """The numbers of groups in the checkpoint and in the state, 0 for none, and the index of the group to take."""
+    """The numbers of groups in the checkpoint and in the state, 0 for none, and the
+    index of the group to take.
+    """
 
     stored: int
     wanted: int
     chosen: int
 
     def differ(self, path: str) -> bool:
-        """Returns whether a leaf has another leading dimension of groups in the state than in the checkpoint."""
+        """Returns whether a leaf has another leading dimension of groups in the state
+        than in the checkpoint.
+        """
         return self.stored != self.wanted and path not in ("step", "rng")
 
     def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
@@ -246,15 +275,20 @@ class _Groups(NamedTuple):
 
 
 def _count(tree: dict[str, Any]) -> int:
-    """Returns the number of groups in a run's state, the first dimension of every array but the step and the key."""
+    """Returns the number of groups in a run's state, the first dimension of every array
+    but the step and the key.
+    """
     for path, leaf in tree.items():
-        # A state may have several learners, each with a global_step. It is a scalar unless there are groups.
+        # A state may have several learners, each with a global_step. It is a scalar
+        # unless there are groups.
         if path.rpartition("/")[2] == "global_step" and len(leaf.shape) == 1:
             return int(leaf.shape[0])
     return 0
 
 
-def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) -> reader.Leaf:
+def _request(
+    path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups
+) -> reader.Leaf:
     group, repeat = None, False
     if groups.differ(path):
         repeat = groups.wanted > 0
@@ -269,9 +303,14 @@ def _request(path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups) 
 
 
 def _problem(
-    path: str, stored: arrays_lib.ArrayMeta | None, wanted: arrays_lib.ArrayMeta, groups: _Groups
+    path: str,
+    stored: arrays_lib.ArrayMeta | None,
+    wanted: arrays_lib.ArrayMeta,
+    groups: _Groups,
 ) -> str:
-    """Explains why an array of the checkpoint cannot be taken; returns an empty text if it can."""
+    """Explains why an array of the checkpoint cannot be taken; returns an empty text if
+    it can.
+    """
     if stored is None:
         return f"'{path}' is missing from it"
     is_same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
@@ -293,7 +332,8 @@ def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
     """Lists the paths in which a regular expression matches.
 
     Raises:
-      CheckpointError: if the pattern is not a regular expression; the message names the flag.
+      CheckpointError: if the pattern is not a regular expression; the message names the
+        flag.
     """
     try:
         return [path for path in paths if re.search(pattern, path)]

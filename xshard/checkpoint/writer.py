@@ -1,4 +1,6 @@
-"""Writes one attempt: each process writes its own chunks, and process 0 writes the rest, with COMMIT last."""
+"""Writes one attempt: each process writes its own chunks, and process 0 writes the
+rest, with COMMIT last.
+"""
 
 import dataclasses
 import json
@@ -17,11 +19,12 @@ from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 from xshard.pod import origin
 
-# A transaction holds its data in memory until it is committed. These limit the size of a transaction, and the
-# number of transactions under way.
+# A transaction holds its data in memory until it is committed. These limit the size of
+# a transaction, and the number of transactions under way.
 _BATCH_BYTES = 128 << 20
 _BATCHES = 4
-# Tensorstore writes the data files of one transaction in parallel; a full transaction fills four of this size.
+# Tensorstore writes the data files of one transaction in parallel; a full transaction
+# fills four of this size.
 _FILE_BYTES = 32 << 20
 
 
@@ -32,15 +35,17 @@ def write_part(
     chunks: Iterator[ownership.Chunk | None],
     written: Callable[[int], None],
 ) -> int:
-    """Writes the chunks that a process owns into its own database. Process 0 also writes each array's zarr.json.
+    """Writes the chunks that a process owns into its own database. Process 0 also
+    writes each array's zarr.json.
 
     Args:
       attempt: the attempt.
       process: the index of the process.
       arrays: how each array is stored, by path.
-      chunks: the chunks that the process owns. None asks to flush, since the next chunk may wait for memory that
-        unwritten chunks hold.
-      written: called with the number of bytes that have been written and whose memory may be released.
+      chunks: the chunks that the process owns. None asks to flush, since the next chunk
+        may wait for memory that unwritten chunks hold.
+      written: called with the number of bytes that have been written and whose memory
+        may be released.
 
     Returns:
       The number of keys written.
@@ -61,15 +66,21 @@ def write_part(
     batches.flush()
     prefix = attempt.part(process)
     if keys:
-        attempt.store.create(prefix + format_lib.SUMS, format_lib.to_json(batches.sums()))
-    # Process 0 commits on the strength of this process's report, so the data must already survive a power loss.
+        attempt.store.create(
+            prefix + format_lib.SUMS, format_lib.to_json(batches.sums())
+        )
+    # Process 0 commits on the strength of this process's report, so the data must
+    # already survive a power loss.
     attempt.store.sync(prefix)
     return keys
 
 
 def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
-    """Merges the databases of some processes into one that refers to their data in place."""
-    # Tensorstore copies entries by reference only between databases that share one context.
+    """Merges the databases of some processes into one that refers to their data in
+    place.
+    """
+    # Tensorstore copies entries by reference only between databases that share one
+    # context.
     context = store_lib.make_context()
     merged = attempt.store.database(attempt.prefix, context)
     transaction = ts.Transaction(atomic=True)
@@ -81,7 +92,8 @@ def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
 
 
 def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
-    """Verifies that a merged database holds every key of the arrays and no other; returns the number of keys.
+    """Verifies that a merged database holds every key of the arrays and no other;
+    returns the number of keys.
 
     Raises:
       CheckpointError: if a key is missing, or there is an unexpected one.
@@ -101,7 +113,9 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
 def with_sums(
     attempt: format_lib.Attempt, processes: list[int], arrays: arrays_lib.ArrayMetas
 ) -> arrays_lib.ArrayMetas:
-    """Adds the chunks' checksums, which the processes wrote to their sums.json, to the arrays' metadata."""
+    """Adds the chunks' checksums, which the processes wrote to their sums.json, to the
+    arrays' metadata.
+    """
     sums: dict[str, int] = {}
     for process in processes:
         name = attempt.part(process) + format_lib.SUMS
@@ -161,7 +175,8 @@ def commit(
       keys: the number of keys in its database.
       nbytes: the size of its arrays, in bytes.
       metrics: the metrics by which the best checkpoint is chosen.
-      nonfinite: paths of checked arrays that are not finite, possibly incomplete; None: no arrays were checked.
+      nonfinite: paths of checked arrays that are not finite, possibly incomplete; None:
+        no arrays were checked.
       owner: the run that saves the attempt; None: it is not recorded.
     """
     checksums = {}
@@ -170,7 +185,8 @@ def commit(
         if content is None:
             raise format_lib.CheckpointError(f"{attempt}/{name} is missing")
         checksums[name] = format_lib.checksum(content)
-    # Every folder must be durable before COMMIT exists: a power loss must not leave COMMIT without its data.
+    # Every folder must be durable before COMMIT exists: a power loss must not leave
+    # COMMIT without its data.
     attempt.store.sync(attempt.prefix)
     commit: dict[str, Any] = {
         "step": attempt.step,
@@ -189,11 +205,13 @@ def commit(
 
 
 def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
-    """Deletes an attempt. It stops counting first, so that an interrupted deletion leaves nothing to restore.
+    """Deletes an attempt. It stops counting first, so that an interrupted deletion
+    leaves nothing to restore.
 
     Args:
       attempt: the attempt.
-      by_hand: whether to record the deletion in the store, which permits the run to resume from an earlier step.
+      by_hand: whether to record the deletion in the store, which permits the run to
+        resume from an earlier step.
 
     Raises:
       CheckpointError: if the attempt's folder is a link, or cannot be deleted.
@@ -206,14 +224,15 @@ def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
         try:
             format_lib.note_removed(attempt)
         except format_lib.CheckpointError as e:
-            # A run needs the note of its newest checkpoint only. A full disk, which has no room for a note, must let
-            # older ones be deleted.
+            # A run needs the note of its newest checkpoint only. A full disk, which has
+            # no room for a note, must let older ones be deleted.
             there = format_lib.committed(attempt.store)
             if all(other.step <= attempt.step for other in there):
                 raise format_lib.CheckpointError(
                     f"{e}. The deletion of the newest checkpoint must be recorded: make room first, as by deleting an older one."
                 ) from e
-    # Without COMMIT the attempt does not count, however far the rest of the deletion gets.
+    # Without COMMIT the attempt does not count, however far the rest of the deletion
+    # gets.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
     attempt.store.delete_folder(attempt.prefix)
@@ -254,7 +273,8 @@ class _Batches:
             index = arrays_lib.box_index(meta.box(piece.chunk))
             array = self._database.array(piece.path, meta.zarr())
             target = array[index].with_transaction(self._transaction)
-            # Nobody modifies this memory before it is written, so tensorstore need not copy it.
+            # Nobody modifies this memory before it is written, so tensorstore need not
+            # copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
             self._large.append((piece.path, piece.chunk))
@@ -269,9 +289,14 @@ class _Batches:
         ends = {}
         for path, chunk in self._large:
             key = arrays_lib.chunk_key(path, chunk)
-            # Tensorstore computed the checksum of a large chunk, and stored it behind the chunk's bytes.
-            ends[key] = self._database.keys.read(key, byte_range=self._arrays[path].checksum_slice)
-        read = {key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()}
+            # Tensorstore computed the checksum of a large chunk, and stored it behind
+            # the chunk's bytes.
+            ends[key] = self._database.keys.read(
+                key, byte_range=self._arrays[path].checksum_slice
+            )
+        read = {
+            key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()
+        }
         return self._sums | read
 
     def flush(self) -> None:

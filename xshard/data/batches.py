@@ -1,6 +1,7 @@
 """Batches on the mesh: each process supplies the rows that its devices hold.
 
-A run reads its training data through one iterator per process. Checkpoints contain the iterators' states.
+A run reads its training data through one iterator per process. Checkpoints contain the
+iterators' states.
 """
 
 import base64
@@ -39,30 +40,41 @@ class TrainBatches:
         """Checks the sizes and creates the iterator.
 
         Args:
-          make: creates the iterator, such as `functools.partial(xshard.data.iterate, examples)`.
+          make: creates the iterator, such as `functools.partial(xshard.data.iterate,
+            examples)`.
           mesh: the run's mesh.
           replicas: the logical replicas on it, if there are any.
-          batch_size: the number of examples per step of one model, over all its replicas.
+          batch_size: the number of examples per step of one model, over all its
+            replicas.
           seed: the seed of the order.
-          micro_batches: the number of parts that each replica computes one after the other.
+          micro_batches: the number of parts that each replica computes one after the
+            other.
 
         Raises:
-          ValueError: if the replicas and micro-batches do not divide the batch, or the iterator is invalid.
+          ValueError: if the replicas and micro-batches do not divide the batch, or the
+            iterator is invalid.
 
         Attributes:
           example: one row of a batch.
-          epoch_examples: the number of examples of an epoch, of one group; None if unknown.
+          epoch_examples: the number of examples of an epoch, of one group; None if
+            unknown.
         """
-        check_train_batch(batch_size, replicas.mesh if replicas else mesh, micro_batches)
+        check_train_batch(
+            batch_size, replicas.mesh if replicas else mesh, micro_batches
+        )
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
         self._rows = rows_lib.Rows(batch_size, self._sharding, replicas, groups)
         group_of = self._rows.local_rows // batch_size
-        rows = tuple(self._rows.local_rows[group_of == g] - g * batch_size for g in range(groups))
+        rows = tuple(
+            self._rows.local_rows[group_of == g] - g * batch_size for g in range(groups)
+        )
         self._checked: list[Any] | None = None
         self._iterator: Any = make(data.Part(batch_size, rows, seed))
         self._check_iterator()
-        self.epoch_examples: int | None = getattr(self._iterator, "epoch_examples", None)
+        self.epoch_examples: int | None = getattr(
+            self._iterator, "epoch_examples", None
+        )
         self._skips: Mapping[int, int] = {}
         self._every = getattr(self._iterator, "acts_every_steps", None)
         if self._every is not None:
@@ -74,7 +86,9 @@ class TrainBatches:
         self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
     def summary(self) -> str:
-        """Returns a summary of the data, which the processes compare; empty if the iterator has none."""
+        """Returns a summary of the data, which the processes compare; empty if the
+        iterator has none.
+        """
         return str(getattr(self._iterator, "summary", str)())
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -82,7 +96,9 @@ class TrainBatches:
         return shapes(self.example, self._rows.count, self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
-        """Returns the next batch, of (groups * batch_size) rows along ('group', 'slice', 'replica')."""
+        """Returns the next batch, of (groups * batch_size) rows along ('group',
+        'slice', 'replica').
+        """
         # An iterator may read each batch into the same arrays.
         copy = not getattr(self._iterator, "arrays_are_new", False)
         return self._rows.to_devices(self._take_next(), copy=copy)
@@ -92,12 +108,14 @@ class TrainBatches:
     ) -> dict[str, jax.Array]:
         """Returns the batch of a step, after the iterator has acted if that is due.
 
-        Only the step decides whether it is due. A position that was saved after the previous step is from before the
-        iterator acts, so a run that resumes there acts, and passes over batches, as the original run did.
+        Only the step decides whether it is due. A position that was saved after the
+        previous step is from before the iterator acts, so a run that resumes there
+        acts, and passes over batches, as the original run did.
 
         Args:
           step: the number of the next step, from 1.
-          predict: takes a state of the run and a batch on the host to outputs on the host.
+          predict: takes a state of the run and a batch on the host to outputs on the
+            host.
           state: the run's state.
         """
         if self._every is not None and (step - 1) % self._every == 0:
@@ -107,11 +125,15 @@ class TrainBatches:
         return next(self)
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
-        """Sets the numbers of batches to draw and discard before certain steps, by step."""
+        """Sets the numbers of batches to draw and discard before certain steps, by
+        step.
+        """
         self._skips = passes
 
     def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
-        """Returns a function that lets the iterator act with a `predict` and then restores it; None if it does not act."""
+        """Returns a function that lets the iterator act with a `predict` and then
+        restores it; None if it does not act.
+        """
 
         def rehearse(predict: Callable[..., Any]) -> None:
             with self._restoring_iterator():
@@ -122,7 +144,8 @@ class TrainBatches:
     @contextlib.contextmanager
     def _restoring_iterator(self) -> Iterator[None]:
         """Restores the iterator's state at the end of the context."""
-        # The state is copied, through the form that checkpoints use: the iterator may write into its arrays.
+        # The state is copied, through the form that checkpoints use: the iterator may
+        # write into its arrays.
         state = _from_json(_to_json(self._iterator.get_state()))
         try:
             yield
@@ -140,7 +163,8 @@ class TrainBatches:
           positions: the positions of all processes that saved it.
 
         Raises:
-          ValueError: if they are not positions in this data, or do not fit the number of processes.
+          ValueError: if they are not positions in this data, or do not fit the number
+            of processes.
         """
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
@@ -150,9 +174,12 @@ class TrainBatches:
             )
         states = [position["iterator"] for position in positions]
         if hasattr(self._iterator, "join_states"):
-            self._iterator.set_state(self._iterator.join_states([_from_json(x) for x in states]))
+            self._iterator.set_state(
+                self._iterator.join_states([_from_json(x) for x in states])
+            )
             return
-        # Equal states are not enough: processes that read different files may have reached the same position in each.
+        # Equal states are not enough: processes that read different files may have
+        # reached the same position in each.
         alike = all(other == states[0] for other in states)
         if alike and getattr(self._iterator, "state_is_shared", False):
             states = [states[0]] * jax.process_count()
@@ -199,7 +226,8 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Batches of all examples, once and in order, along ('slice', 'replica') and equal for all groups.
+    """Batches of all examples, once and in order, along ('slice', 'replica') and equal
+    for all groups.
 
     The last batch is padded; '_mask' is False for padding.
     """
@@ -248,7 +276,9 @@ def train_shapes(
     batch_size: int,
     replicas: logical.Replicas | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of a batch of `TrainBatches` with rows like `example`."""
+    """Returns the shapes, dtypes and shardings of a batch of `TrainBatches` with rows
+    like `example`.
+    """
     of_group = replicas.rows(batch_size) if replicas else batch_size
     rows = of_group * mesh_lib.num_groups(mesh)
     return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
@@ -261,7 +291,10 @@ def shapes(
     described = {}
     for name, array in example.items():
         # JAX converts 64-bit arrays to 32 bits unless x64 is enabled.
-        shape, dtype = (rows, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype)
+        shape, dtype = (
+            (rows, *array.shape[1:]),
+            jax.dtypes.canonicalize_dtype(array.dtype),
+        )
         described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return described
 
@@ -269,7 +302,9 @@ def shapes(
 def shapes_of(
     batch: Mapping[str, Any], sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of a batch of arrays, or of values that NumPy converts to arrays."""
+    """Returns the shapes, dtypes and shardings of a batch of arrays, or of values that
+    NumPy converts to arrays.
+    """
     described = {}
     for name, x in batch.items():
         dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
@@ -278,16 +313,22 @@ def shapes_of(
     return described
 
 
-def check_train_batch(batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int) -> None:
+def check_train_batch(
+    batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int
+) -> None:
     """Raises ValueError unless replicas x micro_batches divides a batch."""
     parts = mesh_lib.num_replicas(mesh) * micro_batches
-    check_batch_size("batch_size", batch_size, parts, f"replicas x micro_batches = {parts}")
+    check_batch_size(
+        "batch_size", batch_size, parts, f"replicas x micro_batches = {parts}"
+    )
 
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
     """Raises ValueError, with the nearest good values, unless `parts` divides `value`."""
     if value < 1 or value % parts:
-        near = sorted({max(value // parts, 1) * parts, (max(value, 0) // parts + 1) * parts})
+        near = sorted(
+            {max(value // parts, 1) * parts, (max(value, 0) // parts + 1) * parts}
+        )
         raise errors.UserError(
             f"{key}={value} must be a positive multiple of {what}; the nearest: "
             f"{' or '.join(map(str, near))}."
@@ -295,7 +336,9 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
 
 
 def _kind(batch: Any) -> list[Any] | None:
-    """Returns the names, shapes and dtypes of a dictionary of NumPy arrays; None for any other batch."""
+    """Returns the names, shapes and dtypes of a dictionary of NumPy arrays; None for
+    any other batch.
+    """
     if type(batch) is not dict:
         return None
     kind = []
@@ -321,9 +364,11 @@ def _check_acts(iterator: Any, every: Any) -> None:
 
 
 def _to_json(state: Any) -> Any:
-    """Converts a state to JSON values; bytes, arrays and tuples become dictionaries with a marker key.
+    """Converts a state to JSON values; bytes, arrays and tuples become dictionaries
+    with a marker key.
 
-    Tuples must be restored as tuples, because grain's iterators distinguish them from lists.
+    Tuples must be restored as tuples, because grain's iterators distinguish them from
+    lists.
     """
     if isinstance(state, bytes):
         return {_BYTES: base64.b64encode(state).decode()}
@@ -336,7 +381,8 @@ def _to_json(state: Any) -> Any:
             raise TypeError(f"an array of type {state.dtype}")
         file = io.BytesIO()
         np.save(file, state, allow_pickle=False)
-        # Arrays are compressed, since buffers are often mostly empty or have few distinct values.
+        # Arrays are compressed, since buffers are often mostly empty or have few
+        # distinct values.
         return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()}
     if isinstance(state, tuple):
         return {_TUPLE: [_to_json(item) for item in state]}

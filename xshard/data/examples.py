@@ -11,14 +11,16 @@ import numpy as np
 from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
-# The limits of a summary's checksum: the bytes of arrays that are hashed whole; else the number of rows; and the number
-# of examples of a source.
+# The limits of a summary's checksum: the bytes of arrays that are hashed whole; else
+# the number of rows; and the number of examples of a source.
 _SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
 _BLOCK_BYTES = 1 << 24
 
 
 class Source(Protocol):
-    """The interface of examples that are read one by one, such as `grain.sources` and `grain.MapDataset`."""
+    """The interface of examples that are read one by one, such as `grain.sources` and
+    `grain.MapDataset`.
+    """
 
     def __len__(self) -> int:
         """Returns the number of examples."""
@@ -42,9 +44,14 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """Stacks single examples into a batch; raises UserError if they differ in names or shapes."""
+    """Stacks single examples into a batch; raises UserError if they differ in names or
+    shapes.
+    """
     try:
-        return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        return {
+            name: np.stack([example[name] for example in examples])
+            for name in examples[0]
+        }
     except (KeyError, ValueError, TypeError) as e:
         raise errors.UserError(
             f"Examples cannot be stacked ({e}): each must be a mapping of the same names to arrays of the "
@@ -55,9 +62,10 @@ def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
 def summary(examples: Examples) -> str:
     """Returns the number of examples and a checksum, which identify the data.
 
-    Arrays of at most 1 GiB together are hashed whole. For larger arrays, and for sources, which may be slow to read, the
-    checksum covers some evenly spread examples. If a source's examples differ from one reading to the next, it covers
-    only names, dtypes and shapes.
+    Arrays of at most 1 GiB together are hashed whole. For larger arrays, and for
+    sources, which may be slow to read, the checksum covers some evenly spread examples.
+    If a source's examples differ from one reading to the next, it covers only names,
+    dtypes and shapes.
     """
     size = num_examples(examples)
     if isinstance(examples, Mapping):
@@ -81,11 +89,15 @@ def _spread(size: int, count: int) -> np.ndarray:
 
 
 def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
-    """Returns the checksum of names, dtypes, shapes and contents, of some rows or of all."""
+    """Returns the checksum of names, dtypes, shapes and contents, of some rows or of
+    all.
+    """
     checksum = 0
     for name, array in sorted(arrays.items()):
         chosen = array if rows is None else array[rows]
-        checksum = zlib.crc32(f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum)
+        checksum = zlib.crc32(
+            f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum
+        )
         # Hashed in blocks, since arrays that are not contiguous are copied.
         block = max(1, _BLOCK_BYTES * len(chosen) // max(1, chosen.nbytes))
         for start in range(0, len(chosen), block):
@@ -100,7 +112,9 @@ def splits(examples: Examples | Mapping[str, Examples]) -> dict[str, Examples]:
     >>> sorted(splits({'x': np.zeros(3)})), sorted(splits({'test': {'x': np.zeros(3)}, 'easy': {'x': np.zeros(2)}}))
     ([''], ['easy', 'test'])
     """
-    is_split = lambda x: isinstance(x, Mapping) or (not hasattr(x, "shape") and _is_source(x))
+    is_split = lambda x: (
+        isinstance(x, Mapping) or (not hasattr(x, "shape") and _is_source(x))
+    )
     either: Any = examples
     if isinstance(either, Mapping) and either and all(map(is_split, either.values())):
         return {str(name): split for name, split in either.items()}
@@ -120,13 +134,17 @@ def check(examples: Examples, what: str = "The data") -> None:
 
     Args:
       examples: a mapping of arrays, or a source.
-      what: a description for the message, such as 'Digits.train_data (experiment.py:31)'.
+      what: a description for the message, such as 'Digits.train_data
+        (experiment.py:31)'.
 
     Raises:
-      UserError: if a run cannot read them; the message describes what to return instead.
+      UserError: if a run cannot read them; the message describes what to return
+        instead.
     """
     kind = type(examples).__name__
-    form = "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
+    form = (
+        "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
+    )
     if isinstance(examples, tuple):
         raise errors.UserError(
             f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: {form}."
@@ -135,7 +153,9 @@ def check(examples: Examples, what: str = "The data") -> None:
         _check_source(examples, what, form)
         return
     if not examples:
-        raise errors.UserError(f"{what} is an empty {kind}; it must have arrays: {form}.")
+        raise errors.UserError(
+            f"{what} is an empty {kind}; it must have arrays: {form}."
+        )
     for name, array in examples.items():
         if not isinstance(name, str):
             raise errors.UserError(
@@ -151,7 +171,9 @@ def check(examples: Examples, what: str = "The data") -> None:
 
 
 def check_batch(batch: Any, rows: int) -> None:
-    """Raises UserError unless a batch of an experiment's iterator holds arrays by name, with `rows` rows each."""
+    """Raises UserError unless a batch of an experiment's iterator holds arrays by name,
+    with `rows` rows each.
+    """
     what = "A batch of the experiment's iterator"
     if not isinstance(batch, Mapping):
         raise errors.UserError(
@@ -181,7 +203,9 @@ def _check_source(examples: Any, what: str, form: str) -> None:
             f"be a dictionary of arrays. Or return all examples together: {form}."
         )
     for name, array in example.items():
-        _check_type(np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}")
+        _check_type(
+            np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}"
+        )
 
 
 def _check_array(array: Any, has: str, form: str) -> None:
@@ -193,7 +217,8 @@ def _check_array(array: Any, has: str, form: str) -> None:
         )
     try:
         dtype = np.dtype(array.dtype)
-    # A list has no dtype; a tensor of another library may have one that NumPy does not know.
+    # A list has no dtype; a tensor of another library may have one that NumPy does not
+    # know.
     except (AttributeError, TypeError) as e:
         raise errors.UserError(
             f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all together {form}."
@@ -211,7 +236,9 @@ def _check_type(dtype: Any, has: str) -> None:
 
 @functools.cache
 def _is_jax_type(dtype: np.dtype) -> bool:
-    """Returns whether JAX has arrays of a type. Each batch is checked, so the answers are kept."""
+    """Returns whether JAX has arrays of a type. Each batch is checked, so the answers
+    are kept.
+    """
     try:
         jax.typeof(np.empty(0, dtype))
     except TypeError:
@@ -220,7 +247,9 @@ def _is_jax_type(dtype: np.dtype) -> bool:
 
 
 def num_examples(examples: Examples, what: str = "The data") -> int:
-    """Returns the number of examples; raises ValueError if there is none, or if arrays have different numbers of rows."""
+    """Returns the number of examples; raises ValueError if there is none, or if arrays
+    have different numbers of rows.
+    """
     if not isinstance(examples, Mapping):
         if not len(examples):
             raise errors.UserError(

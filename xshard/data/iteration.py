@@ -1,7 +1,8 @@
 """The order in which each process reads its part of the examples.
 
-The order depends on the seed, the group and the epoch, and not on the number of processes. The position in it is a
-number of batches. So a run resumes with the next example on any number of processes.
+The order depends on the seed, the group and the epoch, and not on the number of
+processes. The position in it is a number of batches. So a run resumes with the next
+example on any number of processes.
 """
 
 import dataclasses
@@ -19,32 +20,41 @@ _READ_THREADS, _READ_AHEAD = 4, 8
 
 
 class BatchIterator(Protocol):
-    """The interface of a resumable iterator over one process's part of each batch, such as `grain.DatasetIterator`.
+    """The interface of a resumable iterator over one process's part of each batch, such
+    as `grain.DatasetIterator`.
 
-    A run resumes only on the same number of processes, unless the iterator has one of these:
+    A run resumes only on the same number of processes, unless the iterator has one of
+    these:
 
-    - The attribute `state_is_shared = True`. Then its state must be a position in the data that all processes read
-      together, such as a number of batches, and equal on all of them.
-    - A method `join_states`, which merges the states of all processes into one that each process takes its part of. See
-      `xshard.data.pipelines.Streams`.
+    - The attribute `state_is_shared = True`. Then its state must be a position in the
+      data that all processes read together, such as a number of batches, and equal on
+      all of them.
+    - A method `join_states`, which merges the states of all processes into one that
+      each process takes its part of. See `xshard.data.pipelines.Streams`.
 
     Further optional members:
 
-    - `acts_every_steps = n`: the iterator uses the model. Before steps 1, n + 1, 2n + 1, ... the run calls its method
-      `act(step, predict)` on all processes. `predict` is the experiment's, of the current state; it takes a batch on the
-      host that is equal on all processes. The iterator's state must include everything it keeps until its next `act`.
-      Before a run, the framework takes the first batch and calls `act` up to its first prediction; then it restores the
-      state from before both.
-    - `summary()`: describes the data in a few words. The processes compare the texts before a run.
-    - `epoch_examples`: the number of examples per epoch, if the iterator repeats a fixed number of them.
-    - `arrays_are_new = True`: the iterator never writes into the arrays of a batch again, so the run need not copy them.
+    - `acts_every_steps = n`: the iterator uses the model. Before steps 1, n + 1, 2n +
+      1, ... the run calls its method `act(step, predict)` on all processes. `predict`
+      is the experiment's, of the current state; it takes a batch on the host that is
+      equal on all processes. The iterator's state must include everything it keeps
+      until its next `act`. Before a run, the framework takes the first batch and calls
+      `act` up to its first prediction; then it restores the state from before both.
+    - `summary()`: describes the data in a few words. The processes compare the texts
+      before a run.
+    - `epoch_examples`: the number of examples per epoch, if the iterator repeats a
+      fixed number of them.
+    - `arrays_are_new = True`: the iterator never writes into the arrays of a batch
+      again, so the run need not copy them.
     """
 
     def __next__(self) -> examples_lib.Arrays:
         """Returns this process's rows of the next batch: see `Part`."""
 
     def get_state(self) -> Any:
-        """Returns the position after the last `next`, as JSON values, bytes, tuples or arrays."""
+        """Returns the position after the last `next`, as JSON values, bytes, tuples or
+        arrays.
+        """
 
     def set_state(self, state: Any) -> None:
         """Restores the position from a call of `get_state`."""
@@ -56,9 +66,10 @@ class Part:
 
     Attributes:
       batch_size: the number of rows of one group's batch.
-      rows: for each group, the rows of its batch on this process's devices, ascending. The process's batch has the rows
-        of the first group, then those of the second, and so on. If one model is spread over several processes, all of
-        them read its rows.
+      rows: for each group, the rows of its batch on this process's devices, ascending.
+        The process's batch has the rows of the first group, then those of the second,
+        and so on. If one model is spread over several processes, all of them read its
+        rows.
       seed: the seed of the order.
     """
 
@@ -68,7 +79,9 @@ class Part:
 
 
 class _Iterator:
-    """An iterator whose state is the number of batches, with the number of examples to identify the data."""
+    """An iterator whose state is the number of batches, with the number of examples to
+    identify the data.
+    """
 
     state_is_shared = True
     arrays_are_new = True
@@ -121,14 +134,18 @@ class _Iterator:
 
 
 def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
-    """Iterates over examples forever, each once per epoch, in a new random order each epoch.
+    """Iterates over examples forever, each once per epoch, in a new random order each
+    epoch.
 
-    Batches continue across the ends of epochs. Each group g has its own order, drawn from the seed, g and the epoch. The
-    order takes 8 bytes of memory per example. Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is
-    read at the indices of its later epochs, so that its random transformations differ between epochs. Do not shuffle it.
+    Batches continue across the ends of epochs. Each group g has its own order, drawn
+    from the seed, g and the epoch. The order takes 8 bytes of memory per example.
+    Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is read at
+    the indices of its later epochs, so that its random transformations differ between
+    epochs. Do not shuffle it.
 
     Args:
-      examples: a mapping of arrays that share their first dimension; or a source of single examples.
+      examples: a mapping of arrays that share their first dimension; or a source of
+        single examples.
       part: the part of each batch that this process reads.
 
     Returns:
@@ -140,7 +157,9 @@ def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
     examples_lib.check(examples)
     size = examples_lib.num_examples(examples)
     if part.batch_size > size:
-        raise errors.UserError(f"batch_size={part.batch_size} exceeds the {size} examples.")
+        raise errors.UserError(
+            f"batch_size={part.batch_size} exceeds the {size} examples."
+        )
     numbers = order(examples, part.seed, len(part.rows))
 
     def read(step: int) -> examples_lib.Arrays:
@@ -162,7 +181,9 @@ def _read_ahead(
     """Returns the batches from a number on, read by threads."""
     import grain  # Imported here, since it takes half a second and arrays do not need it.
 
-    options = grain.ReadOptions(num_threads=_READ_THREADS, prefetch_buffer_size=_READ_AHEAD)
+    options = grain.ReadOptions(
+        num_threads=_READ_THREADS, prefetch_buffer_size=_READ_AHEAD
+    )
     # The range is longer than any run.
     return iter(grain.MapDataset.range(start, 2**48).map(read).to_iter_dataset(options))
 
@@ -170,10 +191,14 @@ def _read_ahead(
 def order(
     examples: examples_lib.Examples, seed: int, groups: int
 ) -> Callable[[int, np.ndarray], np.ndarray]:
-    """Returns the function that takes a group and positions in its endless order to the numbers of the examples there."""
+    """Returns the function that takes a group and positions in its endless order to the
+    numbers of the examples there.
+    """
     size, in_epochs = examples_lib.num_examples(examples), _has_epochs(examples)
     of_epoch = functools.lru_cache(maxsize=2 * groups)(
-        lambda group, epoch: np.random.default_rng([seed, group, epoch]).permutation(size)
+        lambda group, epoch: np.random.default_rng([seed, group, epoch]).permutation(
+            size
+        )
     )
 
     def numbers(group: int, positions: np.ndarray) -> np.ndarray:
@@ -187,7 +212,9 @@ def order(
         chosen = np.empty_like(positions)
         for epoch in range(first, last + 1):
             here = epochs == epoch
-            chosen[here] = of_epoch(group, epoch)[offsets[here]] + in_epochs * epoch * size
+            chosen[here] = (
+                of_epoch(group, epoch)[offsets[here]] + in_epochs * epoch * size
+            )
         return chosen
 
     return numbers

@@ -1,8 +1,10 @@
-"""Pipelines with state, such as packing, that can resume on another number of processes.
+"""Pipelines with state, such as packing, that can resume on another number of
+processes.
 
-If rows are read by number, as in `data.iterate`, any process can read any row. A packed row depends on the rows before
-it. So a fixed number of streams, independent of the number of processes, feed certain rows of each batch. A process
-runs the streams for its rows, and a checkpoint has the state of each stream.
+If rows are read by number, as in `data.iterate`, any process can read any row. A packed
+row depends on the rows before it. So a fixed number of streams, independent of the
+number of processes, feed certain rows of each batch. A process runs the streams for its
+rows, and a checkpoint has the state of each stream.
 """
 
 import dataclasses
@@ -30,7 +32,8 @@ class Stream:
     Attributes:
       index: the stream's number, from 0 to below `count`.
       count: the number of streams.
-      seed: the seed of the group's order, from 0 to below 2**32; equal for all streams of a group.
+      seed: the seed of the group's order, from 0 to below 2**32; equal for all streams
+        of a group.
     """
 
     index: int
@@ -38,7 +41,8 @@ class Stream:
     seed: int
 
     def part(self, examples: "grain.MapDataset") -> "grain.MapDataset":
-        """Returns this stream's part of the examples, repeated forever, in a new random order each epoch.
+        """Returns this stream's part of the examples, repeated forever, in a new random
+        order each epoch.
 
         In an epoch each example occurs in one stream, once.
 
@@ -54,22 +58,27 @@ class Stream:
 
 
 class Streams:
-    """An iterator over a process's batches that are fed by several streams: a `data.BatchIterator`.
+    """An iterator over a process's batches that are fed by several streams: a
+    `data.BatchIterator`.
 
-    Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each batch. Each group has its own
-    streams. If rows of one stream are on several processes, each of these runs the stream.
+    Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each
+    batch. Each group has its own streams. If rows of one stream are on several
+    processes, each of these runs the stream.
     """
 
     arrays_are_new = True
 
-    def __init__(self, make: Callable[[Stream], Iterable[Any]], count: int, part: data.Part):
+    def __init__(
+        self, make: Callable[[Stream], Iterable[Any]], count: int, part: data.Part
+    ):
         """Creates the streams of a process.
 
         Args:
-          make: creates a stream: an endless `grain.IterDataset` of rows, which are arrays by name. It must do the same
-            on all processes, and in all parts of a run.
-          count: the number of streams of each group; it must divide the batch. It is fixed for a run. More streams can
-            use more processes, and cost more work.
+          make: creates a stream: an endless `grain.IterDataset` of rows, which are
+            arrays by name. It must do the same on all processes, and in all parts of a
+            run.
+          count: the number of streams of each group; it must divide the batch. It is
+            fixed for a run. More streams can use more processes, and cost more work.
           part: the part of each batch that this process reads.
 
         Raises:
@@ -82,14 +91,17 @@ class Streams:
             )
         self._make, self._count, self._seed = make, count, part.seed
         self._rows = part.batch_size // count
-        # For each row of the process: its stream, and its position among the stream's rows of a batch.
+        # For each row of the process: its stream, and its position among the stream's
+        # rows of a batch.
         self._places = [
             (f"{group}/{row // self._rows}", int(row % self._rows))
             for group, rows in enumerate(part.rows)
             for row in rows
         ]
         names = dict.fromkeys(name for name, _ in self._places)
-        self._iterators = {name: self._open(*map(int, name.split("/"))) for name in names}
+        self._iterators = {
+            name: self._open(*map(int, name.split("/"))) for name in names
+        }
 
     def _open(self, group: int, index: int) -> Any:
         seed = np.random.SeedSequence([self._seed, group]).generate_state(1)[0]
@@ -103,17 +115,23 @@ class Streams:
 
     @functools.cached_property
     def _data(self) -> str:
-        """A checksum of the first rows of some streams, which identifies the data; the same on all processes."""
+        """A checksum of the first rows of some streams, which identifies the data; the
+        same on all processes.
+        """
         checksum = 0
         for index in range(min(self._count, _SUMMED_STREAMS)):
-            rows = data.stack(list(itertools.islice(self._open(0, index), _SUMMED_ROWS)))
+            rows = data.stack(
+                list(itertools.islice(self._open(0, index), _SUMMED_ROWS))
+            )
             for name, array in sorted(rows.items()):
                 about = f"{name} {array.dtype} {array.shape}"
                 checksum = zlib.crc32(about.encode() + array.tobytes(), checksum)
         return f"CRC-32 {checksum:08x} of their first rows"
 
     def summary(self) -> str:
-        """Returns a summary of the data, which is compared between processes and between parts of a run."""
+        """Returns a summary of the data, which is compared between processes and
+        between parts of a run.
+        """
         return f"{self._count} streams, {self._data}"
 
     def __next__(self) -> data.Arrays:
@@ -126,7 +144,12 @@ class Streams:
     def get_state(self) -> dict[str, Any]:
         """Returns the states of this process's streams, by group and stream."""
         states = {name: stream.get_state() for name, stream in self._iterators.items()}
-        return {"streams": states, "count": self._count, "rows": self._rows, "data": self._data}
+        return {
+            "streams": states,
+            "count": self._count,
+            "rows": self._rows,
+            "data": self._data,
+        }
 
     def join_states(self, states: Sequence[Any]) -> dict[str, Any]:
         """Merges the states of all processes into one."""
@@ -137,7 +160,8 @@ class Streams:
         return {**states[0], "streams": streams}
 
     def set_state(self, state: Any) -> None:
-        """Restores a position from `get_state` or `join_states`, on any number of processes.
+        """Restores a position from `get_state` or `join_states`, on any number of
+        processes.
 
         Raises:
           UserError: if the state belongs to other streams.
@@ -170,4 +194,6 @@ class Streams:
 
 
 def _in_words(state: Mapping[str, Any]) -> str:
-    return f"{state['count']} streams of {state['rows']} rows of a batch, {state['data']}"
+    return (
+        f"{state['count']} streams of {state['rows']} rows of a batch, {state['data']}"
+    )

@@ -9,7 +9,9 @@ from xshard import data, logical
 
 
 class Rows:
-    """The placement of a batch's rows along the replicas of a mesh, the same for every batch."""
+    """The placement of a batch's rows along the replicas of a mesh, the same for every
+    batch.
+    """
 
     def __init__(
         self,
@@ -23,7 +25,8 @@ class Rows:
         Args:
           batch_size: the number of rows of one group's batch.
           sharding: the sharding of a batch's arrays.
-          replicas: the logical replicas, if there are any. Their padding repeats the last row.
+          replicas: the logical replicas, if there are any. Their padding repeats the
+            last row.
           groups: the number of groups with their own rows.
 
         Attributes:
@@ -33,20 +36,27 @@ class Rows:
         """
         places = replicas.rows(batch_size) if replicas else batch_size
         of_group = np.minimum(np.arange(places), batch_size - 1)
-        row_of_slot = np.concatenate([group * batch_size + of_group for group in range(groups)])
+        row_of_slot = np.concatenate(
+            [group * batch_size + of_group for group in range(groups)]
+        )
         here = sharding.addressable_devices_indices_map(row_of_slot.shape).values()
         self.batch_size, self.count = batch_size, len(row_of_slot)
-        self.local_rows = np.unique(np.concatenate([row_of_slot[index] for index in here if index]))
+        self.local_rows = np.unique(
+            np.concatenate([row_of_slot[index] for index in here if index])
+        )
         self._sharding = sharding
         # For each row on the devices, its index in `local_rows`.
         self._at = np.searchsorted(self.local_rows, row_of_slot)
 
-    def to_devices(self, arrays: data.Arrays, *, copy: bool = False) -> dict[str, jax.Array]:
+    def to_devices(
+        self, arrays: data.Arrays, *, copy: bool = False
+    ) -> dict[str, jax.Array]:
         """Puts this process's rows of arrays on its devices.
 
         Args:
           arrays: the arrays by name.
-          copy: whether the caller may write into the arrays again. JAX may read them later, or keep them as they are.
+          copy: whether the caller may write into the arrays again. JAX may read them
+            later, or keep them as they are.
         """
 
         def put(array: np.ndarray) -> jax.Array:

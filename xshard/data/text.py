@@ -1,7 +1,8 @@
 """Texts as packed rows of tokens: files and records, tokenizers, packing.
 
-Each is a stage of a grain pipeline, and can be combined with grain's own stages, such as `grain.IterDataset.mix`.
-`xshard.data.pipelines.Streams` makes batches from the result.
+Each is a stage of a grain pipeline, and can be combined with grain's own stages, such
+as `grain.IterDataset.mix`. `xshard.data.pipelines.Streams` makes batches from the
+result.
 """
 
 import os
@@ -95,16 +96,19 @@ class Records:
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Trains a byte-pair tokenizer over UTF-8 bytes.
 
-    It can encode any text, and decodes it to the same text. The same texts, in any order, give the same tokenizer.
-    Source: Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", 2016; over bytes as by
-    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2.
+    It can encode any text, and decodes it to the same text. The same texts, in any
+    order, give the same tokenizer. Source: Sennrich et al., "Neural Machine Translation
+    of Rare Words with Subword Units", 2016; over bytes as by Radford et al., "Language
+    Models are Unsupervised Multitask Learners", 2019, section 2.2.
 
     Args:
       texts: the texts to train on; some megabytes are enough, and take seconds.
-      vocabulary: the number of tokens, including `END` and the 256 bytes; short texts give fewer.
+      vocabulary: the number of tokens, including `END` and the 256 bytes; short texts
+        give fewer.
 
     Raises:
-      UserError: if `vocabulary` has no room for the bytes, or the package is not installed.
+      UserError: if `vocabulary` has no room for the bytes, or the package is not
+        installed.
     """
     lib = _tokenizers()
     if vocabulary <= 256:
@@ -125,24 +129,31 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Loads a tokenizer from a file that `Tokenizer.save` of the package tokenizers has written.
+    """Loads a tokenizer from a file that `Tokenizer.save` of the package tokenizers has
+    written.
 
     Raises:
-      UserError: if it cannot be read, or has no token `END`; or the package is not installed.
+      UserError: if it cannot be read, or has no token `END`; or the package is not
+        installed.
     """
     lib = _tokenizers()
     # For any problem, the package raises a plain Exception.
     try:
         tokenizer = lib.Tokenizer.from_file(os.fspath(path))
     except Exception as e:
-        raise errors.UserError(f"{os.fspath(path)} cannot be read as a tokenizer ({e}).") from e
+        raise errors.UserError(
+            f"{os.fspath(path)} cannot be read as a tokenizer ({e})."
+        ) from e
     if tokenizer.token_to_id(END) is None:
-        raise errors.UserError(f"The tokenizer in {os.fspath(path)} has no token {END!r}.")
+        raise errors.UserError(
+            f"The tokenizer in {os.fspath(path)} has no token {END!r}."
+        )
     return tokenizer
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """Returns the function that takes a text to its tokens, int32 of shape (tokens,), followed by `END`.
+    """Returns the function that takes a text to its tokens, int32 of shape (tokens,),
+    followed by `END`.
 
     If a text contains `END` literally, it is encoded as ordinary bytes.
     """
@@ -150,7 +161,9 @@ def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     own = type(tokenizer).from_str(tokenizer.to_str())
     own.encode_special_tokens = True
     end = own.token_to_id(END)
-    return lambda text: np.array([*own.encode(text, add_special_tokens=False).ids, end], np.int32)
+    return lambda text: np.array(
+        [*own.encode(text, add_special_tokens=False).ids, end], np.int32
+    )
 
 
 def pack(
@@ -159,26 +172,33 @@ def pack(
     length: int,
     options: "grain.ReadOptions | None" = None,
 ) -> "grain.IterDataset":
-    """Packs the tokens of documents, one after the other, into rows of one length; no token is dropped.
+    """Packs the tokens of documents, one after the other, into rows of one length; no
+    token is dropped.
 
     Args:
       documents: documents of any type.
-      encode: takes a document to its tokens, of shape (tokens,), such as `encoder(tokenizer)`.
+      encode: takes a document to its tokens, of shape (tokens,), such as
+        `encoder(tokenizer)`.
       length: the number of tokens per row.
       options: the read-ahead of documents; by default 16 documents, in one thread.
 
     Returns:
-      Rows {'text': tokens, 'text_segment_ids': int32, 'text_positions': int32}, each of shape (length,). Each document, or
-      part of one, in a row is a segment. Segments are numbered from 1, and positions in each from 0. If the documents
-      end, segment 0 pads the last row. The dataset's state is a position in the documents, for
+      Rows {'text': tokens, 'text_segment_ids': int32, 'text_positions': int32}, each of
+      shape (length,). Each document, or part of one, in a row is a segment. Segments
+      are numbered from 1, and positions in each from 0. If the documents end, segment 0
+      pads the last row. The dataset's state is a position in the documents, for
       `xshard.data.pipelines.Streams`.
     """
     import grain
 
     if options is None:
         options = grain.ReadOptions(_READ_THREADS, _READ_AHEAD)
-    tokens = documents.map(lambda document: {"text": encode(document)}).to_iter_dataset(options)
-    return grain.experimental.ConcatThenSplitIterDataset(tokens, length_struct={"text": length})
+    tokens = documents.map(lambda document: {"text": encode(document)}).to_iter_dataset(
+        options
+    )
+    return grain.experimental.ConcatThenSplitIterDataset(
+        tokens, length_struct={"text": length}
+    )
 
 
 def _tokenizers() -> Any:

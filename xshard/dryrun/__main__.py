@@ -1,8 +1,10 @@
-"""The program: `python -m xshard.dryrun --config=configs/digits.py --topology=v5e:16x16 [--slices=4]`.
+"""The program: `python -m xshard.dryrun --config=configs/digits.py --topology=v5e:16x16
+[--slices=4]`.
 
-Compiles an experiment's training step for TPUs that this machine does not have, with the TPU compiler. It reports a chip's
-memory, communication and computation, and a lower bound on a step's time. The step is the one of `xshard.main`; nothing
-runs. See docs/dry_run.md.
+Compiles an experiment's training step for TPUs that this machine does not have, with
+the TPU compiler. It reports a chip's memory, communication and computation, and a lower
+bound on a step's time. The step is the one of `xshard.main`; nothing runs. See
+docs/dry_run.md.
 
 Exit codes: 0 it fits; 1 it does not fit, or cannot be compiled; 130 interrupted.
 """
@@ -41,10 +43,17 @@ _CONFIG = config_flags.DEFINE_config_file(
     lock_config=True, flag_values=_FLAGS,
 )  # fmt: skip
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "The chip and slice shape, such as v5e:16x16, v5p:4x4x8.", flag_values=_FLAGS
+    "topology",
+    None,
+    "The chip and slice shape, such as v5e:16x16, v5p:4x4x8.",
+    flag_values=_FLAGS,
 )
 _SLICES = flags.DEFINE_integer(
-    "slices", None, "The number of slices; overrides config.slices.", 1, flag_values=_FLAGS
+    "slices",
+    None,
+    "The number of slices; overrides config.slices.",
+    1,
+    flag_values=_FLAGS,
 )
 _PLAN = flags.DEFINE_bool(
     "plan",
@@ -53,13 +62,20 @@ _PLAN = flags.DEFINE_bool(
     flag_values=_FLAGS,
 )
 _PLAN_COMPILES = flags.DEFINE_integer(
-    "plan_compiles", 30, "With --plan: the most steps to compile.", 1, flag_values=_FLAGS
+    "plan_compiles",
+    30,
+    "With --plan: the most steps to compile.",
+    1,
+    flag_values=_FLAGS,
 )
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=_FLAGS)
-_DEBUG = flags.DEFINE_bool("debug", False, "Print the traceback of an error.", flag_values=_FLAGS)
+_DEBUG = flags.DEFINE_bool(
+    "debug", False, "Print the traceback of an error.", flag_values=_FLAGS
+)
 
-# Values that libtpu would otherwise query from a TPU machine, with warnings when there is none. The last one lets
-# several processes compile at the same time, since none of them uses a TPU.
+# Values that libtpu would otherwise query from a TPU machine, with warnings when there
+# is none. The last one lets several processes compile at the same time, since none of
+# them uses a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-256",
@@ -69,21 +85,23 @@ _ENVIRONMENT = {
 }
 # With more slices libtpu ends the process.
 _MOST_SLICES = 511
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
+_OUT_OF_MEMORY = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+)
 
 
 def dry_run(config: Any, topology: str) -> dict[str, Any]:
     """Compiles a config's step for a topology, of `config.slices` slices.
 
     Returns:
-      The contents of the `--json` output: names, numbers, and lists and dictionaries of them. Sizes are in bytes per
-      chip, times in seconds.
+      The contents of the `--json` output: names, numbers, and lists and dictionaries of
+      them. Sizes are in bytes per chip, times in seconds.
 
     Raises:
       DoesNotFitError: if the step needs more memory than a chip has.
       UnreadableError: if JAX cannot read the compiled program.
-      ValueError: if the topology does not exist, the config does not fit it, libtpu is not installed, or libtpu cannot
-        compile the step.
+      ValueError: if the topology does not exist, the config does not fit it, libtpu is
+        not installed, or libtpu cannot compile the step.
     """
     chip, mesh, experiment, state, batch, result = prepare(config, topology)
     begin = time.monotonic()
@@ -102,7 +120,9 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
 
 
 def prepare(config: Any, topology: str) -> estimate.Prepared:
-    """Prepares a config's step up to its compilation; raises ValueError as `dry_run` does."""
+    """Prepares a config's step up to its compilation; raises ValueError as `dry_run`
+    does.
+    """
     chip = chips.parse_topology(topology)
     _check(config)
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
@@ -149,9 +169,11 @@ def _check(config: Any) -> None:
 def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
     """Returns the devices of a topology, one per chip."""
     os.environ.update(_ENVIRONMENT)
-    # A dry run needs no local accelerator. It would also block a local TPU for other processes.
+    # A dry run needs no local accelerator. It would also block a local TPU for other
+    # processes.
     jax.config.update("jax_platforms", "cpu")
-    # Programs for devices that do not exist here can be written to the cache, but not read from it.
+    # Programs for devices that do not exist here can be written to the cache, but not
+    # read from it.
     jax.config.update("jax_enable_compilation_cache", False)
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if chip.name == "v4":
@@ -168,7 +190,9 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
         ) from e
 
 
-def _compiler_error(e: Exception, result: dict[str, Any], state: Any) -> errors.UserError:
+def _compiler_error(
+    e: Exception, result: dict[str, Any], state: Any
+) -> errors.UserError:
     """Returns the error for a step that the compiler rejects."""
     sizes = _OUT_OF_MEMORY.search(str(e))
     if sizes:
@@ -189,7 +213,9 @@ def _bytes(number: str, unit: str) -> int:
 def _does_not_fit(
     needed: int, available: int, result: dict[str, Any], state: Any
 ) -> analysis.DoesNotFitError:
-    """Returns the error for a step that needs more memory than a chip has, with its largest arrays and remedies."""
+    """Returns the error for a step that needs more memory than a chip has, with its
+    largest arrays and remedies.
+    """
     memory = result["memory"]
     memory |= {"needed": needed, "available": available, "fits": False}
     held = {name: memory[name] for name in ("parameters", "optimizer_state", "batch")}
@@ -218,7 +244,9 @@ def _does_not_fit(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a dry run, or with --plan a search, according to the flags; returns the exit code."""
+    """Runs a dry run, or with --plan a search, according to the flags; returns the exit
+    code.
+    """
     if argv[1:]:
         raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     config = _CONFIG.value
@@ -235,8 +263,11 @@ def main(argv: Sequence[str]) -> int:
             config, _TOPOLOGY.value, prepare, sys.argv[1:], most, as_json=as_json
         )
     show_result = jsonfile.dumps if _JSON.value else summary.show
-    # The compiler ignores signals, so it runs in a thread and this one can be interrupted.
-    work = concurrent.futures.ThreadPoolExecutor(1).submit(dry_run, config, _TOPOLOGY.value)
+    # The compiler ignores signals, so it runs in a thread and this one can be
+    # interrupted.
+    work = concurrent.futures.ThreadPoolExecutor(1).submit(
+        dry_run, config, _TOPOLOGY.value
+    )
     try:
         print(show_result(work.result()))
     except analysis.IncompleteError as e:

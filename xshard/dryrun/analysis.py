@@ -50,7 +50,9 @@ def analyze(
     """
     result["memory"] |= _memory(stages)
     try:
-        programs = [hlo.parse(stage.program.as_text() or "", stage.times) for stage in stages]
+        programs = [
+            hlo.parse(stage.program.as_text() or "", stage.times) for stage in stages
+        ]
     except jax.errors.JaxRuntimeError as e:
         raise _unreadable(e, result) from e
     found: list[collectives.Collective] = []
@@ -86,12 +88,17 @@ def analyze(
 
 
 def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
-    """Returns the memory of the stage that needs most, including arrays that the chip holds but the stage does not use."""
+    """Returns the memory of the stage that needs most, including arrays that the chip
+    holds but the stage does not use.
+    """
     analyses: list[Any] = [stage.program.memory_analysis() for stage in stages]
     most = {"workspace": 0, "program": 0, "peak": 0, "fits": True}
     for stage, analysis in zip(stages, analyses, strict=True):
-        # The compiler's peak includes the program's arguments, but not other live arrays.
-        besides = max(0, estimate.shard_bytes(stage.live) - analysis.argument_size_in_bytes)
+        # The compiler's peak includes the program's arguments, but not other live
+        # arrays.
+        besides = max(
+            0, estimate.shard_bytes(stage.live) - analysis.argument_size_in_bytes
+        )
         peak = besides + analysis.peak_memory_in_bytes
         if peak > most["peak"]:
             most |= {"workspace": analysis.temp_size_in_bytes, "peak": peak}
@@ -105,7 +112,9 @@ def _accessed(stage: logical.Stage) -> float:
 
 
 def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
-    """Returns the error for a program that the TPU compiler wrote in a newer format than JAX supports."""
+    """Returns the error for a program that the TPU compiler wrote in a newer format
+    than JAX supports.
+    """
     return UnreadableError(
         f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
         f"that libtpu {libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), so its communication and "

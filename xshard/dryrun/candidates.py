@@ -1,7 +1,8 @@
-"""The possible plans for a run on a pod, their ranking, and the choice of the next one to compile.
+"""The possible plans for a run on a pod, their ranking, and the choice of the next one
+to compile.
 
-A plan is a value for each key that determines the layout and the computation of a run, but not what it learns: the batch
-is the same in all plans.
+A plan is a value for each key that determines the layout and the computation of a run,
+but not what it learns: the batch is the same in all plans.
 """
 
 import dataclasses
@@ -20,7 +21,11 @@ WAITING, COMPILING, FITS, TOO_LARGE, PRUNED, REFUSED = (
 )  # fmt: skip
 _DTYPES = ("float32", "bfloat16")
 _UPDATE, _PARAMS = "reduction.shard_update", "reduction.shard_params"
-_SWITCHES = {_UPDATE: (False, True), _PARAMS: (False, True), "reduction.reduce_dtype": _DTYPES}
+_SWITCHES = {
+    _UPDATE: (False, True),
+    _PARAMS: (False, True),
+    "reduction.reduce_dtype": _DTYPES,
+}
 _BETWEEN_SLICES = {"reduction.slice_dtype": (*_DTYPES, "int8")}
 
 
@@ -61,7 +66,9 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The rank, smaller for a better plan: the bound, then the compiler's estimate, then the memory."""
+        """The rank, smaller for a better plan: the bound, then the compiler's estimate,
+        then the memory.
+        """
         seconds, cycles = self.result["seconds"], self.result["estimated_cycles"]
         return seconds, cycles, self.result["memory"]["peak"]
 
@@ -76,7 +83,9 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
     """
     flat = config_lib.flatten(config.to_dict())
     wanted = _SWITCHES | (_BETWEEN_SLICES if config.slices > 1 else {})
-    wanted |= {name: (False, True) for name, value in flat.items() if is_remat(name, value)}
+    wanted |= {
+        name: (False, True) for name, value in flat.items() if is_remat(name, value)
+    }
     switches = {name: values for name, values in wanted.items() if name in flat}
     slices = {"slices": config.slices} if config.slices > 1 else {}
     own = {**slices, **{name: flat[name] for name in (MODEL, MICRO, *switches)}}
@@ -89,34 +98,48 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
         for micro in mesh.divisors(max(1, config.batch_size // replicas)):
             for values in itertools.product(*switches.values()):
                 chosen = dict(zip(switches, values, strict=True))
-                # shard_params implies shard_update, so this combination would repeat another plan.
+                # shard_params implies shard_update, so this combination would repeat
+                # another plan.
                 if chosen.get(_PARAMS) and not chosen.get(_UPDATE, True):
                     continue
                 found.append({**slices, MODEL: model, MICRO: micro, **chosen})
-    return [Plan(own, is_own=True)] + [Plan(values) for values in found if values != own]
+    return [Plan(own, is_own=True)] + [
+        Plan(values) for values in found if values != own
+    ]
 
 
 def is_remat(name: str, value: Any) -> bool:
-    """Returns whether a key of an experiment's config switches recomputation: a boolean called 'remat'."""
+    """Returns whether a key of an experiment's config switches recomputation: a boolean
+    called 'remat'.
+    """
     return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Returns the distance of two plans: the doublings between their numbers, plus one for each other difference."""
+    """Returns the distance of two plans: the doublings between their numbers, plus one
+    for each other difference.
+    """
     double = lambda x, y: abs(math.log2(x / y))
     models = double(one[MODEL], other[MODEL])
     micros = double(one[MICRO], other[MICRO])
     # Plans are near if they have equally many micro-batches, or equally large ones.
     rows = double(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
     steps = models + min(micros, rows)
-    return steps + sum(one[name] != other[name] for name in one if name not in (MODEL, MICRO))
+    return steps + sum(
+        one[name] != other[name] for name in one if name not in (MODEL, MICRO)
+    )
 
 
 def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
-    """Returns whether a plan differs from one that does not fit only by larger activations."""
+    """Returns whether a plan differs from one that does not fit only by larger
+    activations.
+    """
     remats = [name for name in values if is_remat(name, values[name])]
     alike = set(values) - {MICRO, *remats}
-    if any(values[name] != failed[name] for name in alike) or values[MICRO] > failed[MICRO]:
+    if (
+        any(values[name] != failed[name] for name in alike)
+        or values[MICRO] > failed[MICRO]
+    ):
         return False
     # One micro-batch keeps no sums of gradients, so it may need less memory.
     if values[MICRO] == 1 < failed[MICRO]:
@@ -127,17 +150,23 @@ def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
 def next_to_compile(plans: Sequence[Plan]) -> Plan | None:
     """Returns the plan to compile next; None if none is left."""
     waiting = [plan for plan in plans if plan.outcome == WAITING]
-    # First, try each way to hold the state once, since the best plan may be far from the config.
+    # First, try each way to hold the state once, since the best plan may be far from
+    # the config.
     tried = {
-        _sharding_choice(plan) for plan in plans if plan.outcome in (COMPILING, FITS, TOO_LARGE)
+        _sharding_choice(plan)
+        for plan in plans
+        if plan.outcome in (COMPILING, FITS, TOO_LARGE)
     }
-    waiting = [plan for plan in waiting if _sharding_choice(plan) not in tried] or waiting
+    waiting = [
+        plan for plan in waiting if _sharding_choice(plan) not in tried
+    ] or waiting
     best = min(fitting(plans), key=lambda plan: plan.rank, default=None)
     own_is_too_large = plans[0].outcome in (TOO_LARGE, PRUNED)
     if best is None and own_is_too_large:
         return min(waiting, key=lambda plan: plan.needs, default=None)
     near = best or plans[0]
-    # Among equally near plans, prefer the one that needs most memory: saving memory costs time.
+    # Among equally near plans, prefer the one that needs most memory: saving memory
+    # costs time.
     nearest = lambda plan: (distance(plan.values, near.values), -plan.needs)
     return min(waiting, key=nearest, default=None)
 

@@ -48,7 +48,8 @@ class Prepared(NamedTuple):
 
 
 def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
-    """Returns the bounds on a step's time. The largest one counts, since at best all resources are used at once.
+    """Returns the bounds on a step's time. The largest one counts, since at best all
+    resources are used at once.
 
     Args:
       chip: the chip.
@@ -62,7 +63,10 @@ def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound
         ("ICI", ici, chip.ici_rate),
         ("DCN", dcn, chip.dcn_rate),
     ]
-    return [Bound(name, amount, rate, _seconds(amount, rate)) for name, amount, rate in limits]
+    return [
+        Bound(name, amount, rate, _seconds(amount, rate))
+        for name, amount, rate in limits
+    ]
 
 
 def _seconds(amount: int, rate: float | None) -> float | None:
@@ -88,7 +92,8 @@ def largest(tree: Any, count: int) -> list[tuple[str, int]]:
 
 
 def stacked_bytes(program: Any) -> int:
-    """Returns the bytes of the largest stacked outputs of a scan in a program: arrays kept for a gradient, or gradients.
+    """Returns the bytes of the largest stacked outputs of a scan in a program: arrays
+    kept for a gradient, or gradients.
 
     Args:
       program: a jaxpr. Within `jax.shard_map`, sizes are per replica.

@@ -1,8 +1,9 @@
-"""Parses the text of a compiled program: its computations, their instructions, and how often each computation runs.
+"""Parses the text of a compiled program: its computations, their instructions, and how
+often each computation runs.
 
-The text is from `compiled.as_text()`, for a CPU or a TPU. The semantics are described at
-https://openxla.org/xla/operation_semantics. This module parses the syntax, and only the parts that
-`xshard.dryrun.collectives` and `xshard.dryrun.costs` need.
+The text is from `compiled.as_text()`, for a CPU or a TPU. The semantics are described
+at https://openxla.org/xla/operation_semantics. This module parses the syntax, and only
+the parts that `xshard.dryrun.collectives` and `xshard.dryrun.costs` need.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ import math
 import re
 from collections.abc import Iterator
 
-# The bits per element of HLO's dtypes. Types that are not listed, such as tokens, count as empty.
+# The bits per element of HLO's dtypes. Types that are not listed, such as tokens, count
+# as empty.
 _BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
     "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8,
@@ -38,7 +40,8 @@ class Array:
     Attributes:
       dtype: its dtype in HLO's name.
       shape: its shape on one device.
-      space: the memory space: 0 is the device's main memory (HBM); a TPU's other spaces are on the chip, or on the host.
+      space: the memory space: 0 is the device's main memory (HBM); a TPU's other spaces
+        are on the chip, or on the host.
     """
 
     dtype: str
@@ -112,7 +115,8 @@ class Program:
     """A program.
 
     Attributes:
-      computations: its computations by name. Lines outside of any computation, as in tests, are in the one called ''.
+      computations: its computations by name. Lines outside of any computation, as in
+        tests, are in the one called ''.
       entry: the name of the computation that runs first.
       runs: how often the program runs in a step.
     """
@@ -121,14 +125,18 @@ class Program:
     entry: str
     runs: int
 
-    def loop(self, name: str, instruction: Instruction) -> tuple[str, int | None] | None:
+    def loop(
+        self, name: str, instruction: Instruction
+    ) -> tuple[str, int | None] | None:
         """Returns the body of a loop in the computation `name`, and how often it runs.
 
-        The CPU compiler writes the count. The TPU compiler does not: there the count follows from the start, the step
-        and the bound of the loop's counter, as `lax.scan` and `lax.fori_loop` create it.
+        The CPU compiler writes the count. The TPU compiler does not: there the count
+        follows from the start, the step and the bound of the loop's counter, as
+        `lax.scan` and `lax.fori_loop` create it.
 
         Returns:
-          The body and the count, which is None if unknown; None if the instruction is not a loop.
+          The body and the count, which is None if unknown; None if the instruction is
+          not a loop.
         """
         if instruction.opcode != "while":
             return None
@@ -144,7 +152,8 @@ class Program:
     def times(self) -> dict[str, int]:
         """Counts how often each computation runs in a step.
 
-        Each branch of a conditional counts as taken, and a loop of unknown count as one round.
+        Each branch of a conditional counts as taken, and a loop of unknown count as one
+        round.
         """
         times = dict.fromkeys(self.computations, 0)
 
@@ -173,8 +182,12 @@ class Program:
                     count += 1
         return count
 
-    def _count(self, name: str, loop: Instruction, condition: str, body: str) -> int | None:
-        """Returns the number of rounds of a loop that counts up to a constant; None for other loops."""
+    def _count(
+        self, name: str, loop: Instruction, condition: str, body: str
+    ) -> int | None:
+        """Returns the number of rounds of a loop that counts up to a constant; None for
+        other loops.
+        """
         test = self.computations.get(condition, Computation())
         compared = test.instructions.get(test.root)
         if not compared or compared.opcode != "compare":
@@ -198,7 +211,9 @@ class Program:
         """Returns the constant that a round adds to the counter; None if unknown."""
         if body not in self.computations:
             return None
-        last = self._origin(body, self._element(body, self.computations[body].root, place))
+        last = self._origin(
+            body, self._element(body, self.computations[body].root, place)
+        )
         if not last or last.opcode != "add":
             return None
         for operand in last.operands:
@@ -217,12 +232,18 @@ class Program:
     def _number(self, name: str, operand: str) -> int | None:
         """Returns the value of an integer constant; None if the operand is not one."""
         origin = self._origin(name, operand)
-        if origin and origin.opcode == "constant" and origin.literal.lstrip("-").isdigit():
+        if (
+            origin
+            and origin.opcode == "constant"
+            and origin.literal.lstrip("-").isdigit()
+        ):
             return int(origin.literal)
         return None
 
     def _origin(self, name: str, operand: str) -> Instruction | None:
-        """Returns the instruction that computes an operand, before copies and conversions."""
+        """Returns the instruction that computes an operand, before copies and
+        conversions.
+        """
         instructions = self.computations[name].instructions
         origin = instructions.get(operand)
         while origin and origin.opcode in _SAME and origin.operands:

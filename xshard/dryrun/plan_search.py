@@ -1,8 +1,10 @@
-"""The search of `--plan`: ranks the layouts of a run on a pod by the lower bounds on their step times.
+"""The search of `--plan`: ranks the layouts of a run on a pod by the lower bounds on
+their step times.
 
-A plan is a value for each key that determines the layout and the computation of a run, but not what it learns: the batch
-is the same in all plans. Plans that cannot fit by an estimate are not compiled. The others are compiled several at a time,
-starting with those that differ least from the best one so far.
+A plan is a value for each key that determines the layout and the computation of a run,
+but not what it learns: the batch is the same in all plans. Plans that cannot fit by an
+estimate are not compiled. The others are compiled several at a time, starting with
+those that differ least from the best one so far.
 """
 
 import collections
@@ -45,7 +47,8 @@ def search(
       plans: all plans; those that wait are compiled.
       compile_plan: compiles a plan, and sets its outcome. It is called in threads.
       most: the most plans to compile.
-      report: receives each finished plan, the number of finished plans, and the number that may be compiled in all.
+      report: receives each finished plan, the number of finished plans, and the number
+        that may be compiled in all.
     """
     workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     pool = concurrent.futures.ThreadPoolExecutor(workers)
@@ -53,7 +56,9 @@ def search(
     begun = done = 0
     while True:
         while (
-            len(running) < workers and begun < most and (plan := candidates.next_to_compile(plans))
+            len(running) < workers
+            and begun < most
+            and (plan := candidates.next_to_compile(plans))
         ):
             plan.end(candidates.COMPILING)
             running[pool.submit(compile_plan, plan)] = plan
@@ -73,13 +78,16 @@ def search(
 def _prune(plans: Sequence[candidates.Plan], failed: candidates.Plan) -> None:
     """Rules out plans that need more memory than one that did not fit."""
     for plan in plans if failed.outcome == candidates.TOO_LARGE else ():
-        if plan.outcome == candidates.WAITING and candidates.needs_more(plan.values, failed.values):
+        if plan.outcome == candidates.WAITING and candidates.needs_more(
+            plan.values, failed.values
+        ):
             why = "larger activations than an otherwise equal plan that does not fit"
             plan.end(candidates.PRUNED, why)
 
 
 class MemoryScreen:
-    """Estimates the memory that a plan needs at least, before it is compiled, and rules out invalid plans.
+    """Estimates the memory that a plan needs at least, before it is compiled, and rules
+    out invalid plans.
 
     Args:
       config: the config of the run.
@@ -99,14 +107,17 @@ class MemoryScreen:
         try:
             step = self._step(plan, config)
             limit, memory = step.chip.hbm, step.result["memory"]
-            # With micro-batches, float32 sums of gradients are kept beside the parameters.
+            # With micro-batches, float32 sums of gradients are kept beside the
+            # parameters.
             sums = memory["parameters"] if plan.values[candidates.MICRO] > 1 else 0
             needed = sum(memory.values()) + sums
             what = "state and sums of gradients"
             # The trace takes seconds, so it runs only if the state fits.
             if needed <= limit:
                 # At best, everything that a loop keeps is sharded over 'model'.
-                needed += self._kept(plan, config, step) // plan.values[candidates.MODEL]
+                needed += (
+                    self._kept(plan, config, step) // plan.values[candidates.MODEL]
+                )
                 what = "state, sums of gradients, and what a loop keeps for the backward pass"
         except ValueError as e:
             plan.end(candidates.REFUSED, cli.message(e))
@@ -114,23 +125,29 @@ class MemoryScreen:
         plan.require(needed)
         if needed > limit:
             plan.end(
-                candidates.PRUNED, f"{what} need more than the {summary.size(limit)} of a chip"
+                candidates.PRUNED,
+                f"{what} need more than the {summary.size(limit)} of a chip",
             )
 
     def _step(self, plan: candidates.Plan, config: Any) -> estimate.Prepared:
-        """Returns the step of a plan with the same state. Plans that differ only in micro-batches, say, share it."""
+        """Returns the step of a plan with the same state. Plans that differ only in
+        micro-batches, say, share it.
+        """
         # These keys, and recomputation, do not change the state.
         free = (candidates.MICRO, "reduction.reduce_dtype")
         values = plan.values.items()
         key = tuple(
-            x for name, x in values if name not in free and not candidates.is_remat(name, x)
+            x
+            for name, x in values
+            if name not in free and not candidates.is_remat(name, x)
         )
         if key not in self._prepared:
             try:
                 self._prepared[key] = self._prepare(config)
             except ValueError as e:
                 if plan.is_own:
-                    # The config's own number of micro-batches may be invalid; other plans have other numbers.
+                    # The config's own number of micro-batches may be invalid; other
+                    # plans have other numbers.
                     raise
                 self._prepared[key] = e
         found = self._prepared[key]
@@ -139,13 +156,19 @@ class MemoryScreen:
         return found
 
     def _kept(self, plan: candidates.Plan, config: Any, step: estimate.Prepared) -> int:
-        """Traces a step for the bytes that its loops stack; once for each micro-batch size."""
+        """Traces a step for the bytes that its loops stack; once for each micro-batch
+        size.
+        """
         values = plan.values
-        remats = [value for name, value in values.items() if candidates.is_remat(name, value)]
+        remats = [
+            value for name, value in values.items() if candidates.is_remat(name, value)
+        ]
         key = (values[candidates.MODEL] / values[candidates.MICRO], *remats)
         if key not in self._stacked:
             experiment = experiment_lib.load(config.experiment)(config)
-            traced = preflight.jitted_step(experiment, step.mesh).trace(step.state, step.batch)
+            traced = preflight.jitted_step(experiment, step.mesh).trace(
+                step.state, step.batch
+            )
             self._stacked[key] = estimate.stacked_bytes(traced.jaxpr)
         return self._stacked[key]
 
@@ -190,7 +213,9 @@ def record_outcome(plan: candidates.Plan, code: int, out: str, err: str) -> None
     """Sets a plan's outcome from the exit code and the output of its dry run."""
     # An experiment may print too, but the result is the last line.
     last_line = out.splitlines()[-1:]
-    result = json.loads(last_line[0]) if last_line and last_line[0].startswith("{") else {}
+    result = (
+        json.loads(last_line[0]) if last_line and last_line[0].startswith("{") else {}
+    )
     if code == notice.DONE:
         plan.fit(result)
         return
@@ -221,7 +246,8 @@ def run(
     Args:
       config: the config of the run.
       topology: the topology of a slice.
-      prepare: takes a config and a topology to the step, prepared up to the compilation.
+      prepare: takes a config and a topology to the step, prepared up to the
+        compilation.
       arguments: the arguments of this program.
       most: the most plans to compile.
       as_json: whether to print JSON.
@@ -237,15 +263,24 @@ def run(
         judge(plan)
     say(_counted(plans))
     if not any(plan.outcome == candidates.WAITING for plan in plans):
-        raise errors.UserError(f"--plan: none of {len(plans)} plans is possible: {_reasons(plans)}")
+        raise errors.UserError(
+            f"--plan: none of {len(plans)} plans is possible: {_reasons(plans)}"
+        )
     compiler, code = Compiler(arguments), notice.DONE
     try:
-        search(plans, compiler, most, lambda plan, done, of: say(f"{done} of {of}: {_line(plan)}"))
+        search(
+            plans,
+            compiler,
+            most,
+            lambda plan, done, of: say(f"{done} of {of}: {_line(plan)}"),
+        )
     except KeyboardInterrupt:
         compiler.stop()
         say("interrupted; results so far:")
         code = notice.INTERRUPTED
-    print(jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True)
+    print(
+        jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True
+    )
     if code == notice.DONE and not candidates.fitting(plans):
         raise errors.UserError(
             f"--plan: none of the compiled plans fits {topology}. Give a larger topology, a smaller "
@@ -289,7 +324,8 @@ def as_data(plans: Sequence[candidates.Plan]) -> dict[str, Any]:
     rest = [plan for plan in plans if plan.outcome != candidates.FITS]
     return {
         "plans": [
-            dataclasses.asdict(plan) | {"flags": candidates.flags_of(plan)} for plan in best + rest
+            dataclasses.asdict(plan) | {"flags": candidates.flags_of(plan)}
+            for plan in best + rest
         ]
     }
 
@@ -297,7 +333,10 @@ def as_data(plans: Sequence[candidates.Plan]) -> dict[str, Any]:
 def show(plans: Sequence[candidates.Plan], topology: str) -> str:
     """Formats the ten best plans, and the outcomes of the others."""
     best = sorted(candidates.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
-    parts = [f"{topology}, {len(plans)} plans: {_counted(plans)}", _reasons(plans, "\n")]
+    parts = [
+        f"{topology}, {len(plans)} plans: {_counted(plans)}",
+        _reasons(plans, "\n"),
+    ]
     if best:
         head, *lines = formatting_lib.table(
             [_row(number, plan) for number, plan in enumerate(best, 1)]
@@ -317,9 +356,15 @@ def _counted(plans: Sequence[candidates.Plan]) -> str:
 
 
 def _reasons(plans: Sequence[candidates.Plan], between: str = "; ") -> str:
-    """Returns a text with each reason why plans do not fit, and the number of these plans."""
-    reasons = collections.Counter((plan.outcome, plan.reason) for plan in plans if plan.reason)
-    return between.join(f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common())
+    """Returns a text with each reason why plans do not fit, and the number of these
+    plans.
+    """
+    reasons = collections.Counter(
+        (plan.outcome, plan.reason) for plan in plans if plan.reason
+    )
+    return between.join(
+        f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common()
+    )
 
 
 def _row(number: int, plan: candidates.Plan) -> dict[str, str]:
@@ -339,7 +384,9 @@ def _row(number: int, plan: candidates.Plan) -> dict[str, str]:
 
 def _line(plan: candidates.Plan) -> str:
     """Formats a plan and its outcome on one line."""
-    values = " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items())
+    values = " ".join(
+        f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items()
+    )
     if plan.outcome == candidates.TOO_LARGE:
         return f"{values}: too large, {summary.size(plan.needs)}"
     if plan.outcome != candidates.FITS:

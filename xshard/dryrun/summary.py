@@ -40,13 +40,17 @@ def show(result: dict[str, Any]) -> str:
             f"{formatting_lib.scaled(result['estimated_cycles'], '')} cycles."
         )
     if result["unknown_loops"]:
-        parts.append(f"{result['unknown_loops']} loops of unknown length count as one round.")
+        parts.append(
+            f"{result['unknown_loops']} loops of unknown length count as one round."
+        )
     parts.append(f"Peaks: {chip['source']}")
     return "\n\n".join(parts)
 
 
 def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
-    """Returns a warning about collectives between chips that are not neighbors, if there are any."""
+    """Returns a warning about collectives between chips that are not neighbors, if
+    there are any.
+    """
     far = [row for row in rows if row["hops"] and row["hops"] > 1]
     if not far:
         return []
@@ -102,8 +106,12 @@ def _kernels(result: dict[str, Any]) -> list[str]:
         shown = {
             "kernel": row["kernel"],
             "times": row["count"],
-            "a chip does": formatting_lib.scaled(row["flops"], "FLOP") if known else "not counted",
-            "moves": formatting_lib.scaled(row["hbm_bytes"], "B") if known else "not counted",
+            "a chip does": formatting_lib.scaled(row["flops"], "FLOP")
+            if known
+            else "not counted",
+            "moves": formatting_lib.scaled(row["hbm_bytes"], "B")
+            if known
+            else "not counted",
         }
         rows.append(shown)
     return [f"kernels of a step\n{formatting_lib.table(rows)}"] if rows else []
@@ -122,7 +130,9 @@ def _show_bound(limit: dict[str, Any]) -> dict[str, str]:
     return {
         "because of": limit["name"],
         "a chip does": formatting_lib.scaled(limit["amount"], unit),
-        "at most": formatting_lib.scaled(rate, f"{unit}/s") if rate else "not published",
+        "at most": formatting_lib.scaled(rate, f"{unit}/s")
+        if rate
+        else "not published",
         "time": "?" if seconds is None else formatting_lib.scaled(seconds, "s"),
     }
 

@@ -1,6 +1,8 @@
-"""Exports a trained model to other programs: its arrays as .safetensors, its prediction as StableHLO.
+"""Exports a trained model to other programs: its arrays as .safetensors, its prediction
+as StableHLO.
 
-Both need the extra `export`. On the command line, use `python -m xshard.export RUN --to=FILE`.
+Both need the extra `export`. On the command line, use `python -m xshard.export RUN
+--to=FILE`.
 """
 
 from xshard.export.files import write

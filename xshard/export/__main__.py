@@ -1,7 +1,9 @@
-"""Exports a trained model to other programs: `python -m xshard.export runs/digits --to=digits.safetensors`.
+"""Exports a trained model to other programs: `python -m xshard.export runs/digits
+--to=digits.safetensors`.
 
-    python -m xshard.export runs/digits@1000 --to=digits.safetensors    the arrays, by path
-    python -m xshard.export runs/digits --to=digits.stablehlo           the prediction, for jax.export.deserialize
+    python -m xshard.export runs/digits@1000 --to=digits.safetensors    the arrays, by
+    path python -m xshard.export runs/digits --to=digits.stablehlo           the
+    prediction, for jax.export.deserialize
 
 The run is only read, and may still be training.
 """
@@ -39,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REGEX",
         help="the paths of the arrays; by default the parameters and network state of each learner",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace FILE if it exists"
+    )
     return parser
 
 

@@ -28,27 +28,32 @@ def write(
     select: str = checkpoint.BY_DEFAULT,
     overwrite: bool = False,
 ) -> str:
-    """Writes a trained model to a file. The write is atomic: on failure an existing file stays unchanged.
+    """Writes a trained model to a file. The write is atomic: on failure an existing
+    file stays unchanged.
 
     Args:
       trained: the result of `xshard.load`.
-      to: the file. With the suffix '.safetensors' it gets the arrays under their paths in a checkpoint; `--init_from`
-        accepts it. With '.stablehlo' it gets `Experiment.predict`, a function of the batch with the arrays included, for
+      to: the file. With the suffix '.safetensors' it gets the arrays under their paths
+        in a checkpoint; `--init_from` accepts it. With '.stablehlo' it gets
+        `Experiment.predict`, a function of the batch with the arrays included, for
         `jax.export.deserialize`.
-      batch: a batch for `predict`, as arrays or shapes by name; by default the batch that `samples` predicts, or
-        training examples. Only arrays that the prediction depends on become arguments.
-      batch_size: the number of rows of a batch; by default any number, which fails if the network depends on it.
-      arguments: whether the function takes the arrays of the .safetensors, by path, as its first argument.
-      select: a regular expression for the paths of these arrays; by default the parameters and network state of each
-        learner.
+      batch: a batch for `predict`, as arrays or shapes by name; by default the batch
+        that `samples` predicts, or training examples. Only arrays that the prediction
+        depends on become arguments.
+      batch_size: the number of rows of a batch; by default any number, which fails if
+        the network depends on it.
+      arguments: whether the function takes the arrays of the .safetensors, by path, as
+        its first argument.
+      select: a regular expression for the paths of these arrays; by default the
+        parameters and network state of each learner.
       overwrite: whether to replace an existing file.
 
     Returns:
       A description of what was written.
 
     Raises:
-      UserError: if the suffix is unknown, the file exists already or cannot be written, the extra is not installed, or
-        the prediction cannot be lowered.
+      UserError: if the suffix is unknown, the file exists already or cannot be written,
+        the extra is not installed, or the prediction cannot be lowered.
     """
     path = pathlib.Path(to)
     _check(path, overwrite)
@@ -56,10 +61,14 @@ def write(
     what = f"{path}: step {int(trained.state.step)}{_nonfinite(arrays)}"
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
-        tensors.write(path, arrays, {checkpoint.GROUPS: str(groups if groups > 1 else 0)})
+        tensors.write(
+            path, arrays, {checkpoint.GROUPS: str(groups if groups > 1 else 0)}
+        )
         size = sum(x.nbytes for x in arrays.values())
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
-    exported, names = program.export(trained, batch, batch_size, arrays if arguments else {})
+    exported, names = program.export(
+        trained, batch, batch_size, arrays if arguments else {}
+    )
     content = bytes(exported.serialize())
     with disk.writing(path, tensors.WRITE_ELSEWHERE):
         disk.replace(path, content)
@@ -81,7 +90,9 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
             "'xshard[export]'."
         )
     if not path.parent.is_dir():
-        raise errors.UserError(f"--to={path}: there is no directory {path.parent}; create it.")
+        raise errors.UserError(
+            f"--to={path}: there is no directory {path.parent}; create it."
+        )
     if path.is_dir() or (path.exists() and not overwrite):
         raise errors.UserError(
             f"--to={path} already exists: give another name, delete it, or add --overwrite."
@@ -89,7 +100,9 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
 
 
 def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
-    """Names the arrays that are not finite: a run may keep training on them, but hardly anyone wants to use them."""
+    """Names the arrays that are not finite: a run may keep training on them, but hardly
+    anyone wants to use them.
+    """
     paths = [path for path, x in arrays.items() if not checkpoint.is_finite(x)]
     return f", NOT FINITE ({formatting.listed(paths)})" if paths else ""
 
@@ -102,7 +115,9 @@ def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
         raise errors.UserError(
             f"--select='{select}' matches none of the paths of this run, such as {', '.join(list(leaves)[:5])}."
         )
-    keys = [p for p in paths if jax.numpy.issubdtype(leaves[p].dtype, jax.dtypes.prng_key)]
+    keys = [
+        p for p in paths if jax.numpy.issubdtype(leaves[p].dtype, jax.dtypes.prng_key)
+    ]
     if keys:
         raise errors.UserError(
             f"--select='{select}' matches {keys[0]!r}, a JAX random key: narrow it."

@@ -1,4 +1,6 @@
-"""Exports `Experiment.predict` as a standalone program for one device, which needs only JAX or a StableHLO compiler."""
+"""Exports `Experiment.predict` as a standalone program for one device, which needs only
+JAX or a StableHLO compiler.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -32,21 +34,27 @@ def export(
     batch_size: int | None,
     arguments: Mapping[str, np.ndarray],
 ) -> tuple[jax_export.Exported, list[str]]:
-    """Exports the prediction. Returns it, and descriptions of the batch arrays that it takes.
+    """Exports the prediction. Returns it, and descriptions of the batch arrays that it
+    takes.
 
     Args:
       trained: the trained model.
       batch: as for `xshard.export.write`.
       batch_size: as for `xshard.export.write`.
-      arguments: the arrays that form the first argument, by path; all other arrays are included in the program.
+      arguments: the arrays that form the first argument, by path; all other arrays are
+        included in the program.
     """
     experiment = trained.experiment
     if batch is None:
-        batch = preflight.samples_batch(experiment) or experiment_lib.example(experiment)
+        batch = preflight.samples_batch(experiment) or experiment_lib.example(
+            experiment
+        )
     shapes = batches.shapes_of(batch)
     # No prediction uses the run's random key, so a constant replaces it.
     state = trained.state
-    state = jax.device_get(state_lib.TrainState(state.step, state.experiment, jnp.int32(0)))
+    state = jax.device_get(
+        state_lib.TrainState(state.step, state.experiment, jnp.int32(0))
+    )
     _check_own(trained, shapes)
     rows = batch_size or max(x.shape[0] for x in shapes.values())
     predict = functools.partial(_predict, trained, state)
@@ -54,9 +62,12 @@ def export(
     unread = {name: x for name, x in shapes.items() if name not in read}
 
     def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-        # Batch arrays that the network reads but its outputs do not depend on become zeros in the program.
+        # Batch arrays that the network reads but its outputs do not depend on become
+        # zeros in the program.
         rows = next(iter(batch.values())).shape[0]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batches.shapes(unread, rows))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), batches.shapes(unread, rows)
+        )
         return predict(arguments, {**zeros, **batch})
 
     shapes = {name: shapes[name] for name in read}
@@ -66,7 +77,9 @@ def export(
         function, first = with_unread, (batches.shapes_of(arguments),)
     (any_number,) = jax_export.symbolic_shape("batch")
     try:
-        exported = _lower(function, (*first, batches.shapes(shapes, batch_size or any_number)))
+        exported = _lower(
+            function, (*first, batches.shapes(shapes, batch_size or any_number))
+        )
     except Exception as e:
         if batch_size is not None:
             raise
@@ -75,7 +88,10 @@ def export(
             "Give the number of rows: --batch_size=1, or batch_size=1."
         ) from e
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    names = [f"{name} {x.dtype}[{','.join(map(str, x.shape))}]" for name, x in args[-1].items()]
+    names = [
+        f"{name} {x.dtype}[{','.join(map(str, x.shape))}]"
+        for name, x in args[-1].items()
+    ]
     return exported, names
 
 
@@ -85,11 +101,15 @@ def _predict(
     arguments: Mapping[str, Any],
     batch: Mapping[str, Any],
 ) -> Any:
-    """Computes the prediction on one device; `jax.vmap` replaces a run's mapping over replicas and groups."""
+    """Computes the prediction on one device; `jax.vmap` replaces a run's mapping over
+    replicas and groups.
+    """
     experiment, mesh = trained.experiment, trained.state.step.sharding.mesh
     leaves = {**checkpoint.flatten(constants), **arguments}
     state = jax.tree.unflatten(jax.tree.structure(constants), [*leaves.values()])
-    mapped: Callable[..., Any] = functools.partial(_predict_one, experiment, mesh, batch)
+    mapped: Callable[..., Any] = functools.partial(
+        _predict_one, experiment, mesh, batch
+    )
     for axis in reversed(mesh_lib.REPLICAS):
         mapped = jax.vmap(mapped, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
     several = mesh_lib.num_groups(mesh) > 1
@@ -101,7 +121,10 @@ def _predict(
 
 
 def _predict_one(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Any, state: Any
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    batch: Any,
+    state: Any,
 ) -> Any:
     own = lambda x: x.local() if experiment_lib.is_own(x) else x
     state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
@@ -110,11 +133,17 @@ def _predict_one(
 
 
 def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
-    """Raises UserError if the prediction reads `PerReplica` state of a run with another number of replicas."""
+    """Raises UserError if the prediction reads `PerReplica` state of a run with another
+    number of replicas.
+    """
     mesh = trained.state.step.sharding.mesh
     if replica_state.has_others(trained.state, mesh):
-        traced = preflight.jitted_predict(trained.experiment, mesh).trace(trained.state, shapes)
-        replica_state.check_unread(trained.experiment.predict, traced.jaxpr, trained.state, mesh)
+        traced = preflight.jitted_predict(trained.experiment, mesh).trace(
+            trained.state, shapes
+        )
+        replica_state.check_unread(
+            trained.experiment.predict, traced.jaxpr, trained.state, mesh
+        )
 
 
 def _read(
@@ -137,7 +166,9 @@ def _read(
 
 
 def _lower(function: Callable[..., Any], args: tuple[Any, ...]) -> jax_export.Exported:
-    """Exports the function for all platforms if possible, else for those that it lowers for."""
+    """Exports the function for all platforms if possible, else for those that it lowers
+    for.
+    """
     jitted = jax.jit(function)
     try:
         return jax_export.export(jitted, platforms=PLATFORMS)(*args)

@@ -1,7 +1,8 @@
 """Reads and writes of a run's files on a disk.
 
-A disk error raises an error with the path. It is never taken for an absent file: a file counts as absent only if
-the listing of its folder lacks it, too. Writes are durable before a caller relies on them.
+A disk error raises an error with the path. It is never taken for an absent file: a file
+counts as absent only if the listing of its folder lacks it, too. Writes are durable
+before a caller relies on them.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from xshard import errors
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
-# Errors that may pass by themselves, as of a network disk. An error that persists after the retries is raised.
+# Errors that may pass by themselves, as of a network disk. An error that persists after
+# the retries is raised.
 _TRANSIENT = {
     errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT,
     errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
@@ -27,7 +29,9 @@ _FIRST_WAIT_SECONDS = 0.1
 
 
 def retried(action: Callable[[], _T]) -> _T:
-    """Calls an action that may be repeated, such as a read, and retries it after errors that may pass by themselves."""
+    """Calls an action that may be repeated, such as a read, and retries it after errors
+    that may pass by themselves.
+    """
     for attempt in range(_TRIES - 1):
         try:
             return action()
@@ -49,7 +53,9 @@ def entries(folder: _Path) -> list[os.DirEntry[str]] | None:
 
 
 def exists(path: _Path) -> bool:
-    """Returns whether a path exists according to the listing of its folder. A broken link exists."""
+    """Returns whether a path exists according to the listing of its folder. A broken
+    link exists.
+    """
     parent, name = os.path.split(os.path.abspath(path))
     if not name:
         return True
@@ -59,18 +65,21 @@ def exists(path: _Path) -> bool:
         # The parent is a file, so nothing can exist below it.
         return False
     except PermissionError:
-        # This user may not list the folder, as on some shared machines, so the path itself is queried.
+        # This user may not list the folder, as on some shared machines, so the path
+        # itself is queried.
         return retried(lambda: os.path.lexists(path))
     return siblings is not None and any(entry.name == name for entry in siblings)
 
 
 def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None:
-    """Replaces a file atomically: after a crash of the process, the file has the old content or the new one.
+    """Replaces a file atomically: after a crash of the process, the file has the old
+    content or the new one.
 
     Args:
       path: the file.
       content: the new content.
-      durably: whether this also holds after a crash of the machine, and the new content is on the disk on return.
+      durably: whether this also holds after a crash of the machine, and the new content
+        is on the disk on return.
     """
     with replacing(path, durably=durably) as file:
         file.write(content)
@@ -78,7 +87,9 @@ def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]:
-    """Yields a file that replaces another when the context ends, as `replace` does; after an exception it does not."""
+    """Yields a file that replaces another when the context ends, as `replace` does;
+    after an exception it does not.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
@@ -119,19 +130,24 @@ def naming(path: _Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
-    """Converts an OSError to a `UserError` that names the file and tells the user what to do."""
+    """Converts an OSError to a `UserError` that names the file and tells the user what
+    to do.
+    """
     try:
         yield
     except OSError as e:
         if not path.parent.exists():
             # What was saved there may be gone, too.
             fix = f"{path.parent} does not exist: create it, or restore it if it was moved or removed."
-        raise errors.UserError(f"{path} could not be written: {e.strerror or e}. {fix}") from e
+        raise errors.UserError(
+            f"{path} could not be written: {e.strerror or e}. {fix}"
+        ) from e
 
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
     """Applies an action to a path; returns None if the path does not exist."""
-    # A network disk may report a file as absent that its folder still lists, so both must agree.
+    # A network disk may report a file as absent that its folder still lists, so both
+    # must agree.
     for _ in range(_TRIES):
         try:
             return retried(lambda: action(path))

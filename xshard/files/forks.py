@@ -1,7 +1,9 @@
-"""What a forked child of a run must not keep, such as the run's handlers of signals and its locks.
+"""What a forked child of a run must not keep, such as the run's handlers of signals and
+its locks.
 
 A fork copies the handlers and the descriptors of a process. So a signal to a worker of
-a pool would reach the run, and a worker that outlives a killed run would hold its locks.
+a pool would reach the run, and a worker that outlives a killed run would hold its
+locks.
 """
 
 import itertools

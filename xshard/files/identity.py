@@ -33,12 +33,15 @@ def new(config: ml_collections.ConfigDict) -> Identity:
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Returns a checksum of the config values that may not change during a run."""
-    content = json.dumps(_fixed(config_lib.flatten(plain(config))), sort_keys=True).encode()
+    content = json.dumps(
+        _fixed(config_lib.flatten(plain(config))), sort_keys=True
+    ).encode()
     return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
-    """Checks whether a run may resume with another config than the one it was started with.
+    """Checks whether a run may resume with another config than the one it was started
+    with.
 
     Args:
       old: the run's config, as JSON-serializable values.
@@ -67,7 +70,10 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
         text = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         texts.append(text)
         # Older versions wrote null for a number that is not finite.
-        if old_fixed.get(key) not in (new_fixed.get(key), jsonfile.finite(new_fixed.get(key))):
+        if old_fixed.get(key) not in (
+            new_fixed.get(key),
+            jsonfile.finite(new_fixed.get(key)),
+        ):
             fatal.append(text)
     if fatal:
         raise errors.UserError(
@@ -79,7 +85,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
     """Selects the config values that may not change during a run."""
-    fixed = {key: value for key, value in flat.items() if not config_lib.may_change(key)}
+    fixed = {
+        key: value for key, value in flat.items() if not config_lib.may_change(key)
+    }
     # The number of groups may not change, but the number of replicas in each group may.
     groups = fixed.get("group_assignment")
     if isinstance(groups, list):

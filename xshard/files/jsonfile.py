@@ -1,4 +1,5 @@
-"""Reads and writes JSON files. A file may be damaged or forged, so it is read within bounds of size and depth.
+"""Reads and writes JSON files. A file may be damaged or forged, so it is read within
+bounds of size and depth.
 
 A file that exceeds the bounds, or is invalid, is refused with a message that names it.
 """
@@ -15,7 +16,8 @@ from typing import Any, BinaryIO
 from xshard import errors
 from xshard.files import disk
 
-# The largest file and the longest line that are read into memory; far more than any run writes.
+# The largest file and the longest line that are read into memory; far more than any run
+# writes.
 _FILE_BYTES = 64 << 20
 LINE_BYTES = 4 << 20
 # The deepest nesting, low enough for recursive functions on the parsed value.
@@ -32,7 +34,8 @@ def loads(content: bytes, kind: type = dict) -> Any:
       kind: the required type, `dict` or `list`.
 
     Raises:
-      ValueError: if the text is not JSON of this type, has a duplicate key, or is nested too deeply.
+      ValueError: if the text is not JSON of this type, has a duplicate key, or is
+        nested too deeply.
     """
     try:
         value = json.loads(content, object_pairs_hook=_object)
@@ -45,7 +48,9 @@ def loads(content: bytes, kind: type = dict) -> Any:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Serializes a value to JSON. Numbers that are not finite become null, since JSON cannot represent them."""
+    """Serializes a value to JSON. Numbers that are not finite become null, since JSON
+    cannot represent them.
+    """
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
@@ -64,7 +69,8 @@ def read(path: pathlib.Path, kind: type = dict) -> Any:
     """Reads the JSON value in a file.
 
     Raises:
-      UserError: if the file does not exist, cannot be read, or does not hold a value of type `kind`.
+      UserError: if the file does not exist, cannot be read, or does not hold a value of
+        type `kind`.
     """
     with _reading(path), _open(path) as file:
         content = file.read(_FILE_BYTES + 1)
@@ -74,7 +80,9 @@ def read(path: pathlib.Path, kind: type = dict) -> Any:
 
 
 def read_if_exists(path: pathlib.Path, kind: type = dict) -> Any | None:
-    """Reads the JSON value in a file, like `read`; returns None if the file does not exist."""
+    """Reads the JSON value in a file, like `read`; returns None if the file does not
+    exist.
+    """
     return read(path, kind) if _exists(path) else None
 
 
@@ -82,7 +90,8 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
     """Yields each line of a file of JSON lines; no lines if the file does not exist.
 
     Yields:
-      Whether the line ends with a newline, and its object; None if it does not hold a JSON object.
+      Whether the line ends with a newline, and its object; None if it does not hold a
+      JSON object.
 
     Raises:
       UserError: if the file cannot be read.
@@ -98,17 +107,20 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
                 line = next(lines, None)
             if line is None:
                 return
-            # The yield is outside `_reading`: an error that the caller throws in is not an error of reading the file.
+            # The yield is outside `_reading`: an error that the caller throws in is not
+            # an error of reading the file.
             yield line.endswith(b"\n"), _object_in(line)
 
 
 def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> None:
-    """Replaces a file, durably, with indented JSON; raises UserError with the path if it cannot be written.
+    """Replaces a file, durably, with indented JSON; raises UserError with the path if
+    it cannot be written.
 
     Args:
       path: the file.
       value: the value.
-      keep_nonfinite: whether to write numbers that are not finite as Python does, such as Infinity, and not as null.
+      keep_nonfinite: whether to write numbers that are not finite as Python does, such
+        as Infinity, and not as null.
     """
     content = json.dumps(value, indent=2) if keep_nonfinite else dumps(value, indent=2)
     with disk.writing(path):
@@ -116,13 +128,18 @@ def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> No
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a JSON value is a float, or an integer that fits in an int64. A boolean is not a number."""
+    """Returns whether a JSON value is a float, or an integer that fits in an int64. A
+    boolean is not a number.
+    """
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file. Of a line that is too long, it yields only the end, made invalid as JSON."""
-    # The prefix of the end of a line that is too long. No JSON begins with it, even if the end alone were JSON.
+    """Yields the lines of a file. Of a line that is too long, it yields only the end,
+    made invalid as JSON.
+    """
+    # The prefix of the end of a line that is too long. No JSON begins with it, even if
+    # the end alone were JSON.
     prefix = b""
     while piece := file.readline(LINE_BYTES):
         if len(piece) == LINE_BYTES and not piece.endswith(b"\n"):
@@ -175,7 +192,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(content: bytes, value: Any) -> None:
-    """Raises ValueError if a value is nested too deeply. It walks level by level, since recursion could overflow."""
+    """Raises ValueError if a value is nested too deeply. It walks level by level, since
+    recursion could overflow.
+    """
     # Most files have so few brackets that they cannot be nested too deeply.
     if content.count(b"[") + content.count(b"{") <= _DEPTH:
         return

@@ -1,4 +1,6 @@
-"""Standard streams that tolerate errors: a broken, full or closed stream never ends a program."""
+"""Standard streams that tolerate errors: a broken, full or closed stream never ends a
+program.
+"""
 
 import contextlib
 import io
@@ -9,13 +11,17 @@ from typing import Any, TextIO, cast
 
 
 class TolerantStream:
-    """A text stream that ignores errors, such as a broken pipe, a full disk or a missing character.
+    """A text stream that ignores errors, such as a broken pipe, a full disk or a
+    missing character.
 
-    Text that cannot be written is dropped. A character that cannot be encoded is written as an escape.
+    Text that cannot be written is dropped. A character that cannot be encoded is
+    written as an escape.
     """
 
     def __init__(self, stream: TextIO):
-        """Wraps a stream, which it reconfigures to escape characters that it cannot encode."""
+        """Wraps a stream, which it reconfigures to escape characters that it cannot
+        encode.
+        """
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors="backslashreplace")
@@ -43,14 +49,18 @@ class TolerantStream:
 
 def tolerant(stream: Any) -> TextIO:
     """Wraps a stream in `TolerantStream`, unless it already is wrapped."""
-    return cast(TextIO, stream if isinstance(stream, TolerantStream) else TolerantStream(stream))
+    return cast(
+        TextIO, stream if isinstance(stream, TolerantStream) else TolerantStream(stream)
+    )
 
 
 def make_tolerant() -> None:
-    """Makes the program's standard streams tolerate errors until its end, including the interpreter's last flush.
+    """Makes the program's standard streams tolerate errors until its end, including the
+    interpreter's last flush.
 
-    If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the next file to be opened would get
-    its number, and messages for the user would be written into that file.
+    If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the
+    next file to be opened would get its number, and messages for the user would be
+    written into that file.
     """
     free = [number for number in range(3) if _open_if_closed(number)]
     # None stands for a stream whose descriptor was closed when Python started.
@@ -60,17 +70,22 @@ def make_tolerant() -> None:
 
 
 def _open_null(number: int, free: Sequence[int], mode: str) -> Any:
-    """Opens a stream on the null device, on the given descriptor or, if another file has that number, on a new one."""
+    """Opens a stream on the null device, on the given descriptor or, if another file
+    has that number, on a new one.
+    """
     descriptor = number if number in free else os.open(os.devnull, os.O_RDWR)
     return os.fdopen(descriptor, mode, closefd=False)
 
 
 def _open_if_closed(number: int) -> bool:
-    """Opens a descriptor on the null device if it is closed; returns False if it is open."""
+    """Opens a descriptor on the null device if it is closed; returns False if it is
+    open.
+    """
     try:
         os.fstat(number)
     except OSError:
-        # `os.open` returns the lowest free number, which is this one. Child processes inherit it, too.
+        # `os.open` returns the lowest free number, which is this one. Child processes
+        # inherit it, too.
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         return True
     return False

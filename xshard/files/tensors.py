@@ -1,4 +1,6 @@
-"""Files of named arrays in the .safetensors format. The safetensors library is an optional dependency."""
+"""Files of named arrays in the .safetensors format. The safetensors library is an
+optional dependency.
+"""
 
 import importlib.util
 import pathlib
@@ -25,7 +27,8 @@ class File:
     Attributes:
       path: the path of the file.
       metadata: the writer's notes, text by name.
-      shapes: the shapes of its arrays, by name. Arrays of unsupported types, such as 8-bit floats, are left out.
+      shapes: the shapes of its arrays, by name. Arrays of unsupported types, such as
+        8-bit floats, are left out.
       dtypes: the names of the arrays' types, such as 'bfloat16', by name.
     """
 
@@ -33,7 +36,8 @@ class File:
         """Opens a file, and reads its description but no array.
 
         Raises:
-          UserError: if the file does not exist, is damaged or has another format, or if safetensors is not installed.
+          UserError: if the file does not exist, is damaged or has another format, or if
+            safetensors is not installed.
         """
         _check_installed()
         import safetensors
@@ -57,7 +61,9 @@ class File:
         return np.asarray(part[index] if index else self._file.get_tensor(name))
 
 
-def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def write(
+    path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]
+) -> None:
     """Writes arrays to a file atomically.
 
     Args:
@@ -71,8 +77,11 @@ def write(path: pathlib.Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
     _check_installed()
     from safetensors import numpy as library
 
-    # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is restored.
-    plain = {name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()}
+    # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is
+    # restored.
+    plain = {
+        name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()
+    }
     content = library.save(plain, dict(metadata))
     with disk.writing(path, WRITE_ELSEWHERE):
         disk.replace(path, content)

@@ -1,22 +1,23 @@
 """A run's work directory: its owner and its content.
 
-config.json      the run's config and its identity
-origin.json      a checksum of the data, the commit of the experiment's code, libraries, devices, XLA's flags
-reached.json     the newest checkpoint that has counted; the run never resumes from an earlier one by itself
-roll_backs.json  the checkpoints to which the run rolled back, and the data it skipped; see `xshard.run.roll_backs`
-checkpoints/     see `xshard.checkpoint`
-metrics.jsonl    a row for each logged step and each evaluation
-metrics.csv      the same rows as a table, if config.writers lists it; see `xshard.metrics.writers`
-tensorboard/     the same rows as event files, likewise
-wandb/           the same rows as Weights & Biases stores them, likewise
-samples.jsonl    a row for each step after which the experiment logged samples; see `xshard.samples`
-results.json     the final evaluation, and whether the run ended with finite values
-status.json      the current activity of each process; see `xshard.pod.monitor`
-attempts.jsonl   the last status of the first process, for each earlier start; see `xshard.pod.attempts`
-eval/            the output of `--mode=eval`; see `xshard.modes.continuous_eval`
-logs/            the printed output of all processes except the first, one file each
-set_aside/       the files that --restart_from_scratch moved away, in one folder per run
-STOP             created by a person; the run saves and stops, and does not start until the file is removed
+config.json      the run's config and its identity origin.json      a checksum of the
+data, the commit of the experiment's code, libraries, devices, XLA's flags reached.json
+the newest checkpoint that has counted; the run never resumes from an earlier one by
+itself roll_backs.json  the checkpoints to which the run rolled back, and the data it
+skipped; see `xshard.run.roll_backs` checkpoints/     see `xshard.checkpoint`
+metrics.jsonl    a row for each logged step and each evaluation metrics.csv      the
+same rows as a table, if config.writers lists it; see `xshard.metrics.writers`
+tensorboard/     the same rows as event files, likewise wandb/           the same rows
+as Weights & Biases stores them, likewise samples.jsonl    a row for each step after
+which the experiment logged samples; see `xshard.samples` results.json     the final
+evaluation, and whether the run ended with finite values status.json      the current
+activity of each process; see `xshard.pod.monitor` attempts.jsonl   the last status of
+the first process, for each earlier start; see `xshard.pod.attempts` eval/
+the output of `--mode=eval`; see `xshard.modes.continuous_eval` logs/            the
+printed output of all processes except the first, one file each set_aside/       the
+files that --restart_from_scratch moved away, in one folder per run STOP
+created by a person; the run saves and stops, and does not start until the file is
+removed
 """
 
 import contextlib
@@ -63,7 +64,8 @@ class Origin(NamedTuple):
       evaluation: the evaluation data, described likewise.
       commit: the git commit of the experiment's code.
       libraries: the versions of the libraries.
-      devices: the number and kind of the devices, the number of processes, and for CPUs the cores of the first.
+      devices: the number and kind of the devices, the number of processes, and for CPUs
+        the cores of the first.
       flags: XLA's flags, from the environment.
       chip: the kind of the devices, as far as it affects their arithmetic.
     """
@@ -98,15 +100,19 @@ class Workdir:
           The changes of the config since the run was started, one text for each key.
 
         Raises:
-          ValueError: if the directory belongs to another run, or a change would make it another run.
+          ValueError: if the directory belongs to another run, or a change would make it
+            another run.
         """
-        # The directory need not exist, but its nearest existing ancestor must be a directory.
+        # The directory need not exist, but its nearest existing ancestor must be a
+        # directory.
         existing = self.path
         while not disk.exists(existing):
             existing = existing.parent
         if not existing.is_dir():
             where = "" if existing == self.path else f" is below {existing}, which"
-            raise errors.UserError(f"--workdir={self.path}{where} is a file; give a directory.")
+            raise errors.UserError(
+                f"--workdir={self.path}{where} is a file; give a directory."
+            )
         if disk.exists(self.checkpoints) and not self.checkpoints.is_dir():
             raise errors.UserError(
                 f"{self.checkpoints} is a file; move it away, or give a new --workdir."
@@ -122,23 +128,31 @@ class Workdir:
                 )
             return []
         old.pop(IDENTITY, None)
-        return identity_lib.compare(old, identity_lib.plain(config), f"--workdir={self.path} holds")
+        return identity_lib.compare(
+            old, identity_lib.plain(config), f"--workdir={self.path} holds"
+        )
 
     def identity(self) -> identity_lib.Identity | None:
-        """Returns the identity of the run in this directory; None if there is no run, or an older version wrote it."""
+        """Returns the identity of the run in this directory; None if there is no run,
+        or an older version wrote it.
+        """
         config = _read(self.config, "config") or {}
         content = config.get(IDENTITY)
         if content is None:
             return None
         try:
-            return identity_lib.Identity(str(content["id"]), str(content["fingerprint"]))
+            return identity_lib.Identity(
+                str(content["id"]), str(content["fingerprint"])
+            )
         except (TypeError, KeyError) as e:
             raise errors.UserError(
                 f"{self.config} is not a valid config of a run: '{IDENTITY}' is {content!r}; give a new --workdir."
             ) from e
 
     def reached(self) -> NewestCheckpoint | None:
-        """Returns the newest checkpoint that this run reached; None if none is recorded."""
+        """Returns the newest checkpoint that this run reached; None if none is
+        recorded.
+        """
         content = _read(self._reached, "high-water mark")
         if content is None:
             return None
@@ -156,11 +170,14 @@ class Workdir:
         jsonfile.write(self._reached, reached._asdict())
 
     def has_history(self) -> bool:
-        """Returns whether the directory has rows or results, which a run that starts from step 0 would write again."""
+        """Returns whether the directory has rows or results, which a run that starts
+        from step 0 would write again.
+        """
         return any(disk.read(path) for path in (self.metrics, self.results))
 
     def check_origin(self, origin: Origin, *, exact: bool = False) -> list[str]:
-        """Checks whether the run in this directory may resume with an origin; writes nothing.
+        """Checks whether the run in this directory may resume with an origin; writes
+        nothing.
 
         Args:
           origin: the current origin.
@@ -170,7 +187,8 @@ class Workdir:
           Other changes since the run was started, one text for each.
 
         Raises:
-          UserError: if the run was trained on other data; or, if exact, with what may compute other bits.
+          UserError: if the run was trained on other data; or, if exact, with what may
+            compute other bits.
         """
         content = _read(self.origin, "origin")
         # Older versions wrote no origin; `opened` adds it.
@@ -216,9 +234,11 @@ class Workdir:
 
         Args:
           config: the run's config.
-          identity: the run's identity; by default that of the run in the directory, or a new one.
+          identity: the run's identity; by default that of the run in the directory, or
+            a new one.
           origin: the run's origin; None: it is not checked and not written.
-          set_aside: the ID of a run to move away first, if that run is in the directory.
+          set_aside: the ID of a run to move away first, if that run is in the
+            directory.
 
         Raises:
           ValueError: if the directory cannot be written, or another process runs in it.
@@ -230,7 +250,8 @@ class Workdir:
             raise errors.UserError(
                 f"--workdir={self.path} cannot be written: {e.strerror} ({e.filename})."
             ) from e
-        # The kernel drops the lock when the process ends, however it ends, and no forked child has the file open.
+        # The kernel drops the lock when the process ends, however it ends, and no
+        # forked child has the file open.
         with lock, contextlib.ExitStack() as stack:
             stack.callback(forks.undo_in_children(lock.close))
             try:
@@ -243,7 +264,8 @@ class Workdir:
                 raise errors.UserError(
                     f"{self.path / '.lock'} cannot be locked: {e.strerror}."
                 ) from e
-            # The checks run again under the lock: another process may have used the directory since the caller's.
+            # The checks run again under the lock: another process may have used the
+            # directory since the caller's.
             if set_aside and set_aside == self.id_to_set_aside():
                 self._set_aside(set_aside, config.checkpoint.directory)
             self.check(config)
@@ -277,9 +299,11 @@ class Workdir:
         jsonfile.write(self.results, results)
 
     def failure(self, goes_on: bool) -> str:
-        """Returns the reason if the run previously ended with nonfinite values; empty if it did not.
+        """Returns the reason if the run previously ended with nonfinite values; empty
+        if it did not.
 
-        If the run goes on, the result is empty, and results.json is deleted if the run ended that way or ended early.
+        If the run goes on, the result is empty, and results.json is deleted if the run
+        ended that way or ended early.
 
         Args:
           goes_on: whether the run goes on.
@@ -290,30 +314,40 @@ class Workdir:
         return "" if goes_on else why
 
     def id_to_set_aside(self) -> str:
-        """Returns the ID by which --restart_from_scratch names the run in this directory; empty if there is none."""
+        """Returns the ID by which --restart_from_scratch names the run in this
+        directory; empty if there is none.
+        """
         content = disk.read(self.config)
         if content is None:
             return ""
         identity = self.identity()
         if identity is not None:
             return identity.id
-        # Older versions wrote no identity, so their runs are named by a checksum of the config.
+        # Older versions wrote no identity, so their runs are named by a checksum of the
+        # config.
         return hashlib.sha256(content).hexdigest()[: identity_lib.ID_LENGTH]
 
     def _set_aside(self, run: str, elsewhere: str) -> None:
-        """Moves everything that a run has written to its own folder. A repeated call completes an interrupted one.
+        """Moves everything that a run has written to its own folder. A repeated call
+        completes an interrupted one.
 
         Args:
           run: the run's ID.
-          elsewhere: the folder of the run's checkpoints if it is not in the work directory; it is renamed in place, so
-            that the checkpoints stay on their disk. Empty: there is none.
+          elsewhere: the folder of the run's checkpoints if it is not in the work
+            directory; it is renamed in place, so that the checkpoints stay on their
+            disk. Empty: there is none.
         """
         if elsewhere and disk.exists(elsewhere):
             with disk.writing(pathlib.Path(elsewhere)):
                 os.rename(elsewhere, f"{elsewhere.rstrip('/')}.{run}")
         folder = self.path / SET_ASIDE / run
-        names = [entry.name for entry in disk.entries(self.path) or () if entry.name not in _STAYS]
-        # config.json names the run. It moves last, so that an interrupted command can be repeated.
+        names = [
+            entry.name
+            for entry in disk.entries(self.path) or ()
+            if entry.name not in _STAYS
+        ]
+        # config.json names the run. It moves last, so that an interrupted command can
+        # be repeated.
         names.sort(key=lambda name: name == self.config.name)
         with disk.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -324,7 +358,9 @@ class Workdir:
 
 
 def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
-    """Reads a file of the directory that holds an object; returns None if the file does not exist."""
+    """Reads a file of the directory that holds an object; returns None if the file does
+    not exist.
+    """
     try:
         return jsonfile.read_if_exists(path)
     except errors.UserError as e:
@@ -334,7 +370,8 @@ def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:
 
 
 def callback_stop(directory: pathlib.Path) -> tuple[int, str] | None:
-    """Returns the step at which a callback ended the run in a work directory, and the reason; None if none did.
+    """Returns the step at which a callback ended the run in a work directory, and the
+    reason; None if none did.
 
     Raises:
       UserError: if the run's results.json is damaged.
@@ -345,7 +382,8 @@ def callback_stop(directory: pathlib.Path) -> tuple[int, str] | None:
 
 
 def nonfinite_reason(directory: pathlib.Path) -> str:
-    """Returns the reason if the run in a work directory ended with nonfinite values; empty otherwise.
+    """Returns the reason if the run in a work directory ended with nonfinite values;
+    empty otherwise.
 
     Raises:
       UserError: if the run's results.json is damaged.

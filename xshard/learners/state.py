@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from xshard.optimizers import layouts, trees
 
-# The verdicts on an update. FINE: applied and finite, or skipped with a lowered loss scale. STUCK: skipped, although no
-# loss scale was lowered for the next one. TROUBLE: applied with a loss or gradient that is not finite.
+# The verdicts on an update. FINE: applied and finite, or skipped with a lowered loss
+# scale. STUCK: skipped, although no loss scale was lowered for the next one. TROUBLE:
+# applied with a loss or gradient that is not finite.
 FINE, STUCK, TROUBLE = 0, 1, 2
 
 
@@ -18,14 +19,17 @@ FINE, STUCK, TROUBLE = 0, 1, 2
 class Rules:
     """The properties of a learner's rules that decide how their state lies on the mesh.
 
-    All fields compare as equal, so they do not change a state's tree structure: a run with a sharded update can
-    resume without one, and vice versa.
+    All fields compare as equal, so they do not change a state's tree structure: a run
+    with a sharded update can resume without one, and vice versa.
 
     Attributes:
       shards_update: whether slots are sharded over the replicas.
-      averages_module: the module name under which the rules keep averages of the parameters; None without averages.
-      sharding: the layouts of parameters and slots if parameters are also held in shards; otherwise empty.
-      reduce_dtype: the type in which the gradients of parameters held in shards are summed.
+      averages_module: the module name under which the rules keep averages of the
+        parameters; None without averages.
+      sharding: the layouts of parameters and slots if parameters are also held in
+        shards; otherwise empty.
+      reduce_dtype: the type in which the gradients of parameters held in shards are
+        summed.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -36,13 +40,15 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class LearnerState:
-    """Everything that a learner needs to resume: a pytree, equal on all replicas of a group.
+    """Everything that a learner needs to resume: a pytree, equal on all replicas of a
+    group.
 
     Attributes:
       params: the network's parameters.
       net_state: the network's Haiku state.
       opt_state: the state of the update rules: slots, counts, loss scale.
-      global_step: the number of updates applied, int32. A skipped step does not advance it.
+      global_step: the number of updates applied, int32. A skipped step does not advance
+        it.
       rules: the properties of the rules.
     """
 
@@ -72,29 +78,41 @@ def is_learner(x: Any) -> bool:
 def layout_of_copies(
     states: Collection[LearnerState],
 ) -> Callable[[str, Any], layouts.Layout | None]:
-    """Returns a function that finds the layout of arrays outside learners that copy their parameters in shards.
+    """Returns a function that finds the layout of arrays outside learners that copy
+    their parameters in shards.
 
     Args:
       states: the states of the learners.
 
     Returns:
-      A function of an array's path in the experiment's state and of the array. An array counts as a copy if its path
-      ends in a parameter's path and it has that parameter's shape. The result is the parameter's layout; or None if the
-      array is not a copy, if the parameter is not held in shards, or if several such parameters have different layouts.
+      A function of an array's path in the experiment's state and of the array. An array
+      counts as a copy if its path ends in a parameter's path and it has that
+      parameter's shape. The result is the parameter's layout; or None if the array is
+      not a copy, if the parameter is not held in shards, or if several such parameters
+      have different layouts.
     """
     params: dict[str, list[tuple[Any, Any]]] = {}
     for state in states:
         for path, x in trees.leaves_by_path(state.params).items():
-            params.setdefault(path, []).append((x.shape, state.rules.sharding.get(path)))
+            params.setdefault(path, []).append(
+                (x.shape, state.rules.sharding.get(path))
+            )
 
     def find(path: str, x: Any) -> layouts.Layout | None:
-        # The longest ending comes first, so a copy is matched to the most specific path.
+        # The longest ending comes first, so a copy is matched to the most specific
+        # path.
         for ending in trees.endings(path):
-            found = [layout for shape, layout in params.get(ending, ()) if shape == x.shape]
+            found = [
+                layout for shape, layout in params.get(ending, ()) if shape == x.shape
+            ]
             if found:
                 first, *others = found
                 is_shard = first is not None and first.shards_param
-                return first if is_shard and all(other == first for other in others) else None
+                return (
+                    first
+                    if is_shard and all(other == first for other in others)
+                    else None
+                )
         return None
 
     return find
@@ -106,7 +124,8 @@ class Observed(NamedTuple):
     Attributes:
       verdict: FINE, STUCK or TROUBLE, an int32 scalar.
       loss: the mean loss over the replicas.
-      gradients: for each parameter, whether its gradient, as passed to the update, was not finite.
+      gradients: for each parameter, whether its gradient, as passed to the update, was
+        not finite.
     """
 
     verdict: Any
@@ -114,7 +133,9 @@ class Observed(NamedTuple):
     gradients: Any
 
 
-def observe(applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array) -> Observed:
+def observe(
+    applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array
+) -> Observed:
     """Judges an update.
 
     Args:
@@ -136,7 +157,8 @@ class Outcome(NamedTuple):
     Attributes:
       metrics: the values to log, by name, equal on all replicas of a group.
       observed: the values that the run watches.
-      aux: the fourth output of the loss, computed before the update, with a row for each example of the replica.
+      aux: the fourth output of the loss, computed before the update, with a row for
+        each example of the replica.
     """
 
     metrics: dict[str, jax.Array]
@@ -145,18 +167,19 @@ class Outcome(NamedTuple):
 
     @property
     def applied(self) -> jax.Array:
-        """Whether the update was applied: a boolean scalar, False for a step that was skipped.
+        """Whether the update was applied: a boolean scalar, False for a step that was
+        skipped.
 
-        State beside the learner that must not move in a skipped step, such as a target network, is selected by it:
-        `jnp.where(outcome.applied, new, old)`.
+        State beside the learner that must not move in a skipped step, such as a target
+        network, is selected by it: `jnp.where(outcome.applied, new, old)`.
         """
         return self.metrics["skipped"] == 0
 
     def joined(self) -> "Outcome":
         """Returns the outcomes of several updates, which a scan stacks, as one.
 
-        It logs the values of the last update, and `updates_per_step`. The run watches the first update with trouble, or
-        else the last.
+        It logs the values of the last update, and `updates_per_step`. The run watches
+        the first update with trouble, or else the last.
         """
         shape = jnp.shape(self.observed.verdict)
         if not shape:

@@ -1,7 +1,9 @@
-"""Logical replicas: a number of replicas fixed by the config and distributed over however many devices there are.
+"""Logical replicas: a number of replicas fixed by the config and distributed over
+however many devices there are.
 
-Data, keys, means, metrics and evaluations belong to logical replicas, so that no result of a run depends on the number
-of its devices, except by rounding. With exact sums, a run ends in the same bits on any number of devices.
+Data, keys, means, metrics and evaluations belong to logical replicas, so that no result
+of a run depends on the number of its devices, except by rounding. With exact sums, a
+run ends in the same bits on any number of devices.
 """
 
 from xshard.logical.program import Program, Stage

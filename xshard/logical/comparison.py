@@ -1,7 +1,8 @@
 """A comparison of what a program computes on several devices with what it would on one.
 
-JAX's compilers do not promise that a program rounds alike for any number of devices. Where exact sums rely on it, this
-looks: a part of the program is compiled once more, for one device, and applied to the arrays of that device.
+JAX's compilers do not promise that a program rounds alike for any number of devices.
+Where exact sums rely on it, this looks: a part of the program is compiled once more,
+for one device, and applied to the arrays of that device.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,9 @@ class Comparison:
         self.differing: list[str] = []
 
     def on_one_device(self, part: Mapped, *args: Any) -> Any:
-        """Returns what a part computes from the arrays of the device, if it is compiled for this device alone."""
+        """Returns what a part computes from the arrays of the device, if it is compiled
+        for this device alone.
+        """
         whole = mesh_lib.sharding(self._mesh)
         return self._jit(part.on(self._mesh))(*jax.device_put(self._held(args), whole))
 
@@ -47,7 +50,9 @@ class Comparison:
           expected: the results of `on_one_device`.
           made: the results on all devices.
         """
-        pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(self._held(made)), strict=True)
+        pairs = zip(
+            jax.tree.leaves(expected), jax.tree.leaves(self._held(made)), strict=True
+        )
         if not all(_has_same_bits(x, y) for x, y in pairs):
             self.differing.append(what)
 
@@ -55,7 +60,9 @@ class Comparison:
         """Returns what the device holds of arrays."""
 
         def held(array: jax.Array) -> Any:
-            parts = [x.data for x in array.addressable_shards if x.device == self._device]
+            parts = [
+                x.data for x in array.addressable_shards if x.device == self._device
+            ]
             return parts[0]
 
         return jax.tree.map(held, arrays)

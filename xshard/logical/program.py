@@ -1,10 +1,12 @@
 """A function of all replicas, compiled to one or several programs on logical replicas.
 
-With exact sums there are several programs, so that the number of devices does not affect rounding. In one program the
-compiler would fuse these steps, differently for each number of devices, and so round differently:
+With exact sums there are several programs, so that the number of devices does not
+affect rounding. In one program the compiler would fuse these steps, differently for
+each number of devices, and so round differently:
 
 - Programs with the shapes of one replica, which run once for each replica of a device.
-- Programs that exchange values between replicas, in which sums over devices are sums of integers.
+- Programs that exchange values between replicas, in which sums over devices are sums of
+  integers.
 - A program that all devices evaluate alike on the results of the exchanges.
 """
 
@@ -19,12 +21,20 @@ from jax import lax
 
 from xshard.logical import comparison
 from xshard.logical.replicas import Replicas
-from xshard.logical.segments import OWN, Mapped, Replica, Results, SegmentedProgram, placed_on
+from xshard.logical.segments import (
+    OWN,
+    Mapped,
+    Replica,
+    Results,
+    SegmentedProgram,
+    placed_on,
+)
 
-# XLA sends a program for several devices through passes that one for a single device does not see. What it makes of the
-# program afterwards may then differ, and with it the rounding, so this is left out:
-# - The elimination of common subexpressions, which comes before the simplification for several devices only.
-# - Fusions by YNNPACK on CPUs. A long sum becomes one of them, or is divided into two sums, depending on the order of
+# XLA sends a program for several devices through passes that one for a single device
+# does not see. What it makes of the program afterwards may then differ, and with it the
+# rounding, so this is left out: - The elimination of common subexpressions, which comes
+# before the simplification for several devices only. - Fusions by YNNPACK on CPUs. A
+# long sum becomes one of them, or is divided into two sums, depending on the order of
 #   the instructions.
 _SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
 _SAME_ROUNDING_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -36,7 +46,8 @@ class Stage(NamedTuple):
     Attributes:
       program: the result of `jax.jit(...).lower(...)`, or of compiling that.
       times: the number of times that it runs.
-      live: the shapes of the arrays on the devices while it runs: its arguments and others, but not its results.
+      live: the shapes of the arrays on the devices while it runs: its arguments and
+        others, but not its results.
     """
 
     program: Any
@@ -62,17 +73,25 @@ class Lowered(NamedTuple):
 
 
 class Program:
-    """A function of all replicas, run on logical replicas. Call, trace and lower it like a result of `jax.jit`."""
+    """A function of all replicas, run on logical replicas. Call, trace and lower it
+    like a result of `jax.jit`.
+    """
 
     def __init__(
-        self, what: str, mapped: Callable[..., Mapped], replicas: Replicas, **options: Any
+        self,
+        what: str,
+        mapped: Callable[..., Mapped],
+        replicas: Replicas,
+        **options: Any,
     ):
         """Stores the function.
 
         Args:
           what: a name of the function, for error messages.
-          mapped: returns the function of one replica for given arguments; only their shapes and types matter.
-          replicas: the logical replicas and their devices. Batches have `replicas.rows` rows.
+          mapped: returns the function of one replica for given arguments; only their
+            shapes and types matter.
+          replicas: the logical replicas and their devices. Batches have `replicas.rows`
+            rows.
           **options: options of `jax.jit`; `donate_argnums` must be 0 or absent.
         """
         self._what = what
@@ -83,7 +102,8 @@ class Program:
         self._built: dict[Any, _SingleProgram | _SeparatePrograms] = {}
 
     def compare_first_call(self, say: Callable[[str], None]) -> None:
-        """Lets the next call compare the bits of exact sums with those of one device; see `comparison`.
+        """Lets the next call compare the bits of exact sums with those of one device;
+        see `comparison`.
 
         Args:
           say: called with a line if anything differs.
@@ -91,7 +111,8 @@ class Program:
         self._say = say
 
     def trace(self, *args: Any) -> Any:
-        """The program traced for as many devices as there are logical replicas, as `jax.jit(...).trace` returns it.
+        """The program traced for as many devices as there are logical replicas, as
+        `jax.jit(...).trace` returns it.
 
         Raises:
           UserError: if the function cannot be run on logical replicas.
@@ -105,7 +126,9 @@ class Program:
         return Lowered(self._implementation(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the programs, which are compiled on the first call with arguments of these shapes and types."""
+        """Runs the programs, which are compiled on the first call with arguments of
+        these shapes and types.
+        """
         implementation = self._implementation(args)
         say, self._say = self._say, None
         if say is not None and isinstance(implementation, _SeparatePrograms):
@@ -113,9 +136,14 @@ class Program:
         return implementation(args)
 
     def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
-        key = jax.tree.structure(args), *((x.shape, x.dtype) for x in jax.tree.leaves(args))
+        key = (
+            jax.tree.structure(args),
+            *((x.shape, x.dtype) for x in jax.tree.leaves(args)),
+        )
         if key not in self._built:
-            segmented = SegmentedProgram(self._what, self._mapped(*args), self._replicas, args)
+            segmented = SegmentedProgram(
+                self._what, self._mapped(*args), self._replicas, args
+            )
             kind = _SeparatePrograms if self._replicas.limbs else _SingleProgram
             self._built[key] = kind(segmented, **self._options)
         return self._built[key]
@@ -132,22 +160,29 @@ class _SingleProgram:
         mapped = Mapped(self._run, (equal, own, OWN), leaves)
         self._jitted = jax.jit(mapped.on(segmented.on), **options)
 
-    def _run(self, state: Any, own: Any, numbers: jax.Array) -> tuple[list[jax.Array], ...]:
+    def _run(
+        self, state: Any, own: Any, numbers: jax.Array
+    ) -> tuple[list[jax.Array], ...]:
         segmented = self.segmented
         replicas = segmented.divide(own, numbers)
         results, kept = segmented.run(self._before, segmented.exchange, state, replicas)
         return segmented.after(state, results), segmented.join(kept)
 
-    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+    def _before(
+        self, at: int, state: Any, results: Results, replicas: list[Replica]
+    ) -> list[Any]:
         before = functools.partial(self.segmented.before, at, state, results)
-        # One replica after the other, so that the activations of one are alive at a time.
+        # One replica after the other, so that the activations of one are alive at a
+        # time.
         made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
         return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the program."""
         segmented = self.segmented
-        lowered = self._jitted.lower(*segmented.inputs.parted(args), segmented.shape_of_numbers)
+        lowered = self._jitted.lower(
+            *segmented.inputs.parted(args), segmented.shape_of_numbers
+        )
         return [Stage(lowered, 1, args)]
 
     def __call__(self, args: Any) -> Any:
@@ -159,11 +194,14 @@ class _SingleProgram:
 class _SeparatePrograms:
     """The parts of a function as separate programs.
 
-    The host dispatches them without waiting, except for exchanges between several CPU devices.
+    The host dispatches them without waiting, except for exchanges between several CPU
+    devices.
     """
 
     def __init__(self, segmented: SegmentedProgram, **options: Any):
-        """Jits the parts. The options are for the last part, whose first argument is all state equal on replicas."""
+        """Jits the parts. The options are for the last part, whose first argument is
+        all state equal on replicas.
+        """
         self.segmented, on = segmented, segmented.on
         self._is_compiled = False
         # Only during the call that is compared.
@@ -181,13 +219,17 @@ class _SeparatePrograms:
             takes = (equal, segmented.equal, self._replica)
             before = Mapped(functools.partial(segmented.before, at), takes, OWN)
             exchange = Mapped(
-                functools.partial(segmented.exchange, at), (OWN, OWN), (segmented.equal, OWN)
+                functools.partial(segmented.exchange, at),
+                (OWN, OWN),
+                (segmented.equal, OWN),
             )
             self._mapped_befores.append(before)
             self._exchanges.append(jax.jit(exchange.on(on)))
         self._befores = [self._jit(before.on(on)) for before in self._mapped_befores]
         self._join = jax.jit(Mapped(segmented.join, (OWN,), segmented.own_specs).on(on))
-        self._mapped_after = Mapped(segmented.after, (equal, segmented.equal), segmented.out_specs)
+        self._mapped_after = Mapped(
+            segmented.after, (equal, segmented.equal), segmented.out_specs
+        )
         self._after = self._jit(self._mapped_after.on(on), **options)
 
     def lower(self, args: Any) -> list[Stage]:
@@ -204,14 +246,17 @@ class _SeparatePrograms:
             live.append([made] * times)
             return made
 
-        def before(at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+        def before(
+            at: int, state: Any, results: Results, replicas: list[Replica]
+        ) -> list[Any]:
             lowered = self._befores[at].lower(state, results, replicas[0])
             return [add(lowered, OWN, segmented.rounds)] * segmented.rounds
 
         def exchange(at: int, sent: Any, numbers: Any) -> Any:
             lowered = self._exchanges[at].lower(sent, numbers)
             made = add(lowered, (segmented.equal, OWN))
-            # The arrays that went into the exchange are freed after it; the replicas keep the others.
+            # The arrays that went into the exchange are freed after it; the replicas
+            # keep the others.
             live[-2] = [kept for _, kept in live[-2]]
             return made
 
@@ -256,9 +301,13 @@ class _SeparatePrograms:
             )
         return returned
 
-    def _before(self, at: int, state: Any, results: Results, replicas: list[Replica]) -> list[Any]:
+    def _before(
+        self, at: int, state: Any, results: Results, replicas: list[Replica]
+    ) -> list[Any]:
         made = [self._befores[at](state, results, replica) for replica in replicas]
-        expected = self._on_one_device(self._mapped_befores[at], state, results, replicas[0])
+        expected = self._on_one_device(
+            self._mapped_befores[at], state, results, replicas[0]
+        )
         what = f"part {at + 1} of {len(self._befores)} of what a replica computes"
         self._compare(what, expected, made[0])
         return made
@@ -273,12 +322,16 @@ class _SeparatePrograms:
             self._comparison.compare(what, expected, made)
 
     def _exchange(self, at: int, sent: Any, numbers: Any) -> Any:
-        """Runs an exchange. On several CPU devices it first waits for all earlier programs, and then for the exchange.
+        """Runs an exchange. On several CPU devices it first waits for all earlier
+        programs, and then for the exchange.
 
-        XLA's CPU client has one thread for each device. A device that waits in a collective blocks its thread, and so
-        does dispatching to a device with 32 programs in its queue. Together they would deadlock the process.
+        XLA's CPU client has one thread for each device. A device that waits in a
+        collective blocks its thread, and so does dispatching to a device with 32
+        programs in its queue. Together they would deadlock the process.
         """
         devices = self.segmented.on.devices
         if devices.flat[0].platform != "cpu" or devices.size == 1:
             return self._exchanges[at](sent, numbers)
-        return jax.block_until_ready(self._exchanges[at](jax.block_until_ready(sent), numbers))
+        return jax.block_until_ready(
+            self._exchanges[at](jax.block_until_ready(sent), numbers)
+        )

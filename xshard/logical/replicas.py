@@ -11,7 +11,8 @@ import numpy as np
 from xshard import errors
 from xshard import mesh as mesh_lib
 
-# The number of integers that represent each summand, for each value of `reduction.arithmetic`.
+# The number of integers that represent each summand, for each value of
+# `reduction.arithmetic`.
 _LIMBS = {"exact": 1, "exact_wide": 2}
 
 # The only values of other keys of `reduction` that exact sums support.
@@ -25,14 +26,14 @@ _EXACT_ONLY_WITH = {
 class Replicas:
     """The replicas of a group that an experiment sees, on the devices of a mesh.
 
-    Consecutive replicas share a device, and each device holds equally many. If the number of devices does not divide
-    `count`, the last devices hold fewer, or none.
+    Consecutive replicas share a device, and each device holds equally many. If the
+    number of devices does not divide `count`, the last devices hold fewer, or none.
 
     Attributes:
       count: the number of logical replicas of a group.
       on: the mesh of devices.
-      limbs: the number of integers that represent each summand, so that the order of a sum does not matter; 0 to sum
-        in floating point.
+      limbs: the number of integers that represent each summand, so that the order of a
+        sum does not matter; 0 to sum in floating point.
     """
 
     count: int
@@ -46,7 +47,9 @@ class Replicas:
 
     @property
     def places(self) -> int:
-        """The number of places for logical replicas on all devices of a group. Places beyond `count` are empty."""
+        """The number of places for logical replicas on all devices of a group. Places
+        beyond `count` are empty.
+        """
         return self.rounds * mesh_lib.num_replicas(self.on)
 
     @property
@@ -56,13 +59,16 @@ class Replicas:
 
     @property
     def gather_steps(self) -> Sequence[Any]:
-        """The groups of devices of each gather step, the last step first; None stands for all devices."""
+        """The groups of devices of each gather step, the last step first; None stands
+        for all devices.
+        """
         _, sizes = mesh_lib.torus_steps(self.on)
         is_one_slice = mesh_lib.num_slices(self.on) == 1
         return mesh_lib.step_groups(sizes) if sizes and is_one_slice else [None]
 
     def of_devices(self, table: np.ndarray) -> np.ndarray:
-        """Selects one replica for each device, from a table with all replicas of a group along its third dimension.
+        """Selects one replica for each device, from a table with all replicas of a
+        group along its third dimension.
 
         A device without a replica gets the last replica, whose state it holds.
         """
@@ -71,16 +77,19 @@ class Replicas:
         return table[:, 0, first].reshape(len(table), *shape, *table.shape[3:])
 
     def rows(self, batch_size: int) -> int:
-        """The number of rows of a group's batch on its devices. Rows at empty places are padding, not examples."""
+        """The number of rows of a group's batch on its devices. Rows at empty places
+        are padding, not examples.
+        """
         return batch_size // self.count * self.places
 
 
 def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
-    """The logical replicas of a config on a mesh; None if the config sets none, and each mesh replica counts as one.
+    """The logical replicas of a config on a mesh; None if the config sets none, and
+    each mesh replica counts as one.
 
     Raises:
-      UserError: if the config asks for exact sums without logical replicas, or if the mesh or the reduction does not
-        support what the config asks for.
+      UserError: if the config asks for exact sums without logical replicas, or if the
+        mesh or the reduction does not support what the config asks for.
     """
     count = config.get("logical_replicas", 0)
     if not count:
@@ -109,20 +118,27 @@ def own_spec(
     Args:
       config: the run's config.
       mesh: the run's mesh.
-      counts: whether the dimension after that of groups is one of replicas. If its size is not this run's number of
-        replicas, as in a checkpoint of another run, the array is whole on each device.
+      counts: whether the dimension after that of groups is one of replicas. If its size
+        is not this run's number of replicas, as in a checkpoint of another run, the
+        array is whole on each device.
       leaf: an object with the array's shape.
     """
     group = mesh_lib.group_axes(mesh)
-    if counts and leaf.shape[len(group)] != mesh_lib.num_replicas(mesh_of(config, mesh)):
+    if counts and leaf.shape[len(group)] != mesh_lib.num_replicas(
+        mesh_of(config, mesh)
+    ):
         return jax.P(*group)
     return jax.P(*group, mesh_lib.REPLICAS)
 
 
 def check_even(
-    config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, what: str, own: Sequence[str]
+    config: ml_collections.ConfigDict,
+    mesh: jax.sharding.Mesh,
+    what: str,
+    own: Sequence[str],
 ) -> None:
-    """Raises UserError if devices hold different numbers of logical replicas, but some state is a replica's own.
+    """Raises UserError if devices hold different numbers of logical replicas, but some
+    state is a replica's own.
 
     Args:
       config: the run's config.
@@ -151,13 +167,17 @@ def _limbs(config: ml_collections.ConfigDict) -> int:
 
 
 def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:
-    """The mesh whose replicas an experiment sees: that of its logical replicas, or the mesh of devices itself."""
+    """The mesh whose replicas an experiment sees: that of its logical replicas, or the
+    mesh of devices itself.
+    """
     replicas = of_config(config, mesh)
     return mesh if replicas is None else replicas.mesh
 
 
 def _check_whole(reduction: Mapping[str, Any]) -> None:
-    """Raises UserError if arrays are in shards over the replicas of a group, of which each logical replica needs all."""
+    """Raises UserError if arrays are in shards over the replicas of a group, of which
+    each logical replica needs all.
+    """
     for key in ("shard_update", "shard_params"):
         if reduction.get(key, False):
             raise errors.UserError(

@@ -1,4 +1,6 @@
-"""The segments of a program on logical replicas, as functions of the arrays that one device holds."""
+"""The segments of a program on logical replicas, as functions of the arrays that one
+device holds.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,8 @@ class Replica(NamedTuple):
     Attributes:
       own: the leaves of the arguments that are the replica's own.
       number: its number, of shape [1].
-      shards: the replica's own results of exchanges, each with a leading dimension of places, of size 1.
+      shards: the replica's own results of exchanges, each with a leading dimension of
+        places, of size 1.
     """
 
     own: Any
@@ -35,7 +38,8 @@ class Replica(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A function of one replica, with the specs of its arguments and results, as for `jax.shard_map`.
+    """A function of one replica, with the specs of its arguments and results, as for
+    `jax.shard_map`.
 
     Attributes:
       function: a function of the replica's part of each argument.
@@ -65,7 +69,8 @@ class Mapped(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a function's arguments or results: some are equal on all replicas, others a replica's own.
+    """The leaves of a function's arguments or results: some are equal on all replicas,
+    others a replica's own.
 
     Attributes:
       specs: the spec of each leaf.
@@ -74,14 +79,18 @@ class Leaves:
     """
 
     def __init__(self, tree: Any, specs: Any):
-        """Finds how each leaf lies along the replicas, by specs that are a prefix of the tree."""
+        """Finds how each leaf lies along the replicas, by specs that are a prefix of
+        the tree.
+        """
         self._structure = jax.tree.structure(tree)
         self.specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
         self.own = list(map(_is_own, self.specs))
         self.dims = list(map(_dim, filter(_is_own, self.specs)))
 
     def parted(self, tree: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves that are equal on all replicas, and the leaves that are a replica's own."""
+        """The leaves that are equal on all replicas, and the leaves that are a
+        replica's own.
+        """
         equal: list[Any] = []
         own: list[Any] = []
         for x, is_own in zip(jax.tree.leaves(tree), self.own, strict=True):
@@ -107,22 +116,35 @@ class SegmentedProgram:
         self.on, self.rounds = replicas.on, replicas.rounds
         self._replicas, self._args = replicas, args
         self.inputs = Leaves(args, mapped.in_specs)
-        trace = jax.make_jaxpr(mapped.function, axis_env=list(axes.items()), return_shape=True)
+        trace = jax.make_jaxpr(
+            mapped.function, axis_env=list(axes.items()), return_shape=True
+        )
         program, returned = trace(*self.shapes(dict.fromkeys(axes, 1)))
         self._outputs, self._finish = Leaves(returned, mapped.out_specs), mapped.finish
         self.out_specs, self.own_specs = self._outputs.parted(self._outputs.specs)
-        self.split = split_lib.split(program, what, axes, self.inputs.own, self._outputs.own)
-        # With several groups, values that are equal within a group have a leading dimension of groups.
+        self.split = split_lib.split(
+            program, what, axes, self.inputs.own, self._outputs.own
+        )
+        # With several groups, values that are equal within a group have a leading
+        # dimension of groups.
         self._grouped = bool(groups)
         self.equal = jax.P(*groups)
         numbers = np.arange(replicas.places, dtype=np.int32)
         self._numbers = np.tile(numbers, mesh_lib.num_groups(replicas.on))
 
     def shapes(self, sizes: Mapping[str, int]) -> Any:
-        """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give one replica's shapes."""
-        here = {**self.on.shape, mesh_lib.SLICE: 1, mesh_lib.REPLICA: self._replicas.places}
+        """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give
+        one replica's shapes.
+        """
+        here = {
+            **self.on.shape,
+            mesh_lib.SLICE: 1,
+            mesh_lib.REPLICA: self._replicas.places,
+        }
         shapes = []
-        for leaf, spec in zip(jax.tree.leaves(self._args), self.inputs.specs, strict=True):
+        for leaf, spec in zip(
+            jax.tree.leaves(self._args), self.inputs.specs, strict=True
+        ):
             shape = list(leaf.shape)
             for dim, entry in enumerate(spec):
                 for axis in mesh_lib.axes_of([entry]):
@@ -163,12 +185,17 @@ class SegmentedProgram:
         return joined
 
     def before(self, at: int, state: Any, results: Results, replica: Replica) -> Sent:
-        """Computes the arrays that a replica sends into an exchange, and the outputs that it keeps."""
+        """Computes the arrays that a replica sends into an exchange, and the outputs
+        that it keeps.
+        """
         equal = self.inputs.joined(state, replica.own)
         shards = {i: x[0] for i, x in replica.shards.items()}
         exchange = self.split.exchanges[at]
-        made = exchange.before([*equal, replica.number[0], *self._values(results, shards)])
-        # With a leading dimension of places, along which these arrays lie on the devices.
+        made = exchange.before(
+            [*equal, replica.number[0], *self._values(results, shards)]
+        )
+        # With a leading dimension of places, along which these arrays lie on the
+        # devices.
         stacked = [x[None] for x in made]
         count = len(exchange.kinds)
         return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))
@@ -176,7 +203,9 @@ class SegmentedProgram:
     def exchange(
         self, at: int, sent: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
     ) -> tuple[Results, list[Results]]:
-        """Exchanges the arrays of a device's replicas. Returns the equal results, and each replica's shards."""
+        """Exchanges the arrays of a device's replicas. Returns the equal results, and
+        each replica's shards.
+        """
         # Removes the leading dimension of places, of size 1.
         held = [[x[0] for x in of_round] for of_round in sent]
         exchange, replicas = self.split.exchanges[at], self._replicas
@@ -202,7 +231,8 @@ class SegmentedProgram:
         state: Any,
         replicas: Any,
     ) -> tuple[Results, list[Results]]:
-        """Runs all exchanges. Returns their equal results, and the outputs that each replica of a device keeps.
+        """Runs all exchanges. Returns their equal results, and the outputs that each
+        replica of a device keeps.
 
         Args:
           before: the method `before`, applied to all replicas of a device.
@@ -218,7 +248,8 @@ class SegmentedProgram:
                 continue
             numbers = [replica.number for replica in replicas]
             equal, shards = exchange(at, [sent for sent, _ in made], numbers)
-            # Frees the sent arrays, which are large for all replicas of a device together.
+            # Frees the sent arrays, which are large for all replicas of a device
+            # together.
             del made
             results = results | equal
             replicas = [
@@ -252,6 +283,8 @@ def placed_on(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
     """The shapes of arrays, with shardings on a mesh by their specs."""
 
     def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec))
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec)
+        )
 
     return jax.tree.map(placed, jax.tree.broadcast(specs, shapes), shapes)

@@ -1,7 +1,8 @@
-"""A replica's program, split at its collectives: the parts that each replica computes, and a last part after them.
+"""A replica's program, split at its collectives: the parts that each replica computes,
+and a last part after them.
 
-All devices compute the last part alike. Values that differ between replicas reach it only through an exchange with
-results that are equal on all replicas.
+All devices compute the last part alike. Values that differ between replicas reach it
+only through an exchange with results that are equal on all replicas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ SUM, MAX, MIN, SCATTER, GATHER = COLLECTIVES = (
 )
 # The parameters of their equations that hold the dimension to cut or to join.
 _DIMS = {SCATTER: "scatter_dimension", GATHER: "all_gather_dimension"}
-# The most exchanges that may depend on one another. The program before each exchange recomputes all that precedes it.
+# The most exchanges that may depend on one another. The program before each exchange
+# recomputes all that precedes it.
 _MOST = 16
 
 
@@ -33,7 +35,8 @@ class Kind(NamedTuple):
 
     Attributes:
       name: one of `COLLECTIVES`.
-      dim: the dimension that is cut into the replicas' shards, or along which their arrays are joined.
+      dim: the dimension that is cut into the replicas' shards, or along which their
+        arrays are joined.
     """
 
     name: str
@@ -45,8 +48,8 @@ class Segment(NamedTuple):
 
     Attributes:
       program: the program of the part.
-      reads: the positions of its inputs in a list of the whole program's inputs, the replica's number, and the results
-        of all exchanges.
+      reads: the positions of its inputs in a list of the whole program's inputs, the
+        replica's number, and the results of all exchanges.
     """
 
     program: jax_internals.ClosedJaxpr
@@ -58,13 +61,16 @@ class Segment(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The arrays that replicas exchange together, and the outputs that each replica keeps at that point.
+    """The arrays that replicas exchange together, and the outputs that each replica
+    keeps at that point.
 
     Attributes:
-      before: computes the arrays that a replica sends, followed by the outputs that it keeps.
+      before: computes the arrays that a replica sends, followed by the outputs that it
+        keeps.
       kinds: the way in which each sent array is exchanged.
       results: the positions of this exchange's results among those of all exchanges.
-      kept: the positions of the kept outputs among the outputs that are a replica's own.
+      kept: the positions of the kept outputs among the outputs that are a replica's
+        own.
     """
 
     before: Segment
@@ -77,8 +83,10 @@ class Split(NamedTuple):
     """The parts of a program.
 
     Attributes:
-      exchanges: the exchanges in order. The last one may send nothing and only keep outputs.
-      after: computes the outputs that are equal on all replicas, and reads nothing that is a replica's own.
+      exchanges: the exchanges in order. The last one may send nothing and only keep
+        outputs.
+      after: computes the outputs that are equal on all replicas, and reads nothing that
+        is a replica's own.
       size: the number of results of all exchanges.
     """
 
@@ -104,8 +112,9 @@ def split(
       outputs_own: whether each output is the replica's own.
 
     Raises:
-      UserError: if too many exchanges depend on one another; if one is in a loop or a branch, or is not in
-        `COLLECTIVES`; or if an output that must be equal depends on values that differ between replicas.
+      UserError: if too many exchanges depend on one another; if one is in a loop or a
+        branch, or is not in `COLLECTIVES`; or if an output that must be equal depends
+        on values that differ between replicas.
     """
     both, kinds = _merged_program(program, what, sizes, outputs_own)
     levels = _levels(both.jaxpr, len(kinds), sum(outputs_own))
@@ -128,9 +137,11 @@ def _merged_program(
     sizes: Mapping[str, int],
     outputs_own: Sequence[bool],
 ) -> tuple[jax_internals.ClosedJaxpr, list[Kind]]:
-    """A program that takes the inputs, the replica's number and the results of exchanges; and the kinds of these.
+    """A program that takes the inputs, the replica's number and the results of
+    exchanges; and the kinds of these.
 
-    It returns the arrays to exchange, then the outputs that are the replica's own, and then the others.
+    It returns the arrays to exchange, then the outputs that are the replica's own, and
+    then the others.
     """
     # Dead code is removed first, so that unused results are not exchanged.
     all_outputs = [True] * len(outputs_own)
@@ -141,11 +152,17 @@ def _merged_program(
         sent: list[Any] = []
         made = _Run(number, iter(results), sent)(used, inputs)
         kept = [x for x, is_own in zip(made, outputs_own, strict=True) if is_own]
-        return sent, kept, [x for x, is_own in zip(made, outputs_own, strict=True) if not is_own]
+        return (
+            sent,
+            kept,
+            [x for x, is_own in zip(made, outputs_own, strict=True) if not is_own],
+        )
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
     results = [_result(eqn, x.aval) for eqn, x in exchanged]
-    both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(program.in_avals, number, results)
+    both = jax.make_jaxpr(run, axis_env=list(sizes.items()))(
+        program.in_avals, number, results
+    )
     return both, [_kind(eqn) for eqn, _ in exchanged]
 
 
@@ -176,10 +193,12 @@ def _check_equal(what: str, after: Segment, own: Sequence[bool]) -> None:
 
 
 def _levels(jaxpr: jax_internals.Jaxpr, count: int, kept: int) -> list[int]:
-    """The depth of each exchange and of each kept output: the length of the chain of exchanges that it depends on.
+    """The depth of each exchange and of each kept output: the length of the chain of
+    exchanges that it depends on.
 
     Args:
-      jaxpr: the program. Its first outputs go into the exchanges, and its last inputs are their results.
+      jaxpr: the program. Its first outputs go into the exchanges, and its last inputs
+        are their results.
       count: the number of exchanged arrays.
       kept: the number of kept outputs, which follow the exchanged ones.
     """
@@ -208,7 +227,9 @@ def _segment(program: jax_internals.ClosedJaxpr, outputs: Sequence[int]) -> Segm
 
 
 class _Run:
-    """Evaluates a program with a given replica's number and given results of its exchanges."""
+    """Evaluates a program with a given replica's number and given results of its
+    exchanges.
+    """
 
     def __init__(self, number: Any, results: Iterator[Any], sent: list[Any]):
         """Stores the given values.
@@ -216,13 +237,16 @@ class _Run:
         Args:
           number: the number of the replica.
           results: the results of the exchanges, in the order of the program.
-          sent: a list, to which the evaluation appends the arrays that the replica sends.
+          sent: a list, to which the evaluation appends the arrays that the replica
+            sends.
         """
         self._number = number
         self._results = results
         self._brought = sent
 
-    def __call__(self, program: jax_internals.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, program: jax_internals.ClosedJaxpr, args: Sequence[Any]
+    ) -> list[Any]:
         """The outputs of a program."""
         return primitives.evaluate(program, args, self._results_of)
 
@@ -234,8 +258,9 @@ class _Run:
             called = primitives.called(eqn)
             if called is None:
                 return primitives.bind(eqn, *inputs)
-            # Opens calls that contain exchanges, and empty calls: a call that only returns its inputs would otherwise
-            # make each of its results depend on all of them.
+            # Opens calls that contain exchanges, and empty calls: a call that only
+            # returns its inputs would otherwise make each of its results depend on all
+            # of them.
             within = primitives.all_equations(called.jaxpr)
             if any(map(_is_over_replicas, within)) or not called.jaxpr.eqns:
                 return self(called, inputs)
@@ -262,7 +287,9 @@ def _kind(eqn: Any) -> Kind:
 
 
 def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an exchange's result in tiled form, where the cut or joined dimension exists in all arrays."""
+    """The shape of an exchange's result in tiled form, where the cut or joined
+    dimension exists in all arrays.
+    """
     kind, shape = _kind(eqn), list(aval.shape)
     if kind.name == SCATTER and not eqn.params["tiled"]:
         shape.insert(kind.dim, 1)
@@ -270,11 +297,15 @@ def _result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_over_replicas(eqn: Any) -> bool:
-    """Returns whether an equation exchanges values between the replicas of a group, or reads a replica's number."""
+    """Returns whether an equation exchanges values between the replicas of a group, or
+    reads a replica's number.
+    """
     return not {*mesh_lib.REPLICAS}.isdisjoint(primitives.mapped_axes(eqn))
 
 
-def _exchanged(jaxpr: jax_internals.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
+def _exchanged(
+    jaxpr: jax_internals.Jaxpr, what: str, inside: str = ""
+) -> Iterator[Any]:
     """The equations of a program that exchange values, in the order in which they run."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name

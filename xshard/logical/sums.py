@@ -1,10 +1,12 @@
 """Sums, maxima and minima over logical replicas, several of which may share a device.
 
-Exact sums add integers, because the result of an integer sum does not depend on its order. Each array is rounded to
-multiples of a power of two that all replicas share, scaled to the largest magnitude among them. With n replicas, this
-leaves 30 - ceil(log2(n)) bits for that magnitude: 23 for 128 replicas, where a float32 has 24. The rounding error
-may be added up as a second integer. All other operations are exact (scaling by a power of two, and computing the
-rounding error), except the final rounding to float32.
+Exact sums add integers, because the result of an integer sum does not depend on its
+order. Each array is rounded to multiples of a power of two that all replicas share,
+scaled to the largest magnitude among them. With n replicas, this leaves 30 -
+ceil(log2(n)) bits for that magnitude: 23 for 128 replicas, where a float32 has 24. The
+rounding error may be added up as a second integer. All other operations are exact
+(scaling by a power of two, and computing the rounding error), except the final rounding
+to float32.
 """
 
 import functools
@@ -31,19 +33,23 @@ def combine(
     limbs: int,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
-    """Computes the results of an exchange of a group's replicas. Call it in a `jax.shard_map` over the devices.
+    """Computes the results of an exchange of a group's replicas. Call it in a
+    `jax.shard_map` over the devices.
 
     Args:
       kinds: the way in which each array is exchanged.
-      sent: for each place on the device, the arrays that the replica at that place sends.
-      has_replica: for each place on the device, whether it has a replica; None if every place has one.
+      sent: for each place on the device, the arrays that the replica at that place
+        sends.
+      has_replica: for each place on the device, whether it has a replica; None if every
+        place has one.
       count: the number of replicas of a group.
-      limbs: the number of integers that represent each floating-point summand, so that the order of a sum does not
-        matter; 0 to sum in floating point.
+      limbs: the number of integers that represent each floating-point summand, so that
+        the order of a sum does not matter; 0 to sum in floating point.
       gather_steps: as `Replicas.gather_steps`.
 
     Returns:
-      For each array, the result, equal on all devices; for a scattered array, a list with the shard of each place.
+      For each array, the result, equal on all devices; for a scattered array, a list
+      with the shard of each place.
     """
     results: list[Any] = [None] * len(kinds)
     exactly = []
@@ -58,7 +64,9 @@ def combine(
             ((results[i],),) = _totals(
                 [kind], [[_added(_where(has_replica, arrays))]], count, len(arrays)
             )
-    wide = [_where(has_replica, [of[i].astype(jnp.float32) for of in sent]) for i in exactly]
+    wide = [
+        _where(has_replica, [of[i].astype(jnp.float32) for of in sent]) for i in exactly
+    ]
     totals = _exact_sums([kinds[i] for i in exactly], wide, count, limbs)
     for i, total in zip(exactly, totals, strict=True):
         results[i] = total.astype(sent[0][i].dtype)
@@ -71,7 +79,8 @@ def combine(
 def _exact_sums(
     kinds: Sequence[split.Kind], sent: Sequence[list[jax.Array]], count: int, limbs: int
 ) -> list[jax.Array]:
-    """The sums of float32 arrays over all replicas. A sum is all NaN if any element of its array is not finite.
+    """The sums of float32 arrays over all replicas. A sum is all NaN if any element of
+    its array is not finite.
 
     Args:
       kinds: the way in which each array is exchanged, a sum or a scatter.
@@ -90,7 +99,9 @@ def _exact_sums(
     exponents = _exponent(largest, _LEAST_EXPONENT + limbs * bits)
     summands = []
     for exponent, arrays in zip(exponents, sent, strict=True):
-        of_replicas = [_integers(x * _power(bits - exponent), bits, limbs) for x in arrays]
+        of_replicas = [
+            _integers(x * _power(bits - exponent), bits, limbs) for x in arrays
+        ]
         summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
     sums = _totals(kinds, summands, count, len(sent[0]))
     return [
@@ -100,9 +111,14 @@ def _exact_sums(
 
 
 def _totals(
-    kinds: Sequence[split.Kind], summands: Sequence[list[jax.Array]], count: int, places: int
+    kinds: Sequence[split.Kind],
+    summands: Sequence[list[jax.Array]],
+    count: int,
+    places: int,
 ) -> list[list[jax.Array]]:
-    """The sums over the devices, of several arrays for each kind. A scattered sum has only this device's shards."""
+    """The sums over the devices, of several arrays for each kind. A scattered sum has
+    only this device's shards.
+    """
     whole = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
     # One psum of the whole list, so that all sums share one collective.
     of_whole = lax.psum([summands[i] for i in whole], mesh_lib.REPLICAS)
@@ -118,10 +134,14 @@ def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
     missing = places * lax.axis_size(mesh_lib.REPLICAS) - count
     pads = [(0, 0)] * x.ndim
     pads[dim] = (0, x.shape[dim] // count * missing)
-    return lax.psum_scatter(jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(
+        jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True
+    )
 
 
-def _gathered(arrays: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]) -> jax.Array:
+def _gathered(
+    arrays: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]
+) -> jax.Array:
     """Concatenates the arrays of all replicas along a dimension."""
     x = jnp.concatenate(arrays, dim)
     for groups in reversed(steps):
@@ -131,14 +151,18 @@ def _gathered(arrays: Sequence[jax.Array], dim: int, count: int, steps: Sequence
 
 
 def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
-    """Integers that together approximate a float32 array; the unit of each is 2**-bits of the one before."""
+    """Integers that together approximate a float32 array; the unit of each is 2**-bits
+    of the one before.
+    """
     whole = jnp.round(x)
     rest = _integers((x - whole) * 2.0**bits, bits, limbs - 1) if limbs > 1 else []
     return [whole.astype(jnp.int32), *rest]
 
 
 def _float(limbs: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
-    """Combines such integers into a float32 array. The unit of the first is 2**(exponent - bits)."""
+    """Combines such integers into a float32 array. The unit of the first is
+    2**(exponent - bits).
+    """
     units = [_power(exponent - bits * (i + 1)) for i in range(len(limbs))]
     # Adds the smallest first, so that rounding loses little of it.
     parts = [x.astype(jnp.float32) * unit for x, unit in zip(limbs, units, strict=True)]
@@ -151,8 +175,9 @@ def _added(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _largest(arrays: Sequence[jax.Array]) -> jax.Array:
     """The largest magnitude in arrays, or NaN."""
-    # The bits of non-negative floats, read as integers, have the order of the floats. Those of NaN are the largest. XLA's
-    # maximum of a large array of floats may lose them on the CPU.
+    # The bits of non-negative floats, read as integers, have the order of the floats.
+    # Those of NaN are the largest. XLA's maximum of a large array of floats may lose
+    # them on the CPU.
     bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in arrays]
     largest = jnp.max(functools.reduce(jnp.maximum, bits), initial=0)
     return lax.bitcast_convert_type(largest, jnp.float32)
@@ -169,7 +194,9 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def _extreme(kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None) -> jax.Array:
+def _extreme(
+    kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None
+) -> jax.Array:
     """The elementwise maximum or minimum over all replicas."""
     dtype = arrays[0].dtype
     mirrored, least = jnp.negative, -jnp.inf
@@ -179,7 +206,8 @@ def _extreme(kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | No
     if kind == split.MIN:
         return mirrored(_extreme(split.MAX, list(map(mirrored, arrays)), has_replica))
     return lax.pmax(
-        functools.reduce(jnp.maximum, _where(has_replica, arrays, least)), mesh_lib.REPLICAS
+        functools.reduce(jnp.maximum, _where(has_replica, arrays, least)),
+        mesh_lib.REPLICAS,
     )
 
 
@@ -189,4 +217,7 @@ def _where(
     """The arrays of replicas, with `other` in place of each array at an empty place."""
     if has_replica is None:
         return list(arrays)
-    return [jnp.where(has_replica[i], x, jnp.asarray(other, x.dtype)) for i, x in enumerate(arrays)]
+    return [
+        jnp.where(has_replica[i], x, jnp.asarray(other, x.dtype))
+        for i, x in enumerate(arrays)
+    ]

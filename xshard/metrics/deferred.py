@@ -14,12 +14,15 @@ IN_FLIGHT = 2
 
 @functools.cache
 def _is_on_host() -> bool:
-    # On CPUs the host reads the device's memory, and the call would cost more than the read.
+    # On CPUs the host reads the device's memory, and the call would cost more than the
+    # read.
     return jax.default_backend() == "cpu"
 
 
 def to_host(arrays: Iterable[jax.Array]) -> None:
-    """Starts to copy replicated arrays to the host, beside later steps, so that reading them does not wait."""
+    """Starts to copy replicated arrays to the host, beside later steps, so that reading
+    them does not wait.
+    """
     if _is_on_host():
         return
     for array in arrays:
@@ -29,27 +32,35 @@ def to_host(arrays: Iterable[jax.Array]) -> None:
 class InFlight:
     """A bound on the steps in flight.
 
-    The host dispatches some steps before an earlier one has ended, so the devices always have work. The bound is small
-    because host memory holds a batch for each step in flight, and because XLA's CPU collectives deadlock when many steps
-    compete for few threads.
+    The host dispatches some steps before an earlier one has ended, so the devices
+    always have work. The bound is small because host memory holds a batch for each step
+    in flight, and because XLA's CPU collectives deadlock when many steps compete for
+    few threads.
     """
 
     def __init__(self) -> None:
         self._arrays: collections.deque[jax.Array] = collections.deque()
 
     def push(self, array: jax.Array) -> None:
-        """Adds a step by one of its results; waits for the step that was dispatched `IN_FLIGHT` steps before."""
+        """Adds a step by one of its results; waits for the step that was dispatched
+        `IN_FLIGHT` steps before.
+        """
         self._arrays.append(array)
         if len(self._arrays) > IN_FLIGHT:
-            # One program computes all results of a step, so waiting for one of them is enough.
+            # One program computes all results of a step, so waiting for one of them is
+            # enough.
             self._arrays.popleft().block_until_ready()
 
 
 class Deferred:
-    """Metrics on their way to the host, which reads those of a step only after some later steps have been dispatched."""
+    """Metrics on their way to the host, which reads those of a step only after some
+    later steps have been dispatched.
+    """
 
     def __init__(self) -> None:
-        self._pending: collections.deque[tuple[int, Mapping[str, jax.Array]]] = collections.deque()
+        self._pending: collections.deque[tuple[int, Mapping[str, jax.Array]]] = (
+            collections.deque()
+        )
 
     def push(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Adds the metrics of a step."""
@@ -57,7 +68,9 @@ class Deferred:
         self._pending.append((step, metrics))
 
     def due(self, step: int) -> Iterator[rows.Row]:
-        """Yields the rows of steps that are no longer in flight after a step was dispatched."""
+        """Yields the rows of steps that are no longer in flight after a step was
+        dispatched.
+        """
         while self._pending and self._pending[0][0] + IN_FLIGHT <= step:
             yield self._pop()
 

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import google_crc32c
-from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboardX.proto import (
+    event_pb2,
+    summary_pb2,
+    tensor_pb2,
+    tensor_shape_pb2,
+    types_pb2,
+)
 
 from xshard import samples
 from xshard.files import disk, jsonfile
@@ -25,26 +31,32 @@ _VERSION = "brain.Event:2"
 # Values that an event stores in its own fields.
 _ITS_OWN = ("step", "perf/time")
 _PREFIX = "events.out.tfevents"
-# The number that orders the files: the time, or one more than the last file's if the clock was set back.
+# The number that orders the files: the time, or one more than the last file's if the
+# clock was set back.
 _NUMBER = re.compile(re.escape(_PREFIX) + r"\.(\d{10})\.")
 _LAST_NUMBER = 10**10 - 1
-# Files of earlier xshard versions end in a count; TensorFlow's and PyTorch's end in two numbers.
+# Files of earlier xshard versions end in a count; TensorFlow's and PyTorch's end in two
+# numbers.
 _OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})")
 
 
 class EventFiles:
-    """A folder with the rows of a run as event files: numbers as scalars; samples as texts, images and histograms.
+    """A folder with the rows of a run as event files: numbers as scalars; samples as
+    texts, images and histograms.
 
-    With several groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a new file with all earlier rows,
-    and appends to it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0, which makes
-    TensorBoard drop the events of earlier files. The file's name sorts after theirs.
+    With several groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a
+    new file with all earlier rows, and appends to it. The file begins with a session
+    log (TensorFlow's `SessionLog.START`) at step 0, which makes TensorBoard drop the
+    events of earlier files. The file's name sorts after theirs.
     """
 
-    def __init__(self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]):
+    def __init__(
+        self, directory: pathlib.Path, history: Callable[[], Iterator[rows.Row]]
+    ):
         """Writes the file, and deletes the files of earlier starts except the last.
 
-        The last one stays until the next start: a TensorBoard that is reading it continues with the new file, but it
-        would not continue from a deleted file.
+        The last one stays until the next start: a TensorBoard that is reading it
+        continues with the new file, but it would not continue from a deleted file.
 
         Args:
           directory: the folder, which need not exist.
@@ -64,7 +76,9 @@ class EventFiles:
                 _delete(directory / name)
 
     def write(self, row: rows.Row) -> None:
-        """Writes a row's numbers, with values that are not finite as NaN; or its samples."""
+        """Writes a row's numbers, with values that are not finite as NaN; or its
+        samples.
+        """
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # Rows are rare, so each is flushed and visible at once.
@@ -92,7 +106,9 @@ class EventFiles:
             self._out.close()
 
     def _begin(self, history: Callable[[], Iterator[rows.Row]]) -> BinaryIO:
-        """Creates the file, which is complete and durable before it gets its name; returns it open."""
+        """Creates the file, which is complete and durable before it gets its name;
+        returns it open.
+        """
         temporary = self._path / ".events.new"
         # A start that was killed here may have left one; a link must not be followed.
         temporary.unlink(missing_ok=True)
@@ -101,7 +117,9 @@ class EventFiles:
             now = time.time()
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             out.write(_record(event_pb2.Event(wall_time=now, file_version=_VERSION)))
-            out.write(_record(event_pb2.Event(wall_time=now, step=0, session_log=start)))
+            out.write(
+                _record(event_pb2.Event(wall_time=now, step=0, session_log=start))
+            )
             for row in history():
                 out.write(_record(_event(row)))
             out.flush()
@@ -116,14 +134,18 @@ class EventFiles:
 
 
 def _next_name(names: list[str]) -> str:
-    """Returns a name that sorts after those in the folder, since TensorBoard reads files in order of their names."""
+    """Returns a name that sorts after those in the folder, since TensorBoard reads
+    files in order of their names.
+    """
     number = int(time.time())
     for name in names:
         match = _NUMBER.match(name)
         if match:
             number = max(number, int(match[1]) + 1)
     if number > _LAST_NUMBER:
-        raise OSError(None, f"no file name sorts after {names[-1]}; move that file away")
+        raise OSError(
+            None, f"no file name sorts after {names[-1]}; move that file away"
+        )
     return f"{_PREFIX}.{number:010}.{socket.gethostname()}.xshard"
 
 
@@ -143,7 +165,9 @@ def _event(row: rows.Row) -> event_pb2.Event:
     for name, value in rows.flat(row).items():
         is_shown = value is None or isinstance(value, bool) or jsonfile.is_number(value)
         if is_shown and name not in _ITS_OWN:
-            values.append(summary_pb2.Summary.Value(tag=name, simple_value=_number(value)))
+            values.append(
+                summary_pb2.Summary.Value(tag=name, simple_value=_number(value))
+            )
     when = row.get("perf/time")
     if not jsonfile.is_number(when):
         when = time.time()
@@ -152,7 +176,9 @@ def _event(row: rows.Row) -> event_pb2.Event:
 
 
 def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
-    """Converts a sample to the format of TensorBoard's plugins for images, histograms and texts."""
+    """Converts a sample to the format of TensorBoard's plugins for images, histograms
+    and texts.
+    """
     if item["kind"] == "image":
         image = summary_pb2.Summary.Image(
             height=item["height"],
@@ -174,31 +200,40 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
         )
         return summary_pb2.Summary.Value(tag=name, histo=histogram)
     # TensorBoard renders the text as Markdown; indented text is shown verbatim.
-    content = textwrap.indent(item["text"], "    ", lambda line: True).encode("utf-8", "replace")
+    content = textwrap.indent(item["text"], "    ", lambda line: True).encode(
+        "utf-8", "replace"
+    )
     dtype = types_pb2.DataType.Value("DT_STRING")
     shape = tensor_shape_pb2.TensorShapeProto()
-    tensor = tensor_pb2.TensorProto(dtype=dtype, string_val=[content], tensor_shape=shape)
+    tensor = tensor_pb2.TensorProto(
+        dtype=dtype, string_val=[content], tensor_shape=shape
+    )
     plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
     metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
     return summary_pb2.Summary.Value(tag=name, tensor=tensor, metadata=metadata)
 
 
 def _number(value: float | None) -> float:
-    """Returns a number for an event; NaN if it is not finite, or null, as such numbers are in a row that was read back."""
+    """Returns a number for an event; NaN if it is not finite, or null, as such numbers
+    are in a row that was read back.
+    """
     if value is None or not math.isfinite(value):
         return math.nan
     return value
 
 
 def _record(event: event_pb2.Event) -> bytes:
-    """Encodes an event in TensorFlow's record format: its length and its bytes, each with a masked CRC-32C."""
+    """Encodes an event in TensorFlow's record format: its length and its bytes, each
+    with a masked CRC-32C.
+    """
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     return length + _checksum(length) + content + _checksum(content)
 
 
 def _checksum(content: bytes) -> bytes:
-    # tensorboardX computes the CRC in Python, which takes minutes for the rows of a long run.
+    # tensorboardX computes the CRC in Python, which takes minutes for the rows of a
+    # long run.
     crc = google_crc32c.value(content)
     rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
     return struct.pack("<I", (rotated + 0xA282EAD8) & 0xFFFFFFFF)

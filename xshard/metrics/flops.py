@@ -1,11 +1,12 @@
-"""The model FLOPs of a training step: its matrix products and convolutions, however they are computed.
+"""The model FLOPs of a training step: its matrix products and convolutions, however
+they are computed.
 
-They are counted in the trace of the forward pass, so recomputation to save memory and XLA's transformations do not
-count. A step counts three times its forward pass, because the backward pass has one product for the gradient of each of
-a product's two operands.
+They are counted in the trace of the forward pass, so recomputation to save memory and
+XLA's transformations do not count. A step counts three times its forward pass, because
+the backward pass has one product for the gradient of each of a product's two operands.
 
-Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B,
-https://arxiv.org/abs/2204.02311.
+Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
+appendix B, https://arxiv.org/abs/2204.02311.
 """
 
 import math
@@ -26,13 +27,16 @@ from xshard.metrics import chips
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:
-    """Returns the FLOPs of a function's matrix products and convolutions, two for each multiply-add.
+    """Returns the FLOPs of a function's matrix products and convolutions, two for each
+    multiply-add.
 
-    - The body of a scan counts once per iteration, and a Pallas kernel once per grid cell.
-    - A conditional counts its most expensive branch. `lax.platform_dependent` counts the default branch on any backend,
-      so that a step counts the same on each.
+    - The body of a scan counts once per iteration, and a Pallas kernel once per grid
+      cell.
+    - A conditional counts its most expensive branch. `lax.platform_dependent` counts
+      the default branch on any backend, so that a step counts the same on each.
     - The body of `jax.shard_map` counts for all devices of the axes that it maps.
-    - A product counts whole even if a part is masked: causal attention counts the whole square.
+    - A product counts whole even if a part is masked: causal attention counts the whole
+      square.
     - Products with a convolution's padding do not count.
 
     Nothing else counts: no decompositions, no Fourier transforms, no foreign functions.
@@ -42,7 +46,8 @@ def of(f: Callable[..., Any], *args: Any) -> int:
       args: its arguments; only their shapes and dtypes matter.
 
     Raises:
-      ValueError: if a product is in a `while` loop, since its number of iterations is unknown.
+      ValueError: if a product is in a `while` loop, since its number of iterations is
+        unknown.
     """
     return _of_jaxpr(jax.make_jaxpr(f)(*args).jaxpr)
 
@@ -50,7 +55,8 @@ def of(f: Callable[..., Any], *args: Any) -> int:
 def forward(
     experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
-    """Returns the FLOPs of a training step's forward pass up to the loss, of all groups and devices together.
+    """Returns the FLOPs of a training step's forward pass up to the loss, of all groups
+    and devices together.
 
     Args:
       experiment: the run's experiment.
@@ -70,27 +76,36 @@ def forward(
     example = _example(batch)
     state = state_lib.abstract_state(experiment, mesh, 0, example).experiment
     if mesh_lib.num_groups(mesh) > 1:
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state
+        )
 
     def local(state: Any, batch: Mapping[str, Any], key: jax.Array) -> jax.Array:
         with run_context.run_on(mesh, rules):
-            value = experiment.learner.value(state, experiment.training_loss, batch, key)
+            value = experiment.learner.value(
+                state, experiment.training_loss, batch, key
+            )
         # The result needs a dimension for `out_specs` to shard.
         return value[None]
 
     split = jax.P(mesh_lib.BATCH)
-    mapped = mesh_lib.on_replicas(local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split)
+    mapped = mesh_lib.on_replicas(
+        local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split
+    )
     return parts * of(mapped, state, micro_batch, key)
 
 
 def step(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    batch: Mapping[str, Any],
 ) -> int:
     """Returns the model FLOPs of a training step, of all groups and devices together.
 
-    For a `Supervised` experiment this is three times `forward`, which describes the arguments and errors. For others, and
-    with frozen parameters, whose gradients are not computed, it counts all products in the step's program, including
-    recomputation for the backward pass.
+    For a `Supervised` experiment this is three times `forward`, which describes the
+    arguments and errors. For others, and with frozen parameters, whose gradients are
+    not computed, it counts all products in the step's program, including recomputation
+    for the backward pass.
     """
     if isinstance(experiment, supervised.Supervised) and not experiment.frozen():
         return 3 * forward(experiment, mesh, batch)
@@ -109,7 +124,9 @@ def if_known(
     batch: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> int | None:
-    """Returns the model FLOPs of a training step; if they cannot be counted, passes the reason to `say` and returns None."""
+    """Returns the model FLOPs of a training step; if they cannot be counted, passes the
+    reason to `say` and returns None.
+    """
     try:
         return step(experiment, mesh, batch)
     except Exception as e:
@@ -119,7 +136,8 @@ def if_known(
 
 
 def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
-    """Returns the peak FLOPs per second of all devices together: the denominator of MFU.
+    """Returns the peak FLOPs per second of all devices together: the denominator of
+    MFU.
 
     Args:
       mesh: the devices.
@@ -166,16 +184,22 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+        return math.prod(
+            params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
+        )
     if name == "pallas_call":
         return math.prod(int(size) for size in params["grid_mapping"].grid)
     return 1
 
 
 def _products(eqn: Any, contracted: Sequence[int]) -> int:
-    """Counts the multiplications of a product: the size of the result times the size of the contracted dimensions."""
+    """Counts the multiplications of a product: the size of the result times the size of
+    the contracted dimensions.
+    """
     left = eqn.invars[0].aval.shape
-    return math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
+    return math.prod(eqn.outvars[0].aval.shape) * math.prod(
+        left[dim] for dim in contracted
+    )
 
 
 def _dot(eqn: Any) -> int:
@@ -184,12 +208,15 @@ def _dot(eqn: Any) -> int:
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Counts a product in which each group of rows has its own matrix, so that each row is multiplied once."""
+    """Counts a product in which each group of rows has its own matrix, so that each row
+    is multiplied once.
+    """
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
     total = 2 * _products(eqn, contracted)
     if set(dims.lhs_ragged_dimensions) <= set(contracted):
-        # The contracted dimension is grouped: each group's result sums only over its own rows.
+        # The contracted dimension is grouped: each group's result sums only over its
+        # own rows.
         sizes = eqn.invars[2].aval
         return total // sizes.shape[-1]
     return total
@@ -216,9 +243,17 @@ def _convolution(eqn: Any) -> int:
 
 
 def taps(
-    size: int, kernel: int, result: int, *, before: int, stride: int, apart: int, spread: int
+    size: int,
+    kernel: int,
+    result: int,
+    *,
+    before: int,
+    stride: int,
+    apart: int,
+    spread: int,
 ) -> int:
-    """Counts the pairs of a kernel position and a result position that multiply an element of the input.
+    """Counts the pairs of a kernel position and a result position that multiply an
+    element of the input.
 
     Args:
       size: the size of the input in this dimension.
@@ -226,21 +261,24 @@ def taps(
       result: the size of the result.
       before: the padding before the input.
       stride: the distance between two results.
-      apart: the distance between two elements of the input (input dilation); zeros lie between them.
+      apart: the distance between two elements of the input (input dilation); zeros lie
+        between them.
       spread: the distance between two elements of the kernel (kernel dilation).
     """
     end = (size - 1) * apart
     count = 0
     for tap in range(kernel):
         first = tap * spread - before
-        # Counts the i in range(result) for which first + i * stride is in [0, end] and a multiple of `apart`: positions
-        # between two elements of the input hold zeros.
+        # Counts the i in range(result) for which first + i * stride is in [0, end] and
+        # a multiple of `apart`: positions between two elements of the input hold zeros.
         low = max(0, -(first // stride))
         high = min(result - 1, (end - first) // stride)
         if apart == 1:
             count += max(0, high - low + 1)
         else:
-            count += sum((first + i * stride) % apart == 0 for i in range(low, high + 1))
+            count += sum(
+                (first + i * stride) % apart == 0 for i in range(low, high + 1)
+            )
     return count
 
 

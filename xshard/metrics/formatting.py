@@ -73,7 +73,9 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 
 def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
-    """Joins texts; if there are more than `most`, the first ones and the number of the others."""
+    """Joins texts; if there are more than `most`, the first ones and the number of the
+    others.
+    """
     shown = list(texts[:most])
     if len(texts) > most:
         shown.append(f"and {len(texts) - most} more")
@@ -81,7 +83,9 @@ def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text with characters replaced that a terminal or a page cannot show; it may come from a file."""
+    """Returns a text with characters replaced that a terminal or a page cannot show; it
+    may come from a file.
+    """
     return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
 
 

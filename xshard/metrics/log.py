@@ -1,4 +1,6 @@
-"""The log of a run: sends training metrics, evaluations and samples to the writers and the terminal."""
+"""The log of a run: sends training metrics, evaluations and samples to the writers and
+the terminal.
+"""
 
 import contextlib
 import functools
@@ -50,7 +52,8 @@ class Log:
 
         Attributes:
           rows: the number of rows in the log, including earlier parts of the run.
-          newest: a metric of the most recently dispatched step; None before the first step.
+          newest: a metric of the most recently dispatched step; None before the first
+            step.
         """
         config = experiment.config
         self._writers: list[writers_lib.Writer] = []
@@ -73,11 +76,14 @@ class Log:
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        # FLOPs are counted with the first row. By then the devices are busy, so the trace delays nothing.
+        # FLOPs are counted with the first row. By then the devices are busy, so the
+        # trace delays nothing.
         self._flops = functools.cache(
             lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
         )
-        self._peak = flops_lib.peak(mesh, jmp.get_policy(config.precision).compute_dtype)
+        self._peak = flops_lib.peak(
+            mesh, jmp.get_policy(config.precision).compute_dtype
+        )
         self._epoch_examples = batches.epoch_examples
         self._deferred, self._in_flight = deferred.Deferred(), deferred.InFlight()
         # The previous row, to report skips and changes of the loss scale since then.
@@ -92,13 +98,16 @@ class Log:
         self._terminal.close()
         with contextlib.ExitStack() as stack:
             if kind is not None:
-                # The exception that ended the run must not be replaced by one from closing a writer.
+                # The exception that ended the run must not be replaced by one from
+                # closing a writer.
                 stack.enter_context(contextlib.suppress(OSError, ValueError))
             for writer in self._writers:
                 stack.callback(writer.close)
 
     def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Adds the metrics of a step, and writes the rows of earlier steps that have reached the host."""
+        """Adds the metrics of a step, and writes the rows of earlier steps that have
+        reached the host.
+        """
         if step == self._start + 1:
             # The first step includes compilation, so timing starts after it.
             self._clock.started()
@@ -119,7 +128,9 @@ class Log:
             writer.flush()
 
     def sync(self) -> None:
-        """Syncs all flushed rows to disk; may be called from any thread. Raises OSError if that fails."""
+        """Syncs all flushed rows to disk; may be called from any thread. Raises OSError
+        if that fails.
+        """
         if self._samples is not None:
             self._samples.sync()
         for writer in self._writers:
@@ -134,16 +145,22 @@ class Log:
         self._terminal.say(text)
 
     def write_ahead(self, row: rows_lib.Row) -> None:
-        """Writes a row about the step that comes next, after the rows of all earlier steps."""
+        """Writes a row about the step that comes next, after the rows of all earlier
+        steps.
+        """
         self.flush()
         self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
-        """Returns the last step with samples, as process 0 sees it; -1 if there is none."""
+        """Returns the last step with samples, as process 0 sees it; -1 if there is
+        none.
+        """
         return -1 if self._samples is None else self._samples.last
 
     def write_samples(self, row: rows_lib.Row) -> None:
-        """Writes a row from `xshard.samples.row`, unless samples of its step exist already."""
+        """Writes a row from `xshard.samples.row`, unless samples of its step exist
+        already.
+        """
         if self._samples is None or row["step"] <= self._samples.last:
             return
         self._samples.write(row)
@@ -173,7 +190,9 @@ class Log:
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
-        """Returns the steps per second since the last row, without the time of evaluations and saves."""
+        """Returns the steps per second since the last row, without the time of
+        evaluations and saves.
+        """
         paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
         last_step, last_paced = self._paced
         self._paced = (step, paced)
@@ -194,19 +213,24 @@ class Log:
         for name in _COSTS:
             row[f"{name}_seconds"] = seconds[name]
         # Times are accurate to about a millisecond, so six digits are enough.
-        performance = {f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()}
+        performance = {
+            f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()
+        }
         performance["perf/time"] = _now()
         return performance
 
 
 def with_skips(row: rows_lib.Row) -> rows_lib.Row:
-    """Returns a step's row with the skips of each learner so far, since its own would miss skips between rows."""
+    """Returns a step's row with the skips of each learner so far, since its own would
+    miss skips between rows.
+    """
     row = dict(row)
     for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
         learner = name.removesuffix("global_step")
         made = row["step"] * np.asarray(row.get(f"{learner}updates_per_step", 1))
         row.pop(f"{learner}skipped", None)
-        # Unknown if a step makes several updates and returns the outcome of only one of them.
+        # Unknown if a step makes several updates and returns the outcome of only one of
+        # them.
         if np.all(made >= row[name]):
             row[f"{learner}skipped"] = (made - row[name]).tolist()
     return row
@@ -224,7 +248,8 @@ def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
-    """Describes skipped steps and changes of the loss scale between two rows; empty if there are none.
+    """Describes skipped steps and changes of the loss scale between two rows; empty if
+    there are none.
 
     Args:
       before: the previous row, possibly with only its 'step'.
@@ -242,7 +267,9 @@ def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
                 count = formatting.number(skipped.tolist())
                 parts.append(f"{count} of the last {steps} steps skipped{of_learner}")
         if kind == "loss_scale" and name in before and before[name] != row[name]:
-            scales = f"{formatting.number(before[name])} -> {formatting.number(row[name])}"
+            scales = (
+                f"{formatting.number(before[name])} -> {formatting.number(row[name])}"
+            )
             parts.append(f"loss scale{of_learner} {scales}")
     if not parts:
         return ""

@@ -1,4 +1,6 @@
-"""The overview that a run prints: the model, the sharding of its parameters, the steps and the results."""
+"""The overview that a run prints: the model, the sharding of its parameters, the steps
+and the results.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,14 +24,17 @@ def begin(
     *,
     whole: bool,
 ) -> str:
-    """Returns a line on the run, a table of its parameter arrays with their totals, and a line for each change.
+    """Returns a line on the run, a table of its parameter arrays with their totals, and
+    a line for each change.
 
     Args:
       config: the run's config.
       mesh: the run's mesh.
-      params: the parameters by path; with several groups they have a leading dimension of groups.
+      params: the parameters by path; with several groups they have a leading dimension
+        of groups.
       changes: what has changed since the run was started.
-      whole: whether to show all lines of a long table, or only the first and the last ones.
+      whole: whether to show all lines of a long table, or only the first and the last
+        ones.
     """
     rows = []
     size = all_bytes = device_bytes = 0
@@ -52,14 +57,19 @@ def begin(
     head, *lines = formatting.table(rows).splitlines()
     if not whole:
         lines = formatting.shortened(lines, _LINES)
-    everywhere, device = formatting.scaled(all_bytes, "B"), formatting.scaled(device_bytes, "B")
+    everywhere, device = (
+        formatting.scaled(all_bytes, "B"),
+        formatting.scaled(device_bytes, "B"),
+    )
     last = f"{size:,} parameters in {len(params)} arrays, {everywhere}; {device} on each device"
     changed = [f"changed since the run was started: {change}" for change in changes]
     return "\n".join([title, head, *lines, last, *changed])
 
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:
-    """Describes the checkpoint that a run resumes from and the steps to train; `end` is the reason why it ended already."""
+    """Describes the checkpoint that a run resumes from and the steps to train; `end` is
+    the reason why it ended already.
+    """
     text = f"all {steps} steps have been made"
     if end:
         text = f"nothing to train: the run has ended at step {start}: {end}"
@@ -67,7 +77,11 @@ def plan(start: int, steps: int, store: Any, end: str = "") -> str:
         text = f"training from step {start} to {steps}; the first step compiles"
     elif start > steps:
         text = f"nothing to train: steps={steps}, and the run has already made {start}"
-    return f"resumed from the checkpoint of step {start} in {store}\n{text}" if start else text
+    return (
+        f"resumed from the checkpoint of step {start} in {store}\n{text}"
+        if start
+        else text
+    )
 
 
 def results(values: Mapping[str, Any]) -> str:
@@ -87,7 +101,9 @@ def results(values: Mapping[str, Any]) -> str:
 
 
 def _axes(leaf: jax.Array) -> str:
-    """Returns the mesh axis of each dimension, such as 'group,-,model'; '-' for a replicated array."""
+    """Returns the mesh axis of each dimension, such as 'group,-,model'; '-' for a
+    replicated array.
+    """
     # A spec may be shorter than the number of dimensions; the others have no axes.
     names = ["-"] * leaf.ndim
     for dim, axis in enumerate(getattr(leaf.sharding, "spec", ())):

@@ -10,7 +10,8 @@ from typing import Any
 from xshard.metrics import clock, rows
 from xshard.metrics import formatting as formatting_lib
 
-# The interval of the progress line's updates, and the number of updates that its rate is measured over.
+# The interval of the progress line's updates, and the number of updates that its rate
+# is measured over.
 _SECONDS = 0.25
 _RATE_UPDATES = 40
 _NOT_SHOWN = ("step", "global_step")
@@ -19,7 +20,9 @@ _UNSHOWN = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
-    """Levels of output. Errors, the reason for a stop, and the results are always shown."""
+    """Levels of output. Errors, the reason for a stop, and the results are always
+    shown.
+    """
 
     QUIET = "quiet"
     NORMAL = "normal"
@@ -29,11 +32,14 @@ class Show(enum.Enum):
 class Terminal:
     """The output of a run to stdout, looked up at each print.
 
-    If stdout is a terminal, a progress line stays at the bottom, and everything else that this process prints, from any
-    thread, appears above it. Otherwise each logged row is printed as a line.
+    If stdout is a terminal, a progress line stays at the bottom, and everything else
+    that this process prints, from any thread, appears above it. Otherwise each logged
+    row is printed as a line.
     """
 
-    def __init__(self, steps: int, show: Show, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, steps: int, show: Show, now: Callable[[], float] = time.monotonic
+    ):
         """Creates the terminal; nothing is shown yet.
 
         Args:
@@ -71,7 +77,9 @@ class Terminal:
             self._draw(step)
 
     def progress(self, step: int) -> None:
-        """Updates the progress line if an update is due; otherwise costs almost nothing."""
+        """Updates the progress line if an update is due; otherwise costs almost
+        nothing.
+        """
         if self._line is not None and self._every.has_passed():
             self._draw(step)
 
@@ -93,7 +101,9 @@ class Terminal:
         self.say("  ".join([*parts, f"{rate:.1f} steps/s", f"{self._left(step)} left"]))
 
     def close(self) -> None:
-        """Closes the progress line and leaves it on the screen; later output appears below it."""
+        """Closes the progress line and leaves it on the screen; later output appears
+        below it.
+        """
         if self._line is None:
             return
         # The last row may be of a later step than the line shows.
@@ -102,7 +112,9 @@ class Terminal:
         _close(line)
 
     def _left(self, step: int) -> str:
-        """Returns the time left at the average pace since the start, including evaluations and saves."""
+        """Returns the time left at the average pace since the start, including
+        evaluations and saves.
+        """
         begin, first = self._begin
         if step <= first:
             return formatting_lib.duration(float("nan"))
@@ -123,7 +135,9 @@ class Terminal:
             parts += [f"{rate:.1f} steps/s", f"{self._left(step)} left"]
         (task,) = self._line.task_ids
         with _UNSHOWN:
-            self._line.update(task, completed=step, description="  ".join(parts), refresh=True)
+            self._line.update(
+                task, completed=step, description="  ".join(parts), refresh=True
+            )
 
 
 _OPEN: list[Any] = []
@@ -131,17 +145,23 @@ _OPEN: list[Any] = []
 
 def _losses(row: rows.Row) -> rows.Row:
     """Returns the losses of all learners in a row, by name."""
-    return {name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"}
+    return {
+        name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"
+    }
 
 
 def close_progress_line() -> None:
-    """Closes the progress line, if there is one; called before a process is ended at once."""
+    """Closes the progress line, if there is one; called before a process is ended at
+    once.
+    """
     for line in list(_OPEN):
         _close(line)
 
 
 def _open_line(steps: int) -> Any:
-    """Opens a `rich.progress.Progress`; None if stdout is not a terminal that supports one."""
+    """Opens a `rich.progress.Progress`; None if stdout is not a terminal that supports
+    one.
+    """
     if not sys.stdout.isatty():
         return None
     # Importing rich takes 0.2 s, which only terminals need.
@@ -149,7 +169,9 @@ def _open_line(steps: int) -> Any:
     from rich import progress
 
     class Console(console_lib.Console):
-        """A console that never hides the cursor: nothing would restore it if the process is killed."""
+        """A console that never hides the cursor: nothing would restore it if the
+        process is killed.
+        """
 
         def show_cursor(self, show: bool = True) -> bool:
             del show

@@ -17,13 +17,13 @@ _WIDTH = 480
 class WandbRun:
     """One Weights & Biases run for all parts of a run.
 
-    Its name is the work directory's name. wandb finds the project, the entity, the key and the mode itself:
-    WANDB_PROJECT, WANDB_ENTITY, `wandb login`, WANDB_MODE. With the mode 'offline',
-    `wandb sync WORKDIR/wandb/offline-run-*` sends the files later.
+    Its name is the work directory's name. wandb finds the project, the entity, the key
+    and the mode itself: WANDB_PROJECT, WANDB_ENTITY, `wandb login`, WANDB_MODE. With
+    the mode 'offline', `wandb sync WORKDIR/wandb/offline-run-*` sends the files later.
 
-    Rows in wandb cannot be deleted, and wandb rejects rows of steps before its newest. Repeated steps give the same
-    bits, so the rows that were sent stay valid. If a part of the run was killed before it sent its rows, the next part
-    sends them.
+    Rows in wandb cannot be deleted, and wandb rejects rows of steps before its newest.
+    Repeated steps give the same bits, so the rows that were sent stay valid. If a part
+    of the run was killed before it sent its rows, the next part sends them.
     """
 
     def __init__(
@@ -35,15 +35,17 @@ class WandbRun:
         """Starts or resumes the wandb run, and sends the rows that it lacks.
 
         Args:
-          directory: the work directory. Its `wandb/xshard.json` keeps the ID of the wandb run, and the last row known
-            to be sent, or on disk if wandb is offline.
+          directory: the work directory. Its `wandb/xshard.json` keeps the ID of the
+            wandb run, and the last row known to be sent, or on disk if wandb is
+            offline.
           config: the run's config, for wandb to show.
           history: returns the earlier rows, of numbers and of samples.
 
         Raises:
           ValueError: if Weights & Biases cannot be reached, or has no key.
         """
-        # wandb is an extra. `xshard.metrics.writers.check` has checked that it is installed.
+        # wandb is an extra. `xshard.metrics.writers.check` has checked that it is
+        # installed.
         import wandb
 
         self._note = directory / "wandb" / "xshard.json"
@@ -59,7 +61,8 @@ class WandbRun:
                 name=directory.name,
                 config=config,
                 resume="allow",
-                # wandb must not capture the output: it goes to the process's log and the progress line.
+                # wandb must not capture the output: it goes to the process's log and
+                # the progress line.
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as e:
@@ -84,7 +87,9 @@ class WandbRun:
             return
         self._last = place
         if is_samples:
-            values = {name: self._sample(item) for name, item in samples.items(row).items()}
+            values = {
+                name: self._sample(item) for name, item in samples.items(row).items()
+            }
         else:
             values = {name: x for name, x in rows.flat(row).items() if x is not None}
         self._run.log(values, step=row["step"])

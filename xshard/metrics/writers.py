@@ -1,4 +1,6 @@
-"""Writers of a run's rows: their interface, the built-in ones, and the two that write plain files."""
+"""Writers of a run's rows: their interface, the built-in ones, and the two that write
+plain files.
+"""
 
 import csv
 import heapq
@@ -20,29 +22,33 @@ Row = rows_lib.Row
 
 
 class Writer(Protocol):
-    """The interface of writers, which receive the rows of a run, on process 0, in the order of their steps.
+    """The interface of writers, which receive the rows of a run, on process 0, in the
+    order of their steps.
 
-    A row maps names to numbers, or to lists of numbers with several groups. Every row has 'step', the number of
-    completed steps. A row of training has 'loss' and the other metrics of a step; a row of an evaluation has 'eval/...'.
-    Values under 'perf/' may differ between runs with the same bits. A row arrives when its numbers have reached the
-    host, some steps after they were computed.
+    A row maps names to numbers, or to lists of numbers with several groups. Every row
+    has 'step', the number of completed steps. A row of training has 'loss' and the
+    other metrics of a step; a row of an evaluation has 'eval/...'. Values under 'perf/'
+    may differ between runs with the same bits. A row arrives when its numbers have
+    reached the host, some steps after they were computed.
 
-    A resumed run starts from a checkpoint and repeats the steps after it. So a writer begins by dropping the rows of
-    later steps, as far as its destination supports that.
+    A resumed run starts from a checkpoint and repeats the steps after it. So a writer
+    begins by dropping the rows of later steps, as far as its destination supports that.
 
-    Any method may raise ValueError or OSError. The run then ends, and its checkpoints remain valid. A failing writer
-    must not lose anything that was written before.
+    Any method may raise ValueError or OSError. The run then ends, and its checkpoints
+    remain valid. A failing writer must not lose anything that was written before.
     """
 
     def write(self, row: Row, /) -> None:
         """Writes a row; it must not modify the row."""
 
     def flush(self) -> None:
-        """Hands all rows to the destination, so that a committed checkpoint has its rows.
+        """Hands all rows to the destination, so that a committed checkpoint has its
+        rows.
 
-        A writer may also have a method `sync`, which makes the flushed rows durable. It is called from another thread,
-        before the checkpoint is committed. It may have a method `write_samples`, which receives a row of samples in the
-        format of `xshard.samples`.
+        A writer may also have a method `sync`, which makes the flushed rows durable. It
+        is called from another thread, before the checkpoint is committed. It may have a
+        method `write_samples`, which receives a row of samples in the format of
+        `xshard.samples`.
         """
 
     def close(self) -> None:
@@ -67,23 +73,32 @@ class Part(NamedTuple):
     samples: Callable[[], Iterator[Row]] = lambda: iter(())
 
     def history(self) -> Iterator[Row]:
-        """Yields the earlier rows without fingerprints, for a writer that is new to the run or rewrites its file."""
+        """Yields the earlier rows without fingerprints, for a writer that is new to the
+        run or rewrites its file.
+        """
         return map(rows_lib.numbers, self.rows())
 
     def everything(self) -> Iterator[Row]:
-        """Yields earlier rows of numbers and of samples in the order of their steps, without rows that lack a step."""
+        """Yields earlier rows of numbers and of samples in the order of their steps,
+        without rows that lack a step.
+        """
         # Both are sorted by step, so the merge holds only one row of each in memory.
         rows, samples = _with_step(self.history()), _with_step(self.samples())
         return heapq.merge(rows, samples, key=lambda row: row["step"])
 
 
 def check(names: Any) -> None:
-    """Raises ValueError unless a config's `writers` is a list of valid writers that includes 'jsonl'.
+    """Raises ValueError unless a config's `writers` is a list of valid writers that
+    includes 'jsonl'.
 
-    A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine': a class or function that takes
-    a `Part` and returns a `Writer`.
+    A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine':
+    a class or function that takes a `Part` and returns a `Writer`.
     """
-    if not isinstance(names, Sequence) or isinstance(names, str) or len(set(names)) < len(names):
+    if (
+        not isinstance(names, Sequence)
+        or isinstance(names, str)
+        or len(set(names)) < len(names)
+    ):
         raise errors.UserError(
             f"writers={names!r} must be a list of names, each once, as {('jsonl', 'csv')} is."
         )
@@ -100,12 +115,18 @@ def check(names: Any) -> None:
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """Opens the writers of these names, 'jsonl' first, since the others read its file through `part.rows`."""
-    return [_find(name)(part) for name in sorted(names, key=lambda name: name != "jsonl")]
+    """Opens the writers of these names, 'jsonl' first, since the others read its file
+    through `part.rows`.
+    """
+    return [
+        _find(name)(part) for name in sorted(names, key=lambda name: name != "jsonl")
+    ]
 
 
 def write(writers: Sequence[Writer], row: Row) -> None:
-    """Writes a row with each writer: with fingerprints to text files, without to the others."""
+    """Writes a row with each writer: with fingerprints to text files, without to the
+    others.
+    """
     numbers = rows_lib.numbers(row)
     for writer in writers:
         writer.write(row if isinstance(writer, JsonLines | Csv) else numbers)
@@ -135,13 +156,16 @@ class JsonLines(_File):
     """A file with one JSON object per line, each with a 'step'."""
 
     def __init__(self, path: pathlib.Path, step: int):
-        """Opens the file to append rows after `step`; later rows, from an interrupted part of the run, are dropped."""
+        """Opens the file to append rows after `step`; later rows, from an interrupted
+        part of the run, are dropped.
+        """
         super().__init__(path)
         before = disk.read(path) or b""
         kept = [line for line in before.splitlines() if _is_row_until(line, step)]
         self.count = len(kept)
         self.last = json.loads(kept[-1])["step"] if kept else -1
-        # The file is compared as bytes. A last row that lost only its newline would otherwise merge with the next row.
+        # The file is compared as bytes. A last row that lost only its newline would
+        # otherwise merge with the next row.
         content = b"".join(line + b"\n" for line in kept)
         if content != before:
             with disk.writing(path):
@@ -155,10 +179,12 @@ class JsonLines(_File):
 
 
 class Csv(_File):
-    """A table for spreadsheets: a column for each name, with several groups one per group: 'loss/0', 'loss/1'.
+    """A table for spreadsheets: a column for each name, with several groups one per
+    group: 'loss/0', 'loss/1'.
 
-    A cell is empty if the row lacks the value or the value is not finite (null in JSON). A name that first appears
-    later becomes the last column, and the file is rewritten.
+    A cell is empty if the row lacks the value or the value is not finite (null in
+    JSON). A name that first appears later becomes the last column, and the file is
+    rewritten.
     """
 
     def __init__(self, path: pathlib.Path, history: Callable[[], Iterator[Row]]):
@@ -208,12 +234,16 @@ def _table(file: TextIO, columns: Sequence[str]) -> "csv.DictWriter[str]":
 
 
 def read(path: pathlib.Path) -> Iterator[Row]:
-    """Yields the rows of a file of JSON lines; none if the file does not exist. Invalid lines are skipped."""
+    """Yields the rows of a file of JSON lines; none if the file does not exist. Invalid
+    lines are skipped.
+    """
     return (row for _, row in jsonfile.read_lines(path) if row is not None)
 
 
 def read_steps(path: pathlib.Path) -> Iterator[Row]:
-    """Yields the rows of a file like `read`, without rows that lack a step, as after editing by hand."""
+    """Yields the rows of a file like `read`, without rows that lack a step, as after
+    editing by hand.
+    """
     return _with_step(read(path))
 
 
@@ -224,7 +254,9 @@ def _with_step(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Returns the rows of training, and those of evaluations, without values that may differ between runs with the same bits."""
+    """Returns the rows of training, and those of evaluations, without values that may
+    differ between runs with the same bits.
+    """
     training: dict[int, Row] = {}
     evaluated: dict[int, Row] = {}
     for row in read_steps(path):
@@ -236,12 +268,16 @@ def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
 
 
 def count(writers: Sequence[Writer]) -> int:
-    """Returns the number of rows in the file of JSON lines, if these writers include it; else 0."""
+    """Returns the number of rows in the file of JSON lines, if these writers include
+    it; else 0.
+    """
     return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
 
 
 def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
-    """Yields the evaluations up to a step from a file of JSON lines: 'step' and the metrics by name."""
+    """Yields the evaluations up to a step from a file of JSON lines: 'step' and the
+    metrics by name.
+    """
     prefix = "eval/"
     for row in read_steps(path):
         names = [name for name in row if name.startswith(prefix)]
@@ -251,7 +287,9 @@ def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
 
 
 def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """Returns the metrics of the evaluation at a step, from a file of JSON lines; None if there is none."""
+    """Returns the metrics of the evaluation at a step, from a file of JSON lines; None
+    if there is none.
+    """
     for row in evaluations(path, step):
         if row.pop("step") == step:
             return row
@@ -259,7 +297,9 @@ def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
 
 
 def _not_null(value: Any) -> Any:
-    """Returns a number of a row; null stands for a value that is not finite, and becomes NaN."""
+    """Returns a number of a row; null stands for a value that is not finite, and
+    becomes NaN.
+    """
     if isinstance(value, list):
         return [_not_null(number) for number in value]
     if value is None:
@@ -301,7 +341,9 @@ def _find(name: Any) -> Callable[[Part], Writer]:
             f"can be imported from here{reason}."
         ) from e
     if not callable(writer):
-        raise errors.UserError(f"writers has {name!r}, which is {writer!r}, and cannot be called.")
+        raise errors.UserError(
+            f"writers has {name!r}, which is {writer!r}, and cannot be called."
+        )
     return writer
 
 

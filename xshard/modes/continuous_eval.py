@@ -1,8 +1,11 @@
-"""A job that evaluates a run's checkpoints as they appear, during the run or after it: `--mode=eval`.
+"""A job that evaluates a run's checkpoints as they appear, during the run or after it:
+`--mode=eval`.
 
-The job writes to the folder `eval` of the run's work directory, and only reads the rest. It logs a row for each
-checkpoint to metrics.jsonl and to the other `config.writers`, and lists the best checkpoints in best.json. If the
-config keeps best checkpoints, the job pins those that it ranks best, so that the run does not delete them.
+The job writes to the folder `eval` of the run's work directory, and only reads the
+rest. It logs a row for each checkpoint to metrics.jsonl and to the other
+`config.writers`, and lists the best checkpoints in best.json. If the config keeps best
+checkpoints, the job pins those that it ranks best, so that the run does not delete
+them.
 """
 
 import contextlib
@@ -24,12 +27,15 @@ from xshard.pod import notice, processes
 from xshard.run import saving, states
 
 FOLDER = "eval"
-# How often to look for a new checkpoint: on a disk, and in remote storage, where each look costs money.
+# How often to look for a new checkpoint: on a disk, and in remote storage, where each
+# look costs money.
 _POLL_SECONDS, _REMOTE_POLL_SECONDS = 1.0, 10.0
 
 
 class ContinuousEvaluator:
-    """Evaluates the checkpoints of a run. With several processes, each of them creates one."""
+    """Evaluates the checkpoints of a run. With several processes, each of them creates
+    one.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,8 @@ class ContinuousEvaluator:
         """Prepares the evaluation; the run need not exist yet.
 
         Args:
-          config: the run's config; it may differ in the values that may change when a run is resumed.
+          config: the run's config; it may differ in the values that may change when a
+            run is resumed.
           directory: the run's work directory.
           watch: the watch that may stop the job; None if nothing does.
           sleep: waits for a number of seconds.
@@ -61,7 +68,9 @@ class ContinuousEvaluator:
         example = experiment_lib.example(experiment)
         self._states = states.States(experiment, mesh, example, self._run)
         self._checkpoints = self._states.manager
-        self._evaluation = evaluation.Evaluation(experiment, mesh, config.eval_batch_size)
+        self._evaluation = evaluation.Evaluation(
+            experiment, mesh, config.eval_batch_size
+        )
         processes.check_equal_data({"evaluation": self._evaluation.summary})
         self._evaluation.check(self._states.target, config.checkpoint)
         self._watch = watch
@@ -77,11 +86,15 @@ class ContinuousEvaluator:
         self._resources = contextlib.ExitStack()
 
     def last_step(self) -> int:
-        """Returns the last step that was evaluated, -1 if there is none. All processes must call it."""
+        """Returns the last step that was evaluated, -1 if there is none. All processes
+        must call it.
+        """
         return self._checkpoints.agree(lambda: self._judged)
 
     def follow(self) -> notice.Notice | None:
-        """Evaluates checkpoints, the oldest first, up to the run's last; returns the notice that stopped it, if any."""
+        """Evaluates checkpoints, the oldest first, up to the run's last; returns the
+        notice that stopped it, if any.
+        """
         with self._resources:
             self._judge_all()
         return self._stop
@@ -99,7 +112,9 @@ class ContinuousEvaluator:
                 self._sleep(_REMOTE_POLL_SECONDS)
 
     def _is_over(self) -> bool:
-        """Returns whether no more checkpoints will appear: the last step was evaluated, or the run ended earlier."""
+        """Returns whether no more checkpoints will appear: the last step was evaluated,
+        or the run ended earlier.
+        """
         why = workdir.nonfinite_reason(self._run.path)
         if why:
             self._say(f"the run has ended, since it is not finite: {why}")
@@ -108,7 +123,9 @@ class ContinuousEvaluator:
         if early is not None and self._judged >= early:
             self._say(f"the run has ended at step {early}: {reason}")
             return True
-        end = (jsonfile.read_if_exists(self._run.config) or {}).get("steps", self._config.steps)
+        end = (jsonfile.read_if_exists(self._run.config) or {}).get(
+            "steps", self._config.steps
+        )
         if end <= self._judged < self._config.steps:
             self._say(
                 f"the run ends at step {end}, which is evaluated; waiting for step {self._config.steps}, as this job's "
@@ -124,11 +141,16 @@ class ContinuousEvaluator:
         return self._stop is None
 
     def _next_step(self) -> int | None:
-        """Returns the oldest step to be evaluated, pinned so that the run cannot delete it; None if there is none."""
-        # Only process 0 calls this and uses the files; the other processes need not even have access to them.
+        """Returns the oldest step to be evaluated, pinned so that the run cannot delete
+        it; None if there is none.
+        """
+        # Only process 0 calls this and uses the files; the other processes need not
+        # even have access to them.
         if self._writers is None:
             if not disk.exists(self._run.config):
-                self._say(f"waiting for a run in {self._run.path}: it has no config.json yet")
+                self._say(
+                    f"waiting for a run in {self._run.path}: it has no config.json yet"
+                )
                 return None
             self._begin()
         self._check_same_run()
@@ -140,23 +162,32 @@ class ContinuousEvaluator:
         return None
 
     def _begin(self) -> None:
-        """Opens the run's directory, and continues after the last step that this job evaluated."""
-        # The run's config is compared before anything is written: a config that is refused must leave no trace.
+        """Opens the run's directory, and continues after the last step that this job
+        evaluated.
+        """
+        # The run's config is compared before anything is written: a config that is
+        # refused must leave no trace.
         for change in self._run.check(self._config):
             self._say(f"differs from the run: {change}")
         self._check_owner()
         self._resources.enter_context(self._own.opened(self._config))
         rows = self._own.metrics
-        # A row is written after its step is evaluated, so the last complete row names the last evaluated step.
-        self._judged = max((row["step"] for row in writers.read_steps(rows)), default=-1)
+        # A row is written after its step is evaluated, so the last complete row names
+        # the last evaluated step.
+        self._judged = max(
+            (row["step"] for row in writers.read_steps(rows)), default=-1
+        )
         config = identity_lib.plain(self._config)
-        part = writers.Part(self._own.path, self._judged, config, lambda: writers.read(rows))
+        part = writers.Part(
+            self._own.path, self._judged, config, lambda: writers.read(rows)
+        )
         self._writers = writers.open_all(self._config.writers, part)
         for writer in self._writers:
             self._resources.callback(writer.close)
         path = self._own.path / "best.json"
         keep = states.keep(self._config.checkpoint)
-        # An old best.json is opened even if the config no longer keeps best checkpoints, so that its pins are removed.
+        # An old best.json is opened even if the config no longer keeps best
+        # checkpoints, so that its pins are removed.
         if keep.best or disk.exists(path):
             self._best = _Best(path, keep, self._checkpoints, rows)
 
@@ -172,7 +203,9 @@ class ContinuousEvaluator:
             )
 
     def _check_same_run(self) -> None:
-        """Raises UserError if the run was removed or set aside, since the rows so far are not of the run in its place."""
+        """Raises UserError if the run was removed or set aside, since the rows so far
+        are not of the run in its place.
+        """
         now = self._run.identity()
         if self._run_id and (now is None or now.id != self._run_id):
             has = f"run {now.id}" if now else "no run"
@@ -187,7 +220,8 @@ class ContinuousEvaluator:
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.agree(self._checkpoints.all_steps):
                 raise
-            # The checkpoint is damaged, or was deleted while it was read. Neither must stop the job.
+            # The checkpoint is damaged, or was deleted while it was read. Neither must
+            # stop the job.
             self._say(f"step {step} is skipped: {e}")
             self._judged = step
             if self._best is not None:
@@ -198,7 +232,8 @@ class ContinuousEvaluator:
         if values is None:
             return
         self._judged = step
-        # best.json is written before the row. After a kill in between, the step has no row and is evaluated again.
+        # best.json is written before the row. After a kill in between, the step has no
+        # row and is evaluated again.
         if self._best is not None:
             self._best.judged(step, values)
         row, text = log.evaluation(step, values)
@@ -213,7 +248,9 @@ class ContinuousEvaluator:
 
 
 class _Best:
-    """The best checkpoints, recorded in best.json and pinned so that the run keeps them."""
+    """The best checkpoints, recorded in best.json and pinned so that the run keeps
+    them.
+    """
 
     def __init__(
         self,
@@ -233,7 +270,8 @@ class _Best:
             for entry in before["best"]:
                 self._values[entry["step"]] = entry["value"]
         elif keep.best:
-            # The metric or the mode changed. The checkpoints that were evaluated and still exist are ranked anew.
+            # The metric or the mode changed. The checkpoints that were evaluated and
+            # still exist are ranked anew.
             self._rank(_judged(rows, f"eval/{keep.metric}", manager.all_steps()))
             for step in list(self._values):
                 if not self.hold(step):
@@ -242,13 +280,17 @@ class _Best:
         self.release()
 
     def hold(self, step: int) -> bool:
-        """Pins a step during its evaluation; returns False if its checkpoint no longer exists."""
-        # The pin is recorded before it is set. Otherwise a kill in between would leave a pin that nothing removes.
+        """Pins a step during its evaluation; returns False if its checkpoint no longer
+        exists.
+        """
+        # The pin is recorded before it is set. Otherwise a kill in between would leave
+        # a pin that nothing removes.
         is_pinned = step in self._pinned
         self._pinned.add(step)
         self._write()
         try:
-            # `pin` returns False if the checkpoint was pinned already. The job must not remove a pin of the user.
+            # `pin` returns False if the checkpoint was pinned already. The job must not
+            # remove a pin of the user.
             is_own = self._manager.pin(step) or is_pinned
         except checkpoint.CheckpointError:
             self._check_gone(step)
@@ -258,12 +300,16 @@ class _Best:
         return step in self._manager.all_steps()
 
     def _check_gone(self, step: int) -> None:
-        """Re-raises the exception that is being handled, unless the cause is that the checkpoint no longer exists."""
+        """Re-raises the exception that is being handled, unless the cause is that the
+        checkpoint no longer exists.
+        """
         if step in self._manager.all_steps():
             raise
 
     def judged(self, step: int, values: dict[str, Any]) -> None:
-        """Ranks an evaluated step, and unpins the checkpoints that are not among the best."""
+        """Ranks an evaluated step, and unpins the checkpoints that are not among the
+        best.
+        """
         if self._keep.best:
             self._rank({**self._values, step: saving.number(values[self._keep.metric])})
         self.release()
@@ -273,7 +319,9 @@ class _Best:
         self._values = {step: values[step] for step in self._keep.best_steps(saved)}
 
     def release(self) -> None:
-        """Unpins all checkpoints that are not among the best, so that the run may delete them."""
+        """Unpins all checkpoints that are not among the best, so that the run may
+        delete them.
+        """
         for step in self._pinned - self._values.keys():
             try:
                 self._manager.unpin(step)
@@ -286,7 +334,9 @@ class _Best:
         content = {
             "metric": self._keep.metric,
             "mode": self._keep.mode,
-            "best": [{"step": step, "value": value} for step, value in self._values.items()],
+            "best": [
+                {"step": step, "value": value} for step, value in self._values.items()
+            ],
             "pinned": sorted(self._pinned),
         }
         jsonfile.write(self._path, content)
@@ -299,19 +349,27 @@ def run(
     watch: monitor_lib.PodMonitor | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Evaluates the checkpoints of a run to its end, or until the job is told to stop; returns the exit code."""
+    """Evaluates the checkpoints of a run to its end, or until the job is told to stop;
+    returns the exit code.
+    """
     follower = ContinuousEvaluator(config, directory, watch, show=show)
     stop = follower.follow()
     own = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
-        print(f"{stop.why}: stopped; the results so far are in {own}\nto resume: {command}")
+        print(
+            f"{stop.why}: stopped; the results so far are in {own}\nto resume: {command}"
+        )
         return stop.code
-    print(f"all checkpoints to step {follower.last_step()} are evaluated; the results are in {own}")
+    print(
+        f"all checkpoints to step {follower.last_step()} are evaluated; the results are in {own}"
+    )
     return notice.DONE
 
 
 def _read_best(path: pathlib.Path) -> dict[str, Any]:
-    """Reads best.json, with empty lists if there is no file; raises UserError if this job cannot have written it."""
+    """Reads best.json, with empty lists if there is no file; raises UserError if this
+    job cannot have written it.
+    """
     content: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):

@@ -20,12 +20,14 @@ def run(
     watch: monitor_lib.PodMonitor | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Resumes from the newest checkpoint, or starts anew, and profiles some steps; writes only the trace.
+    """Resumes from the newest checkpoint, or starts anew, and profiles some steps;
+    writes only the trace.
 
     Args:
       config: the run's config.
       directory: the run's work directory, in which the folder `profile` is created.
-      steps: the profiled steps as FIRST:END, counted from the start, without END; for example '10:13'. Step 0 compiles.
+      steps: the profiled steps as FIRST:END, counted from the start, without END; for
+        example '10:13'. Step 0 compiles.
       watch: the watch that may stop the job; None if nothing does.
       show: how much the job prints.
 
@@ -49,13 +51,17 @@ def run(
     values = None
     for number in range(last):
         if number == first:
-            # Waits for the earlier steps, so that the trace contains only the chosen ones.
+            # Waits for the earlier steps, so that the trace contains only the chosen
+            # ones.
             jax.block_until_ready((state, values))
             jax.profiler.start_trace(str(traces))
         with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
-            batch = current.batches.batch_for_step(start + number + 1, current.predict, state)
+            batch = current.batches.batch_for_step(
+                start + number + 1, current.predict, state
+            )
             state, values, *_ = current.train_step(state, batch)
-        # Keeps few steps in flight, as the training loop does, so that the trace resembles a run.
+        # Keeps few steps in flight, as the training loop does, so that the trace
+        # resembles a run.
         if number % 2:
             jax.block_until_ready(values)
         if watch is not None:
@@ -71,8 +77,14 @@ def run(
 
 
 def _check_written(traces: pathlib.Path) -> None:
-    """Raises UserError unless there is a trace with content; JAX reports no error, for example of a full disk."""
-    written = [path for path in traces.glob("plugins/profile/*/*.xplane.pb") if path.stat().st_size]
+    """Raises UserError unless there is a trace with content; JAX reports no error, for
+    example of a full disk.
+    """
+    written = [
+        path
+        for path in traces.glob("plugins/profile/*/*.xplane.pb")
+        if path.stat().st_size
+    ]
     if not written:
         raise errors.UserError(
             f"JAX wrote no trace into {traces}, or an empty one. Is the disk full, or the folder not writable?"

@@ -1,7 +1,8 @@
 """Writes a small experiment to start from: `python -m xshard.new DIR`.
 
-DIR is a new or empty directory. The experiment is complete: it passes its own test and trains in some seconds on a CPU.
-Comments in it tell you what to change. No file is ever overwritten.
+DIR is a new or empty directory. The experiment is complete: it passes its own test and
+trains in some seconds on a CPU. Comments in it tell you what to change. No file is ever
+overwritten.
 """
 
 import errno
@@ -62,11 +63,19 @@ def main(argv: Sequence[str]) -> int:
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")
     if not os.path.samefile(directory, os.curdir):
         print(f"  cd {shlex.quote(str(directory))}")
-    print("  python -m xshard.main --config=config.py --workdir=runs/first    # trains it")
-    print("  python -m pytest                                                 # tests it\n")
+    print(
+        "  python -m xshard.main --config=config.py --workdir=runs/first    # trains it"
+    )
+    print(
+        "  python -m pytest                                                 # tests it\n"
+    )
     if importlib.util.find_spec("pytest") is None:
-        print("The tests need pytest, which is not installed: python -m pip install pytest\n")
-    print("Then make it yours: comments that begin with 'Yours' tell you what to change.")
+        print(
+            "The tests need pytest, which is not installed: python -m pip install pytest\n"
+        )
+    print(
+        "Then make it yours: comments that begin with 'Yours' tell you what to change."
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The mapped axes around the call of a rule: their sizes, and whether arrays vary over them."""
+"""The mapped axes around the call of a rule: their sizes, and whether arrays vary over
+them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +16,8 @@ from xshard.optimizers import trees
 
 
 def size(axis_name: str) -> int:
-    """The number of replicas along an axis; 1 while state is created, and where no axis is mapped.
+    """The number of replicas along an axis; 1 while state is created, and where no axis
+    is mapped.
 
     Raises:
       ValueError: if axes of devices are mapped, but not this one.
@@ -33,7 +36,8 @@ def size(axis_name: str) -> int:
     # JAX has no public function that lists the axes that vmap or pmap map.
     names = jax_internals.mapped_axis_names()
     if names:
-        # A warning, not an error: a vmap may train one replica for each of several seeds.
+        # A warning, not an error: a vmap may train one replica for each of several
+        # seeds.
         logging.log_first_n(
             logging.WARNING,
             "CrossShardOptimizer reduces over the axis %r, which is not mapped here: assuming one replica. "
@@ -54,11 +58,13 @@ def size(axis_name: str) -> int:
 
 
 def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
-    """The number of replicas in a group along an axis; 1 while state is created, and where no axis is mapped.
+    """The number of replicas in a group along an axis; 1 while state is created, and
+    where no axis is mapped.
 
     Args:
       axis_name: the axis.
-      groups: the replica numbers of each group along it; None if all replicas are one group.
+      groups: the replica numbers of each group along it; None if all replicas are one
+        group.
     """
     replicas = size(axis_name)
     if groups is None or hk.running_init():
@@ -72,7 +78,9 @@ def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
 
 
 def is_tracked(axis_name: str) -> bool:
-    """Returns whether JAX tracks which arrays vary over an axis, as `jax.shard_map` with check_vma=True does."""
+    """Returns whether JAX tracks which arrays vary over an axis, as `jax.shard_map`
+    with check_vma=True does.
+    """
     return axis_name in _varies_over(lax.axis_index(axis_name))
 
 
@@ -81,7 +89,8 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
 
     `jax.grad` sums the gradient of an unmarked parameter over the axis.
     """
-    # Under vmap and pmap JAX does not track varying arrays, so there is nothing to mark.
+    # Under vmap and pmap JAX does not track varying arrays, so there is nothing to
+    # mark.
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
         return tree
 
@@ -94,7 +103,9 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
 
 
 def check_varying(grads: trees.Gradients, axis_name: str) -> None:
-    """Raises ValueError if a gradient does not vary over an axis, since a sum would count it once per replica."""
+    """Raises ValueError if a gradient does not vary over an axis, since a sum would
+    count it once per replica.
+    """
     if not is_tracked(axis_name):
         return
     for path, grad in trees.present(grads).items():

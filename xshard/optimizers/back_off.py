@@ -13,7 +13,9 @@ _SCALE = "update_scale"
 
 
 class BackOffState(NamedTuple):
-    """The factor, 1 at first. Named like the state of `optax.inject_hyperparams`, so that a run logs it."""
+    """The factor, 1 at first. Named like the state of `optax.inject_hyperparams`, so
+    that a run logs it.
+    """
 
     hyperparams: dict[str, jax.Array]
 
@@ -31,12 +33,15 @@ def with_back_off(transformation: Any) -> optax.GradientTransformation:
         del params
         return BackOffState({_SCALE: jnp.ones([], jnp.float32)})
 
-    def update(updates: Any, state: BackOffState, params: Any = None) -> tuple[Any, BackOffState]:
+    def update(
+        updates: Any, state: BackOffState, params: Any = None
+    ) -> tuple[Any, BackOffState]:
         del params
         scale = state.hyperparams[_SCALE]
         return jax.tree.map(lambda x: x * scale.astype(x.dtype), updates), state
 
-    # optax.chain unpacks tuples, and `transformation` may be another object with these two methods.
+    # optax.chain unpacks tuples, and `transformation` may be another object with these
+    # two methods.
     first = optax.GradientTransformation(transformation.init, transformation.update)
     return optax.chain(first, optax.GradientTransformation(init, update))
 

@@ -2,17 +2,21 @@
 
 A wrapper may override any of the phases:
 
-1. `aggregate` turns each replica's gradients into the gradients of its group. All collectives are here.
-2. `vote` decides whether to apply this step. It sees the aggregated gradients, so all replicas of a group
-   decide alike.
-3. `update` computes new parameters and slots from the gradients. It is local, and only it is conditional.
+1. `aggregate` turns each replica's gradients into the gradients of its group. All
+   collectives are here.
+2. `vote` decides whether to apply this step. It sees the aggregated gradients, so all
+   replicas of a group decide alike.
+3. `update` computes new parameters and slots from the gradients. It is local, and only
+   it is conditional.
 
-In a sharded update the sums that `aggregate` returns are global arrays, of which each replica holds a shard. XLA partitions
-what `vote` and `update` compute from them, so a rule declares nothing. The new parameters are gathered at the end. `update`
-may then contain collectives, such as those of a norm. It therefore always runs, and its result is selected afterwards.
+In a sharded update the sums that `aggregate` returns are global arrays, of which each
+replica holds a shard. XLA partitions what `vote` and `update` compute from them, so a
+rule declares nothing. The new parameters are gathered at the end. `update` may then
+contain collectives, such as those of a norm. It therefore always runs, and its result
+is selected afterwards.
 
-No collective is conditional. Groups may skip different steps, and a collective that only some devices
-reach never returns.
+No collective is conditional. Groups may skip different steps, and a collective that
+only some devices reach never returns.
 
 Names and meanings follow `tf.compat.v1.train.Optimizer`.
 """
@@ -35,14 +39,17 @@ _Rule = TypeVar("_Rule", bound="Optimizer")
 
 
 # Whether a loss is being called, whose state belongs to the caller of the rule.
-_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar("in_loss", default=False)
+_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "in_loss", default=False
+)
 
 
 def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method of a rule, which raises UserError where it keeps Haiku state itself.
 
-    The method is transparent to Haiku, because the modules of the loss take the names that they have without a rule. So
-    state of the method's own would go to the caller's module, where no phase of the rule finds it.
+    The method is transparent to Haiku, because the modules of the loss take the names
+    that they have without a rule. So state of the method's own would go to the caller's
+    module, where no phase of the rule finds it.
     """
 
     @functools.wraps(method)
@@ -86,10 +93,11 @@ def _on_each_replica(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, trees.Gradients]:
-    """Calls `compute_gradients` of a rule on each replica by itself, where `vmap_replicas` maps the replicas.
+    """Calls `compute_gradients` of a rule on each replica by itself, where
+    `vmap_replicas` maps the replicas.
 
-    The state that the loss writes, the random keys that are drawn, and the values that rules keep as attributes for
-    the phases of this step become results of that call.
+    The state that the loss writes, the random keys that are drawn, and the values that
+    rules keep as attributes for the phases of this step become results of that call.
     """
     rules = all_rules(rule)
     specs: dict[str, jax.P] = {}
@@ -110,10 +118,13 @@ def _on_each_replica(
         return result, arrays, hk.maybe_get_rng_sequence_state()
 
     def of_replica(params: trees.Params, keys: Any) -> Any:
-        # A separate transform turns the state and the keys that the loss uses into arguments and results.
+        # A separate transform turns the state and the keys that the loss uses into
+        # arguments and results.
         key = None if keys is None else jax.random.key(0)
         run = hk.transform_with_state(with_keys).apply
-        results, after = run(hk.get_params(), skips.by_module(before), key, keys, params)
+        results, after = run(
+            hk.get_params(), skips.by_module(before), key, keys, params
+        )
         written = {}
         for name, x in skips.by_name(after).items():
             if x is not before[name]:
@@ -121,7 +132,9 @@ def _on_each_replica(
         return *results, written
 
     def specs_of(tree: Any) -> Any:
-        return trees.rebuild(tree, {path: specs.get(path, jax.P()) for path in trees.present(tree)})
+        return trees.rebuild(
+            tree, {path: specs.get(path, jax.P()) for path in trees.present(tree)}
+        )
 
     def of_results(returned: Any) -> Any:
         (_, grads), *_ = returned
@@ -166,7 +179,9 @@ class _Kept(NamedTuple):
 def _kept_attributes(
     rules: Sequence[Any], before: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, str], _Kept]:
-    """The new attributes of rules that hold traced arrays, by the rule's number and the attribute's name."""
+    """The new attributes of rules that hold traced arrays, by the rule's number and the
+    attribute's name.
+    """
     is_traced = lambda leaf: isinstance(leaf, jax.core.Tracer)
     kept = {}
     for index, (rule, old) in enumerate(zip(rules, before, strict=True)):
@@ -182,7 +197,9 @@ def _kept_attributes(
 
 
 def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, a loss or one that calls losses; `_IN_LOSS` is set during its calls."""
+    """The same function, a loss or one that calls losses; `_IN_LOSS` is set during its
+    calls.
+    """
 
     @functools.wraps(loss)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,11 +215,12 @@ def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
 class Optimizer(hk.Module):
     """An update rule with its state. Source: `tf.compat.v1.train.Optimizer`.
 
-    Call it inside `hk.transform_with_state`: all its state is Haiku state. A custom rule implements
-    `update`. A wrapper forwards the phases to the rule that it wraps.
+    Call it inside `hk.transform_with_state`: all its state is Haiku state. A custom
+    rule implements `update`. A wrapper forwards the phases to the rule that it wraps.
 
-    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A parameter that is not trained, or
-    that the loss does not depend on, has the gradient None. It and its slots stay unchanged.
+    Parameters and gradients are Haiku trees, `{module: {name: array}}`. A parameter
+    that is not trained, or that the loss does not depend on, has the gradient None. It
+    and its slots stay unchanged.
 
     >>> class SignDescent(xshard.Optimizer):
     ...     def update(self, grads, params):
@@ -221,11 +239,14 @@ class Optimizer(hk.Module):
 
     # The state that losses wrote since the last step. A skipped step restores it.
     _written: skips.Writes = skips.NO_WRITES
-    # The loss of the last call of `compute_gradients`: the replica's own, unscaled, until a rule around this one reduces it.
+    # The loss of the last call of `compute_gradients`: the replica's own, unscaled,
+    # until a rule around this one reduces it.
     _loss: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps this rule's name out of the names of modules that a loss creates, in overriding methods too."""
+        """Keeps this rule's name out of the names of modules that a loss creates, in
+        overriding methods too.
+        """
         super().__init_subclass__(**kwargs)
         for name in {"compute_gradients", "minimize"} & vars(cls).keys():
             setattr(cls, name, hk.transparent(_without_state(vars(cls)[name])))
@@ -247,24 +268,28 @@ class Optimizer(hk.Module):
         """Differentiates a loss, as `jax.value_and_grad` does.
 
         Args:
-          loss: a function of the parameters that returns a scalar, or an array when `grad_loss` has
-            its shape. It may use Haiku's state and random keys. A sequence of such functions, or one
-            function at several inputs (`MicroBatches`), counts as their sum.
+          loss: a function of the parameters that returns a scalar, or an array when
+            `grad_loss` has its shape. It may use Haiku's state and random keys. A
+            sequence of such functions, or one function at several inputs
+            (`MicroBatches`), counts as their sum.
           params: a Haiku tree of floating-point arrays.
-          var_list: the parameters to train: paths such as 'mlp/linear_0/w', or a predicate of module and name.
-            All parameters by default. The other parameters have the gradient None, and so has each parameter
-            that no loss depends on (while `hk.running_init()`, the latter is zeros instead).
-          gate_gradients: places an optimization barrier on no gradient (GATE_NONE), on each one (GATE_OP), or
-            on all of them together (GATE_GRAPH).
-          aggregation_method: how the gradients of several losses are summed: `AggregationMethod`.
+          var_list: the parameters to train: paths such as 'mlp/linear_0/w', or a
+            predicate of module and name. All parameters by default. The other
+            parameters have the gradient None, and so has each parameter that no loss
+            depends on (while `hk.running_init()`, the latter is zeros instead).
+          gate_gradients: places an optimization barrier on no gradient (GATE_NONE), on
+            each one (GATE_OP), or on all of them together (GATE_GRAPH).
+          aggregation_method: how the gradients of several losses are summed:
+            `AggregationMethod`.
           colocate_gradients_with_ops: gives each gradient its parameter's sharding.
-          grad_loss: the gradient with respect to the loss, 1 by default. Several losses share one value, or a
-            list gives one for each loss of a sequence.
+          grad_loss: the gradient with respect to the loss, 1 by default. Several losses
+            share one value, or a list gives one for each loss of a sequence.
           has_aux: whether a loss returns `(value, aux)`.
 
         Returns:
-          `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The value is unscaled. For several
-          losses the value is their sum, and aux is a list with one entry for each loss.
+          `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The value is
+          unscaled. For several losses the value is their sum, and aux is a list with
+          one entry for each loss.
 
         Raises:
           ValueError: for an invalid option, an unknown name or a mismatched shape.
@@ -289,14 +314,17 @@ class Optimizer(hk.Module):
         return ((value, aux) if has_aux else value), trees.rebuild(params, grads)
 
     def init(self, params: trees.Params, var_list: trees.VarList = None) -> None:
-        """Creates the state of this rule and of the rules that it holds, without a loss.
+        """Creates the state of this rule and of the rules that it holds, without a
+        loss.
 
         Args:
           params: a Haiku tree of floating-point arrays.
-          var_list: the parameters to train and create slots for, as for `compute_gradients`.
+          var_list: the parameters to train and create slots for, as for
+            `compute_gradients`.
 
         Raises:
-          ValueError: unless `hk.running_init()`, because only `init` of a transform creates state.
+          ValueError: unless `hk.running_init()`, because only `init` of a transform
+            creates state.
 
         >>> make = lambda: xshard.OptaxOptimizer(optax.adam(0.1), name='adam')
         >>> rule = hk.transform_with_state(lambda params: make().init(params))
@@ -324,20 +352,22 @@ class Optimizer(hk.Module):
         """Aggregates, votes and updates.
 
         Args:
-          grads: a tree with the structure of `params`, as `compute_gradients` or `jax.grad` returns it; leaves
-            may be None.
+          grads: a tree with the structure of `params`, as `compute_gradients` or
+            `jax.grad` returns it; leaves may be None.
           params: a Haiku tree of floating-point arrays.
           global_step: an integer scalar that counts the updates applied.
           name: a scope's name for profiles; the optimizer's name by default.
 
         Returns:
-          The new parameters, or `(params, global_step)` if `global_step` is given. A vote against the step
-          leaves both unchanged, bit by bit. It also restores the state that `aggregate` and `update` wrote,
-          and the state that losses wrote since the last step, in this trace and through this rule.
+          The new parameters, or `(params, global_step)` if `global_step` is given. A
+          vote against the step leaves both unchanged, bit by bit. It also restores the
+          state that `aggregate` and `update` wrote, and the state that losses wrote
+          since the last step, in this trace and through this rule.
 
         Raises:
-          ValueError: if the gradients do not have the parameters' structure and shapes, or if this rule holds
-            another rule but does not call that rule's own `aggregate` or `vote`.
+          ValueError: if the gradients do not have the parameters' structure and shapes,
+            or if this rule holds another rule but does not call that rule's own
+            `aggregate` or `vote`.
         """
         done = self.apply(grads, params, global_step, name)
         return done.params if global_step is None else (done.params, done.global_step)
@@ -350,11 +380,14 @@ class Optimizer(hk.Module):
         global_step: Any = None,
         name: str | None = None,
     ) -> phases.Applied:
-        """Does the same as `apply_gradients`, and also returns the aggregated gradients."""
+        """Does the same as `apply_gradients`, and also returns the aggregated
+        gradients.
+        """
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
-        # From here on all trees are plain dicts. `rebuild` below restores the caller's structure.
+        # From here on all trees are plain dicts. `rebuild` below restores the caller's
+        # structure.
         old = trees.as_arrays(params)
         grads = trees.steepest(grads, old)
         with jax.named_scope(name or self.get_name()):
@@ -378,38 +411,51 @@ class Optimizer(hk.Module):
         """Calls `compute_gradients`, then `apply_gradients`, with their arguments.
 
         Returns:
-          `(value, params)` or `((value, aux), params)`, followed by `global_step` if it is given.
+          `(value, params)` or `((value, aux), params)`, followed by `global_step` if it
+          is given.
         """
         value, grads = self.compute_gradients(loss, params, has_aux=has_aux, **kwargs)
         result = self.apply_gradients(grads, params, global_step, name)
         return (value, result) if global_step is None else (value, *result)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: computes the group's gradients from each replica's. All collectives are here."""
+        """Phase 1: computes the group's gradients from each replica's. All collectives
+        are here.
+        """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Phase 2: returns whether to update: True, or a boolean scalar that is equal on all replicas of a group."""
+        """Phase 2: returns whether to update: True, or a boolean scalar that is equal
+        on all replicas of a group.
+        """
         del grads
         return True
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Phase 3: returns the new parameters. Creates the rule's state while `hk.running_init()`."""
+        """Phase 3: returns the new parameters. Creates the rule's state while
+        `hk.running_init()`.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not implement update(grads, params)."
         )
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Returns how this rule itself shards parameters and slots over the replicas, or None if it does not."""
+        """Returns how this rule itself shards parameters and slots over the replicas,
+        or None if it does not.
+        """
         del params
         return None
 
     def held_in_shards(self) -> layouts_lib.Layouts:
-        """Returns the layouts of the parameters of which this rule lets each replica hold only a shard, by path."""
+        """Returns the layouts of the parameters of which this rule lets each replica
+        hold only a shard, by path.
+        """
         return {}
 
     def settle(self, applied: Any) -> None:
-        """Restores the state that losses wrote since the last step, if this step is not applied."""
+        """Restores the state that losses wrote since the last step, if this step is not
+        applied.
+        """
         # Cleared, so that the next step restores only what losses write after this one.
         losses, self._written = self._written, skips.NO_WRITES
         skips.restore_unless_applied(applied, losses)
@@ -438,7 +484,9 @@ class Optimizer(hk.Module):
 
 
 class OptimizerWrapper(Optimizer):
-    """A rule that wraps another: forwards every phase and query to `opt`. A subclass sets `opt`."""
+    """A rule that wraps another: forwards every phase and query to `opt`. A subclass
+    sets `opt`.
+    """
 
     opt: Optimizer
 
@@ -474,7 +522,9 @@ class OptimizerWrapper(Optimizer):
 
 
 def all_rules(opt: Optimizer) -> list[Optimizer]:
-    """The rule and all rules that it holds, in attributes, lists and dicts, outermost first."""
+    """The rule and all rules that it holds, in attributes, lists and dicts, outermost
+    first.
+    """
     rules: list[Optimizer] = []
     # A container may contain itself, and two rules may hold the same third rule.
     seen: set[int] = set()
@@ -500,7 +550,9 @@ def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
 
 
 def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
-    """Pairs of a rule that the first one holds and a phase that it overrides, which each step must call."""
+    """Pairs of a rule that the first one holds and a phase that it overrides, which
+    each step must call.
+    """
     handed_on = {
         Optimizer.aggregate,
         Optimizer.vote,

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors, mesh
-from xshard.optimizers import axes, base, int8, layouts, replica_map, shards, slots, trees
+from xshard.optimizers import (
+    axes,
+    base,
+    int8,
+    layouts,
+    replica_map,
+    shards,
+    slots,
+    trees,
+)
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
@@ -26,7 +35,9 @@ _ARITHMETIC = ("float", "exact", "exact_wide")
 
 
 class Reduction(enum.StrEnum):
-    """The ways to combine gradients across replicas. Source: `tf.compat.v1.losses.Reduction`."""
+    """The ways to combine gradients across replicas. Source:
+    `tf.compat.v1.losses.Reduction`.
+    """
 
     SUM = "sum"
     MEAN = "mean"
@@ -37,7 +48,9 @@ _OF_TENSORFLOW = {"weighted_sum": Reduction.SUM, "weighted_mean": Reduction.MEAN
 
 
 # The rules that were made within `recording`.
-_MADE: contextvars.ContextVar[list["CrossShardOptimizer"]] = contextvars.ContextVar("made")
+_MADE: contextvars.ContextVar[list["CrossShardOptimizer"]] = contextvars.ContextVar(
+    "made"
+)
 
 
 @contextlib.contextmanager
@@ -54,20 +67,24 @@ def recording() -> Iterator[list["CrossShardOptimizer"]]:
 class CrossShardOptimizer(base.OptimizerWrapper):
     """Sums gradients over the replicas of a group, then lets `opt` update.
 
-    `compute_gradients` returns each replica's own gradients, so you can clip them before one bad replica
-    affects the others; `apply_gradients` sums them. As in TensorFlow, 'mean' multiplies by 1 / group size
-    in `compute_gradients`. To bound the norm of the mean by 1, clip each replica's gradients to 1 / group
-    size. The factor is applied in float32 after differentiation, so half precision neither overflows in the
-    sum nor loses small gradients. The returned value is the replica's own loss, without the factor.
+    `compute_gradients` returns each replica's own gradients, so you can clip them
+    before one bad replica affects the others; `apply_gradients` sums them. As in
+    TensorFlow, 'mean' multiplies by 1 / group size in `compute_gradients`. To bound the
+    norm of the mean by 1, clip each replica's gradients to 1 / group size. The factor
+    is applied in float32 after differentiation, so half precision neither overflows in
+    the sum nor loses small gradients. The returned value is the replica's own loss,
+    without the factor.
 
-    Gradients from another source must also be each replica's own. Under `jax.shard_map(check_vma=True)`,
-    `jax.grad` sums the gradients of parameters that do not vary over the axis, and this rule rejects them.
-    With check_vma=False `jax.grad` does not sum them, and the rule cannot detect an earlier sum.
+    Gradients from another source must also be each replica's own. Under
+    `jax.shard_map(check_vma=True)`, `jax.grad` sums the gradients of parameters that do
+    not vary over the axis, and this rule rejects them. With check_vma=False `jax.grad`
+    does not sum them, and the rule cannot detect an earlier sum.
 
-    Call it where `axis_name` is mapped, such as in `jax.shard_map`. Only `hk.running_init()` needs no mapped axis.
-    Elsewhere it assumes one replica, and logs that once with the mapped axes. Replicas of a group stay equal,
-    bit by bit. Groups diverge, so do not return their parameters and state from shard_map as replicated: give
-    them a leading dimension.
+    Call it where `axis_name` is mapped, such as in `jax.shard_map`. Only
+    `hk.running_init()` needs no mapped axis. Elsewhere it assumes one replica, and logs
+    that once with the mapped axes. Replicas of a group stay equal, bit by bit. Groups
+    diverge, so do not return their parameters and state from shard_map as replicated:
+    give them a leading dimension.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -109,38 +126,53 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         Args:
           opt: an `Optimizer` or an optax transformation.
-          reduction: 'sum' or 'mean'; or TensorFlow's 'weighted_sum' or 'weighted_mean', which are the same.
+          reduction: 'sum' or 'mean'; or TensorFlow's 'weighted_sum' or 'weighted_mean',
+            which are the same.
           name: the module's name.
-          group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]]. Each replica appears
-            once, and all groups have one size. All replicas are one group by default.
+          group_assignment: the replica numbers of each group, such as [[0, 2], [1, 3]].
+            Each replica appears once, and all groups have one size. All replicas are
+            one group by default.
           axis_name: the mapped axis of the replicas.
-          slice_axis_name: the mapped axis of the slices of a pod, which a slower network connects. Each
-            replica then sends only its shard of a sum to the other slices.
-          reduce_dtype: the type in which gradients are summed over `axis_name`: 'float32' (or wider, if
-            a gradient is) or 'bfloat16', which halves the bytes.
-          slice_dtype: the same for `slice_axis_name`, or 'int8'. With 'int8' the rounding error is kept
-            as state and added to the next step's gradients.
-          arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with `config.logical_replicas` supports.
-          shard_update: whether each replica updates only its shard of each array, holds only that shard's
-            slots, and then gathers the shards of the new parameters. In a custom step this needs `xshard.vmap_replicas`.
-          shard_params: whether each replica also holds only its shard of the parameters between steps, and a network
-            gathers each parameter where it asks for it. Implies `shard_update`. Only a run's `Learner` supports it.
-          scatter_steps: sizes whose product is the number of replicas. Sums are scattered in one step for each
-            size, as along the axes of a torus. A run sets them from `xshard.mesh.torus_steps`.
+          slice_axis_name: the mapped axis of the slices of a pod, which a slower
+            network connects. Each replica then sends only its shard of a sum to the
+            other slices.
+          reduce_dtype: the type in which gradients are summed over `axis_name`:
+            'float32' (or wider, if a gradient is) or 'bfloat16', which halves the
+            bytes.
+          slice_dtype: the same for `slice_axis_name`, or 'int8'. With 'int8' the
+            rounding error is kept as state and added to the next step's gradients.
+          arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with
+            `config.logical_replicas` supports.
+          shard_update: whether each replica updates only its shard of each array, holds
+            only that shard's slots, and then gathers the shards of the new parameters.
+            In a custom step this needs `xshard.vmap_replicas`.
+          shard_params: whether each replica also holds only its shard of the parameters
+            between steps, and a network gathers each parameter where it asks for it.
+            Implies `shard_update`. Only a run's `Learner` supports it.
+          scatter_steps: sizes whose product is the number of replicas. Sums are
+            scattered in one step for each size, as along the axes of a torus. A run
+            sets them from `xshard.mesh.torus_steps`.
           gather_steps: the same, to gather shards.
-          sharding_rules: the parameters that lie along other mesh axes, as `xshard.mesh.tree_shardings` takes
-            them. Those dimensions are not sharded again. A run passes the experiment's rules.
+          sharding_rules: the parameters that lie along other mesh axes, as
+            `xshard.mesh.tree_shardings` takes them. Those dimensions are not sharded
+            again. A run passes the experiment's rules.
 
         Raises:
-          ValueError: for an invalid argument, or an `opt` that already reduces over this axis.
+          ValueError: for an invalid argument, or an `opt` that already reduces over
+            this axis.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
-        for argument, value in (("shard_update", shard_update), ("shard_params", shard_params)):
+        for argument, value in (
+            ("shard_update", shard_update),
+            ("shard_params", shard_params),
+        ):
             if not isinstance(value, bool):
-                raise errors.UserError(f"{argument} must be True or False; received {value!r}.")
+                raise errors.UserError(
+                    f"{argument} must be True or False; received {value!r}."
+                )
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
         self._layouts: layouts.Layouts | None = None
@@ -152,20 +184,26 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
         self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
         self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
-        self._needs_run = _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"
+        self._needs_run = (
+            _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"
+        )
         self.group_assignment = mesh.check_groups(group_assignment)
         made = _MADE.get(None)
         if made is not None:
             made.append(self)
         self._check_axes()
 
-    def lie_on(self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None) -> None:
-        """Sets `sharding_rules`, and the steps in which a mesh of `xshard.mesh.make_mesh` scatters and gathers.
+    def lie_on(
+        self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None
+    ) -> None:
+        """Sets `sharding_rules`, and the steps in which a mesh of
+        `xshard.mesh.make_mesh` scatters and gathers.
 
         Args:
           on: the mesh.
           rules: the new `sharding_rules`.
-          held: with `shard_params`, the layouts of parameters and slots, from `xshard.optimizers.gathering.layouts_of`.
+          held: with `shard_params`, the layouts of parameters and slots, from
+            `xshard.optimizers.gathering.layouts_of`.
         """
         if self.shard_update and not isinstance(on, jax.sharding.Mesh):
             raise errors.UserError(
@@ -180,7 +218,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
 
     def _check_axes(self) -> None:
-        if not isinstance(self.axis_name, str) or not isinstance(self.slice_axis_name, str | None):
+        if not isinstance(self.axis_name, str) or not isinstance(
+            self.slice_axis_name, str | None
+        ):
             raise errors.UserError(
                 "axis_name must be the name of one axis, and slice_axis_name another or None; received "
                 f"{self.axis_name!r} and {self.slice_axis_name!r}."
@@ -216,10 +256,13 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`: each replica's own, times 1 / group size for 'mean'."""
+        """Implements `Optimizer.compute_gradients`: each replica's own, times 1 / group
+        size for 'mean'.
+        """
         summands = self._group_size() * self._num_slices()
         for axis in self._mapped_axes():
-            # Otherwise jax.grad would sum the gradients over the axis, and `aggregate` would sum them again.
+            # Otherwise jax.grad would sum the gradients over the axis, and `aggregate`
+            # would sum them again.
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
@@ -229,7 +272,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return value, grads
 
     def _reduce_loss(self, loss: jax.Array) -> jax.Array:
-        """The loss whose gradients `aggregate` returns: the mean over the group and all slices, or the sum."""
+        """The loss whose gradients `aggregate` returns: the mean over the group and all
+        slices, or the sum.
+        """
         mapped = self._mapped_axes()
         if not mapped:
             return loss
@@ -239,7 +284,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return total / count if self.reduction is Reduction.MEAN else total
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Implements `Optimizer.aggregate`: sums over the group and all slices, in float32 or wider."""
+        """Implements `Optimizer.aggregate`: sums over the group and all slices, in
+        float32 or wider.
+        """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
@@ -299,10 +346,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def _reduce_mapped(
         self, grads: trees.Gradients, lost: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """Does the same as `_reduce` where replicas are mapped by `vmap_replicas`: the sums are global arrays.
+        """Does the same as `_reduce` where replicas are mapped by `vmap_replicas`: the
+        sums are global arrays.
 
-        With `shard_update` each lies in shards on the replicas. The gradient of a parameter that is held in shards does so
-        already, and is summed over `axis_name`.
+        With `shard_update` each lies in shards on the replicas. The gradient of a
+        parameter that is held in shards does so already, and is summed over
+        `axis_name`.
         """
         partition = self._make_partition(grads)
         summands = trees.present(grads)
@@ -325,32 +374,50 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return trees.replace(grads, sums), lost
 
     def _scatter(
-        self, partition: shards.Partition, grads: trees.Gradients, lost: dict[str, jax.Array]
+        self,
+        partition: shards.Partition,
+        grads: trees.Gradients,
+        lost: dict[str, jax.Array],
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """This replica's shards of the sums over all slices, and the new rounding errors."""
+        """This replica's shards of the sums over all slices, and the new rounding
+        errors.
+        """
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         sums = partition.map(scatter, grads)
         if self.slice_axis_name is None or self._num_slices() == 1:
             return sums, lost
         if self.slice_dtype == "int8":
             sums, lost = int8.all_reduce_tree(sums, lost, self.slice_axis_name)
-            # All arrays are sent in one message, so the program does not show which of them are equal on all replicas.
+            # All arrays are sent in one message, so the program does not show which of
+            # them are equal on all replicas.
             declare = replica_map.equal_on_replicas
-            return partition.map(lambda at, x: declare(x) if at.dim is None else x, sums), lost
+            return partition.map(
+                lambda at, x: declare(x) if at.dim is None else x, sums
+            ), lost
         psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
-        return jax.tree.map(lambda x: shards.summed(psum, x, self.slice_dtype), sums), lost
+        return jax.tree.map(
+            lambda x: shards.summed(psum, x, self.slice_dtype), sums
+        ), lost
 
     def _check_slices(self) -> None:
-        if self._num_slices() == 1 and self.slice_dtype == "int8" and not hk.running_init():
+        if (
+            self._num_slices() == 1
+            and self.slice_dtype == "int8"
+            and not hk.running_init()
+        ):
             raise ValueError(NOTHING_BETWEEN_SLICES)
 
     def held_in_shards(self) -> layouts.Layouts:
-        """Implements `Optimizer.held_in_shards`: the parameters in shards with `shard_params`, in a run."""
+        """Implements `Optimizer.held_in_shards`: the parameters in shards with
+        `shard_params`, in a run.
+        """
         held = self._layouts or {}
         return {path: layout for path, layout in held.items() if layout.shards_param}
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Implements `Optimizer.partition`: shards with `shard_update` and more than one replica."""
+        """Implements `Optimizer.partition`: shards with `shard_update` and more than
+        one replica.
+        """
         if not self.shard_update:
             return None
         if self.shard_params and self._layouts is None:
@@ -365,7 +432,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             )
         if replica_map.is_current():
             return self._make_partition(params)
-        # A run's step under `jax.shard_map` is only analyzed, or repeated to observe its values.
+        # A run's step under `jax.shard_map` is only analyzed, or repeated to observe
+        # its values.
         if not self._is_in_run:
             raise ValueError(
                 "shard_update needs the replicas to be mapped by xshard.vmap_replicas, so that XLA can partition the update. "
@@ -379,9 +447,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if self._group_size() == 1:
             return grads
         groups, dtype = self.group_assignment, self.reduce_dtype
-        psum = functools.partial(lax.psum, axis_name=self.axis_name, axis_index_groups=groups)
+        psum = functools.partial(
+            lax.psum, axis_name=self.axis_name, axis_index_groups=groups
+        )
         if dtype == "float32":
-            # One psum of the whole tree, so that XLA needs one collective for all gradients.
+            # One psum of the whole tree, so that XLA needs one collective for all
+            # gradients.
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
 

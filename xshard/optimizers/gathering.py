@@ -1,12 +1,13 @@
 """Parameters held in shards, and gathered where a network asks Haiku for them.
 
-Between steps each replica holds its shard of a parameter. A Haiku getter around the network gathers the whole
-parameter, in the compute type, each time that a module asks for it: in `hk.layer_stack` one layer at a time. Gathered
-arrays are not kept for the backward pass but gathered again. The gradient of a gather is this replica's shard of the
-sum over the replicas.
+Between steps each replica holds its shard of a parameter. A Haiku getter around the
+network gathers the whole parameter, in the compute type, each time that a module asks
+for it: in `hk.layer_stack` one layer at a time. Gathered arrays are not kept for the
+backward pass but gathered again. The gradient of a gather is this replica's shard of
+the sum over the replicas.
 
-Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, its third
-stage, https://arxiv.org/abs/1910.02054.
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020, its third stage, https://arxiv.org/abs/1910.02054.
 """
 
 import dataclasses
@@ -24,17 +25,21 @@ from xshard import errors, jax_internals, mesh
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import remat, replica_map, shards, trees, varying
 
-# The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer costs more than it saves.
+# The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer
+# costs more than it saves.
 _SMALLEST = 128
 
-# Prefixes of notes on a value: it is computed from the shard of a path; and it has entered a loop or a branch since.
+# Prefixes of notes on a value: it is computed from the shard of a path; and it has
+# entered a loop or a branch since.
 _SHARD, _WITHIN = "shard:", "within:"
 
 
 def recording_shapes(
     network: Callable[..., Any],
 ) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    """The network, and the shapes in which it asks for its parameters, by path, filled while these are created."""
+    """The network, and the shapes in which it asks for its parameters, by path, filled
+    while these are created.
+    """
     requested: dict[str, tuple[int, ...]] = {}
 
     def note(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
@@ -52,12 +57,14 @@ def layouts_of(
     on: jax.sharding.Mesh,
     rules: mesh.Rules = (),
 ) -> layouts_lib.Layouts:
-    """Decides how the parameters of a network and their slots lie over the replicas of a mesh, by path.
+    """Decides how the parameters of a network and their slots lie over the replicas of
+    a mesh, by path.
 
     Args:
       params: arrays or shapes.
-      requested: the shapes that `recording_shapes` recorded. Extra leading dimensions of a parameter are scanned over, and are not
-        sharded. A parameter that is small or not in `requested` is whole on each replica.
+      requested: the shapes that `recording_shapes` recorded. Extra leading dimensions
+        of a parameter are scanned over, and are not sharded. A parameter that is small
+        or not in `requested` is whole on each replica.
       on: the mesh.
       rules: the sharding rules for the other mesh axes.
     """
@@ -78,7 +85,11 @@ def layouts_of(
 def sharded(params: Any, layouts: layouts_lib.Layouts) -> dict[str, jax.Array]:
     """The parameters that are held in shards, by path."""
     leaves = trees.leaves_by_path(params).items()
-    return {path: x for path, x in leaves if path in layouts and layouts[path].is_param_shard(x)}
+    return {
+        path: x
+        for path, x in leaves
+        if path in layouts and layouts[path].is_param_shard(x)
+    }
 
 
 def specs(
@@ -103,7 +114,8 @@ def whole(
     reduce_dtype: str,
     dtype: Any = None,
 ) -> dict[str, jax.Array]:
-    """The whole arrays of a replica's shards, by path; their gradients are the replica's shards of sums.
+    """The whole arrays of a replica's shards, by path; their gradients are the
+    replica's shards of sums.
 
     Arrays that are not used cost nothing.
 
@@ -125,7 +137,9 @@ def whole(
 def gather_params(
     params: Any, on: jax.sharding.Mesh, layouts: layouts_lib.Layouts, dtype: Any
 ) -> dict[str, jax.Array]:
-    """Gathers each parameter that is held in shards, by path, given global arrays. Arguments as for `gathering_apply`."""
+    """Gathers each parameter that is held in shards, by path, given global arrays.
+    Arguments as for `gathering_apply`.
+    """
     held = specs(layouts, (), manual=True)
     arrays = {path: x for path, x in trees.present(params).items() if path in held}
 
@@ -144,7 +158,8 @@ def gathering_apply(
     *,
     ready: Mapping[str, jax.Array] = types.MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """The `apply` of a network, as `hk.transform_with_state` returns it, that also accepts shards of parameters.
+    """The `apply` of a network, as `hk.transform_with_state` returns it, that also
+    accepts shards of parameters.
 
     Args:
       network: a Haiku function.
@@ -152,13 +167,16 @@ def gathering_apply(
       layouts: the layouts that `layouts_of` returns.
       dtype: the type to gather in.
       reduce_dtype: the type to sum gradients in, as for `Partition.scatter`.
-      ready: arrays that `gather_params` has returned for some of these parameters; they are not gathered again.
+      ready: arrays that `gather_params` has returned for some of these parameters; they
+        are not gathered again.
     """
 
     def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
         partition = _partition(on, layouts)
         gather = functools.partial(_gather, partition, dtype, reduce_dtype)
-        asking = hk.transform_with_state(with_getter(network, _getter(partition, gather))).apply
+        asking = hk.transform_with_state(
+            with_getter(network, _getter(partition, gather))
+        ).apply
 
         def run(early: Sequence[str], params: Any) -> Any:
             leaves, first = trees.leaves_by_path(params), {}
@@ -172,22 +190,31 @@ def gathering_apply(
 
 
 def _partition(on: jax.sharding.Mesh, layouts: layouts_lib.Layouts) -> shards.Partition:
-    # Gathers use the scatter's steps. In one step over all chips of a three-axis torus, each gather would become an
-    # all-reduce, which sends twice the bytes and cannot overlap with computation.
+    # Gathers use the scatter's steps. In one step over all chips of a three-axis torus,
+    # each gather would become an all-reduce, which sends twice the bytes and cannot
+    # overlap with computation.
     steps, _ = mesh.torus_steps(on)
     count = on.shape[mesh.REPLICA]
-    return shards.Partition(layouts, count, mesh.REPLICA, scatter_steps=steps, gather_steps=steps)
+    return shards.Partition(
+        layouts, count, mesh.REPLICA, scatter_steps=steps, gather_steps=steps
+    )
 
 
-def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Callable[..., Any]:
+def _getter(
+    partition: shards.Partition, gather: Callable[..., jax.Array]
+) -> Callable[..., Any]:
     def getter(next_getter: Any, value: jax.Array, context: Any) -> jax.Array:
         whole = tuple(context.original_shape)
-        # Haiku knows only the shape that the module asks for, so the shard is recognized by its own shape.
+        # Haiku knows only the shape that the module asks for, so the shard is
+        # recognized by its own shape.
         dim = _sharded_along(value.shape, whole, partition.count)
         if dim is not None:
             along = _lies_along(partition.layouts, context.full_name, whole)
-            value = gather(layouts_lib.Layout("", whole, partition.count, dim, along=along), value)
-        # The network's own getters come next. They may need the whole array, as for the norm of its columns.
+            value = gather(
+                layouts_lib.Layout("", whole, partition.count, dim, along=along), value
+            )
+        # The network's own getters come next. They may need the whole array, as for the
+        # norm of its columns.
         return next_getter(value)
 
     return getter
@@ -196,15 +223,19 @@ def _getter(partition: shards.Partition, gather: Callable[..., jax.Array]) -> Ca
 def _with_regathering(
     run: Callable[[Sequence[str], Any], Any], params: Any, layouts: layouts_lib.Layouts
 ) -> Any:
-    """The result of `run(early, params)`. Its backward pass keeps all intermediate values except gathered parameters.
+    """The result of `run(early, params)`. Its backward pass keeps all intermediate
+    values except gathered parameters.
 
     Args:
       run: gathers the parameters of the paths `early`, then applies the network.
       params: the parameters of the network.
       layouts: the layouts of the parameters.
     """
-    # Traced once to find the parameters that must be gathered early, then again with these gathered.
-    program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(params)
+    # Traced once to find the parameters that must be gathered early, then again with
+    # these gathered.
+    program, shapes = jax.make_jaxpr(functools.partial(run, ()), return_shape=True)(
+        params
+    )
     early = _needed_early(program.jaxpr, params, layouts)
     final = functools.partial(run, early)
     if not remat.is_in(program.jaxpr):
@@ -226,9 +257,14 @@ def with_getter(network: Callable[..., Any], getter: Any) -> Callable[..., Any]:
     return asking
 
 
-def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
-    """The dimension along which `shape` is a shard of `whole`; None if no dimension fits, or if they are equal."""
-    # An array without elements is whole, although any number of its kind make one like it.
+def _sharded_along(
+    shape: tuple[int, ...], whole: tuple[int, ...], count: int
+) -> int | None:
+    """The dimension along which `shape` is a shard of `whole`; None if no dimension
+    fits, or if they are equal.
+    """
+    # An array without elements is whole, although any number of its kind make one like
+    # it.
     if shape == whole:
         return None
     for dim in range(min(len(shape), len(whole))):
@@ -237,11 +273,15 @@ def _sharded_along(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -
     return None
 
 
-def _lies_along(layouts: layouts_lib.Layouts, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """The other mesh axes that a parameter lies along, by its name in a network and its shape.
+def _lies_along(
+    layouts: layouts_lib.Layouts, name: str, shape: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """The other mesh axes that a parameter lies along, by its name in a network and its
+    shape.
 
-    In a scan over layers a module knows only the end of its path. If this end fits parameters that lie along
-    different axes, no axes are returned, and XLA makes the array whole along them before it is gathered.
+    In a scan over layers a module knows only the end of its path. If this end fits
+    parameters that lie along different axes, no axes are returned, and XLA makes the
+    array whole along them before it is gathered.
     """
     places = set()
     for path, layout in layouts.items():
@@ -259,10 +299,13 @@ def _gather(
     shard: jax.Array,
     ready: jax.Array | None = None,
 ) -> jax.Array:
-    """Gathers a whole array from its shards; its gradient is this replica's shard of the sum over the replicas."""
+    """Gathers a whole array from its shards; its gradient is this replica's shard of
+    the sum over the replicas.
+    """
     sent = dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
-    # `varying.GATHERED` is this function's name, by which an analysis of the program finds it.
+    # `varying.GATHERED` is this function's name, by which an analysis of the program
+    # finds it.
     def gathered_parameter(shard: jax.Array, ready: jax.Array | None) -> jax.Array:
         return partition.gather(layout, shard.astype(sent)) if ready is None else ready
 
@@ -277,11 +320,15 @@ def _gather(
 
 
 def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Returns whether a primitive's result is kept for the backward pass: all results except gathered arrays.
+    """Returns whether a primitive's result is kept for the backward pass: all results
+    except gathered arrays.
 
     Complex numbers are computed again too, since `jax.checkpoint` fails to keep them.
     """
-    dtypes = [params.get("new_dtype", bool), *(x.dtype for x in inputs if hasattr(x, "dtype"))]
+    dtypes = [
+        params.get("new_dtype", bool),
+        *(x.dtype for x in inputs if hasattr(x, "dtype")),
+    ]
     is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes)
     return not is_complex and primitive.name not in ("all_gather", "complex", "fft")
 
@@ -289,9 +336,11 @@ def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
 def _needed_early(
     jaxpr: jax_internals.Jaxpr, params: Any, layouts: layouts_lib.Layouts
 ) -> list[str]:
-    """The parameters in shards that a network asks for in a branch, or in a loop over anything but layers, by path.
+    """The parameters in shards that a network asks for in a branch, or in a loop over
+    anything but layers, by path.
 
-    A gather in a branch could hang, since only some replicas may reach it; one in a loop would repeat each round.
+    A gather in a branch could hang, since only some replicas may reach it; one in a
+    loop would repeat each round.
 
     Args:
       jaxpr: the network's program, whose arguments are the parameters.
@@ -327,12 +376,15 @@ def _needed_early(
 
 
 def _entering(eqn: Any, inputs: list[varying.Axes]) -> list[varying.Axes]:
-    """The inputs of an equation, marked where they enter a branch, or enter a loop other than as scanned layers."""
+    """The inputs of an equation, marked where they enter a branch, or enter a loop
+    other than as scanned layers.
+    """
     name = eqn.primitive.name
     if name in ("cond", "while"):
         return [_within(noted) for noted in inputs]
     if name == "scan":
-        # A scanned array supplies one layer each round. Any other array would be gathered again in each round.
+        # A scanned array supplies one layer each round. Any other array would be
+        # gathered again in each round.
         fixed = sum(jax_internals.scan_counts(eqn))
         return [*(_within(noted) for noted in inputs[:fixed]), *inputs[fixed:]]
     return inputs

@@ -19,11 +19,13 @@ Loss = Callable[[trees.Params], Any]
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Losses of one function at several inputs, computed one after the other by `lax.scan`.
+    """Losses of one function at several inputs, computed one after the other by
+    `lax.scan`.
 
-    The program is as large as for one input, and only one input's activations are alive at a time. Gradients
-    are summed in float32 or wider, into a running sum. AggregationMethod.EXPERIMENTAL_TREE sums them in pairs
-    instead, which keeps one more gradient alive each time that the number of inputs doubles.
+    The program is as large as for one input, and only one input's activations are alive
+    at a time. Gradients are summed in float32 or wider, into a running sum.
+    AggregationMethod.EXPERIMENTAL_TREE sums them in pairs instead, which keeps one more
+    gradient alive each time that the number of inputs doubles.
 
     Attributes:
       loss: a function of the parameters and one input.
@@ -49,15 +51,18 @@ GATE_GRAPH = 2
 
 
 class AggregationMethod:
-    """The ways in which `Optimizer.compute_gradients` sums the gradients of several losses.
+    """The ways in which `Optimizer.compute_gradients` sums the gradients of several
+    losses.
 
     Source: `tf.AggregationMethod`. All of them sum in float32 or wider.
 
     Attributes:
-      ADD_N: computes all gradients, in any order, then adds them one by one. The default.
-      EXPERIMENTAL_TREE: as ADD_N, but adds in pairs, so that rounding grows with log2 of their number.
-      EXPERIMENTAL_ACCUMULATE_N: differentiates one loss after the other into a running sum. At most two
-        gradients, and the activations of one loss, are alive at once.
+      ADD_N: computes all gradients, in any order, then adds them one by one. The
+        default.
+      EXPERIMENTAL_TREE: as ADD_N, but adds in pairs, so that rounding grows with log2
+        of their number.
+      EXPERIMENTAL_ACCUMULATE_N: differentiates one loss after the other into a running
+        sum. At most two gradients, and the activations of one loss, are alive at once.
     """
 
     ADD_N = 0
@@ -79,12 +84,21 @@ def method(name: str) -> int:
 
 def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
     """Raises ValueError unless both options are among the constants above."""
-    if isinstance(gate_gradients, bool) or gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
+    if isinstance(gate_gradients, bool) or gate_gradients not in (
+        GATE_NONE,
+        GATE_OP,
+        GATE_GRAPH,
+    ):
         raise ValueError(
             "gate_gradients must be one of Optimizer.GATE_NONE, Optimizer.GATE_OP, "
             f"Optimizer.GATE_GRAPH; received {gate_gradients!r}."
         )
-    if isinstance(aggregation_method, bool) or aggregation_method not in (None, 0, 1, 2):
+    if isinstance(aggregation_method, bool) or aggregation_method not in (
+        None,
+        0,
+        1,
+        2,
+    ):
         raise ValueError(
             "aggregation_method must be None or one of AggregationMethod.ADD_N, .EXPERIMENTAL_TREE, "
             f".EXPERIMENTAL_ACCUMULATE_N; received {aggregation_method!r}."
@@ -92,7 +106,9 @@ def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises ValueError unless a loss is a function, a sequence of functions or `MicroBatches`."""
+    """Raises ValueError unless a loss is a function, a sequence of functions or
+    `MicroBatches`.
+    """
     if isinstance(loss, MicroBatches):
         functions: Sequence[Any] = [loss.loss]
     else:
@@ -118,18 +134,21 @@ def value_and_grad(
     """Differentiates with respect to the parameters in `trained`, {path: array}.
 
     Returns:
-      `(value, aux, {path: gradient})`. Only parameters that a loss depends on have a gradient; while
-      `hk.running_init()` all of them have one, so that state is created for them. For several losses the value
-      is their sum and aux is a list; for micro-batches aux is stacked.
+      `(value, aux, {path: gradient})`. Only parameters that a loss depends on have a
+      gradient; while `hk.running_init()` all of them have one, so that state is created
+      for them. For several losses the value is their sum and aux is a list; for
+      micro-batches aux is stacked.
     """
     check_loss(loss)
     reached = dependence.DependenceTracker()
     evaluate = functools.partial(
         _evaluate_one, params=params, trained=trained, reached=reached, has_aux=has_aux
     )
-    value, aux, grads = _evaluate_all(evaluate, loss, trained, aggregation_method, grad_loss)
-    # A parameter that no loss depends on gets no gradient. With a gradient of zeros, a rule with weight decay
-    # would still change it.
+    value, aux, grads = _evaluate_all(
+        evaluate, loss, trained, aggregation_method, grad_loss
+    )
+    # A parameter that no loss depends on gets no gradient. With a gradient of zeros, a
+    # rule with weight decay would still change it.
     if not hk.running_init():
         grads = {path: grad for path, grad in grads.items() if path in reached.paths}
     return value, aux, grads
@@ -151,8 +170,11 @@ def _evaluate_all(
     summands: list[Any] = []
     auxes = []
     for function, weight in zip(loss, _weights(grad_loss, len(loss)), strict=True):
-        # In turn, each loss waits for the sum so far, so that only one of them holds activations at a time.
-        value, aux, grads = evaluate(function, weight, wait_for=(summands,) if in_turn else ())
+        # In turn, each loss waits for the sum so far, so that only one of them holds
+        # activations at a time.
+        value, aux, grads = evaluate(
+            function, weight, wait_for=(summands,) if in_turn else ()
+        )
         summands.append(_widen((value, grads)))
         if in_turn:
             summands = [_add_in_order(summands)]
@@ -163,7 +185,10 @@ def _evaluate_all(
 
 def colocate(grads: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gives each gradient its parameter's sharding."""
-    return {path: jax_internals.shard_alike(trained[path], grad)[1] for path, grad in grads.items()}
+    return {
+        path: jax_internals.shard_alike(trained[path], grad)[1]
+        for path, grad in grads.items()
+    }
 
 
 def gate(grads: dict[str, Any], gate_gradients: int) -> dict[str, Any]:
@@ -188,7 +213,8 @@ def _evaluate_one(
     def objective(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
         arguments = trees.replace(params, trained)
         if wait_for:
-            # Without the barrier XLA may run all forward passes first, and keep all their activations alive.
+            # Without the barrier XLA may run all forward passes first, and keep all
+            # their activations alive.
             arguments, _ = lax.optimization_barrier((arguments, wait_for))
         value, aux = _value_and_aux(loss(reached.watch(arguments, trained)), has_aux)
         return _weighted_sum(value, weight), (value, aux)
@@ -198,7 +224,9 @@ def _evaluate_one(
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Splits the return value of a loss; raises ValueError if it does not match `has_aux`."""
+    """Splits the return value of a loss; raises ValueError if it does not match
+    `has_aux`.
+    """
     is_pair = isinstance(out, tuple) and len(out) == 2
     if has_aux and not is_pair:
         raise ValueError(
@@ -227,7 +255,9 @@ def _shown(x: Any) -> str:
 
 
 def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """The scalar to differentiate. It may overflow, because only its derivative, the weight, is used."""
+    """The scalar to differentiate. It may overflow, because only its derivative, the
+    weight, is used.
+    """
     shape = () if weight is None else weight.shape
     if value.shape != shape:
         raise ValueError(
@@ -241,7 +271,9 @@ def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
 def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
     """`grad_loss` for each of several losses."""
     if not count:
-        raise ValueError("loss is an empty sequence; give at least one function of the parameters.")
+        raise ValueError(
+            "loss is an empty sequence; give at least one function of the parameters."
+        )
     if not isinstance(grad_loss, list | tuple):
         grad_loss = [grad_loss] * count
     if len(grad_loss) != count:
@@ -269,7 +301,8 @@ def _scan(
             f"{jax.tree.map(jnp.shape, loss.inputs)}."
         )
     ((count,),) = counts
-    # The initial carry must vary over the same mapped axes as the gradients, so it is selected from the parameters.
+    # The initial carry must vary over the same mapped axes as the gradients, so it is
+    # selected from the parameters.
     never = jnp.zeros((), jnp.bool_)
     zeros = jax.tree.map(lambda p: jnp.where(never, trees.widen(p), 0), trained)
 
@@ -295,7 +328,8 @@ def _sum_in_pairs(
     if count == 1:
         total, out = f(jax.tree.map(lambda x: x[0], xs))
         return total, jax.tree.map(lambda x: jnp.asarray(x)[None], out)
-    # The largest power of 2 below the count, so that the first part is a complete binary tree.
+    # The largest power of 2 below the count, so that the first part is a complete
+    # binary tree.
     first = 1 << (count - 1).bit_length() - 1
     if count == 2 * first:
         # Nested loops, so that the program contains `f` only once.
@@ -307,7 +341,9 @@ def _sum_in_pairs(
         total, out = hk.scan(add, zeros, halves)
         return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), out)
     total, out = _sum_in_pairs(f, zeros, jax.tree.map(lambda x: x[:first], xs), first)
-    rest, more = _sum_in_pairs(f, zeros, jax.tree.map(lambda x: x[first:], xs), count - first)
+    rest, more = _sum_in_pairs(
+        f, zeros, jax.tree.map(lambda x: x[first:], xs), count - first
+    )
     outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, more)
     return jax.tree.map(jnp.add, total, rest), outs
 
@@ -322,6 +358,8 @@ def _add_in_order(summands: list[Any]) -> Any:
 
 def _add_pairs(summands: list[Any]) -> Any:
     while len(summands) > 1:
-        pairs = [_add_in_order(summands[i : i + 2]) for i in range(0, len(summands) - 1, 2)]
+        pairs = [
+            _add_in_order(summands[i : i + 2]) for i in range(0, len(summands) - 1, 2)
+        ]
         summands = pairs + summands[2 * len(pairs) :]
     return summands[0]

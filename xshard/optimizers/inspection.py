@@ -15,7 +15,8 @@ from xshard.optimizers import optax as optax_optimizer
 # The metric names of the norms of gradients and of parameters.
 NORMS = ("gradient_norm", "parameter_norm")
 
-# The prefix of a gradient's path in the name of the scope that counts its non-finite elements.
+# The prefix of a gradient's path in the name of the scope that counts its non-finite
+# elements.
 GRADIENT = "gradient_of:"
 
 # The folder of `optax.inject_hyperparams` in its state.
@@ -23,7 +24,9 @@ _HYPERPARAMETERS = "hyperparams"
 
 
 class SkipNonfinite(base.OptimizerWrapper):
-    """Skips each step with a gradient that is not finite, as a dynamic loss scale does. It has no state."""
+    """Skips each step with a gradient that is not finite, as a dynamic loss scale does.
+    It has no state.
+    """
 
     def __init__(self, opt: base.Optimizer):
         super().__init__()
@@ -44,7 +47,9 @@ def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
 
 
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError unless a rule, made by `where`, reduces over all replicas of a mesh with options that fit it."""
+    """Raises UserError unless a rule, made by `where`, reduces over all replicas of a
+    mesh with options that fit it.
+    """
     rules = reducing(opt)
     over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
     wanted = {mesh_lib.REPLICA: "axis_name"}
@@ -67,8 +72,11 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
-def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: bool) -> None:
-    """Raises UserError if replicas cannot hold shards of the parameters that a rule updates.
+def check_shards_params(
+    opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: bool
+) -> None:
+    """Raises UserError if replicas cannot hold shards of the parameters that a rule
+    updates.
 
     Args:
       opt: the rule.
@@ -101,7 +109,9 @@ def check_shards_params(opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: 
 
 
 def check_skips(opt: base.Optimizer) -> None:
-    """Raises UserError if a rule overrides `apply_gradients`, which `SkipNonfinite` around it would not call."""
+    """Raises UserError if a rule overrides `apply_gradients`, which `SkipNonfinite`
+    around it would not call.
+    """
     if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
         raise errors.UserError(
             f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, which overrides apply_gradients: skipping "
@@ -117,11 +127,13 @@ def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
 
 
 def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
-    """The values of all rules' schedules for the next update, by name; by rule and name if two share a name.
+    """The values of all rules' schedules for the next update, by name; by rule and name
+    if two share a name.
 
     Args:
       opt: the rule.
-      updates: the number of updates applied, used as the count if a transformation keeps none.
+      updates: the number of updates applied, used as the count if a transformation
+        keeps none.
     """
     values = []
     for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
@@ -132,16 +144,20 @@ def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
                 count = x
         # optax also calls schedules with standard type promotion.
         with jax.numpy_dtype_promotion("standard"):
-            values += [(rule.name, name, f(count)) for name, f in rule.schedules.items()]
+            values += [
+                (rule.name, name, f(count)) for name, f in rule.schedules.items()
+            ]
     return _by_shortest_name(values)
 
 
 def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]:
-    """The scalars that `optax.inject_hyperparams` keeps, with their values in the last update.
+    """The scalars that `optax.inject_hyperparams` keeps, with their values in the last
+    update.
 
     Args:
       opt: the rule.
-      params: the parameters. Their slots are left out, even if a module is named 'hyperparams'.
+      params: the parameters. Their slots are left out, even if a module is named
+        'hyperparams'.
 
     Returns:
       The scalars by name; if two share a name, by their paths in the rules' state.
@@ -151,20 +167,30 @@ def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]
     for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
         for path, x in sorted(slots.state_of(rule).items()):
             *place, folder, name = f"{rule.name}/{path}".split("/")
-            is_injected = folder == _HYPERPARAMETERS and paths.isdisjoint(trees.endings(path))
+            is_injected = folder == _HYPERPARAMETERS and paths.isdisjoint(
+                trees.endings(path)
+            )
             if is_injected and not x.shape:
                 values.append(("/".join(place), name, x))
     return _by_shortest_name(values)
 
 
 def _by_shortest_name(values: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Maps (place, name, value) to values by name, or by place and name if two share a name."""
+    """Maps (place, name, value) to values by name, or by place and name if two share a
+    name.
+    """
     counts = collections.Counter(name for _, name, _ in values)
-    return {name if counts[name] == 1 else f"{place}/{name}": x for place, name, x in values}
+    return {
+        name if counts[name] == 1 else f"{place}/{name}": x for place, name, x in values
+    }
 
 
-def apply(opt: base.Optimizer, grads: Any, params: Any, global_step: Any) -> phases.Applied:
-    """Applies gradients. A rule that overrides `apply_gradients` returns only its result."""
+def apply(
+    opt: base.Optimizer, grads: Any, params: Any, global_step: Any
+) -> phases.Applied:
+    """Applies gradients. A rule that overrides `apply_gradients` returns only its
+    result.
+    """
     if type(opt).apply_gradients is base.Optimizer.apply_gradients:
         return opt.apply(grads, params, global_step)
     # The override does not expose its aggregated gradients.
@@ -173,9 +199,11 @@ def apply(opt: base.Optimizer, grads: Any, params: Any, global_step: Any) -> pha
 
 
 def count_nonfinite(applied: phases.Applied) -> jax.Array:
-    """Counts the non-finite elements of each gradient, in float32; 0 for a parameter without a gradient.
+    """Counts the non-finite elements of each gradient, in float32; 0 for a parameter
+    without a gradient.
 
-    The counts have the type of the norms of the same arrays, so that one reduction sums both over the replicas.
+    The counts have the type of the norms of the same arrays, so that one reduction sums
+    both over the replicas.
     """
     if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)
@@ -189,7 +217,9 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
 
 
 def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients and of the new parameters."""
+    """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients
+    and of the new parameters.
+    """
     shares: dict[str, Any] = {}
     squares: dict[str, Any] = {}
     if applied.grads is None:

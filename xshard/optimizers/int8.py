@@ -1,7 +1,9 @@
-"""Sums in int8 for slow networks, with error feedback: each rounding error is added to the next sum.
+"""Sums in int8 for slow networks, with error feedback: each rounding error is added to
+the next sum.
 
-Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (error feedback);
-Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016, https://arxiv.org/abs/1511.04561.
+Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (error
+feedback); Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016,
+https://arxiv.org/abs/1511.04561.
 """
 
 import math
@@ -24,7 +26,8 @@ def all_reduce_tree(
 
     Args:
       sums: the arrays.
-      lost: the rounding error of each array that is not None, by path, with a leading dimension for the slice.
+      lost: the rounding error of each array that is not None, by path, with a leading
+        dimension for the slice.
       axis_name: the mapped axis.
     """
     leaves = trees.leaves_by_path(sums)
@@ -41,32 +44,38 @@ def all_reduce(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The sums over an axis of `array + error`, each rounded to int8.
 
-    Each device sends its elements once to every other device, at 1 + 4 / BLOCK bytes per element. That is
-    less than a float32 sum sends if the axis has fewer than eight devices.
+    Each device sends its elements once to every other device, at 1 + 4 / BLOCK bytes
+    per element. That is less than a float32 sum sends if the axis has fewer than eight
+    devices.
 
     Args:
-      arrays: the arrays to sum, in float32 or wider. An element that is not finite makes its whole block of
-        the sum not finite.
+      arrays: the arrays to sum, in float32 or wider. An element that is not finite
+        makes its whole block of the sum not finite.
       errors: the rounding errors of earlier sums, float32 arrays of the same shapes.
       axis_name: the mapped axis.
 
     Returns:
-      The sums in the arrays' types, equal on all devices bit by bit; and the new rounding errors (at most half
-      a 127th of the largest magnitude of a block; 0 where an array is not finite).
+      The sums in the arrays' types, equal on all devices bit by bit; and the new
+      rounding errors (at most half a 127th of the largest magnitude of a block; 0 where
+      an array is not finite).
     """
     all_codes, all_scales, lost = [], [], []
     for array, error in zip(arrays, errors, strict=True):
         wanted = array.astype(jnp.float32) + error
         codes, scales = quantize(wanted)
         rounding = wanted - dequantize(codes, scales, array.shape)
-        # An error that is not finite would spoil its block of every later sum, so it is dropped.
-        lost.append(jnp.where(jnp.isfinite(rounding), rounding, jnp.zeros_like(rounding)))
+        # An error that is not finite would spoil its block of every later sum, so it is
+        # dropped.
+        lost.append(
+            jnp.where(jnp.isfinite(rounding), rounding, jnp.zeros_like(rounding))
+        )
         all_codes.append(codes)
         all_scales.append(scales)
     # All arrays share one message, since many small messages would cost more.
     message = jnp.concatenate(all_codes), jnp.concatenate(all_scales)
     codes, scales = lax.all_gather(message, axis_name)
-    # Each device adds the same numbers in the same order, so all of them get the same bits.
+    # Each device adds the same numbers in the same order, so all of them get the same
+    # bits.
     total = jnp.sum(codes.astype(jnp.float32) * scales, axis=0)
     sums = []
     begin = 0
@@ -79,19 +88,25 @@ def all_reduce(
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to codes, int8 of shape (blocks, BLOCK), and scales, float32 of shape (blocks, 1)."""
+    """Rounds an array to codes, int8 of shape (blocks, BLOCK), and scales, float32 of
+    shape (blocks, 1).
+    """
     blocks = jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
-    # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the CPU.
+    # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the
+    # CPU.
     magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
     scales = jnp.max(magnitudes, axis=1, keepdims=True) / 127
     # A block of zeros has the scale 0. Any other divisor gives its codes of 0.
     codes = jnp.round(blocks / jnp.where(scales == 0, jnp.ones_like(scales), scales))
-    # A block with a non-finite element has a non-finite scale, which makes the whole block non-finite for any codes.
+    # A block with a non-finite element has a non-finite scale, which makes the whole
+    # block non-finite for any codes.
     codes = jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes))
     return codes.astype(jnp.int8), scales
 
 
-def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def dequantize(
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
     """Restores a quantized array of this shape, up to rounding."""
     elements = jnp.ravel(codes.astype(jnp.float32) * scales)
     return elements[: math.prod(shape)].reshape(shape)

@@ -19,8 +19,9 @@ ERROR = "error"
 class Layout:
     """The sharding of one array into `count` equal shards.
 
-    An array is sharded along a dimension that `count` divides. Each replica holds the whole of an array without such a
-    dimension, and of one with fewer than `count` elements.
+    An array is sharded along a dimension that `count` divides. Each replica holds the
+    whole of an array without such a dimension, and of one with fewer than `count`
+    elements.
 
     Attributes:
       path: the array's name, for messages.
@@ -28,8 +29,10 @@ class Layout:
       count: the number of shards.
       dim: the dimension that is sharded, or None.
       along: the other mesh axes that the dimensions of `shape` lie along.
-      copies: the size of a leading dimension, for arrays that differ by slice; 0 if there is none.
-      shards_param: whether each replica also holds only its shard of the parameter itself between steps.
+      copies: the size of a leading dimension, for arrays that differ by slice; 0 if
+        there is none.
+      shards_param: whether each replica also holds only its shard of the parameter
+        itself between steps.
     """
 
     path: str = dataclasses.field(compare=False)
@@ -59,14 +62,20 @@ class Layout:
         return tuple(shape)
 
     def spec(
-        self, axis_name: Any, slice_axis_name: str | None = None, *, manual: bool = False
+        self,
+        axis_name: Any,
+        slice_axis_name: str | None = None,
+        *,
+        manual: bool = False,
     ) -> jax.P:
-        """The mesh axes that the array lies along, starting with the dimension of copies.
+        """The mesh axes that the array lies along, starting with the dimension of
+        copies.
 
         Args:
           axis_name: the axis of the replicas, or a tuple of axes.
           slice_axis_name: the axis of the slices.
-          manual: whether to leave out the axes of `along`, as `jax.shard_map` over the replicas requires.
+          manual: whether to leave out the axes of `along`, as `jax.shard_map` over the
+            replicas requires.
         """
         dims: list[Any] = [None] * len(self.shape)
         if not manual:
@@ -85,15 +94,17 @@ class Layout:
 Layouts = Mapping[str, Layout]
 
 
-def layout(path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = ()) -> Layout:
+def layout(
+    path: str, shape: tuple[int, ...], count: int, spec: Sequence[Any] = ()
+) -> Layout:
     """Decides how to shard an array.
 
     Args:
       path: its name.
       shape: its shape.
       count: the number of shards.
-      spec: the mesh axis that each dimension already lies along, or None. A dimension with an axis is not
-        sharded again.
+      spec: the mesh axis that each dimension already lies along, or None. A dimension
+        with an axis is not sharded again.
     """
     whole = Layout(path, shape, count, None, along=tuple(spec))
     if not shape or whole.size < count:
@@ -109,7 +120,9 @@ def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int |
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether a shard ends at a TPU memory tile of 8 rows of 128 elements; otherwise it is copied."""
+    """Returns whether a shard ends at a TPU memory tile of 8 rows of 128 elements;
+    otherwise it is copied.
+    """
     size = shape[dim] // count
     if dim == len(shape) - 1:
         return size % 128 == 0
@@ -135,9 +148,11 @@ def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layo
 def of_state(
     params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
 ) -> dict[str, dict[str, Layout]]:
-    """Returns how the state of rules is sharded: `{module: {name: layout}}`. State without an entry is whole.
+    """Returns how the state of rules is sharded: `{module: {name: layout}}`. State
+    without an entry is whole.
 
-    A slot is sharded like the parameter whose path ends the slot's name, if it has that parameter's shape.
+    A slot is sharded like the parameter whose path ends the slot's name, if it has that
+    parameter's shape.
 
     Args:
       params: the layouts of the parameters.
@@ -171,13 +186,14 @@ def _of_slot(
 
 
 class StateSharding:
-    """The sharding of the state of rules with `shard_update=True`, for a custom training step.
+    """The sharding of the state of rules with `shard_update=True`, for a custom
+    training step.
 
     Attributes:
-      specs: the mesh axes that each array lies along, a tree of `jax.P` with the state's structure, for the shardings of
-        `jax.jit`.
-      mapped: those of them that `vmap_replicas` maps: the axis of slices for the rounding errors of sums over slices, of
-        which each slice keeps its own.
+      specs: the mesh axes that each array lies along, a tree of `jax.P` with the
+        state's structure, for the shardings of `jax.jit`.
+      mapped: those of them that `vmap_replicas` maps: the axis of slices for the
+        rounding errors of sums over slices, of which each slice keeps its own.
     """
 
     def __init__(
@@ -202,26 +218,38 @@ class StateSharding:
           slice_axis_name: the name of that axis.
           sharding_rules: as for `CrossShardOptimizer`.
         """
-        self._layouts = of_state(of_params(params, replicas, sharding_rules), state, slices)
+        self._layouts = of_state(
+            of_params(params, replicas, sharding_rules), state, slices
+        )
 
         def spec(layout: Layout | None, x: Any) -> jax.P:
             del x
-            return jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+            return (
+                jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
+            )
 
         def mapped(layout: Layout | None, x: Any) -> jax.P:
             del x
-            return jax.P() if layout is None or not layout.copies else jax.P(slice_axis_name)
+            return (
+                jax.P()
+                if layout is None or not layout.copies
+                else jax.P(slice_axis_name)
+            )
 
         self.specs = map_state(spec, self._layouts, state)
         self.mapped = map_state(mapped, self._layouts, state)
 
     def store(self, state: Any) -> Any:
-        """Repeats the arrays of which each slice keeps its own, and which were created for one."""
+        """Repeats the arrays of which each slice keeps its own, and which were created
+        for one.
+        """
         return map_state(for_each_slice, self._layouts, state)
 
 
 def for_each_slice(layout: Layout | None, x: Any) -> Any:
-    """A state array, repeated if it was created for one slice but each slice keeps its own."""
+    """A state array, repeated if it was created for one slice but each slice keeps its
+    own.
+    """
     if layout is None or not layout.copies or len(x) == layout.copies:
         return x
     return jnp.repeat(x, layout.copies, axis=0)
@@ -230,7 +258,9 @@ def for_each_slice(layout: Layout | None, x: Any) -> Any:
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
-    """Applies `f(layout, array)` to a Haiku state, given what `of_state` returns. An array may have no layout: None."""
+    """Applies `f(layout, array)` to a Haiku state, given what `of_state` returns. An
+    array may have no layout: None.
+    """
     new: dict[str, dict[str, Any]] = {}
     for module, arrays in state.items():
         of_module = layouts.get(module, {})

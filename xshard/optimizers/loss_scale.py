@@ -1,11 +1,13 @@
 """Loss scaling, so that half-precision gradients neither underflow nor overflow.
 
-float16 cannot represent a magnitude below 6e-8. Multiplying the loss by a scale before differentiation
-multiplies its gradients by the same scale; float32 gradients are then divided by it. If the scale is too
-large, some gradient is not finite. The step is then skipped, and a dynamic scale is lowered.
+float16 cannot represent a magnitude below 6e-8. Multiplying the loss by a scale before
+differentiation multiplies its gradients by the same scale; float32 gradients are then
+divided by it. If the scale is too large, some gradient is not finite. The step is then
+skipped, and a dynamic scale is lowered.
 
-Sources: Micikevicius et al., "Mixed Precision Training", 2018, https://arxiv.org/abs/1710.03740;
-`tf.compat.v1.mixed_precision.{FixedLossScale, DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
+Sources: Micikevicius et al., "Mixed Precision Training", 2018,
+https://arxiv.org/abs/1710.03740; `tf.compat.v1.mixed_precision.{FixedLossScale,
+DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
 """
 
 import math
@@ -35,7 +37,8 @@ class LossScale(hk.Module):
         """Adapts the scale to a step's gradients.
 
         Args:
-          grads: unscaled gradients, aggregated over the group, so that all its replicas decide alike.
+          grads: unscaled gradients, aggregated over the group, so that all its replicas
+            decide alike.
 
         Returns:
           Whether to apply the gradients: True, or a boolean scalar.
@@ -44,7 +47,8 @@ class LossScale(hk.Module):
 
 
 class FixedLossScale(LossScale):
-    """A constant scale. As in TensorFlow, gradients are applied without a check that they are finite.
+    """A constant scale. As in TensorFlow, gradients are applied without a check that
+    they are finite.
 
     >>> scale = hk.transform(lambda: FixedLossScale(128)())
     >>> print(scale.apply({}, None))
@@ -77,12 +81,12 @@ class FixedLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """A scale that adapts to be as large as the gradients allow.
 
-    A step with a gradient that is not finite is not applied; it divides the scale by `multiplier`, down to
-    at least 1. After `increment_period` finite steps in a row the scale is multiplied by `multiplier`,
-    unless the product is not finite in float32.
+    A step with a gradient that is not finite is not applied; it divides the scale by
+    `multiplier`, down to at least 1. After `increment_period` finite steps in a row the
+    scale is multiplied by `multiplier`, unless the product is not finite in float32.
 
-    State: `current_loss_scale` (float32), and `good_steps` (int32), the number of finite steps since the
-    scale was last lowered or due to be raised.
+    State: `current_loss_scale` (float32), and `good_steps` (int32), the number of
+    finite steps since the scale was last lowered or due to be raised.
 
     Source: `tf.mixed_precision.experimental.DynamicLossScale`.
 
@@ -111,7 +115,8 @@ class DynamicLossScale(LossScale):
 
         Args:
           initial_loss_scale: the first scale, at least 1.
-          increment_period: the number of finite steps in a row that raises the scale, at least 1.
+          increment_period: the number of finite steps in a row that raises the scale,
+            at least 1.
           multiplier: the factor by which the scale is raised and lowered, above 1.
           name: the module's name.
 
@@ -148,16 +153,21 @@ class DynamicLossScale(LossScale):
         kept_or_raised = jnp.where(due & jnp.isfinite(raised), raised, scale)
         lowered = jnp.maximum(scale / multiplier, jnp.ones_like(scale))
         hk.set_state("current_loss_scale", jnp.where(finite, kept_or_raised, lowered))
-        hk.set_state("good_steps", jnp.where(finite & ~due, good_steps, jnp.zeros_like(good_steps)))
+        hk.set_state(
+            "good_steps",
+            jnp.where(finite & ~due, good_steps, jnp.zeros_like(good_steps)),
+        )
         return finite
 
 
 class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
-    """Scales the loss that `opt` differentiates, and skips steps whose gradients are not finite.
+    """Scales the loss that `opt` differentiates, and skips steps whose gradients are
+    not finite.
 
-    It nests with `CrossShardOptimizer` in either order. The vote inspects the gradients after they are
-    aggregated over the group, so one replica's overflow skips the step on all replicas of the group. A
-    skipped step leaves parameters, slots, schedules and the global step unchanged, bit by bit.
+    It nests with `CrossShardOptimizer` in either order. The vote inspects the gradients
+    after they are aggregated over the group, so one replica's overflow skips the step
+    on all replicas of the group. A skipped step leaves parameters, slots, schedules and
+    the global step unchanged, bit by bit.
 
     Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
 
@@ -181,11 +191,13 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
 
         Args:
           opt: an `Optimizer` or an optax transformation.
-          loss_scale: a `LossScale`, a number of at least 1 for a fixed scale, or 'dynamic'.
+          loss_scale: a `LossScale`, a number of at least 1 for a fixed scale, or
+            'dynamic'.
           name: the module's name. `get_name()` is the name of `opt`, as in TensorFlow.
 
         Raises:
-          ValueError: for an invalid `opt` or `loss_scale`, or an `opt` that already scales losses.
+          ValueError: for an invalid `opt` or `loss_scale`, or an `opt` that already
+            scales losses.
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
@@ -199,18 +211,24 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`: unscaled gradients of the scaled loss, in float32 or wider."""
+        """Implements `Optimizer.compute_gradients`: unscaled gradients of the scaled
+        loss, in float32 or wider.
+        """
         scale = self.loss_scale()
         # Scaling `grad_loss` rather than the loss keeps the returned value unscaled.
         if isinstance(grad_loss, list | tuple):
             scaled: Any = [_times(weight, scale) for weight in grad_loss]
         else:
             scaled = _times(grad_loss, scale)
-        value, grads = self.opt.compute_gradients(loss, params, grad_loss=scaled, **kwargs)
+        value, grads = self.opt.compute_gradients(
+            loss, params, grad_loss=scaled, **kwargs
+        )
         return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are not finite."""
+        """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are
+        not finite.
+        """
         # Both are called in every step, since each may update its state.
         return skips.all_for(self.loss_scale.update(grads), self.opt.vote(grads))
 
@@ -242,7 +260,9 @@ def get(identifier: Any) -> LossScale:
 
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
-    """Returns whether all elements of all gradients are finite, a boolean scalar; True, as in TensorFlow, if there are none."""
+    """Returns whether all elements of all gradients are finite, a boolean scalar; True,
+    as in TensorFlow, if there are none.
+    """
     return shards.holds_for_all(lambda grad: jnp.all(jnp.isfinite(grad)), grads)
 
 
@@ -255,7 +275,8 @@ def _times(weight: Any, scale: jax.Array) -> jax.Array:
 
 def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(grad):
-        # Complex division squares the divisor, and the square of the scale may overflow float32.
+        # Complex division squares the divisor, and the square of the scale may overflow
+        # float32.
         return lax.complex(_divide(grad.real, scale), _divide(grad.imag, scale))
     return grad / scale.astype(grad.dtype)
 
@@ -267,6 +288,12 @@ def _is_number(x: Any, kind: type) -> bool:
 def _check_scale(argument: str, value: Any) -> float:
     """`value` as a float; UserError unless it is a number from 1 to float32's largest."""
     if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
-        shown = "not a number" if isinstance(value, float) and math.isnan(value) else repr(value)
-        raise errors.UserError(f"{argument} must be a number of at least 1; received {shown}.")
+        shown = (
+            "not a number"
+            if isinstance(value, float) and math.isnan(value)
+            else repr(value)
+        )
+        raise errors.UserError(
+            f"{argument} must be a number of at least 1; received {shown}."
+        )
     return float(value)

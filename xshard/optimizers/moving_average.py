@@ -1,7 +1,8 @@
-"""Moving averages of the parameters, which often predict better than the parameters themselves.
+"""Moving averages of the parameters, which often predict better than the parameters
+themselves.
 
-Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992. The weights are
-exponential, as in `tf.train.ExponentialMovingAverage`.
+Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging",
+1992. The weights are exponential, as in `tf.train.ExponentialMovingAverage`.
 """
 
 import numbers
@@ -23,19 +24,21 @@ SLOT = "average"
 class MovingAverageOptimizer(base.OptimizerWrapper):
     """Keeps an exponential moving average of each parameter that `opt` updates.
 
-    An average starts as a copy of the parameter when the state is created. After each applied update it
-    becomes `average - (1 - decay) * (average - parameter)`, with the new parameter. The parameters
-    themselves are unaffected.
+    An average starts as a copy of the parameter when the state is created. After each
+    applied update it becomes `average - (1 - decay) * (average - parameter)`, with the
+    new parameter. The parameters themselves are unaffected.
 
-    A parameter without a gradient keeps its average. A parameter that has no gradient while the state is
-    created counts as not trained: it has no average, and `averages` returns the parameter itself. A skipped
-    step leaves all averages unchanged, bit by bit.
+    A parameter without a gradient keeps its average. A parameter that has no gradient
+    while the state is created counts as not trained: it has no average, and `averages`
+    returns the parameter itself. A skipped step leaves all averages unchanged, bit by
+    bit.
 
-    You can wrap it around `CrossShardOptimizer` and `MixedPrecisionLossScaleOptimizer`, or inside them. With
-    a sharded update, each replica holds the averages of its shards.
+    You can wrap it around `CrossShardOptimizer` and `MixedPrecisionLossScaleOptimizer`,
+    or inside them. With a sharded update, each replica holds the averages of its
+    shards.
 
-    State: `average/<path>` for each trained parameter, in float32 or wider, and with `num_updates='count'`
-    also `num_updates`, int32.
+    State: `average/<path>` for each trained parameter, in float32 or wider, and with
+    `num_updates='count'` also `num_updates`, int32.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
 
@@ -63,9 +66,10 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         Args:
           opt: an `Optimizer` or an optax transformation.
           average_decay: the decay, at least 0 and below 1.
-          num_updates: the number of updates applied, including this one: an integer scalar, or 'count' to let
-            the optimizer count. It makes the decay smaller at first, namely
-            `min(average_decay, (1 + num_updates) / (10 + num_updates))`. With None the decay is constant.
+          num_updates: the number of updates applied, including this one: an integer
+            scalar, or 'count' to let the optimizer count. It makes the decay smaller at
+            first, namely `min(average_decay, (1 + num_updates) / (10 + num_updates))`.
+            With None the decay is constant.
           name: the module's name.
 
         Raises:
@@ -82,7 +86,9 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         self.num_updates = _check_num_updates(num_updates)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Implements `Optimizer.update`; then moves the averages towards the new parameters."""
+        """Implements `Optimizer.update`; then moves the averages towards the new
+        parameters.
+        """
         new_params = self.opt.update(grads, params)
         count = self._next_count()
         new = trees.leaves_by_path(new_params)
@@ -138,8 +144,10 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
     """The averages, as a tree with the parameters' structure.
 
     Args:
-      state: the state of a `MovingAverageOptimizer`: the entry of the Haiku state under its `module_name`.
-      params: the parameters. One that is not trained has no average, and is returned itself.
+      state: the state of a `MovingAverageOptimizer`: the entry of the Haiku state under
+        its `module_name`.
+      params: the parameters. One that is not trained has no average, and is returned
+        itself.
     """
 
     def average(path: tuple[Any, ...], param: Any) -> Any:

@@ -17,14 +17,17 @@ from xshard.optimizers import slots as slots_lib
 
 
 class OptaxOptimizer(base.Optimizer):
-    """Applies an optax transformation, and keeps its state as Haiku state under stable names.
+    """Applies an optax transformation, and keeps its state as Haiku state under stable
+    names.
 
-    The name of a state array is its path in optax's state, such as '0/mu/mlp/linear_0/w'. Parameters
-    narrower than float32 are updated in float32 and rounded once. Their slots are float32 too, unless the
-    transformation itself sets another type (such as with `mu_dtype`).
+    The name of a state array is its path in optax's state, such as
+    '0/mu/mlp/linear_0/w'. Parameters narrower than float32 are updated in float32 and
+    rounded once. Their slots are float32 too, unless the transformation itself sets
+    another type (such as with `mu_dtype`).
 
-    A transformation whose update needs the loss, as `value=`, is given that of `compute_gradients`, unscaled: within a
-    `CrossShardOptimizer` the mean over the replicas of a group, or their sum if that is what it reduces to.
+    A transformation whose update needs the loss, as `value=`, is given that of
+    `compute_gradients`, unscaled: within a `CrossShardOptimizer` the mean over the
+    replicas of a group, or their sum if that is what it reduces to.
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -50,16 +53,20 @@ class OptaxOptimizer(base.Optimizer):
         """Wraps a transformation.
 
         Args:
-          transformation: an `optax.GradientTransformation`, or another object with its two functions
-            `init(params)` and `update(grads, state, params)`, such as `optax.MultiSteps`.
+          transformation: an `optax.GradientTransformation`, or another object with its
+            two functions `init(params)` and `update(grads, state, params)`, such as
+            `optax.MultiSteps`.
           name: the module's name, which begins the names of its state.
-          schedules: the functions of a step count that the transformation uses, by the names under which a run logs
-            their values: `{'learning_rate': schedule}`. A run logs the values of `optax.inject_hyperparams` anyway.
-          backs_off: whether to multiply updates by a state scalar, logged as 'update_scale'. It is 1 at first. Each
-            roll-back that passes over data multiplies it by the config's `roll_back.learning_rate_factor`.
+          schedules: the functions of a step count that the transformation uses, by the
+            names under which a run logs their values: `{'learning_rate': schedule}`. A
+            run logs the values of `optax.inject_hyperparams` anyway.
+          backs_off: whether to multiply updates by a state scalar, logged as
+            'update_scale'. It is 1 at first. Each roll-back that passes over data
+            multiplies it by the config's `roll_back.learning_rate_factor`.
 
         Raises:
-          ValueError: if `transformation` is neither of these, or a schedule is not a function.
+          ValueError: if `transformation` is neither of these, or a schedule is not a
+            function.
         """
         if not is_transformation(transformation):
             raise ValueError(
@@ -71,7 +78,8 @@ class OptaxOptimizer(base.Optimizer):
             back_off.with_back_off(transformation) if backs_off else transformation
         )
         self.schedules = _check_schedules(schedules or {})
-        # A rule that is constructed for a step has its state already, and was checked when that was created.
+        # A rule that is constructed for a step has its state already, and was checked
+        # when that was created.
         self._creates_state = hk.running_init()
         self._is_checked = not self._creates_state
         self._needs_loss = _needs_loss(self.transformation)
@@ -79,14 +87,17 @@ class OptaxOptimizer(base.Optimizer):
         self._known_slots: list[str] | None = None
 
     def reduce_loss(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
-        """Applies a function to the loss of `compute_gradients`, if the transformation needs the loss."""
+        """Applies a function to the loss of `compute_gradients`, if the transformation
+        needs the loss.
+        """
         if self._needs_loss and self._loss is not None:
             self._loss = reduce(self._loss)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`: one update of the transformation.
 
-        While `hk.running_init()` it creates slots for the parameters that have a gradient, and for no others.
+        While `hk.running_init()` it creates slots for the parameters that have a
+        gradient, and for no others.
         """
         wide = jax.tree.map(trees.widen, params)
         present = set(trees.present(grads))
@@ -121,13 +132,15 @@ class OptaxOptimizer(base.Optimizer):
         return self.transformation.update(grads, state, params, value=loss)
 
     def state(self, params: trees.Params) -> Any:
-        """Returns the transformation's state in optax's own structure, such as a tuple with a `ScaleByAdamState`.
+        """Returns the transformation's state in optax's own structure, such as a tuple
+        with a `ScaleByAdamState`.
 
         Functions of optax that read a state, such as `optax.tree.get`, take it.
 
         Args:
-          params: the parameters, or their shapes, that the state was created for. Those without slots, which are not
-            trained, have `optax.MaskedNode` in their place.
+          params: the parameters, or their shapes, that the state was created for. Those
+            without slots, which are not trained, have `optax.MaskedNode` in their
+            place.
 
         >>> def step(params):
         ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -143,9 +156,11 @@ class OptaxOptimizer(base.Optimizer):
         return self._get_state(set(trees.leaves_by_path(wide)), wide)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """Implements `Optimizer.get_slot`. If several slots share a name, pass the slot's path instead.
+        """Implements `Optimizer.get_slot`. If several slots share a name, pass the
+        slot's path instead.
 
-        If a slot holds several arrays for each parameter, `var` is the parameter's path and the array's own.
+        If a slot holds several arrays for each parameter, `var` is the parameter's path
+        and the array's own.
         """
         paths = self._slot_paths()
         named = [path for path in paths if name in trees.endings(path)]
@@ -154,11 +169,15 @@ class OptaxOptimizer(base.Optimizer):
         existing = slots_lib.state_of(self)
         slots = [path for path in named if trees.join(path, var) in existing]
         if len(slots) > 1:
-            raise ValueError(f"Several slots are named {name!r}; give the path of one: {slots}.")
+            raise ValueError(
+                f"Several slots are named {name!r}; give the path of one: {slots}."
+            )
         return hk.get_state(trees.join(slots[0], var)) if slots else None
 
     def get_slot_names(self) -> list[str]:
-        """Implements `Optimizer.get_slot_names`. Slots that share a name are listed by their paths."""
+        """Implements `Optimizer.get_slot_names`. Slots that share a name are listed by
+        their paths.
+        """
         paths = self._slot_paths()
         counts = collections.Counter(_last_word(path) for path in paths)
         names = []
@@ -196,7 +215,9 @@ class OptaxOptimizer(base.Optimizer):
             slots_lib.create(name, trees.strong(leaf))
 
     def _check_update(self, params: trees.Params, state: Any) -> None:
-        """Raises ValueError if the update needs more than gradients, state and parameters, or changes a shape."""
+        """Raises ValueError if the update needs more than gradients, state and
+        parameters, or changes a shape.
+        """
         is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
         nodes = jax.tree.leaves(state, is_leaf=is_lookahead)
         if any(is_lookahead(node) for node in nodes):
@@ -210,7 +231,8 @@ class OptaxOptimizer(base.Optimizer):
         except Exception as e:
             missing = _missing_arguments(e)
             if missing is None:
-                # The update may need a mapped axis, which only a step has. Any other error recurs in the step.
+                # The update may need a mapped axis, which only a step has. Any other
+                # error recurs in the step.
                 return
             transformation, arguments = missing
             raise ValueError(
@@ -245,7 +267,9 @@ class OptaxOptimizer(base.Optimizer):
         self._known_slots = [path for path, _ in slots]
         in_slots: set[str] = set()
         for path, slot in slots:
-            in_slots.update(trees.join(path, name) for name in trees.leaves_by_path(slot))
+            in_slots.update(
+                trees.join(path, name) for name in trees.leaves_by_path(slot)
+            )
 
         def get(path: tuple[Any, ...], wanted: Any) -> jax.Array:
             name = trees.path_name(path)
@@ -261,8 +285,11 @@ class OptaxOptimizer(base.Optimizer):
 
         return jax.tree_util.tree_map_with_path(get, shapes)
 
-    def _trained(self, present: set[str], needed: Mapping[str, Sequence[str]]) -> set[str]:
-        """The paths of the parameters that are trained: their slots exist, or they have a gradient and need none.
+    def _trained(
+        self, present: set[str], needed: Mapping[str, Sequence[str]]
+    ) -> set[str]:
+        """The paths of the parameters that are trained: their slots exist, or they have
+        a gradient and need none.
 
         Args:
           present: the paths of the parameters that have a gradient.
@@ -275,7 +302,8 @@ class OptaxOptimizer(base.Optimizer):
         trained = set()
         for path, names in needed.items():
             if not names:
-                # The transformation keeps no slot for this parameter, so its gradient alone decides.
+                # The transformation keeps no slot for this parameter, so its gradient
+                # alone decides.
                 if path in present:
                     trained.add(path)
             elif not existing.keys().isdisjoint(names):
@@ -320,7 +348,9 @@ def is_transformation(x: Any) -> bool:
 
 
 def as_optimizer(opt: Any) -> base.Optimizer:
-    """`opt` itself, or an `OptaxOptimizer` around it. ValueError if it is not a rule or a transformation."""
+    """`opt` itself, or an `OptaxOptimizer` around it. ValueError if it is not a rule or
+    a transformation.
+    """
     if isinstance(opt, base.Optimizer):
         return opt
     if isinstance(opt, type) or not is_transformation(opt):
@@ -332,7 +362,9 @@ def as_optimizer(opt: Any) -> base.Optimizer:
 
 
 def _needs_loss(transformation: Any) -> bool:
-    """Returns whether an update lacks an argument `value`, tried on a tree of one number."""
+    """Returns whether an update lacks an argument `value`, tried on a tree of one
+    number.
+    """
     params = {"module": {"name": jnp.zeros(())}}
     try:
         with jax.numpy_dtype_promotion("standard"):
@@ -349,7 +381,9 @@ def _last_word(path: str) -> str:
 
 
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:
-    """The transformation and the arguments that its update lacks, if missing arguments caused the error."""
+    """The transformation and the arguments that its update lacks, if missing arguments
+    caused the error.
+    """
     missing = re.search(r"([\w.<>]*update\w*)\(\) missing .* arguments?: (.*)", str(e))
     if isinstance(e, TypeError) and missing:
         return missing[1].partition(".")[0], missing[2]

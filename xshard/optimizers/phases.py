@@ -13,13 +13,18 @@ from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import replica_map, shards, skips, trees
 
-# The random key of updates, equal on all replicas of a group; None where the caller's own keys serve.
-_UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar("update_key", default=None)
+# The random key of updates, equal on all replicas of a group; None where the caller's
+# own keys serve.
+_UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "update_key", default=None
+)
 
 
 @contextlib.contextmanager
 def update_key(key: jax.Array | None) -> Iterator[None]:
-    """Lets the updates of rules in its body draw their random keys from a key that is equal on all replicas of a group."""
+    """Lets the updates of rules in its body draw their random keys from a key that is
+    equal on all replicas of a group.
+    """
     token = _UPDATE_KEY.set(key)
     try:
         yield
@@ -33,10 +38,13 @@ class Applied(NamedTuple):
     Attributes:
       params: the new parameters.
       applied: whether the step was applied: True, or a boolean scalar.
-      global_step: the number of updates applied; None if the caller gave no `global_step`.
-      grads: the aggregated gradients, with None for a parameter without one; None as a whole if not known.
+      global_step: the number of updates applied; None if the caller gave no
+        `global_step`.
+      grads: the aggregated gradients, with None for a parameter without one; None as a
+        whole if not known.
       new_params: the new parameters again, whole or sharded as `grads` are.
-      partition: the partition that `grads` and `new_params` are this replica's shards of; None if they are whole.
+      partition: the partition that `grads` and `new_params` are this replica's shards
+        of; None if they are whole.
     """
 
     params: trees.Params
@@ -55,14 +63,17 @@ class Step:
 
         Args:
           rules: the outermost rule, then all rules that it holds.
-          duties: pairs of a rule and the name of its phase ('aggregate' or 'vote') that each step must call.
+          duties: pairs of a rule and the name of its phase ('aggregate' or 'vote') that
+            each step must call.
         """
         self._rule = rules[0]
         self._rules = rules
         self._duties = duties
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
-        """Aggregates, votes and updates; on global arrays in shards, if a rule returns a partition."""
+        """Aggregates, votes and updates; on global arrays in shards, if a rule returns
+        a partition.
+        """
         before = skips.current_state()
         partition = self._partition(params)
         if partition is None:
@@ -74,13 +85,17 @@ class Step:
         return done
 
     def _check_equal(self, before: skips.State, done: Applied) -> None:
-        """Raises UserError if `vmap_replicas` maps the replicas and the step depends on a replica's own values."""
+        """Raises UserError if `vmap_replicas` maps the replicas and the step depends on
+        a replica's own values.
+        """
         arrays = {}
         if done.applied is not True:
             arrays["its vote"] = done.applied
         arrays |= {repr(path): x for path, x in trees.present(done.params).items()}
         modules = {rule.module_name for rule in self._rules}
-        for key, (_, x) in skips.merge_writes(before, skips.current_state(), {}).items():
+        for key, (_, x) in skips.merge_writes(
+            before, skips.current_state(), {}
+        ).items():
             module, name = key
             # Each slice keeps its own rounding errors.
             if module in modules and not name.startswith(f"{layouts_lib.ERROR}/"):
@@ -105,19 +120,29 @@ class Step:
     def _on_whole(
         self, grads: trees.Gradients, params: trees.Params
     ) -> tuple[Any, trees.Gradients, trees.Params]:
-        """Returns whether the step is applied, the aggregated gradients and the new parameters."""
+        """Returns whether the step is applied, the aggregated gradients and the new
+        parameters.
+        """
         grads, applied = _with_own_keys(self._decide)(grads)
         self._settle(applied)
         update = _with_own_keys(self._update, _UPDATE_KEY.get())
         if applied is True or hk.running_init():
             return applied, grads, update(grads, params)
-        return applied, grads, hk.cond(applied, update, lambda _, old: old, grads, params)
+        return (
+            applied,
+            grads,
+            hk.cond(applied, update, lambda _, old: old, grads, params),
+        )
 
     def _on_shards(
         self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
     ) -> Applied:
-        """Does the same on global arrays, whose shards lie on the replicas; XLA partitions what the rules compute."""
-        lie: Callable[..., Any] = lambda layout, x: replica_map.lying(x, partition.spec(layout))
+        """Does the same on global arrays, whose shards lie on the replicas; XLA
+        partitions what the rules compute.
+        """
+        lie: Callable[..., Any] = lambda layout, x: replica_map.lying(
+            x, partition.spec(layout)
+        )
         trained = trees.present(grads)
         old = trees.leaves_by_path(params)
         moved = partition.map(lie, {path: old[path] for path in trained})
@@ -127,7 +152,8 @@ class Step:
         before = skips.current_state()
         update = _with_own_keys(self._update, _UPDATE_KEY.get())
         updated = trees.leaves_by_path(update(grads, trees.replace(params, moved)))
-        # The update may contain collectives, so it always runs, and a skipped step selects the old values.
+        # The update may contain collectives, so it always runs, and a skipped step
+        # selects the old values.
         new = {}
         for path in trained:
             new[path] = skips.select(applied, updated[path], moved[path])
@@ -135,10 +161,14 @@ class Step:
         skips.restore_unless_applied(applied, written)
         new = partition.map(lie, new)
         whole = trees.replace(params, partition.gather_global(new))
-        return Applied(whole, applied, None, grads, trees.rebuild(params, new), partition)
+        return Applied(
+            whole, applied, None, grads, trees.rebuild(params, new), partition
+        )
 
     def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
-        """Runs the first two phases: returns the aggregated gradients, and whether to apply them."""
+        """Runs the first two phases: returns the aggregated gradients, and whether to
+        apply them.
+        """
         before = skips.current_state()
         with self._all_reached():
             grads = self._rule.aggregate(grads)
@@ -149,7 +179,9 @@ class Step:
         return grads, applied
 
     def _update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Returns the rule's new parameters, once it is known that they can take the place of the old ones."""
+        """Returns the rule's new parameters, once it is known that they can take the
+        place of the old ones.
+        """
         new = self._rule.update(grads, params)
         _check_updated(self._rule, params, new)
         return new
@@ -160,7 +192,9 @@ class Step:
 
     @contextlib.contextmanager
     def _all_reached(self) -> Iterator[None]:
-        """Raises ValueError on exit unless each rule in `duties` has had its phase called meanwhile."""
+        """Raises ValueError on exit unless each rule in `duties` has had its phase
+        called meanwhile.
+        """
         reached: set[tuple[int, str]] = set()
 
         def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -191,7 +225,9 @@ def _check_vote(rule: Any, applied: Any) -> None:
 
 
 def _check_updated(rule: Any, old: trees.Params, new: Any) -> None:
-    """Raises UserError unless an update returns arrays of the paths, shapes and types of the parameters."""
+    """Raises UserError unless an update returns arrays of the paths, shapes and types
+    of the parameters.
+    """
     wanted, given = trees.leaves_by_path(old), trees.leaves_by_path(new)
     for path in sorted(wanted.keys() | given.keys()):
         if given.get(path) is None:
@@ -214,8 +250,11 @@ def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
     return jnp.shape(x), jnp.result_type(x)
 
 
-def _with_own_keys(f: Callable[..., Any], given: jax.Array | None = None) -> Callable[..., Any]:
-    """The function with a separate stream of random keys, so the number that it draws does not affect later keys.
+def _with_own_keys(
+    f: Callable[..., Any], given: jax.Array | None = None
+) -> Callable[..., Any]:
+    """The function with a separate stream of random keys, so the number that it draws
+    does not affect later keys.
 
     Args:
       f: the function.

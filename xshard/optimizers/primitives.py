@@ -1,11 +1,14 @@
-"""The equations of a program: what they call, the axes of their collectives, and their evaluation one by one."""
+"""The equations of a program: what they call, the axes of their collectives, and their
+evaluation one by one.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from xshard import jax_internals
 
-# Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has no closed_call.
+# Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has
+# no closed_call.
 CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -31,7 +34,9 @@ def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
 
 
 def mapped_axes(eqn: Any) -> list[str]:
-    """The mapped axes of a collective. Other equations may have dimension numbers there, which are left out."""
+    """The mapped axes of a collective. Other equations may have dimension numbers
+    there, which are left out.
+    """
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     if not isinstance(axes, tuple | list):
         axes = [axes]
@@ -43,14 +48,20 @@ def evaluate(
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Evaluates a program, where each equation's results are `of_equation(eqn, operands)`.
+    """Evaluates a program, where each equation's results are `of_equation(eqn,
+    operands)`.
 
-    An argument that the program returns unchanged is the same object in the results. What `of_equation` traces keeps the
-    equation's line in the user's code, which the replay of a step names.
+    An argument that the program returns unchanged is the same object in the results.
+    What `of_equation` traces keeps the equation's line in the user's code, which the
+    replay of a step names.
     """
     jaxpr = program.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, jax_internals.Literal) else env[atom]
+    env = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True)
+    )
+    read = lambda atom: (
+        atom.val if isinstance(atom, jax_internals.Literal) else env[atom]
+    )
     for eqn in jaxpr.eqns:
         with jax_internals.at_line_of(eqn):
             results = of_equation(eqn, [read(atom) for atom in eqn.invars])

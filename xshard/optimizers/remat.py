@@ -1,6 +1,8 @@
-"""A network's own `jax.checkpoint` regions, preserved inside another `jax.checkpoint` with a different policy.
+"""A network's own `jax.checkpoint` regions, preserved inside another `jax.checkpoint`
+with a different policy.
 
-For nested `jax.checkpoint` calls, JAX applies the outer policy to both. This module keeps the inner one in force.
+For nested `jax.checkpoint` calls, JAX applies the outer policy to both. This module
+keeps the inner one in force.
 """
 
 import functools
@@ -15,12 +17,18 @@ from xshard.optimizers import dependence, primitives
 
 
 def is_in(jaxpr: jax_internals.Jaxpr) -> bool:
-    """Returns whether a program contains a `jax.checkpoint`, which recomputes values for the backward pass."""
-    return any(eqn.primitive.name == "remat2" for eqn in primitives.all_equations(jaxpr))
+    """Returns whether a program contains a `jax.checkpoint`, which recomputes values
+    for the backward pass.
+    """
+    return any(
+        eqn.primitive.name == "remat2" for eqn in primitives.all_equations(jaxpr)
+    )
 
 
 def run(program: jax_internals.ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluates a program so that its `jax.checkpoint` regions keep their policies inside another one."""
+    """Evaluates a program so that its `jax.checkpoint` regions keep their policies
+    inside another one.
+    """
     return primitives.evaluate(program, args, _results)
 
 
@@ -40,14 +48,18 @@ def _results(eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _computed_again(params: Any) -> Any:
-    """The function of a `jax.checkpoint`, as a custom_vjp that saves only its arguments under any outer policy."""
+    """The function of a `jax.checkpoint`, as a custom_vjp that saves only its arguments
+    under any outer policy.
+    """
     function = jax_internals.as_function(jax_internals.closed(params["jaxpr"]))
     again = jax.checkpoint(function, policy=params["policy"])
 
     def backward(inputs: Any, grads: Any) -> tuple[Any, ...]:
         reached = dependence.DependenceTracker()
         named = {str(i): x for i, x in enumerate(inputs)}
-        floating = [path for path, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
+        floating = [
+            path for path, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
 
         def watched(*xs: Any) -> Any:
             noted = reached.watch(dict(zip(named, xs, strict=True)), floating)

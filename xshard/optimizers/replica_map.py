@@ -1,12 +1,15 @@
-"""A function of one replica, mapped over the replicas of a mesh by `jax.vmap`, so that its sums are global arrays.
+"""A function of one replica, mapped over the replicas of a mesh by `jax.vmap`, so that
+its sums are global arrays.
 
-Under `jax.shard_map` every value of a function belongs to one replica, also the sum of the gradients and all that a rule
-computes from it. Under `jax.vmap` only what differs between replicas is mapped. What a collective such as `jax.lax.psum`
-returns is an ordinary array, which XLA partitions over the devices as its sharding says. So a rule needs no code of its
-own to update arrays in shards.
+Under `jax.shard_map` every value of a function belongs to one replica, also the sum of
+the gradients and all that a rule computes from it. Under `jax.vmap` only what differs
+between replicas is mapped. What a collective such as `jax.lax.psum` returns is an
+ordinary array, which XLA partitions over the devices as its sharding says. So a rule
+needs no code of its own to update arrays in shards.
 
-Some computation still belongs on each replica: XLA does not partition the gradient of a mapped convolution, and a sum
-should be scattered rather than made whole. `per_replica` calls such parts in a `jax.shard_map`.
+Some computation still belongs on each replica: XLA does not partition the gradient of a
+mapped convolution, and a sum should be scattered rather than made whole. `per_replica`
+calls such parts in a `jax.shard_map`.
 """
 
 import contextlib
@@ -31,7 +34,8 @@ class _Replicas(NamedTuple):
 
     Attributes:
       mesh: the mesh.
-      axes: the mapped axes, outermost first; all other axes of the mesh are left to XLA's partitioner.
+      axes: the mapped axes, outermost first; all other axes of the mesh are left to
+        XLA's partitioner.
     """
 
     mesh: jax.sharding.Mesh
@@ -46,16 +50,21 @@ class _Replicas(NamedTuple):
     def inside(self) -> jax.sharding.AbstractMesh:
         """The mesh as it is within that `jax.shard_map`."""
         manual = jax.sharding.AxisType.Manual
-        return self.mesh.abstract_mesh.update_axis_types(dict.fromkeys(self.manual, manual))
+        return self.mesh.abstract_mesh.update_axis_types(
+            dict.fromkeys(self.manual, manual)
+        )
 
     @property
     def long(self) -> tuple[str, ...]:
-        """The mapped axes of a size above 1. Along the others nothing is mapped, which traces and compiles faster."""
+        """The mapped axes of a size above 1. Along the others nothing is mapped, which
+        traces and compiles faster.
+        """
         return tuple(axis for axis in self.axes if self.mesh.shape[axis] > 1)
 
 
-# The replicas that the function being traced is mapped over, or None. A user context, so that JAX's caches never reuse
-# the trace of a jitted function from one value for another.
+# The replicas that the function being traced is mapped over, or None. A user context,
+# so that JAX's caches never reuse the trace of a jitted function from one value for
+# another.
 _MAPPED_OVER = jax.make_user_context(None)
 
 
@@ -65,12 +74,16 @@ def _current() -> _Replicas | None:
 
 
 def not_mapped() -> contextlib.AbstractContextManager[None]:
-    """Traces a function of one replica in its body, where `vmap_replicas` maps the replicas."""
+    """Traces a function of one replica in its body, where `vmap_replicas` maps the
+    replicas.
+    """
     return _MAPPED_OVER(None)
 
 
 def is_current() -> bool:
-    """Returns whether the function being traced is mapped by `vmap_replicas`, so that its sums are global arrays."""
+    """Returns whether the function being traced is mapped by `vmap_replicas`, so that
+    its sums are global arrays.
+    """
     return _current() is not None
 
 
@@ -82,17 +95,22 @@ def vmap_replicas(
     out_specs: Any,
     axis_names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """Maps a function over the replicas of a mesh, as `jax.shard_map` does, but by `jax.vmap`.
+    """Maps a function over the replicas of a mesh, as `jax.shard_map` does, but by
+    `jax.vmap`.
 
-    The function sees its part of each argument whose spec names mapped axes, and the whole of any other argument. A
-    result whose spec does not name an axis must be equal along it, as far as JAX can tell, and is whole.
+    The function sees its part of each argument whose spec names mapped axes, and the
+    whole of any other argument. A result whose spec does not name an axis must be equal
+    along it, as far as JAX can tell, and is whole.
 
-    Jit it with `in_shardings` and `out_shardings`: they alone decide how whole arrays, such as slots, lie on the devices.
+    Jit it with `in_shardings` and `out_shardings`: they alone decide how whole arrays,
+    such as slots, lie on the devices.
 
     Args:
-      f: a function of one replica. It may use collectives over the mapped axes, without `axis_index_groups`.
+      f: a function of one replica. It may use collectives over the mapped axes, without
+        `axis_index_groups`.
       mesh: the mesh.
-      in_specs: the mapped axes of each argument's dimensions, a prefix of the arguments' tree.
+      in_specs: the mapped axes of each argument's dimensions, a prefix of the
+        arguments' tree.
       out_specs: those of each result's dimensions.
       axis_names: the mapped axes, outermost first; all axes of the mesh by default.
 
@@ -110,20 +128,24 @@ def vmap_replicas(
     >>> print(total, own)
     [12.] [0. 2. 4. 6.]
     """
-    replicas = _Replicas(mesh, tuple(mesh.axis_names if axis_names is None else axis_names))
+    replicas = _Replicas(
+        mesh, tuple(mesh.axis_names if axis_names is None else axis_names)
+    )
 
     def of_all(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         leaves = list(map(jnp.asarray, leaves))
         specs = _leaf_specs(in_specs, args)
-        divided = [_divide(replicas, spec, x) for spec, x in zip(specs, leaves, strict=True)]
+        divided = [
+            _divide(replicas, spec, x) for spec, x in zip(specs, leaves, strict=True)
+        ]
 
         def of_replica(divided: list[Any]) -> Any:
             return f(*jax.tree.unflatten(structure, divided))
 
         mapped: Callable[[list[Any]], Any] = of_replica
-        # The axes of size 1 come first, so that no `jax.shard_map` of `per_replica` is within their `jax.vmap`, which would
-        # map its collectives a second time.
+        # The axes of size 1 come first, so that no `jax.shard_map` of `per_replica` is
+        # within their `jax.vmap`, which would map its collectives a second time.
         for axis in replicas.axes:
             if axis not in replicas.long:
                 mapped = _bind_name(mapped, axis)
@@ -137,14 +159,19 @@ def vmap_replicas(
                 axis_size=mesh.shape[axis],
                 spmd_axis_name=axis,
             )
-        # Traced without the arguments' meshes: JAX does not let a program that was traced for arrays on a mesh run on
-        # one replica's part of them, as `per_replica` does.
+        # Traced without the arguments' meshes: JAX does not let a program that was
+        # traced for arrays on a mesh run on one replica's part of them, as
+        # `per_replica` does.
         shapes = [_shape_of(x, x.shape) for x in divided]
         with _MAPPED_OVER(replicas):
-            program, returned = _explained(jax.make_jaxpr(mapped, return_shape=True))(shapes)
+            program, returned = _explained(jax.make_jaxpr(mapped, return_shape=True))(
+                shapes
+            )
         results = jax_internals.as_function(program)(*divided)
         specs = _leaf_specs(out_specs, returned)
-        joined = [_join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)]
+        joined = [
+            _join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(returned), joined)
 
     return of_all
@@ -153,22 +180,29 @@ def vmap_replicas(
 def per_replica(
     f: Callable[..., Any], *, in_specs: Any = _WHOLE, out_specs: Any = _WHOLE
 ) -> Callable[..., Any]:
-    """Returns a function that each replica calls by itself where `vmap_replicas` maps the replicas; elsewhere it is as it was.
+    """Returns a function that each replica calls by itself where `vmap_replicas` maps
+    the replicas; elsewhere it is as it was.
 
-    A run maps its step so where the update is sharded. XLA then computes what `train_step` does for all replicas of a
-    device together. That is slower for some computation: a convolution with weights of a replica's own, the gradient of
-    a convolution with respect to such weights, and a loop or a branch that depends on a replica's own values, of which
-    all replicas take as many rounds as the longest and both sides. The loss of `Learner.update` is called on each replica
-    already; wrap other such code yourself.
+    A run maps its step so where the update is sharded. XLA then computes what
+    `train_step` does for all replicas of a device together. That is slower for some
+    computation: a convolution with weights of a replica's own, the gradient of a
+    convolution with respect to such weights, and a loop or a branch that depends on a
+    replica's own values, of which all replicas take as many rounds as the longest and
+    both sides. The loss of `Learner.update` is called on each replica already; wrap
+    other such code yourself.
 
     Args:
-      f: a function of arrays, which may use collectives over the mapped axes. What it closes over may be arrays, too.
-      in_specs: how whole arguments lie along the mapped axes, a prefix of the arguments' tree. The function gets its
-        replica's shard of them. All others are a replica's own, or whole.
-      out_specs: the same for results, a prefix of their tree, or a function from the results' shapes to that.
+      f: a function of arrays, which may use collectives over the mapped axes. What it
+        closes over may be arrays, too.
+      in_specs: how whole arguments lie along the mapped axes, a prefix of the
+        arguments' tree. The function gets its replica's shard of them. All others are a
+        replica's own, or whole.
+      out_specs: the same for results, a prefix of their tree, or a function from the
+        results' shapes to that.
 
     Returns:
-      A function with the same arguments and results. What `f` makes equal on all replicas is whole.
+      A function with the same arguments and results. What `f` makes equal on all
+      replicas is whole.
 
     >>> @xshard.per_replica
     ... def step(x):
@@ -189,7 +223,9 @@ def per_replica(
         specs = _leaf_specs(in_specs, args) + _leaf_specs(_WHOLE, kwargs)
         shards = []
         for spec, x in zip(specs, leaves, strict=True):
-            shape = _scaled(x.shape, spec, lambda size, axis: size // replicas.mesh.shape[axis])
+            shape = _scaled(
+                x.shape, spec, lambda size, axis: size // replicas.mesh.shape[axis]
+            )
             shards.append(_shape_of(x, shape))
 
         def of_leaves(leaves: Sequence[Any]) -> Any:
@@ -197,7 +233,8 @@ def per_replica(
             return f(*args, **kwargs)
 
         trace = jax.make_jaxpr(of_leaves, return_shape=True)
-        # As within the `jax.shard_map` that calls it: a collective may ask which axes are left to XLA.
+        # As within the `jax.shard_map` that calls it: a collective may ask which axes
+        # are left to XLA.
         with not_mapped(), jax.sharding.use_abstract_mesh(replicas.inside):
             program, returned = trace(shards)
         # What `f` closes over may be mapped, too, so it becomes an argument.
@@ -210,19 +247,24 @@ def per_replica(
             [_WHOLE] * (len(constants) + 1) + specs,
             _leaf_specs(of_results, returned),
         )
-        # The replica's number differs along all axes, so that each of them calls the rule below.
+        # The replica's number differs along all axes, so that each of them calls the
+        # rule below.
         number = lax.axis_index(replicas.long) if replicas.long else jnp.int32(0)
-        results = island.call([], [()] * len(program.out_avals))(number, *constants, *leaves)
+        results = island.call([], [()] * len(program.out_avals))(
+            number, *constants, *leaves
+        )
         return jax.tree.unflatten(jax.tree.structure(returned), results)
 
     return call
 
 
 class _Island:
-    """A program of one replica that is called in a `jax.shard_map` within a function that `jax.vmap` maps.
+    """A program of one replica that is called in a `jax.shard_map` within a function
+    that `jax.vmap` maps.
 
-    The axes are mapped one by one, the innermost first. The rule of each records which arguments it maps, and hands on to
-    the next axis. The last one calls `jax.shard_map`.
+    The axes are mapped one by one, the innermost first. The rule of each records which
+    arguments it maps, and hands on to the next axis. The last one calls
+    `jax.shard_map`.
     """
 
     def __init__(
@@ -232,7 +274,9 @@ class _Island:
         in_specs: list[jax.P],
         out_specs: list[jax.P],
     ):
-        """Stores a program, and how its arguments, after the replica's number, and its results lie along the axes."""
+        """Stores a program, and how its arguments, after the replica's number, and its
+        results lie along the axes.
+        """
         self._replicas = replicas
         self._program = program
         self._in_specs = in_specs
@@ -244,12 +288,14 @@ class _Island:
         """Returns the function of all replicas along the innermost axes.
 
         Args:
-          mapped: for each of these axes, the innermost first, which arguments have a leading dimension along it.
+          mapped: for each of these axes, the innermost first, which arguments have a
+            leading dimension along it.
           along: for each result, along which of these axes it has one.
         """
         long = self._replicas.long
         if not long:
-            # Hidden from the `jax.vmap` of an axis of size 1, which would map the collectives once more.
+            # Hidden from the `jax.vmap` of an axis of size 1, which would map the
+            # collectives once more.
             return jax.custom_batching.sequential_vmap(self._on_devices(mapped, along))
         if len(mapped) == len(long):
             return self._on_devices(mapped, along)
@@ -259,26 +305,35 @@ class _Island:
             del leaves
             return self._empty_results(along)
 
-        # `custom_vmap` takes the results' shapes from this function, which never runs: the number is always mapped.
+        # `custom_vmap` takes the results' shapes from this function, which never runs:
+        # the number is always mapped.
         mappable = jax.custom_batching.custom_vmap(shapes_only)
 
         @mappable.def_vmap
-        def rule(size: int, is_mapped: Sequence[bool], *leaves: Any) -> tuple[list[Any], Any]:
+        def rule(
+            size: int, is_mapped: Sequence[bool], *leaves: Any
+        ) -> tuple[list[Any], Any]:
             del size
             now = [*mapped, list(is_mapped)]
             now_along = self._mapped_along(now)
-            return self.call(now, now_along)(*leaves), [axis in axes for axes in now_along]
+            return self.call(now, now_along)(*leaves), [
+                axis in axes for axes in now_along
+            ]
 
         return mappable
 
     def _mapped_along(self, mapped: Sequence[Sequence[bool]]) -> list[tuple[str, ...]]:
-        """The axes along which each result is mapped: where it differs, unless its spec says how its shards lie."""
+        """The axes along which each result is mapped: where it differs, unless its spec
+        says how its shards lie.
+        """
         long = self._replicas.long
         inner = long[len(long) - len(mapped) :]
         noted = []
         for index, spec in enumerate(self._in_specs[1:], 1):
             axes = [
-                axis for axis, flags in zip(reversed(inner), mapped, strict=True) if flags[index]
+                axis
+                for axis, flags in zip(reversed(inner), mapped, strict=True)
+                if flags[index]
             ]
             noted.append(frozenset([*axes, *mesh.axes_of(spec)]))
         every = frozenset(self._replicas.axes)
@@ -292,7 +347,9 @@ class _Island:
     def _empty_results(self, along: Sequence[tuple[str, ...]]) -> list[Any]:
         sizes = self._replicas.mesh.shape
         results = []
-        for aval, spec, axes in zip(self._program.out_avals, self._out_specs, along, strict=True):
+        for aval, spec, axes in zip(
+            self._program.out_avals, self._out_specs, along, strict=True
+        ):
             shape = _scaled(aval.shape, spec, lambda size, axis: size * sizes[axis])
             shape = (*(sizes[axis] for axis in axes), *shape)
             results.append(jnp.zeros(shape, aval.dtype))
@@ -309,7 +366,10 @@ class _Island:
             axes = tuple(axis for axis in long if flags[axis][index])
             leading.append(axes)
             in_specs.append(jax.P(*axes, *spec))
-        out_specs = [jax.P(*axes, *spec) for axes, spec in zip(along, self._out_specs, strict=True)]
+        out_specs = [
+            jax.P(*axes, *spec)
+            for axes, spec in zip(along, self._out_specs, strict=True)
+        ]
 
         def on_replica(*leaves: Any) -> list[Any]:
             own = []
@@ -329,19 +389,24 @@ class _Island:
             out_specs=out_specs,
             check_vma=False,
         )
-        return lambda *leaves: list(map(jax_internals.without_mesh, on_devices(*leaves)))
+        return lambda *leaves: list(
+            map(jax_internals.without_mesh, on_devices(*leaves))
+        )
 
 
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
-    """The same tree, declared equal on all replicas of a group where the program does not show that it is.
+    """The same tree, declared equal on all replicas of a group where the program does
+    not show that it is.
 
-    Use it for the result of a custom computation that makes values equal, or of a gather in steps among some replicas
-    at a time. The declaration is not proved: a run compares fingerprints of the replicas' state every
-    `fingerprint_every_steps` steps and before each save, and stops or rolls back if copies differ.
+    Use it for the result of a custom computation that makes values equal, or of a
+    gather in steps among some replicas at a time. The declaration is not proved: a run
+    compares fingerprints of the replicas' state every `fingerprint_every_steps` steps
+    and before each save, and stops or rolls back if copies differ.
 
     Args:
       tree: arrays.
-      given: arrays that the tree depends on. If these differ between replicas, so does the tree.
+      given: arrays that the tree depends on. If these differ between replicas, so does
+        the tree.
     """
     if not is_current():
         return varying.marked(varying.EQUAL, tree, given)
@@ -350,7 +415,8 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
 
 
 def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
-    """Raises an error if an array is a replica's own, where `vmap_replicas` maps the replicas; elsewhere does nothing.
+    """Raises an error if an array is a replica's own, where `vmap_replicas` maps the
+    replicas; elsewhere does nothing.
 
     Args:
       arrays: the arrays, by name.
@@ -366,8 +432,12 @@ def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) ->
     _resolved(refuse, list(arrays.values()))
 
 
-def _resolved(resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any]) -> list[Any]:
-    """The arrays, of which those that are mapped along replicas are replaced by what `resolve(index, all copies)` returns."""
+def _resolved(
+    resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any]
+) -> list[Any]:
+    """The arrays, of which those that are mapped along replicas are replaced by what
+    `resolve(index, all copies)` returns.
+    """
     replicas = _current()
     assert replicas is not None
     long = replicas.long
@@ -378,10 +448,14 @@ def _resolved(resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any])
             return lambda number, *leaves: list(leaves)
 
         @mappable.def_vmap
-        def rule(size: int, is_mapped: Sequence[bool], number: Any, *leaves: Any) -> Any:
+        def rule(
+            size: int, is_mapped: Sequence[bool], number: Any, *leaves: Any
+        ) -> Any:
             del size
             equal = []
-            for index, (x, is_own) in enumerate(zip(leaves, is_mapped[1:], strict=True)):
+            for index, (x, is_own) in enumerate(
+                zip(leaves, is_mapped[1:], strict=True)
+            ):
                 equal.append(resolve(index, x) if is_own else x)
             return call(depth + 1)(number, *equal), [False] * len(equal)
 
@@ -392,7 +466,9 @@ def _resolved(resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any])
 
 
 def lying(x: jax.Array, spec: jax.P) -> jax.Array:
-    """A whole array of a function that `vmap_replicas` maps, which lies on the devices by a spec."""
+    """A whole array of a function that `vmap_replicas` maps, which lies on the devices
+    by a spec.
+    """
     replicas = _current()
     assert replicas is not None
     place = jax.NamedSharding(replicas.mesh, spec)
@@ -400,7 +476,9 @@ def lying(x: jax.Array, spec: jax.P) -> jax.Array:
 
 
 def _explained(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which adds a remedy to JAX's error about collectives that it cannot map."""
+    """The function, which adds a remedy to JAX's error about collectives that it cannot
+    map.
+    """
 
     def call(*args: Any) -> Any:
         try:
@@ -439,8 +517,12 @@ def _first_if_along(axis: str, spec: jax.P) -> int | None:
     return 0 if axis in mesh.axes_of(spec) else None
 
 
-def _scaled(shape: Sequence[int], spec: jax.P, scale: Callable[[int, str], int]) -> tuple[int, ...]:
-    """A shape with the size of each dimension changed for each mesh axis that it lies along."""
+def _scaled(
+    shape: Sequence[int], spec: jax.P, scale: Callable[[int, str], int]
+) -> tuple[int, ...]:
+    """A shape with the size of each dimension changed for each mesh axis that it lies
+    along.
+    """
     sizes = list(shape)
     for dim, entry in enumerate(spec):
         for axis in mesh.axes_of([entry]):
@@ -450,11 +532,16 @@ def _scaled(shape: Sequence[int], spec: jax.P, scale: Callable[[int, str], int])
 
 def _axes_by_dim(replicas: _Replicas, spec: jax.P) -> list[list[str]]:
     """For each dimension, the mapped axes of a size above 1 that it lies along."""
-    return [[axis for axis in mesh.axes_of([entry]) if axis in replicas.long] for entry in spec]
+    return [
+        [axis for axis in mesh.axes_of([entry]) if axis in replicas.long]
+        for entry in spec
+    ]
 
 
 def _divide(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
-    """Divides dimensions among replicas: each mapped axis becomes a leading dimension, the outermost first."""
+    """Divides dimensions among replicas: each mapped axis becomes a leading dimension,
+    the outermost first.
+    """
     sizes = replicas.mesh.shape
     shape: list[int] = []
     place = {}

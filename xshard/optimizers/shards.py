@@ -1,7 +1,7 @@
 """The shards of arrays that replicas hold, and the collectives between replicas.
 
-Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020,
-https://arxiv.org/abs/2004.13336.
+Source: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+Training", 2020, https://arxiv.org/abs/2004.13336.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ _AS_IT_IS = (None, "float32")
 
 
 class Partition:
-    """The shards of the leaves of a tree, one for each replica of a group, and the collectives on them.
+    """The shards of the leaves of a tree, one for each replica of a group, and the
+    collectives on them.
 
     Attributes:
       count: the number of shards.
@@ -45,7 +46,8 @@ class Partition:
           layouts: the layout of each leaf, by path.
           count: the number of replicas.
           axis_name: the mapped axis of the replicas.
-          scatter_steps: sizes whose product is `count`, to scatter in one step for each size.
+          scatter_steps: sizes whose product is `count`, to scatter in one step for each
+            size.
           gather_steps: the same, to gather.
         """
         self.layouts = layouts
@@ -55,7 +57,9 @@ class Partition:
         self._gathers = self._in_steps(gather_steps)
 
     def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """The axis arguments of the collective of each step, between replicas that differ in one digit of `sizes`."""
+        """The axis arguments of the collective of each step, between replicas that
+        differ in one digit of `sizes`.
+        """
         if not sizes and isinstance(sizes, Sequence):
             return [self._axis]
         if not _factorize(sizes, self.count):
@@ -63,7 +67,10 @@ class Partition:
                 "scatter_steps and gather_steps must be sizes whose product is the number of replicas, "
                 f"{self.count}; received {sizes!r}."
             )
-        return [{**self._axis, "axis_index_groups": groups} for groups in mesh.step_groups(sizes)]
+        return [
+            {**self._axis, "axis_index_groups": groups}
+            for groups in mesh.step_groups(sizes)
+        ]
 
     def map(self, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """Applies `f(layout, leaf, ...)` to the leaves; None leaves stay."""
@@ -74,15 +81,20 @@ class Partition:
             return f(self.layouts[trees.path_name(path)], x, *more)
 
         is_none = lambda x: x is None
-        return jax.tree_util.tree_map_with_path(with_layout, tree, *rest, is_leaf=is_none)
+        return jax.tree_util.tree_map_with_path(
+            with_layout, tree, *rest, is_leaf=is_none
+        )
 
-    def scatter(self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """This replica's shard of the sum over the replicas, or the whole sum if the leaf is not sharded.
+    def scatter(
+        self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None
+    ) -> jax.Array:
+        """This replica's shard of the sum over the replicas, or the whole sum if the
+        leaf is not sharded.
 
         Args:
           layout: the leaf's layout.
-          x: each replica's own whole array. A shard, the gradient of a parameter held in shards, is already summed
-            and is returned as it is.
+          x: each replica's own whole array. A shard, the gradient of a parameter held
+            in shards, is already summed and is returned as it is.
           dtype: the type to sum in, instead of x's. The result has x's type.
         """
         if self.count == 1 or layout.is_param_shard(x):
@@ -96,21 +108,32 @@ class Partition:
             x = _in_place(scatter, layout)(x)
         return x
 
-    def gather(self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None) -> jax.Array:
-        """Gathers the shards of all replicas into the whole array, sent in `dtype` if it is given."""
+    def gather(
+        self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None
+    ) -> jax.Array:
+        """Gathers the shards of all replicas into the whole array, sent in `dtype` if
+        it is given.
+        """
         if self.count == 1 or layout.dim is None:
             return shard
         x = shard
         if dtype not in _AS_IT_IS:
             x = shard.astype(dtype)
-        # In reverse, so that each step joins the shards that the same step of a scatter divides.
+        # In reverse, so that each step joins the shards that the same step of a scatter
+        # divides.
         for step in reversed(self._gathers):
-            gather = functools.partial(lax.all_gather, axis=layout.dim, tiled=True, **step)
+            gather = functools.partial(
+                lax.all_gather, axis=layout.dim, tiled=True, **step
+            )
             x = _in_place(gather, layout)(x)
         return x.astype(shard.dtype)
 
-    def holds_for_all(self, test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
-        """Returns whether a test holds for all elements of global arrays; see the function of this name."""
+    def holds_for_all(
+        self, test: Callable[[jax.Array], jax.Array], arrays: Any
+    ) -> jax.Array:
+        """Returns whether a test holds for all elements of global arrays; see the
+        function of this name.
+        """
         sharded, specs, whole = self._divide(arrays)
 
         def of_replica(shards: list[jax.Array]) -> jax.Array:
@@ -124,7 +147,9 @@ class Partition:
         return held
 
     def gather_global(self, tree: Any) -> Any:
-        """Makes global arrays whole on each replica, but those of parameters that are held in shards."""
+        """Makes global arrays whole on each replica, but those of parameters that are
+        held in shards.
+        """
 
         def is_gathered(layout: layouts_lib.Layout, x: Any) -> bool:
             del x
@@ -149,11 +174,12 @@ class Partition:
         """The sum of the squares of all elements of global arrays, as two summands.
 
         Args:
-          arrays: a tree of whole arrays in a function that `replica_map.vmap_replicas` maps.
+          arrays: a tree of whole arrays in a function that `replica_map.vmap_replicas`
+            maps.
 
         Returns:
-          For the sharded arrays each replica's own number, whose mean over the replicas is their sum of squares; and the sum
-          of squares of the other arrays.
+          For the sharded arrays each replica's own number, whose mean over the replicas
+          is their sum of squares; and the sum of squares of the other arrays.
         """
         sharded, specs, whole = self._divide(arrays)
 
@@ -163,8 +189,12 @@ class Partition:
         share = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
         return share, trees.sum_of_squares(whole)
 
-    def _divide(self, arrays: Any) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:
-        """The sharded arrays of a tree, the specs of these, and the arrays that are whole on each replica."""
+    def _divide(
+        self, arrays: Any
+    ) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:
+        """The sharded arrays of a tree, the specs of these, and the arrays that are
+        whole on each replica.
+        """
         sharded: list[jax.Array] = []
         specs: list[jax.P] = []
         whole: list[jax.Array] = []
@@ -186,7 +216,9 @@ _IN_EFFECT: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def in_effect(partition: Partition) -> Iterator[None]:
-    """Tells the rules that are called in its body how the global arrays lie that they are given."""
+    """Tells the rules that are called in its body how the global arrays lie that they
+    are given.
+    """
     token = _IN_EFFECT.set(partition)
     try:
         yield
@@ -195,10 +227,12 @@ def in_effect(partition: Partition) -> Iterator[None]:
 
 
 def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
-    """Returns whether a test, which reduces an array to a boolean, holds for all arrays of a tree; None leaves do not count.
+    """Returns whether a test, which reduces an array to a boolean, holds for all arrays
+    of a tree; None leaves do not count.
 
-    XLA would reduce each array in shards over the replicas by itself, and on CPUs repeat the conjunction of all results
-    wherever it is used, which takes long to compile for many arrays. So the replicas' own conjunctions are reduced, once.
+    XLA would reduce each array in shards over the replicas by itself, and on CPUs
+    repeat the conjunction of all results wherever it is used, which takes long to
+    compile for many arrays. So the replicas' own conjunctions are reduced, once.
     """
     partition = _IN_EFFECT.get()
     if partition is not None:
@@ -206,7 +240,9 @@ def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Ar
     return _all_hold(test, jax.tree.leaves(arrays))
 
 
-def _all_hold(test: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+def _all_hold(
+    test: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> jax.Array:
     held = jnp.asarray(True)
     for x in arrays:
         held &= test(x)
@@ -216,21 +252,27 @@ def _all_hold(test: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array
 def _in_place(
     f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
 ) -> Callable[[jax.Array], jax.Array]:
-    """Maps `f` over the other mesh axes that the array lies along, so that it acts on each device's part.
+    """Maps `f` over the other mesh axes that the array lies along, so that it acts on
+    each device's part.
 
-    Left to itself, XLA's partitioner makes the array whole on each device before it scatters or gathers it.
+    Left to itself, XLA's partitioner makes the array whole on each device before it
+    scatters or gathers it.
     """
     mapped = jax.sharding.get_abstract_mesh()
     axes = {axis for axis in layout.along if mapped.shape.get(axis, 1) > 1}
     if not axes:
         return f
     spec = jax.P(*layout.along)
-    return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)
+    return jax.shard_map(
+        f, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+    )
 
 
 def _factorize(sizes: Any, count: int) -> bool:
     """Returns whether `sizes` are positive integers whose product is `count`."""
-    if not isinstance(sizes, Sequence) or not all(isinstance(n, int) and n > 0 for n in sizes):
+    if not isinstance(sizes, Sequence) or not all(
+        isinstance(n, int) and n > 0 for n in sizes
+    ):
         return False
     return math.prod(sizes) == count
 
@@ -243,12 +285,14 @@ def summed(
     Args:
       collective: sums an array over the devices.
       x: the array.
-      dtype: the type to sum in; 'float32' and None stand for x's own, which is float32 or wider.
+      dtype: the type to sum in; 'float32' and None stand for x's own, which is float32
+        or wider.
     """
     if dtype in _AS_IT_IS or jnp.dtype(dtype) == x.dtype:
         return collective(x)
-    # Cast explicitly on CPUs: XLA's CPU compiler sums half precision in float32, and aborts the process on such a
-    # sum if shard_map leaves a mesh axis to its partitioner.
+    # Cast explicitly on CPUs: XLA's CPU compiler sums half precision in float32, and
+    # aborts the process on such a sum if shard_map leaves a mesh axis to its
+    # partitioner.
     wide = lambda x: collective(x.astype(jnp.float32)).astype(dtype)
     total = lax.platform_dependent(x.astype(dtype), cpu=wide, default=collective)
     return total.astype(x.dtype)

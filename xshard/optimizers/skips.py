@@ -1,4 +1,6 @@
-"""Skipped steps: how they restore state that was written outside the conditional update."""
+"""Skipped steps: how they restore state that was written outside the conditional
+update.
+"""
 
 import functools
 import types
@@ -13,7 +15,8 @@ from xshard.optimizers import slots
 
 # Arrays of Haiku state, by module and name.
 State = Mapping[tuple[str, str], Any]
-# The state that a loss wrote, by module and name: the array before, and the array that it wrote.
+# The state that a loss wrote, by module and name: the array before, and the array that
+# it wrote.
 Writes = Mapping[tuple[str, str], tuple[Any, Any]]
 NO_WRITES: Writes = types.MappingProxyType({})
 
@@ -22,7 +25,8 @@ class _AnyModule(hk.Module):
     """Reads and writes the state of any module, by its name."""
 
     def __init__(self) -> None:
-        # A name that no other module has: reserving a name in use could change the names of modules created later.
+        # A name that no other module has: reserving a name in use could change the
+        # names of modules created later.
         super().__init__(name=hk.force_name("any_module_of_skips"))
 
     def read(self, module: str) -> dict[str, Any]:
@@ -37,7 +41,9 @@ class _AnyModule(hk.Module):
 
 
 def all_for(*votes: Any) -> Any:
-    """Combines votes on a step. The result stays the constant True if all are, so that the update is unconditional."""
+    """Combines votes on a step. The result stays the constant True if all are, so that
+    the update is unconditional.
+    """
     scalars = [vote for vote in votes if vote is not True]
     return functools.reduce(jnp.logical_and, scalars) if scalars else True
 
@@ -47,7 +53,8 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
 
     Args:
       applied: True, or a boolean scalar.
-      new: the array that the update computed; it may hold any values if the step is not applied.
+      new: the array that the update computed; it may hold any values if the step is not
+        applied.
       old: the array before the step.
     """
     return new if applied is True else jnp.where(applied, new, old)
@@ -55,7 +62,8 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def current_state() -> State:
     """All current state arrays."""
-    # Inside hk.scan and similar loops, `hk.get_current_state` returns the arrays from before the loop.
+    # Inside hk.scan and similar loops, `hk.get_current_state` returns the arrays from
+    # before the loop.
     modules = _AnyModule()
     return {
         (module, name): array
@@ -74,7 +82,11 @@ def by_module(state: State) -> dict[str, dict[str, Any]]:
 
 def by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
     """The inverse of `by_module`."""
-    return {(module, name): x for module, arrays in state.items() for name, x in arrays.items()}
+    return {
+        (module, name): x
+        for module, arrays in state.items()
+        for name, x in arrays.items()
+    }
 
 
 def write(state: State) -> None:
@@ -85,7 +97,8 @@ def write(state: State) -> None:
 
 
 def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
-    """Returns the changes between two states, merged with the changes that other losses made before.
+    """Returns the changes between two states, merged with the changes that other losses
+    made before.
 
     Args:
       before: the state before a loss.
@@ -99,8 +112,9 @@ def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
             continue
         if key in earlier:
             first, last = earlier[key]
-            # Several losses of one step wrote this array in turn, and nothing else wrote it in between. A skipped step
-            # must restore the array from before the first of them.
+            # Several losses of one step wrote this array in turn, and nothing else
+            # wrote it in between. A skipped step must restore the array from before the
+            # first of them.
             if last is old:
                 old = first
         changes[key] = (old, new)
@@ -110,8 +124,8 @@ def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
 def restore_unless_applied(applied: Any, losses: Writes) -> None:
     """Restores the state that losses wrote, if the step is not applied.
 
-    State that something else has overwritten since stays. So does state that was written in another trace,
-    such as in the body of a loop.
+    State that something else has overwritten since stays. So does state that was
+    written in another trace, such as in the body of a loop.
     """
     if applied is True or hk.running_init():
         return

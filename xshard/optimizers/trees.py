@@ -1,4 +1,6 @@
-"""Haiku trees of parameters and gradients: paths, selection, and checks whose errors name the leaf."""
+"""Haiku trees of parameters and gradients: paths, selection, and checks whose errors
+name the leaf.
+"""
 
 import difflib
 import re
@@ -18,12 +20,14 @@ VarList = Sequence[str] | Callable[[str, str], bool] | None
 def widen(x: Any) -> jax.Array:
     """`x` in float32 if its type is narrower, so that scaling and summing lose nothing."""
     x = jnp.asarray(x)
-    # Decided by size: bfloat16, float16 and all 8-bit types are narrower. float64 and complex types stay.
+    # Decided by size: bfloat16, float16 and all 8-bit types are narrower. float64 and
+    # complex types stay.
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 def strong(x: Any, dtype: Any = None) -> jax.Array:
-    """An array with a strong type, `dtype` or its own. A weak type, as a Python number has, adapts to other operands.
+    """An array with a strong type, `dtype` or its own. A weak type, as a Python number
+    has, adapts to other operands.
 
     A weakly typed state would make jit compile the second step again.
     """
@@ -51,11 +55,14 @@ def endings(path: str) -> list[str]:
 
 
 def plain(tree: Any) -> Any:
-    """The tree with a dict for each mapping. JAX may not know the keys of others, such as Haiku's FlatMap."""
+    """The tree with a dict for each mapping. JAX may not know the keys of others, such
+    as Haiku's FlatMap.
+    """
     if isinstance(tree, Mapping):
         return {key: plain(node) for key, node in tree.items()}
     is_mapping = lambda node: isinstance(node, Mapping)
-    # None stays a leaf. Mappings inside other containers, such as a list, also become dicts.
+    # None stays a leaf. Mappings inside other containers, such as a list, also become
+    # dicts.
     return jax.tree.map(
         lambda node: plain(node) if is_mapping(node) else node,
         tree,
@@ -69,14 +76,21 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def present(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree that are not None, such as the gradients of trained parameters, by their paths."""
-    return {path: leaf for path, leaf in leaves_by_path(tree).items() if leaf is not None}
+    """The leaves of a tree that are not None, such as the gradients of trained
+    parameters, by their paths.
+    """
+    return {
+        path: leaf for path, leaf in leaves_by_path(tree).items() if leaf is not None
+    }
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree with the structure of `tree` and the given leaves, by path; None where no leaf is given."""
+    """A tree with the structure of `tree` and the given leaves, by path; None where no
+    leaf is given.
+    """
     old, structure = jax.tree.flatten(tree, is_leaf=_is_absent)
-    # Another kind of mapping may order its leaves differently from a dict. Numbering the leaves finds their places.
+    # Another kind of mapping may order its leaves differently from a dict. Numbering
+    # the leaves finds their places.
     places = leaves_by_path(jax.tree.unflatten(structure, range(len(old))))
     new: list[Any] = [None] * len(old)
     for path, place in places.items():
@@ -85,7 +99,9 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree, with each given leaf that is not None in place of its own leaf of that path."""
+    """The tree, with each given leaf that is not None in place of its own leaf of that
+    path.
+    """
     new = leaves_by_path(tree)
     for path, leaf in leaves.items():
         if leaf is not None:
@@ -96,15 +112,18 @@ def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
 def after(x: jax.Array, tree: Any) -> Any:
     """The tree, made to depend on `x`, so that it is not computed before `x` is.
 
-    XLA for CPUs dropped an `optimization_barrier` before it decided which buffers to copy (jaxlib 0.10.2), so this adds a
-    data dependence instead. `x` must have a finite sum, or the result is zeros. XLA does not know that the sum is finite.
+    XLA for CPUs dropped an `optimization_barrier` before it decided which buffers to
+    copy (jaxlib 0.10.2), so this adds a data dependence instead. `x` must have a finite
+    sum, or the result is zeros. XLA does not know that the sum is finite.
     """
     is_there = jnp.isfinite(jnp.sum(x.astype(jnp.float32)))
     return jax.tree.map(lambda y: jnp.where(is_there, y, jnp.zeros_like(y)), tree)
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """The sum of the squares of all elements of all arrays, in float32 or wider. None leaves are ignored."""
+    """The sum of the squares of all elements of all arrays, in float32 or wider. None
+    leaves are ignored.
+    """
     # The magnitude, so that complex elements count as real numbers.
     squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)]
     return sum(squares, start=jnp.zeros((), jnp.float32))
@@ -114,16 +133,19 @@ def as_arrays(params: Params) -> Params:
     """The parameters in dicts, with Python numbers converted to arrays."""
 
     def to_array(x: Any) -> Any:
-        return jnp.asarray(x, jnp.result_type(x)) if isinstance(x, float | complex) else x
+        return (
+            jnp.asarray(x, jnp.result_type(x)) if isinstance(x, float | complex) else x
+        )
 
     return jax.tree.map(to_array, plain(params))
 
 
 def steepest(grads: Gradients, params: Params) -> Gradients:
-    """The directions of steepest ascent, in dicts: the gradients, with complex ones conjugated.
+    """The directions of steepest ascent, in dicts: the gradients, with complex ones
+    conjugated.
 
-    `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including optax's, descend along
-    dL/dx + i dL/dy.
+    `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including
+    optax's, descend along dL/dx + i dL/dy.
     """
     directions = leaves_by_path(grads)
     for path, grad in directions.items():
@@ -133,7 +155,9 @@ def steepest(grads: Gradients, params: Params) -> Gradients:
 
 
 def check_params(params: Params) -> None:
-    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays with distinct paths."""
+    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays with
+    distinct paths.
+    """
     if not isinstance(params, Mapping) or not params:
         raise ValueError(
             "params must be a Haiku tree {module: {name: array}} with at least one array; received "
@@ -150,7 +174,9 @@ def check_params(params: Params) -> None:
 
 
 def check_gradients(grads: Gradients, params: Params) -> None:
-    """Raises ValueError unless `grads` has the structure and shapes of `params`; None is allowed."""
+    """Raises ValueError unless `grads` has the structure and shapes of `params`; None
+    is allowed.
+    """
     _check_paths(grads, "gradients")
     wanted = leaves_by_path(params)
     paths = leaves_by_path(grads).keys()
@@ -189,7 +215,8 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
 
     Args:
       params: a Haiku tree.
-      var_list: paths such as 'mlp/linear_0/w', a predicate of module and name, or None for all.
+      var_list: paths such as 'mlp/linear_0/w', a predicate of module and name, or None
+        for all.
     """
     leaves = leaves_by_path(params)
     if var_list is None:
@@ -199,7 +226,8 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
             f"var_list must be a sequence of names or a predicate; received {var_list!r}."
         )
     if callable(var_list):
-        # A module's name may contain slashes, a parameter's does not, so the last slash separates them.
+        # A module's name may contain slashes, a parameter's does not, so the last slash
+        # separates them.
         chosen = set()
         for path in leaves:
             module, _, name = path.rpartition("/")
@@ -214,16 +242,20 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
             f"var_list names {unknown[0]!r}, which is not a parameter; near it: {near}."
         )
     if not chosen:
-        raise ValueError(f"var_list selects none of {sorted(leaves)[:5]}; select at least one.")
+        raise ValueError(
+            f"var_list selects none of {sorted(leaves)[:5]}; select at least one."
+        )
     return {path: leaf for path, leaf in leaves.items() if path in chosen}
 
 
 def unfrozen(params: Params, pattern: str) -> list[str] | None:
-    """The paths that do not match a regular expression, for `var_list`; None (all parameters) without one.
+    """The paths that do not match a regular expression, for `var_list`; None (all
+    parameters) without one.
 
     Args:
       params: a Haiku tree.
-      pattern: the expression, searched for anywhere in a path; an empty one stands for none.
+      pattern: the expression, searched for anywhere in a path; an empty one stands for
+        none.
 
     Raises:
       UserError: if the expression is invalid, or is found in no path or in all of them.
@@ -234,10 +266,14 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     try:
         others = [path for path in leaves if not re.search(pattern, path)]
     except re.error as e:
-        raise errors.UserError(f"frozen={pattern!r} is not a regular expression: {e}.") from e
+        raise errors.UserError(
+            f"frozen={pattern!r} is not a regular expression: {e}."
+        ) from e
     if len(others) == len(leaves):
         near = _near(pattern.strip("^$/"), leaves)
-        raise errors.UserError(f"frozen={pattern!r} matches no parameter's path; near it: {near}.")
+        raise errors.UserError(
+            f"frozen={pattern!r} matches no parameter's path; near it: {near}."
+        )
     if not others:
         raise errors.UserError(
             f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
@@ -260,7 +296,9 @@ def _leaves_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _check_paths(tree: Any, of_what: str) -> None:
-    """Raises ValueError if two leaves have one path, such as 'c' in module 'a/b' and 'b/c' in module 'a'."""
+    """Raises ValueError if two leaves have one path, such as 'c' in module 'a/b' and
+    'b/c' in module 'a'.
+    """
     seen: dict[str, str] = {}
     for path, _ in _leaves_with_path(tree):
         name, keys = path_name(path), jax.tree_util.keystr(path)

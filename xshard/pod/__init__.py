@@ -1,1 +1,3 @@
-"""Runs in several processes: how they find one another, agree on notices, watch one another, and stop."""
+"""Runs in several processes: how they find one another, agree on notices, watch one
+another, and stop.
+"""

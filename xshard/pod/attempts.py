@@ -1,7 +1,9 @@
-"""The attempts of a run, one for each start of its program: how they spent their time, and how much of it counted.
+"""The attempts of a run, one for each start of its program: how they spent their time,
+and how much of it counted.
 
-The metrics cannot tell: rows of repeated steps are dropped, and a killed process writes nothing more. Each start
-therefore preserves the last status that the process before it wrote.
+The metrics cannot tell: rows of repeated steps are dropped, and a killed process writes
+nothing more. Each start therefore preserves the last status that the process before it
+wrote.
 """
 
 import contextlib
@@ -17,7 +19,8 @@ from xshard.pod import status
 
 FILE = "attempts.jsonl"
 REPEATED, OTHER, DOWN = "made again", "other", "not running"
-# The parts into which the time of an attempt is divided, in the order in which they are shown.
+# The parts into which the time of an attempt is divided, in the order in which they are
+# shown.
 TIME_CATEGORIES = (
     clock.TRAINING,
     REPEATED,
@@ -38,8 +41,10 @@ class Attempt(NamedTuple):
       first: the step that it started from; None if it did not get that far.
       step: the last step that it made; None if it made none.
       end: how it ended, or its last known phase.
-      seconds: the seconds spent in each of `TIME_CATEGORIES`; steps that a later attempt repeated are not 'training'.
-      down: the seconds until the next attempt began; 0 if this one was done or is the last.
+      seconds: the seconds spent in each of `TIME_CATEGORIES`; steps that a later
+        attempt repeated are not 'training'.
+      down: the seconds until the next attempt began; 0 if this one was done or is the
+        last.
     """
 
     begun: float
@@ -52,12 +57,15 @@ class Attempt(NamedTuple):
 
 
 class Goodput(NamedTuple):
-    """The share of the time of all attempts that went into steps that count, and the shares of the rest.
+    """The share of the time of all attempts that went into steps that count, and the
+    shares of the rest.
 
     Attributes:
-      seconds: the time from the start of the first attempt to the last status, without the time after a completed one.
+      seconds: the time from the start of the first attempt to the last status, without
+        the time after a completed one.
       share: the share of `seconds` that went into training steps that count.
-      lost: the shares of the other `TIME_CATEGORIES`, and of the time in which nothing ran.
+      lost: the shares of the other `TIME_CATEGORIES`, and of the time in which nothing
+        ran.
     """
 
     seconds: float
@@ -66,9 +74,11 @@ class Goodput(NamedTuple):
 
 
 def preserve_previous(directory: pathlib.Path) -> None:
-    """Preserves the last status of the previous attempt. It must be called before this attempt writes its own.
+    """Preserves the last status of the previous attempt. It must be called before this
+    attempt writes its own.
 
-    Errors of reading and writing are ignored, because missing statistics are no reason to end a run.
+    Errors of reading and writing are ignored, because missing statistics are no reason
+    to end a run.
     """
     # Without a previous attempt no file is created.
     with contextlib.suppress(OSError, ValueError):
@@ -78,13 +88,15 @@ def preserve_previous(directory: pathlib.Path) -> None:
 
 
 def read(directory: pathlib.Path) -> list[Attempt]:
-    """Returns the attempts of a run, including the last; empty if an older version, which recorded none, ran it.
+    """Returns the attempts of a run, including the last; empty if an older version,
+    which recorded none, ran it.
 
     Raises:
       UserError: if a file of the run is damaged.
     """
     attempts = []
-    # Goes backwards in time: if a later attempt started from a step, no earlier work beyond that step counted.
+    # Goes backwards in time: if a later attempt started from a step, no earlier work
+    # beyond that step counted.
     counted = None
     after = None
     for row in reversed(_rows(directory)):
@@ -109,7 +121,9 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
     return Goodput(total, share, {name: lost for name, lost in shares.items() if lost})
 
 
-def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -> Attempt:
+def _attempt(
+    row: Mapping[str, Any], counted: int | None, after: float | None
+) -> Attempt:
     """Builds an attempt from its last status.
 
     Args:
@@ -125,7 +139,8 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
         seconds[REPEATED] = (1 - useful) * seconds[clock.TRAINING]
         seconds[clock.TRAINING] *= useful
     rest = max(0.0, ended - row["begun"] - sum(seconds.values()))
-    # An attempt that was killed before its first step reported no start time, so the rest of its time was the start.
+    # An attempt that was killed before its first step reported no start time, so the
+    # rest of its time was the start.
     seconds[OTHER if row["trained"] else clock.START] += rest
     is_done = row["doing"].startswith(status.DONE)
     down = 0.0 if after is None or is_done else max(0.0, after - ended)
@@ -137,9 +152,15 @@ def _attempt(row: Mapping[str, Any], counted: int | None, after: float | None) -
 
 
 def _rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the last status of each attempt, without damaged lines. The newest is read from the status file."""
+    """Returns the last status of each attempt, without damaged lines. The newest is
+    read from the status file.
+    """
     lines = [row for _, row in jsonfile.read_lines(directory / FILE)]
-    kept = [row for row in lines if row is not None and "begun" in row and status.is_row(row)]
+    kept = [
+        row
+        for row in lines
+        if row is not None and "begun" in row and status.is_row(row)
+    ]
     last = (status.read_if_exists(directory) or [{}])[0]
     if "begun" not in last:
         return kept

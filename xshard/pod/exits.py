@@ -1,4 +1,6 @@
-"""Ways to end a process that cannot wait for its main thread: immediately, or in place of an abort."""
+"""Ways to end a process that cannot wait for its main thread: immediately, or in place
+of an abort.
+"""
 
 import contextlib
 import ctypes
@@ -11,14 +13,16 @@ from typing import NoReturn
 from xshard.metrics import terminal
 from xshard.pod import processes
 
-# The time limit for restoring the terminal, and for the question that an abort handler asks of a peer.
+# The time limit for restoring the terminal, and for the question that an abort handler
+# asks of a peer.
 SHORT_SECONDS = 1.0
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 def exit_now(code: int) -> NoReturn:
     """Ends this process from any thread."""
-    # The training thread may be blocked while it holds the terminal, so the wait for the terminal is bounded.
+    # The training thread may be blocked while it holds the terminal, so the wait for
+    # the terminal is bounded.
     processes.with_timeout(terminal.close_progress_line, SHORT_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -28,10 +32,12 @@ def exit_now(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def before_abort(action: Callable[[], None]) -> Iterator[None]:
-    """Calls `action` when C++ code aborts this process, as JAX does when it loses a peer.
+    """Calls `action` when C++ code aborts this process, as JAX does when it loses a
+    peer.
 
-    The handler is set in C and runs in the aborting thread. A Python handler would run in the main thread, and an abort
-    does not wait for that. If `action` returns, the process is aborted.
+    The handler is set in C and runs in the aborting thread. A Python handler would run
+    in the main thread, and an abort does not wait for that. If `action` returns, the
+    process is aborted.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

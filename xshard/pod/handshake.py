@@ -1,7 +1,9 @@
-"""The messages of processes that meet: sealed with the token of their launch, and bounded in size, depth and types.
+"""The messages of processes that meet: sealed with the token of their launch, and
+bounded in size, depth and types.
 
-Each side sends a nonce. Every later line carries a seal, an HMAC that only a process with the token can compute; the
-token itself is never sent. Process 0 seals first, so that a process sends its config to no other program.
+Each side sends a nonce. Every later line carries a seal, an HMAC that only a process
+with the token can compute; the token itself is never sent. Process 0 seals first, so
+that a process sends its config to no other program.
 """
 
 import asyncio
@@ -17,10 +19,11 @@ from xshard.files import jsonfile
 from xshard.metrics import formatting
 from xshard.pod import process_spec
 
-# The environment variable in which the launcher passes the token to the processes of a launch.
+# The environment variable in which the launcher passes the token to the processes of a
+# launch.
 TOKEN_VARIABLE = "XSHARD_LAUNCH_TOKEN"
-# The longest lines, in bytes. LONGEST is for a side that has shown the token: its line may hold a config and a checksum
-# for each file. BRIEF is for anyone else.
+# The longest lines, in bytes. LONGEST is for a side that has shown the token: its line
+# may hold a config and a checksum for each file. BRIEF is for anyone else.
 MAX_LINE_BYTES = 1 << 20
 MAX_SHORT_LINE_BYTES = 1 << 10
 SERVER, CLIENT = "host", "guest"
@@ -33,7 +36,8 @@ _LONGEST_NAME = 4096
 # A longer value of a config is cut, and compared by its checksum.
 _LONGEST_VALUE = 1024
 _KEPT_OF_LONG = 512
-# At most this many differences are listed, because different code may differ in many files.
+# At most this many differences are listed, because different code may differ in many
+# files.
 _SHOWN = 5
 _SHOWN_CHARACTERS = 300
 
@@ -88,18 +92,23 @@ def read_hello(message: Mapping[str, Any]) -> Hello:
 
 
 def shortened(facts: Mapping[str, str]) -> dict[str, str]:
-    """Returns the facts with long values cut; a cut value ends with the checksum of the whole value."""
+    """Returns the facts with long values cut; a cut value ends with the checksum of the
+    whole value.
+    """
     short = dict(facts)
     for name, value in facts.items():
         if len(value) > _LONGEST_VALUE:
-            checksum = hashlib.sha256(value.encode(errors="backslashreplace")).hexdigest()[:16]
+            checksum = hashlib.sha256(
+                value.encode(errors="backslashreplace")
+            ).hexdigest()[:16]
             begin = value[:_KEPT_OF_LONG]
             short[name] = f"{begin}... ({len(value)} characters, SHA-256 {checksum}...)"
     return short
 
 
 class MismatchError(process_spec.StartError):
-    """A process that connected does not fit the others. The message names all differences, with values.
+    """A process that connected does not fit the others. The message names all
+    differences, with values.
 
     Attributes:
       brief: the message without any value of a config.
@@ -116,7 +125,8 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
     Args:
       own: the hello of process 0.
       other: the hello of the process that connected.
-      present: the hello of an earlier process with the same index; None if there is none.
+      present: the hello of an earlier process with the same index; None if there is
+        none.
     """
     if other.count != own.count:
         return MismatchError(
@@ -148,7 +158,9 @@ def mismatch(own: Hello, other: Hello, present: Hello | None) -> MismatchError |
 
 
 def _plain(text: str) -> str:
-    """Returns a text that is safe to print on a terminal, whoever sent it: cut, and with escapes."""
+    """Returns a text that is safe to print on a terminal, whoever sent it: cut, and
+    with escapes.
+    """
     if len(text) > _SHOWN_CHARACTERS:
         text = f"{text[:_SHOWN_CHARACTERS]}..."
     if text.isprintable():
@@ -164,8 +176,12 @@ def _integer(message: Mapping[str, Any], name: str, least: int, most: int) -> in
     return value
 
 
-def text(message: Mapping[str, Any], name: str, longest: int = MAX_SHORT_LINE_BYTES) -> str:
-    """Returns a printable text field of a message; raises MalformedError if it is missing or invalid."""
+def text(
+    message: Mapping[str, Any], name: str, longest: int = MAX_SHORT_LINE_BYTES
+) -> str:
+    """Returns a printable text field of a message; raises MalformedError if it is
+    missing or invalid.
+    """
     value = message.get(name)
     if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise MalformedError(name)
@@ -188,10 +204,12 @@ def read_nonce(line: bytes) -> str:
 
 
 class Seals:
-    """Seals the lines of one side of a connection, and checks the seals of the other side.
+    """Seals the lines of one side of a connection, and checks the seals of the other
+    side.
 
-    A seal covers both nonces, the sender's role and the line's number. A line that is replayed, reordered, reflected or
-    copied from another connection therefore has a wrong seal.
+    A seal covers both nonces, the sender's role and the line's number. A line that is
+    replayed, reordered, reflected or copied from another connection therefore has a
+    wrong seal.
     """
 
     def __init__(self, token: str, own: str, nonces: str):
@@ -220,9 +238,12 @@ class Seals:
         return seal + b" " + body + b"\n"
 
     def read(self, line: bytes) -> dict[str, Any]:
-        """Returns the message in the other side's next line; raises MalformedError if its seal is wrong."""
+        """Returns the message in the other side's next line; raises MalformedError if
+        its seal is wrong.
+        """
         seal, body = line[:_SEAL_CHARACTERS], line[_SEAL_CHARACTERS + 1 :]
-        # In constant time, so that a forger learns nothing from how long a rejection takes.
+        # In constant time, so that a forger learns nothing from how long a rejection
+        # takes.
         if not hmac.compare_digest(seal, self._seal(self._other, self._read, body)):
             raise MalformedError("seal")
         self._read += 1
@@ -245,7 +266,8 @@ async def read_line(reader: asyncio.StreamReader, longest: int) -> bytes:
         try:
             line += await reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as e:
-            # The line is longer than the reader's buffer. This takes the buffered part, and the loop goes on.
+            # The line is longer than the reader's buffer. This takes the buffered part,
+            # and the loop goes on.
             line += await reader.readexactly(e.consumed)
         except (asyncio.IncompleteReadError, OSError) as e:
             raise DisconnectedError from e

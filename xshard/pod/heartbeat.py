@@ -1,4 +1,6 @@
-"""Detection of processes that are silent, and of a run that is alive but makes no progress."""
+"""Detection of processes that are silent, and of a run that is alive but makes no
+progress.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +11,8 @@ from xshard.pod import startup, status
 class Heartbeat:
     """Measures silence in ticks of the calling thread instead of by the clock.
 
-    While this process's Python interpreter is blocked, no ticks pass, so it does not mistake the others for silent.
+    While this process's Python interpreter is blocked, no ticks pass, so it does not
+    mistake the others for silent.
 
     Attributes:
       lost: the processes that have been silent for too long.
@@ -32,7 +35,8 @@ class Heartbeat:
         self.lost: set[int] = set()
 
     def update(self, rows: Mapping[int, str]) -> float:
-        """Returns for how many seconds the lost processes have been silent; 0 if no process is lost.
+        """Returns for how many seconds the lost processes have been silent; 0 if no
+        process is lost.
 
         Args:
           rows: the last status that each process has written.
@@ -52,8 +56,8 @@ class Heartbeat:
             is_over = is_over or silence[index] > self._limit(row)
         if not is_over:
             return 0.0
-        # One cause may cut off several processes, but not in the same tick. All that were silent for more than half of
-        # the longest time are lost.
+        # One cause may cut off several processes, but not in the same tick. All that
+        # were silent for more than half of the longest time are lost.
         longest = max(silence.values())
         self.lost = {i for i, seconds in silence.items() if seconds > longest / 2}
         return longest
@@ -69,7 +73,9 @@ class Heartbeat:
         self._unanswered = 0
 
     def unanswered(self) -> float:
-        """Returns for how many seconds the coordinator has not answered, if that is too long; else 0."""
+        """Returns for how many seconds the coordinator has not answered, if that is too
+        long; else 0.
+        """
         self._unanswered += 1
         silent = self._unanswered * self._tick
         if silent > self._timeouts.heartbeat:
@@ -80,15 +86,16 @@ class Heartbeat:
 class StallDetector:
     """Measures the time without progress of this process, in ticks as `Heartbeat` does.
 
-    If a device or a collective hangs, the threads of the host go on. The process then stays alive forever without
-    finishing a step.
+    If a device or a collective hangs, the threads of the host go on. The process then
+    stays alive forever without finishing a step.
     """
 
     def __init__(self, seconds: float, tick_seconds: float):
         """Starts to count.
 
         Args:
-          seconds: how long the process may train or evaluate without progress; 0 for no limit.
+          seconds: how long the process may train or evaluate without progress; 0 for no
+            limit.
           tick_seconds: the time from one call of `stalled` to the next.
         """
         self._limit, self._tick = seconds, tick_seconds
@@ -99,7 +106,9 @@ class StallDetector:
         self._ticks = 0
 
     def stalled(self, doing: str) -> float:
-        """Returns for how many seconds there was no progress, if that exceeds the limit in this phase; else 0."""
+        """Returns for how many seconds there was no progress, if that exceeds the limit
+        in this phase; else 0.
+        """
         self._ticks += 1
         silent = self._ticks * self._tick
         if self._limit and doing in status.BOUNDED and silent > self._limit:

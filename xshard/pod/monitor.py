@@ -1,7 +1,7 @@
 """Messages between the processes of a run: stop, save, heartbeat and failure.
 
-A thread on the host exchanges them beside the training. It goes on while a step is computed or compiled, and while a
-step never ends because a peer is gone.
+A thread on the host exchanges them beside the training. It goes on while a step is
+computed or compiled, and while a step never ends because a peer is gone.
 """
 
 import contextlib
@@ -22,7 +22,16 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
-from xshard.pod import agreement, attempts, exits, heartbeat, processes, signals, startup, status
+from xshard.pod import (
+    agreement,
+    attempts,
+    exits,
+    heartbeat,
+    processes,
+    signals,
+    startup,
+    status,
+)
 from xshard.pod import notice as notice_lib
 
 _TICK_SECONDS = 0.5
@@ -38,7 +47,9 @@ class _EndedError(Exception):
 
 
 class PodMonitor:
-    """One process's watch over a run. It is a context for the main thread, because it takes the signals."""
+    """One process's watch over a run. It is a context for the main thread, because it
+    takes the signals.
+    """
 
     def __init__(
         self,
@@ -56,16 +67,20 @@ class PodMonitor:
           directory: the work directory; it need not exist.
           hosts: the host name of each process; by default this process is the only one.
           stop_after_seconds: the time after which the run stops; 0 for never.
-          timeouts: how long a process may be silent before it is treated as lost. While a process starts, which may
-            include reading much data, the start timeout holds.
+          timeouts: how long a process may be silent before it is treated as lost. While
+            a process starts, which may include reading much data, the start timeout
+            holds.
           console: a stream that errors are written to, in addition to stderr.
-          signal_receiver: the signals, if they are already collected; by default the context collects them.
+          signal_receiver: the signals, if they are already collected; by default the
+            context collects them.
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
         self._index = jax.process_index() if len(self._hosts) > 1 else 0
         self._timeouts = timeouts
-        self._stop_at = time.monotonic() + stop_after_seconds if stop_after_seconds else None
+        self._stop_at = (
+            time.monotonic() + stop_after_seconds if stop_after_seconds else None
+        )
         self._console = console
         self._signal_receiver = signal_receiver
         self._board = processes.Board(self._index, len(self._hosts))
@@ -78,7 +93,8 @@ class PodMonitor:
         self._status = status.Status(self._hosts[self._index])
         # When the next exchange with the other processes is due.
         self._due = 0.0
-        # Held by the thread that ends this process, so that no other thread reports a second reason.
+        # Held by the thread that ends this process, so that no other thread reports a
+        # second reason.
         self._exit_lock = threading.Lock()
         self._interrupts = 0
         self._numbers: set[signal.Signals] = set()
@@ -107,27 +123,37 @@ class PodMonitor:
         self._exit_stack.close()
 
     def poll(self) -> notice_lib.Notice | None:
-        """Returns the notice to act on now, if any: the same on all processes, which poll at the same steps."""
+        """Returns the notice to act on now, if any: the same on all processes, which
+        poll at the same steps.
+        """
         self._progress.note_progress()
         return self._agreement.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
-        """Asks all processes to act on a notice, at the next poll that all can still reach."""
+        """Asks all processes to act on a notice, at the next poll that all can still
+        reach.
+        """
         self._agreement.ask(notice)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the status of this process, as `Status.doing` does, and counts as progress."""
+        """Sets the status of this process, as `Status.doing` does, and counts as
+        progress.
+        """
         self._progress.note_progress()
         self._status.doing(what, **more)
 
     def publish(self) -> None:
-        """Starts to write the status of the processes into the directory, once it belongs to this run."""
+        """Starts to write the status of the processes into the directory, once it
+        belongs to this run.
+        """
         if self._index == 0:
             attempts.preserve_previous(self._directory)
         self._published = True
 
     def end(self, what: str) -> None:
-        """Meets all processes for the last time; raises UserError if one of them does not come."""
+        """Meets all processes for the last time; raises UserError if one of them does
+        not come.
+        """
         self.doing(what)
         self._post_status()
         try:
@@ -137,7 +163,9 @@ class PodMonitor:
         self._write_status()
 
     def await_cause(self) -> None:
-        """Waits, after an error, for a report that another process failed first; that ends this process too."""
+        """Waits, after an error, for a report that another process failed first; that
+        ends this process too.
+        """
         self._ended.wait(self._timeouts.heartbeat + 2)
 
     def fail(self, message: str) -> NoReturn:
@@ -172,9 +200,12 @@ class PodMonitor:
                 self._say("interrupted; checkpoints that were saved before are kept")
                 exits.exit_now(notice_lib.INTERRUPTED)
             self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
-            self._say("SIGINT: saving after this step; a second SIGINT ends the run at once.")
+            self._say(
+                "SIGINT: saving after this step; a second SIGINT ends the run at once."
+            )
         elif number not in self._numbers and not self._agreement.is_stopping:
-            # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU every second.
+            # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU
+            # every second.
             self._numbers.add(number)
             self._stop(f"{number.name}{where}")
             self._say(f"{number.name}: saving after this step.")
@@ -212,7 +243,8 @@ class PodMonitor:
         self.fail(message)
 
     def _print_stacks(self) -> None:
-        # stderr may be replaced by an object without a file descriptor, which faulthandler needs.
+        # stderr may be replaced by an object without a file descriptor, which
+        # faulthandler needs.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print("The stack of each thread:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr)
@@ -233,7 +265,8 @@ class PodMonitor:
                 # Process 0 cannot be reached now. The other thread checks for how long.
                 continue
             except Exception as e:
-                # Without this thread the run could neither be stopped nor learn of a failure elsewhere.
+                # Without this thread the run could neither be stopped nor learn of a
+                # failure elsewhere.
                 traceback.print_exc()
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
@@ -251,7 +284,8 @@ class PodMonitor:
     def _exchange_status(self) -> None:
         """Writes this process's status and reads the others', at most once per tick."""
         if self._ended.is_set():
-            # A request after the last poll finds no process left to agree with, so its wait must end here.
+            # A request after the last poll finds no process left to agree with, so its
+            # wait must end here.
             raise _EndedError
         if time.monotonic() < self._due:
             return
@@ -261,7 +295,8 @@ class PodMonitor:
         if failure:
             with self._exit_lock:
                 self._say(f"error: {failure}")
-                # The process that detects a stall first is rarely the one that causes it.
+                # The process that detects a stall first is rarely the one that causes
+                # it.
                 if _NO_PROGRESS in failure:
                     self._print_stacks()
                 self._exit(notice_lib.FAILED)
@@ -299,9 +334,12 @@ class PodMonitor:
     # Leaving.
 
     def _before_abort(self) -> None:
-        # JAX aborts with its client locked. If the board answers, the abort has another cause.
+        # JAX aborts with its client locked. If the board answers, the abort has another
+        # cause.
         if (
-            processes.with_timeout(lambda: self._board.read("failed"), exits.SHORT_SECONDS)
+            processes.with_timeout(
+                lambda: self._board.read("failed"), exits.SHORT_SECONDS
+            )
             is not None
         ):
             return
@@ -309,11 +347,15 @@ class PodMonitor:
         if self._index:
             who = f"{self._name(0)}, which coordinates,"
         with self._exit_lock:
-            self._say(f"error: {who} cannot be reached; see the messages of JAX above. {_GO_ON}")
+            self._say(
+                f"error: {who} cannot be reached; see the messages of JAX above. {_GO_ON}"
+            )
             exits.exit_now(notice_lib.FAILED)
 
     def _fail_all(self, message: str) -> None:
-        processes.with_timeout(lambda: self._board.append("failed", message), _LEAVE_SECONDS)
+        processes.with_timeout(
+            lambda: self._board.append("failed", message), _LEAVE_SECONDS
+        )
 
     def _exit(self, code: int, message: str = "") -> NoReturn:
         """Ends this process; process 0 leaves last, because the others read its board."""
@@ -350,6 +392,7 @@ class PodMonitor:
         for stream in (sys.stderr, self._console):
             # A standard stream that was closed when Python started is None.
             if stream is not None:
-                # The terminal may be gone. An error of printing must not keep a run from saving.
+                # The terminal may be gone. An error of printing must not keep a run
+                # from saving.
                 with contextlib.suppress(OSError, ValueError):
                     print(message, file=stream, flush=True)

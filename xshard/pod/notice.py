@@ -1,14 +1,18 @@
-"""Notices that a run receives while it trains, and the exit codes that report how it ended."""
+"""Notices that a run receives while it trains, and the exit codes that report how it
+ended.
+"""
 
 from typing import NamedTuple
 
-# With 42 and 130 the state is saved. 42 asks to be started again; 130 follows a user's Ctrl-C. After 3 a restart does
-# not help, because the same steps would not be finite again.
+# With 42 and 130 the state is saved. 42 asks to be started again; 130 follows a user's
+# Ctrl-C. After 3 a restart does not help, because the same steps would not be finite
+# again.
 DONE, FAILED, NONFINITE, PREEMPTED, INTERRUPTED = 0, 1, 3, 42, 130
 # The status of a process that ended with a code. With any other code it is 'stopped'.
 ENDS = {DONE: "done", NONFINITE: "failed: not finite"}
 SAVE, STOP = "save", "stop"
-# A user creates this file in the work directory: the run saves and stops, and does not train until it is removed.
+# A user creates this file in the work directory: the run saves and stops, and does not
+# train until it is removed.
 STOP_FILE = "STOP"
 
 

@@ -1,4 +1,6 @@
-"""The code and the machine of a run: the facts that must be equal on all processes, and the origin that it records."""
+"""The code and the machine of a run: the facts that must be equal on all processes, and
+the origin that it records.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -23,25 +25,31 @@ _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change how XLA compiles a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _INSTRUCTIONS, _X86 = "xla_cpu_max_isa", ("x86_64", "AMD64")
-# A run with 1,024 replicas also sets up the hosts of accelerators, which must not start a thread for each.
+# A run with 1,024 replicas also sets up the hosts of accelerators, which must not start
+# a thread for each.
 _MAX_THREADS = 128
 # A repository on a slow disk must not delay the start of a run for longer.
 _GIT_SECONDS = 10.0
 
 
 def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
-    """Returns the names and short texts of all facts that must be equal on all processes.
+    """Returns the names and short texts of all facts that must be equal on all
+    processes.
 
     Args:
       config: the run's config.
       cpu_devices: the value of --cpu_devices.
     """
-    facts = {"version of Python": platform.python_version(), "--cpu_devices": str(cpu_devices)}
+    facts = {
+        "version of Python": platform.python_version(),
+        "--cpu_devices": str(cpu_devices),
+    }
     for key, value in config_lib.flatten(identity_lib.plain(config)).items():
         facts[f"config.{key}"] = repr(value)
     for library, version in library_versions().items():
         facts[f"version of {library}"] = version
-    # The experiment is named as 'package.module.Class', and only its package is compared.
+    # The experiment is named as 'package.module.Class', and only its package is
+    # compared.
     experiment = str(config.get("experiment", ""))
     package = experiment.rpartition(".")[0].rpartition(".")[0]
     return facts | _files("xshard") | _files(package)
@@ -53,7 +61,8 @@ def library_versions() -> dict[str, str]:
 
 
 def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
-    """Returns the origin of a run: its data, code, libraries and devices. All processes must call it.
+    """Returns the origin of a run: its data, code, libraries and devices. All processes
+    must call it.
 
     Args:
       module: the name of the experiment's module.
@@ -74,7 +83,8 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     kinds = "/".join(sorted({device.device_kind for device in all_devices}))
     devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
     if jax.default_backend() == "cpu":
-        # XLA divides an operation among the cores, so their number changes the order of sums.
+        # XLA divides an operation among the cores, so their number changes the order of
+        # sums.
         devices += f", {cores()} core(s)"
         kinds = f"{kinds} {platform.machine()} {_instructions():08x}"
     flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
@@ -84,7 +94,9 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
 
 
 def _instructions() -> int:
-    """Returns a checksum of the CPU's instruction sets, on which XLA's order of sums depends; 0 if they are unknown."""
+    """Returns a checksum of the CPU's instruction sets, on which XLA's order of sums
+    depends; 0 if they are unknown.
+    """
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -94,25 +106,29 @@ def _instructions() -> int:
 
 
 def set_up_cpu(config: Any, devices: int) -> None:
-    """Sets up JAX's CPU backend for a run; it must be called before JAX creates its devices.
+    """Sets up JAX's CPU backend for a run; it must be called before JAX creates its
+    devices.
 
     Args:
       config: the run's config, or a dictionary with the same keys.
-      devices: the number of virtual devices that the CPU is split into; 0 leaves it to JAX.
+      devices: the number of virtual devices that the CPU is split into; 0 leaves it to
+        JAX.
     """
     if devices:
         jax.config.update("jax_num_cpu_devices", devices)
     if not logical.is_exact(config):
         return
-    # XLA divides a large matrix product among its threads, and rounds differently near the cuts. It has as many threads
-    # as cores or devices, whichever is more, unless NPROC replaces the number of cores.
+    # XLA divides a large matrix product among its threads, and rounds differently near
+    # the cuts. It has as many threads as cores or devices, whichever is more, unless
+    # NPROC replaces the number of cores.
     groups = len(config.get("group_assignment") or ()) or 1
     threads = max(2, config["logical_replicas"] * groups)
     os.environ["NPROC"] = str(min(threads, _MAX_THREADS))
     flags = os.environ.get("XLA_FLAGS", "")
     if _INSTRUCTIONS not in flags and platform.machine() in _X86:
-        # Instruction sets after AVX have a fused multiply-add, which rounds once. Which operations LLVM fuses depends
-        # on the rest of the program, and the program depends on the number of devices.
+        # Instruction sets after AVX have a fused multiply-add, which rounds once. Which
+        # operations LLVM fuses depends on the rest of the program, and the program
+        # depends on the number of devices.
         os.environ["XLA_FLAGS"] = f"{flags} --{_INSTRUCTIONS}=AVX".strip()
 
 
@@ -125,16 +141,20 @@ def cores() -> int | None:
 
 
 def commit(file: str) -> str:
-    """Returns the git commit of a source file's repository; empty if the file is in no repository.
+    """Returns the git commit of a source file's repository; empty if the file is in no
+    repository.
 
-    It ends with '-dirty' if tracked files differ from the commit, or if git does not track the file. A missing git, or
-    one that may not read the repository, is no error.
+    It ends with '-dirty' if tracked files differ from the commit, or if git does not
+    track the file. A missing git, or one that may not read the repository, is no error.
     """
     folder, name = os.path.split(os.path.abspath(file))
-    described = _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    described = _git(
+        folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
     if not described or described.endswith("-dirty"):
         return described
-    # `git describe` ignores untracked files, but an untracked experiment is not in the commit.
+    # `git describe` ignores untracked files, but an untracked experiment is not in the
+    # commit.
     if not _git(folder, "ls-files", "--", name):
         return f"{described}-dirty"
     return described
@@ -142,10 +162,13 @@ def commit(file: str) -> str:
 
 def _git(folder: str, *arguments: str) -> str:
     """Returns the output of a git command, stripped; empty if the command fails."""
-    # Git refuses repositories of other users, and a container often runs as another user than the owner.
+    # Git refuses repositories of other users, and a container often runs as another
+    # user than the owner.
     command = ["git", "-c", "safe.directory=*", "-C", folder, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     if done.returncode != 0:
@@ -154,7 +177,8 @@ def _git(folder: str, *arguments: str) -> str:
 
 
 def _files(package: str) -> dict[str, str]:
-    """Returns the checksum of each source file of a package; empty if there is no such package.
+    """Returns the checksum of each source file of a package; empty if there is no such
+    package.
 
     The import of the experiment reports a missing package later.
     """

@@ -1,4 +1,6 @@
-"""The place of a process in its run, and the socket at which process 0 listens for the others."""
+"""The place of a process in its run, and the socket at which process 0 listens for the
+others.
+"""
 
 import contextlib
 import dataclasses
@@ -11,16 +13,20 @@ from collections.abc import Sequence
 from xshard import errors
 from xshard.pod import signals
 
-# The first probe after 10 s of silence, then one every 5 s; after 4 probes without an answer the connection ends.
+# The first probe after 10 s of silence, then one every 5 s; after 4 probes without an
+# answer the connection ends.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class StartError(errors.UserError):
-    """The processes cannot start together. The message names the process at fault, and what to do."""
+    """The processes cannot start together. The message names the process at fault, and
+    what to do.
+    """
 
 
 class StoppedError(Exception):
-    """A process received a signal, which stops all of them. The message names the signal and the process.
+    """A process received a signal, which stops all of them. The message names the
+    signal and the process.
 
     Attributes:
       code: the exit code.
@@ -50,16 +56,20 @@ class ProcessSpec:
 
 def stopped(who: str, number: signal.Signals) -> StoppedError:
     """Returns the error for a signal that a process received."""
-    message = f"{number.name} on {who}: stopped before the run began; nothing was trained."
+    message = (
+        f"{number.name} on {who}: stopped before the run began; nothing was trained."
+    )
     return StoppedError(message, signals.CODES[number])
 
 
 def interface(address: str) -> str:
-    """Returns the IP address at which process 0 listens for connections to HOST:PORT; empty for all addresses.
+    """Returns the IP address at which process 0 listens for connections to HOST:PORT;
+    empty for all addresses.
 
-    Process 0 listens at all addresses in two cases. The host may not be an address of this machine: a Kubernetes
-    service has its own. Or its name may resolve to loopback on this machine only: Debian gives a machine's own name
-    127.0.1.1, which other machines cannot use.
+    Process 0 listens at all addresses in two cases. The host may not be an address of
+    this machine: a Kubernetes service has its own. Or its name may resolve to loopback
+    on this machine only: Debian gives a machine's own name 127.0.1.1, which other
+    machines cannot use.
     """
     host = address.rpartition(":")[0].strip("[]")
     try:
@@ -71,7 +81,8 @@ def interface(address: str) -> str:
         ip = str(own[0])
         if ipaddress.ip_address(ip).is_loopback and not may_be_loopback:
             continue
-        # Only an address of this machine can be bound, so the attempt shows whether it is one.
+        # Only an address of this machine can be bound, so the attempt shows whether it
+        # is one.
         with contextlib.suppress(OSError), socket.socket(family) as trial:
             trial.bind(own)
             return ip
@@ -87,7 +98,9 @@ def _is_number(host: str) -> bool:
 
 
 def listen(at: ProcessSpec) -> socket.socket:
-    """Returns the listening socket of process 0; raises StartError if it cannot be opened."""
+    """Returns the listening socket of process 0; raises StartError if it cannot be
+    opened.
+    """
     port = int(at.address.rpartition(":")[2])
     ip = interface(at.address)
     # To listen at all addresses means IPv4 and IPv6, if the system has both.
@@ -96,7 +109,9 @@ def listen(at: ProcessSpec) -> socket.socket:
     if is_both or ":" in ip:
         family = socket.AF_INET6
     try:
-        return socket.create_server((ip, port), family=family, dualstack_ipv6=is_both, backlog=1024)
+        return socket.create_server(
+            (ip, port), family=family, dualstack_ipv6=is_both, backlog=1024
+        )
     except OSError as e:
         why = f"({e.strerror})"
         if e.errno == errno.EADDRINUSE:
@@ -108,7 +123,9 @@ def listen(at: ProcessSpec) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Makes a connection end within half a minute after the other side's host or the network is gone."""
+    """Makes a connection end within half a minute after the other side's host or the
+    network is gone.
+    """
     # If the connection has ended already, the next read reports it.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,6 +1,8 @@
-"""Communication between the processes of a run: on the host, from any thread, and with a deadline.
+"""Communication between the processes of a run: on the host, from any thread, and with
+a deadline.
 
-It uses the key-value store of JAX's coordinator, in process 0, instead of collectives on the devices.
+It uses the key-value store of JAX's coordinator, in process 0, instead of collectives
+on the devices.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ from xshard import errors, jax_internals
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
-# Longer than any compilation takes. The watch, not this limit, detects a peer that is gone.
+# Longer than any compilation takes. The watch, not this limit, detects a peer that is
+# gone.
 _COMPILE_SECONDS = 7200.0
 # Longer than any reading of data before a run takes.
 _COMPARE_SECONDS = 3600.0
@@ -29,10 +32,12 @@ class LostError(OSError):
 
 
 class Exchange:
-    """A series of meetings. In each meeting every process receives a text from every other process.
+    """A series of meetings. In each meeting every process receives a text from every
+    other process.
 
-    All processes must create their series in the same order, and meet equally often in each. A process on which
-    something failed must report that at the meeting instead of skipping it, or the others would wait for it.
+    All processes must create their series in the same order, and meet equally often in
+    each. A process on which something failed must report that at the meeting instead of
+    skipping it, or the others would wait for it.
     """
 
     def __init__(self, what: str, seconds: float):
@@ -59,13 +64,16 @@ class Exchange:
           The text of each process, by process index.
 
         Raises:
-          LostError: if a process does not come in time, or if the coordinator cannot be reached.
+          LostError: if a process does not come in time, or if the coordinator cannot be
+            reached.
         """
         if self.count == 1:
             return [value]
         client = jax_internals.coordination_client()
         if client is None:
-            raise LostError(f"{self._what}: call jax.distributed.initialize before anything else")
+            raise LostError(
+                f"{self._what}: call jax.distributed.initialize before anything else"
+            )
         name = f"xshard/{self._series}/{self._meeting}"
         try:
             client.key_value_set(f"{name}/{self.index}", value or " ")
@@ -74,7 +82,8 @@ class Exchange:
         except jax.errors.JaxRuntimeError as e:
             raise LostError(self._missing(client, name, e)) from e
         if self.index == 0 and self._meeting:
-            # A process that reached this meeting has read the values of the previous one, so they can be deleted.
+            # A process that reached this meeting has read the values of the previous
+            # one, so they can be deleted.
             client.key_value_delete(f"xshard/{self._series}/{self._meeting - 1}/")
         self._meeting += 1
         return [values[i] for i in range(self.count)]
@@ -99,8 +108,8 @@ class Exchange:
 class Board:
     """A board on which processes leave texts for one another at any time.
 
-    Process 0 holds the board. Its methods raise JaxRuntimeError if process 0 cannot be reached. With one process the
-    board stays empty.
+    Process 0 holds the board. Its methods raise JaxRuntimeError if process 0 cannot be
+    reached. With one process the board stays empty.
     """
 
     def __init__(self, index: int, count: int):
@@ -111,10 +120,14 @@ class Board:
     def write(self, topic: str, text: str) -> None:
         """Writes this process's text on a topic, and replaces its earlier one."""
         if self._client is not None:
-            self._client.key_value_set(f"board/{topic}/{self._index}", text, allow_overwrite=True)
+            self._client.key_value_set(
+                f"board/{topic}/{self._index}", text, allow_overwrite=True
+            )
 
     def read(self, topic: str) -> dict[int, str]:
-        """Returns the texts on a topic, by process index, or by position if they were appended."""
+        """Returns the texts on a topic, by process index, or by position if they were
+        appended.
+        """
         if self._client is None:
             return {}
         return _values(self._client, f"board/{topic}")
@@ -131,7 +144,8 @@ class Board:
         Args:
           topic: the topic.
           text: this process's text.
-          meanwhile: called repeatedly during the wait; raises, or ends the process, to give up the wait.
+          meanwhile: called repeatedly during the wait; raises, or ends the process, to
+            give up the wait.
 
         Returns:
           The texts, by process index.
@@ -148,10 +162,12 @@ class Board:
 
 
 def from_first(what: str, action: Callable[[], Any]) -> Any:
-    """Runs an action on process 0, and returns its result, which must be a JSON value, on all processes.
+    """Runs an action on process 0, and returns its result, which must be a JSON value,
+    on all processes.
 
     Args:
-      what: the purpose of the meeting, for the error message if a process does not come.
+      what: the purpose of the meeting, for the error message if a process does not
+        come.
       action: called on process 0 only.
 
     Raises:
@@ -176,7 +192,8 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
     """Raises UserError, on all processes, unless all have the same data.
 
     Args:
-      summaries: functions by name that return summaries of data; with one process they are not called.
+      summaries: functions by name that return summaries of data; with one process they
+        are not called.
     """
     if jax.process_count() == 1:
         return
@@ -196,17 +213,21 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
 
 
 def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
-    """Returns a jitted function that no process runs before all processes have compiled it for its arguments' shapes.
+    """Returns a jitted function that no process runs before all processes have compiled
+    it for its arguments' shapes.
 
-    The processes may finish compiling at very different times, for example if one of them finds the program in a cache.
-    In a collective, gloo, which CPUs use, waits only 30 s for a peer before it fails.
+    The processes may finish compiling at very different times, for example if one of
+    them finds the program in a cache. In a collective, gloo, which CPUs use, waits only
+    30 s for a peer before it fails.
 
     Args:
-      function: a result of `jax.jit`. Its first argument has the same shapes in all calls.
+      function: a result of `jax.jit`. Its first argument has the same shapes in all
+        calls.
       what: the name of the function, for the error messages.
 
     Raises:
-      UserError: if processes meet with other shapes, such as batches padded to different lengths.
+      UserError: if processes meet with other shapes, such as batches padded to
+        different lengths.
     """
     if jax.process_count() == 1:
         return function
@@ -231,7 +252,9 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
 
 
 def with_timeout(action: Callable[[], Any], seconds: float) -> Any:
-    """Runs an action that may hang if a peer is gone; returns its result, or None if it fails or takes too long."""
+    """Runs an action that may hang if a peer is gone; returns its result, or None if it
+    fails or takes too long.
+    """
     returned: list[Any] = [None]
 
     def run() -> None:

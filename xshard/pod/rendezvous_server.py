@@ -1,7 +1,9 @@
-"""Process 0's part in the meeting of a run's processes: it checks each one that connects, and answers all of them.
+"""Process 0's part in the meeting of a run's processes: it checks each one that
+connects, and answers all of them.
 
-It serves all connections at the same time, each with a time limit. A connection that does not have the token of the
-launch, or that breaks the protocol, is dropped, and does not end the meeting.
+It serves all connections at the same time, each with a time limit. A connection that
+does not have the token of the launch, or that breaks the protocol, is dropped, and does
+not end the meeting.
 """
 
 import asyncio
@@ -12,9 +14,11 @@ from typing import Any, NoReturn
 
 from xshard.pod import handshake, process_spec, signals
 
-# How long a client may take to identify itself, and how long the clients may take to read the final answer.
+# How long a client may take to identify itself, and how long the clients may take to
+# read the final answer.
 _ANSWER_SECONDS = 5.0
-# How long process 0 still waits for the right processes after a wrong one has connected.
+# How long process 0 still waits for the right processes after a wrong one has
+# connected.
 _PATIENCE_SECONDS = 10.0
 # How long to wait so that data that has already arrived is read.
 _SETTLE_SECONDS = 0.01
@@ -26,7 +30,11 @@ class _Client:
     """A connection to process 0, from the first byte on."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, token: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        token: str,
     ):
         self.peer = peer
         self.hello: handshake.Hello | None = None
@@ -37,22 +45,33 @@ class _Client:
         self._token = token
 
     async def authenticate(self) -> handshake.Hello:
-        """Returns the client's hello; raises MalformedError unless it has the token and keeps to the protocol."""
+        """Returns the client's hello; raises MalformedError unless it has the token and
+        keeps to the protocol.
+        """
         line = await handshake.read_line(self._reader, handshake.MAX_SHORT_LINE_BYTES)
         its_nonce = handshake.read_nonce(line)
         self.has_spoken = True
         own_nonce = handshake.nonce()
-        self._seals = handshake.Seals(self._token, handshake.SERVER, f"{its_nonce} {own_nonce}")
+        self._seals = handshake.Seals(
+            self._token, handshake.SERVER, f"{its_nonce} {own_nonce}"
+        )
         self._writer.write(handshake.nonce_line(own_nonce))
         self.send({"process": 0})
-        # The client first sends an empty sealed line. Longer lines are accepted only after it has shown the token.
-        self._seals.read(await handshake.read_line(self._reader, handshake.MAX_SHORT_LINE_BYTES))
+        # The client first sends an empty sealed line. Longer lines are accepted only
+        # after it has shown the token.
+        self._seals.read(
+            await handshake.read_line(self._reader, handshake.MAX_SHORT_LINE_BYTES)
+        )
         self.is_known = True
         return handshake.read_hello(await self.read())
 
     async def read(self) -> dict[str, Any]:
-        """Returns the next message of a client that has shown the token; raises MalformedError if it is invalid."""
-        return self._seals.read(await handshake.read_line(self._reader, handshake.MAX_LINE_BYTES))
+        """Returns the next message of a client that has shown the token; raises
+        MalformedError if it is invalid.
+        """
+        return self._seals.read(
+            await handshake.read_line(self._reader, handshake.MAX_LINE_BYTES)
+        )
 
     def accept(self, hello: handshake.Hello) -> None:
         """Accepts the client as the process that its hello names."""
@@ -94,14 +113,17 @@ class Server:
         self._own = own
         self._token = token
         self._signal_receiver = signal_receiver
-        # The connections that have not identified themselves, in the order of their arrival.
+        # The connections that have not identified themselves, in the order of their
+        # arrival.
         self._unidentified: list[_Client] = []
         self._accepted: dict[int, _Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Set when a client is accepted, or when something happens that may end the meeting.
+        # Set when a client is accepted, or when something happens that may end the
+        # meeting.
         self._news = asyncio.Event()
         self._failure: Exception | None = None
-        # The error of the first client that does not fit. It is raised if the right one does not come in time.
+        # The error of the first client that does not fit. It is raised if the right one
+        # does not come in time.
         self._mismatch: handshake.MismatchError | None = None
         self._rejected = 0
         self._last_rejected = ""
@@ -129,13 +151,17 @@ class Server:
         return hosts
 
     def _for_guests(self, e: process_spec.StartError) -> str:
-        """Returns the message that clients receive: with values of a config only if they have shown a token."""
+        """Returns the message that clients receive: with values of a config only if
+        they have shown a token.
+        """
         if isinstance(e, handshake.MismatchError) and not self._token:
             return e.brief
         return str(e)
 
     async def _gather(self, seconds: float) -> list[str]:
-        """Serves all connections until every process is accepted; returns their host names."""
+        """Serves all connections until every process is accepted; returns their host
+        names.
+        """
         loop = asyncio.get_running_loop()
         server = process_spec.listen(self._at)
         server.setblocking(False)
@@ -145,22 +171,28 @@ class Server:
             async with asyncio.timeout(seconds):
                 while True:
                     await self._news.wait()
-                    # Before the last client came, an accepted one may have ended, and its end is not read yet.
+                    # Before the last client came, an accepted one may have ended, and
+                    # its end is not read yet.
                     await asyncio.sleep(_SETTLE_SECONDS)
                     self._news.clear()
                     self._check()
                     if len(self._accepted) == self._at.count - 1:
                         return self._hosts()
         except TimeoutError:
-            raise self._mismatch or process_spec.StartError(self._missing_message()) from None
+            raise self._mismatch or process_spec.StartError(
+                self._missing_message()
+            ) from None
         finally:
-            # From here on the run reads the signals, and JAX's coordinator listens at the port.
+            # From here on the run reads the signals, and JAX's coordinator listens at
+            # the port.
             loop.remove_reader(self._signal_receiver.fileno())
             loop.remove_reader(server.fileno())
             server.close()
 
     def _end(self, failure: Exception) -> None:
-        """Makes `_gather` raise the failure; a task other than `_gather`'s must not touch its timeout."""
+        """Makes `_gather` raise the failure; a task other than `_gather`'s must not
+        touch its timeout.
+        """
         self._failure = failure
         self._news.set()
 
@@ -180,11 +212,14 @@ class Server:
         return hosts
 
     def _accept(self, server: socket.socket) -> None:
-        """Accepts a connection. Asyncio's own server is not used: it fills the log when no file can be opened."""
+        """Accepts a connection. Asyncio's own server is not used: it fills the log when
+        no file can be opened.
+        """
         try:
             connection, address = server.accept()
         except OSError:
-            # The peer has left already, or too many files are open, and the oldest stranger must make room.
+            # The peer has left already, or too many files are open, and the oldest
+            # stranger must make room.
             if self._unidentified:
                 self._unidentified.pop(0).close()
             return
@@ -215,7 +250,9 @@ class Server:
             client.close()
 
     def _admit(self, client: _Client, hello: handshake.Hello) -> None:
-        """Accepts a client; if it does not fit, tells it so and raises DisconnectedError."""
+        """Accepts a client; if it does not fit, tells it so and raises
+        DisconnectedError.
+        """
         if client not in self._unidentified:
             # It was dropped to make room for others.
             raise handshake.DisconnectedError
@@ -236,7 +273,9 @@ class Server:
         self._news.set()
 
     async def _listen(self, client: _Client) -> NoReturn:
-        """Listens to an accepted client, which sends a message only if it receives a signal."""
+        """Listens to an accepted client, which sends a message only if it receives a
+        signal.
+        """
         while True:
             name = handshake.text(await client.read(), "leaving")
             numbers = {number.name: number for number in signals.CODES}

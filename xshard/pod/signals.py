@@ -1,4 +1,6 @@
-"""The signals that stop a run with its state saved, and how they are received while Python's handlers cannot run."""
+"""The signals that stop a run with its state saved, and how they are received while
+Python's handlers cannot run.
+"""
 
 import contextlib
 import os
@@ -8,8 +10,9 @@ import socket
 from xshard.files import forks
 from xshard.pod import notice
 
-# The exit code of a run that each signal stops. Schedulers send SIGUSR1 and SIGUSR2 ahead of a time limit, a terminal
-# that closes sends SIGHUP, and the soft limit of CPU time sends SIGXCPU, repeated every second.
+# The exit code of a run that each signal stops. Schedulers send SIGUSR1 and SIGUSR2
+# ahead of a time limit, a terminal that closes sends SIGHUP, and the soft limit of CPU
+# time sends SIGXCPU, repeated every second.
 CODES = {
     signal.SIGINT: notice.INTERRUPTED,
     signal.SIGTERM: notice.PREEMPTED,
@@ -18,15 +21,17 @@ CODES = {
     signal.SIGUSR2: notice.PREEMPTED,
     signal.SIGXCPU: notice.PREEMPTED,
 }
-# A shell makes its background programs ignore SIGINT, but a launcher in the background still sends it to a run.
+# A shell makes its background programs ignore SIGINT, but a launcher in the background
+# still sends it to a run.
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop_signals() -> list[signal.Signals]:
     """Returns the signals that stop this program.
 
-    It leaves out signals that the program was started to ignore, as nohup does with SIGHUP, and signals with a handler
-    in C, which `faulthandler.register` sets. It never leaves out SIGINT and SIGTERM.
+    It leaves out signals that the program was started to ignore, as nohup does with
+    SIGHUP, and signals with a handler in C, which `faulthandler.register` sets. It
+    never leaves out SIGINT and SIGTERM.
     """
     numbers = []
     for number in CODES:
@@ -38,14 +43,18 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def exit_on_signal() -> None:
-    """Makes the signals end this program at once, since it has nothing to save yet; Python itself handles Ctrl-C."""
+    """Makes the signals end this program at once, since it has nothing to save yet;
+    Python itself handles Ctrl-C.
+    """
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, _leave)
 
 
 def ignore() -> None:
-    """Ignores the signals from here on; for a program that has finished its work and decided its exit code."""
+    """Ignores the signals from here on; for a program that has finished its work and
+    decided its exit code.
+    """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
@@ -54,35 +63,44 @@ def _leave(number: int, frame: object) -> None:
     del frame
     with contextlib.suppress(OSError):
         name = signal.Signals(number).name
-        os.write(2, f"{name}: stopped before the run began; there was nothing to save.\n".encode())
+        os.write(
+            2,
+            f"{name}: stopped before the run began; there was nothing to save.\n".encode(),
+        )
     os._exit(notice.PREEMPTED)
 
 
 class SignalReceiver:
     """A context in which signals are collected; only the main thread may enter it.
 
-    A signal is kept until any thread reads it. Python's handler in C writes it to a socket at once, even while handlers
-    in Python cannot run, as in a long compilation.
+    A signal is kept until any thread reads it. Python's handler in C writes it to a
+    socket at once, even while handlers in Python cannot run, as in a long compilation.
 
-    In a child that is forked within the context, such as a worker of a pool, SIGTERM ends the child. The other signals are
-    ignored there: a terminal or a scheduler sends them to all processes of a run, which stops its children itself. A worker
-    that Ctrl-C ended would lose its task, for whose result the run would wait forever.
+    In a child that is forked within the context, such as a worker of a pool, SIGTERM
+    ends the child. The other signals are ignored there: a terminal or a scheduler sends
+    them to all processes of a run, which stops its children itself. A worker that
+    Ctrl-C ended would lose its task, for whose result the run would wait forever.
     """
 
     def __enter__(self) -> "SignalReceiver":
         self._end, self._wake = socket.socketpair()
         self._end.setblocking(False)
         self._wake.setblocking(False)
-        self._previous_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(
+            self._wake.fileno(), warn_on_full_buffer=False
+        )
         self._previous = {}
         for number in stop_signals():
-            # A signal is written to the socket only if it has a Python handler; the handler itself does nothing.
+            # A signal is written to the socket only if it has a Python handler; the
+            # handler itself does nothing.
             self._previous[number] = signal.signal(number, lambda *_: None)
         self._end_undo = forks.undo_in_children(self._leave_to_parent)
         return self
 
     def _leave_to_parent(self) -> None:
-        """Makes this process, a forked child, write no signal to the socket, which is the parent's too."""
+        """Makes this process, a forked child, write no signal to the socket, which is
+        the parent's too.
+        """
         signal.set_wakeup_fd(-1)
         for number in self._previous:
             is_fatal = number == signal.SIGTERM

@@ -1,7 +1,9 @@
-"""Determines the place of a process in its run, and starts the processes: they meet before JAX connects them.
+"""Determines the place of a process in its run, and starts the processes: they meet
+before JAX connects them.
 
-If a peer does not come, JAX's own start ends a process from C++, whatever the reason. The processes therefore meet
-first, at the address of JAX's future coordinator, and report what does not fit.
+If a peer does not come, JAX's own start ends a process from C++, whatever the reason.
+The processes therefore meet first, at the address of JAX's future coordinator, and
+report what does not fit.
 """
 
 import os
@@ -24,9 +26,11 @@ class Timeouts(NamedTuple):
 
     Attributes:
       start: the time until all processes have connected.
-      heartbeat: the time after which a silent process is treated as lost; a run survives a shorter outage.
+      heartbeat: the time after which a silent process is treated as lost; a run
+        survives a shorter outage.
       shutdown: the time until all processes have reached the end of the run.
-      step: the time without progress in training or evaluation after which a process ends the run; 0 for no limit.
+      step: the time without progress in training or evaluation after which a process
+        ends the run; 0 for no limit.
     """
 
     start: int = 300
@@ -38,10 +42,13 @@ class Timeouts(NamedTuple):
 def resolve_process(
     address: str | None, count: int | None, index: int | None, seconds: int = 300
 ) -> process_spec.ProcessSpec | None:
-    """Returns this process's place: from the arguments, or else as JAX detects it (Slurm, Open MPI, GKE, GCE).
+    """Returns this process's place: from the arguments, or else as JAX detects it
+    (Slurm, Open MPI, GKE, GCE).
 
-    In a cluster that JAX detects, any of `address`, `count` and `index` may be given, such as an address with another port
-    (JAX also reads one from `JAX_COORDINATOR_PORT`). Elsewhere they are given together; a count of 1 may stand alone.
+    In a cluster that JAX detects, any of `address`, `count` and `index` may be given,
+    such as an address with another port (JAX also reads one from
+    `JAX_COORDINATOR_PORT`). Elsewhere they are given together; a count of 1 may stand
+    alone.
 
     Args:
       address: the address of process 0, as host:port.
@@ -53,7 +60,8 @@ def resolve_process(
       The place, or None for a run of one process.
 
     Raises:
-      StartError: if the arguments are invalid, or if JAX detects a cluster but not this process's place in it.
+      StartError: if the arguments are invalid, or if JAX detects a cluster but not this
+        process's place in it.
     """
     if address is None and count == 1 and index in (None, 0):
         return None
@@ -61,7 +69,11 @@ def resolve_process(
     if address is None or count is None or index is None:
         given = address, count, index
         address, count, index, devices = _detect(seconds, *given)
-        flags = {"coordinator_address": address, "num_processes": count, "process_id": index}
+        flags = {
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": index,
+        }
         missing = [f"--{name}" for name, value in flags.items() if value is None]
         if given == (None, None, None) and (missing or not count or count == 1):
             return None
@@ -85,8 +97,12 @@ def resolve_process(
     return process_spec.ProcessSpec(address, count, index, devices)
 
 
-def _detect(seconds: int, *given: Any) -> tuple[str | None, int | None, int | None, Any]:
-    """Returns the address, count, index and devices that JAX detects, where they are not given."""
+def _detect(
+    seconds: int, *given: Any
+) -> tuple[str | None, int | None, int | None, Any]:
+    """Returns the address, count, index and devices that JAX detects, where they are
+    not given.
+    """
     try:
         return jax_internals.detect_cluster(seconds, *given)
     except (RuntimeError, OSError, ValueError) as e:
@@ -103,24 +119,29 @@ def join(
     token: str,
     signal_receiver: signals.SignalReceiver,
 ) -> list[str]:
-    """Meets the other processes and connects JAX. It must be called before the first use of a device.
+    """Meets the other processes and connects JAX. It must be called before the first
+    use of a device.
 
     Args:
       at: this process's place.
       timeouts: how long to wait.
-      facts: names and short texts that must be equal on all processes, such as the config.
-      token: the token of the launch, which all of its processes have; empty if they were started by hand.
+      facts: names and short texts that must be equal on all processes, such as the
+        config.
+      token: the token of the launch, which all of its processes have; empty if they
+        were started by hand.
       signal_receiver: the signals; any of them ends the meeting for all processes.
 
     Returns:
       The host name of each process.
 
     Raises:
-      StartError: on all processes that connected, if one does not connect in time or does not fit.
+      StartError: on all processes that connected, if one does not connect in time or
+        does not fit.
       StoppedError: on all processes that connected, if one of them receives a signal.
     """
     hosts = rendezvous.meet(at, timeouts.start, facts, token, signal_receiver)
-    # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if JAX's own function is polled.
+    # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if
+    # JAX's own function is polled.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxies(at.address)
     jax.distributed.initialize(
@@ -130,8 +151,9 @@ def join(
         at.devices,
         cluster_detection_method="deactivate",
         initialization_timeout=timeouts.start,
-        # xshard normally detects a lost process first, and names it; JAX's timeout is for when it cannot. It is much
-        # longer because JAX counts seconds, while xshard counts ticks, which pass slowly on a busy machine.
+        # xshard normally detects a lost process first, and names it; JAX's timeout is
+        # for when it cannot. It is much longer because JAX counts seconds, while xshard
+        # counts ticks, which pass slowly on a busy machine.
         heartbeat_timeout_seconds=10 * timeouts.heartbeat + 60,
         shutdown_timeout_seconds=timeouts.shutdown,
         coordinator_bind_address=_bind_address(at.address),
@@ -140,10 +162,11 @@ def join(
 
 
 def _bypass_proxies(address: str) -> None:
-    """Exempts the address of JAX's coordinator from proxies; gRPC would ask a proxy for it, and end the process.
+    """Exempts the address of JAX's coordinator from proxies; gRPC would ask a proxy for
+    it, and end the process.
 
-    gRPC reads these variables in lower case only. In `no_grpc_proxy` it reads what `no_proxy` has as well, which other
-    programs of the process go on to use as it is.
+    gRPC reads these variables in lower case only. In `no_grpc_proxy` it reads what
+    `no_proxy` has as well, which other programs of the process go on to use as it is.
     """
     if not any(os.environ.get(name) for name in _PROXIES):
         return
@@ -155,7 +178,9 @@ def _bypass_proxies(address: str) -> None:
 
 
 def _bind_address(address: str) -> str | None:
-    """Returns where JAX's coordinator listens, which is where process 0 did in the meeting; None for all addresses."""
+    """Returns where JAX's coordinator listens, which is where process 0 did in the
+    meeting; None for all addresses.
+    """
     ip = process_spec.interface(address)
     if not ip:
         return None

@@ -15,12 +15,14 @@ FILE = "status.json"
 STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
 # While the first batches are read, which a stream that yields nothing may never end.
 READING, READING_EVALUATION = "reading training data", "reading evaluation data"
-# The phases in which a process must make progress. The others have their own time limits, or no known bound, as compilation.
+# The phases in which a process must make progress. The others have their own time
+# limits, or no known bound, as compilation.
 BOUNDED = (TRAINING, EVALUATING, READING, READING_EVALUATION)
 # The last status of a process that ended by itself begins with one of these.
 DONE = "done"
 ENDS = (DONE, "stopped", "failed")
-# A process writes its status twice a second, so after this time without one it is not running.
+# A process writes its status twice a second, so after this time without one it is not
+# running.
 SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
 
@@ -37,7 +39,8 @@ class Status:
         self._rate = clock.Rate(_RATE_ROWS)
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the phase, and other fields: `step`, `steps`, and `seconds`, a function as `xshard.metrics.clock` has it.
+        """Sets the phase, and other fields: `step`, `steps`, and `seconds`, a function
+        as `xshard.metrics.clock` has it.
 
         It is called after each step, so everything that can wait is left to `row`.
         """
@@ -54,7 +57,9 @@ class Status:
         return row["doing"], row["step"]
 
     def row(self) -> dict[str, Any]:
-        """Returns the status; 'rate' is in steps per second over the last rows, 'time' in seconds since 1970."""
+        """Returns the status; 'rate' is in steps per second over the last rows, 'time'
+        in seconds since 1970.
+        """
         # A copy, because another thread may change the status meanwhile.
         row = dict(self._row)
         row["seconds"] = row["seconds"]()
@@ -85,7 +90,9 @@ def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
 
 
 def is_row(row: Any) -> bool:
-    """Returns whether a JSON value is a valid status of a process; one of an earlier version has no 'begun'."""
+    """Returns whether a JSON value is a valid status of a process; one of an earlier
+    version has no 'begun'.
+    """
     if not isinstance(row, dict):
         return False
     for name in ("doing", "host"):

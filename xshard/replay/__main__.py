@@ -1,14 +1,18 @@
-"""Repeats a step of a run, and finds its first value that is not finite: `python -m xshard.replay runs/digits --step=41287`.
+"""Repeats a step of a run, and finds its first value that is not finite: `python -m
+xshard.replay runs/digits --step=41287`.
 
-It starts from the newest checkpoint before the step, or from the run's first state, repeats the steps up to it, and compares
-their metrics with the run's rows, bit for bit. Without --step it selects the first step that was not finite or was skipped.
-The run is only read, and may still be training.
+It starts from the newest checkpoint before the step, or from the run's first state,
+repeats the steps up to it, and compares their metrics with the run's rows, bit for bit.
+Without --step it selects the first step that was not finite or was skipped. The run is
+only read, and may still be training.
 
-With --verify_resume=N, and the flags of `python -m xshard.main` instead of a run, it checks that a run of N steps that is
-killed and resumed ends with the same bits as an undisturbed run: see `xshard.replay.verify`. With --verify_devices=M it
-resumes on other devices, and compares within a tolerance.
+With --verify_resume=N, and the flags of `python -m xshard.main` instead of a run, it
+checks that a run of N steps that is killed and resumed ends with the same bits as an
+undisturbed run: see `xshard.replay.verify`. With --verify_devices=M it resumes on other
+devices, and compares within a tolerance.
 
-Exit codes: 0 reproduced, as far as there are rows; 4 not reproduced, or not the same bits; 1 failed.
+Exit codes: 0 reproduced, as far as there are rows; 4 not reproduced, or not the same
+bits; 1 failed.
 """
 
 import argparse
@@ -65,17 +69,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and with --verify_resume the flags of `xshard.main`; exits with 2 if they are invalid."""
+    """Returns the options, and with --verify_resume the flags of `xshard.main`; exits
+    with 2 if they are invalid.
+    """
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
         if options.verify_processes != 1 and options.verify_devices is None:
-            parser.error("--verify_processes needs --verify_devices, of all of them together")
+            parser.error(
+                "--verify_processes needs --verify_devices, of all of them together"
+            )
         return options, cli.without_flags(argv, _OF_VERIFY)
     if options.verify_devices is not None:
         parser.error("--verify_devices is for --verify_resume")
     if unknown or options.run is None:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN")
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN"
+        )
     return options, []
 
 
@@ -84,7 +94,9 @@ def main(argv: Sequence[str]) -> int:
     """Replays or verifies according to the arguments; returns the exit code."""
     options, flags = parse(argv)
     if options.cpu_devices < 0:
-        raise errors.UserError(f"--cpu_devices={options.cpu_devices} must be at least 1.")
+        raise errors.UserError(
+            f"--cpu_devices={options.cpu_devices} must be at least 1."
+        )
     devices = options.cpu_devices
     config: dict[str, Any] = {}
     if options.verify_resume is None:

@@ -45,15 +45,19 @@ class Cause(NamedTuple):
 
 
 def find(
-    program: dataflow.Program, observed: observations.Observations, mesh: jax.sharding.Mesh
+    program: dataflow.Program,
+    observed: observations.Observations,
+    mesh: jax.sharding.Mesh,
 ) -> Cause | None:
     """Finds the origin of a step's non-finite results; None if all results are finite.
 
-    The search goes back from a result through values that are not finite, so an infinity that reaches no result, such as
-    a mask's, is not a cause. From nan it first goes back through nan values only. If an operation makes nan from
-    infinities, both this operation and the origin of the infinities are reported.
+    The search goes back from a result through values that are not finite, so an
+    infinity that reaches no result, such as a mask's, is not a cause. From nan it first
+    goes back through nan values only. If an operation makes nan from infinities, both
+    this operation and the origin of the infinities are reported.
     """
-    # Losses and gradients are searched first, since the new state and other metrics follow from them.
+    # Losses and gradients are searched first, since the new state and other metrics
+    # follow from them.
     kinds = (_of_updates(program), list(program.results.items()))
     replicas = range(len(observed.largest))
     for results in kinds:
@@ -70,18 +74,24 @@ def find(
     origins = graph.origins(ends, only_nan=True)
     nans = [value for r, value in origins if np.isnan(observed.largest[r, value])]
     deeper = graph.origins(origins, only_nan=False)
-    # A constant of the program, such as a mask's infinity, is not a cause. The operation that makes nan from it is.
+    # A constant of the program, such as a mask's infinity, is not a cause. The
+    # operation that makes nan from it is.
     computed = [node for node in deeper if not _is_constant(program, node[1])]
     first = min((value for _, value in computed or origins), default=0)
     where = sorted({r for r, value in [*deeper, *origins] if value == first})
-    return Cause(first, where, min(nans, default=None), list(dict.fromkeys(ends.values())))
+    return Cause(
+        first, where, min(nans, default=None), list(dict.fromkeys(ends.values()))
+    )
 
 
 def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
     """Returns the values that a run observes: the losses and the gradients."""
     of = lambda learner: f" of {learner}" if learner else ""
-    losses = [(f"the loss{of(learner)}", value) for learner, value in program.losses.items()]
-    # An update that was skipped leaves no trace in the results, nor in what is observed of a later one.
+    losses = [
+        (f"the loss{of(learner)}", value) for learner, value in program.losses.items()
+    ]
+    # An update that was skipped leaves no trace in the results, nor in what is observed
+    # of a later one.
     gradients = [
         (f"the gradient of {trees.join(learner, path)}", value)
         for learner, path, value in program.all_gradients
@@ -90,13 +100,17 @@ def _of_updates(program: dataflow.Program) -> list[tuple[str, int]]:
 
 
 def _is_constant(program: dataflow.Program, value: int) -> bool:
-    """Returns whether a non-finite value without non-finite sources is a constant of the program."""
+    """Returns whether a non-finite value without non-finite sources is a constant of
+    the program.
+    """
     equation, sources = program.values[value].equation, program.values[value].sources
     return equation is not None and (not sources or equation.primitive.name in _CHOOSE)
 
 
 class _Graph:
-    """The graph of values that are not finite, with edges to their sources that are not finite either."""
+    """The graph of values that are not finite, with edges to their sources that are not
+    finite either.
+    """
 
     def __init__(
         self,
@@ -109,7 +123,9 @@ class _Graph:
         self._axes = {name: mesh.shape[name] for name in mesh_lib.BATCH}
 
     def origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
-        """Returns the values without non-finite sources; with `only_nan`, a nan counts if it has no nan source."""
+        """Returns the values without non-finite sources; with `only_nan`, a nan counts
+        if it has no nan source.
+        """
         seen: set[_Node] = set()
         left, origins = list(ends), []
         while left:
@@ -135,12 +151,16 @@ class _Graph:
         causes = []
         for source in value.sources:
             for peer in peers:
-                if self._observed.bad(peer, source) and self._is_before((peer, source), node):
+                if self._observed.bad(peer, source) and self._is_before(
+                    (peer, source), node
+                ):
                     causes.append((peer, source))
         return causes
 
     def _is_before(self, source: _Node, node: _Node) -> bool:
-        """Returns whether the source was first not finite in the same round of the common loops as the node, or earlier."""
+        """Returns whether the source was first not finite in the same round of the
+        common loops as the node, or earlier.
+        """
         values = self._program.values
         source_loops, loops = values[source[1]].loops, values[node[1]].loops
         common = sum(a == b for a, b in zip(source_loops, loops, strict=False))
@@ -149,7 +169,9 @@ class _Graph:
         return bool(rounds[source][:common].tolist() <= rounds[node][:common].tolist())
 
     def _peers(self, replica: int, equation: Any) -> list[int]:
-        """Returns the replicas whose values an equation reads: for a collective, all along its axes."""
+        """Returns the replicas whose values an equation reads: for a collective, all
+        along its axes.
+        """
         over = _collective_axes(equation)
         if not over:
             return [replica]
@@ -171,7 +193,8 @@ def blame_examples(
     """Finds the examples that cause non-finite values, by bisection.
 
     Args:
-      is_bad: returns whether the problem occurs if only these rows keep their examples and all others get a harmless one.
+      is_bad: returns whether the problem occurs if only these rows keep their examples
+        and all others get a harmless one.
       parts: the rows by replica and micro-batch.
 
     Returns:

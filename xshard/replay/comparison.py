@@ -1,4 +1,6 @@
-"""Compares two runs with the same flags: their rows, results, and the arrays of their last checkpoints."""
+"""Compares two runs with the same flags: their rows, results, and the arrays of their
+last checkpoints.
+"""
 
 import hashlib
 import itertools
@@ -23,7 +25,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       row: the first number of a row that differs; None if none does.
-      array: the path of the first array of the last checkpoint that differs; empty if none does.
+      array: the path of the first array of the last checkpoint that differs; empty if
+        none does.
       results: the results that differ, with their values.
       size: a description of how much was compared.
     """
@@ -50,9 +53,11 @@ def compare(
     Args:
       first: the work directory of one run.
       second: the work directory of the other run.
-      tolerance: 0 compares bits. Otherwise, the largest difference of floating-point numbers: in arrays as a fraction of
-        the array's largest number, but at least two roundings of the dtype; in rows as a fraction of the column's largest.
-      restored: the rows up to this step, and the state that it leaves, must have the same bits in any case.
+      tolerance: 0 compares bits. Otherwise, the largest difference of floating-point
+        numbers: in arrays as a fraction of the array's largest number, but at least two
+        roundings of the dtype; in rows as a fraction of the column's largest.
+      restored: the rows up to this step, and the state that it leaves, must have the
+        same bits in any case.
     """
     rows = rows_of(first), rows_of(second)
     array, count, gap = _first_array(first, second, tolerance)
@@ -60,25 +65,38 @@ def compare(
     size = f"{len(rows[0])} rows, {count} arrays"
     if tolerance:
         rows = _without_near(*rows, tolerance, restored)
-        size += f" (the largest difference in an array is {gap:.1g} of its largest number)"
+        size += (
+            f" (the largest difference in an array is {gap:.1g} of its largest number)"
+        )
     return Comparison(first_row(*rows), array, results, size)
 
 
-def first_row(first: list[writers.Row], second: list[writers.Row]) -> replayer.Difference | None:
+def first_row(
+    first: list[writers.Row], second: list[writers.Row]
+) -> replayer.Difference | None:
     """Returns the first number that differs between rows; None if none does."""
     for here, there in itertools.zip_longest(first, second, fillvalue=dict[str, Any]()):
-        columns = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-        # Fingerprints come first: they are of the state that the step begins with, the other values of its results.
+        columns = [
+            name for name in {**here, **there} if here.get(name) != there.get(name)
+        ]
+        # Fingerprints come first: they are of the state that the step begins with, the
+        # other values of its results.
         columns.sort(key=lambda name: not name.startswith(fingerprint.PREFIX))
         for column in columns:
             step = here.get("step") or there["step"]
-            return replayer.Difference(step, column, here.get(column), there.get(column))
+            return replayer.Difference(
+                step, column, here.get(column), there.get(column)
+            )
     return None
 
 
 def rows_of(directory: pathlib.Path) -> list[writers.Row]:
-    """Returns a run's rows, without values that may differ between runs with the same bits."""
-    return [*map(rows_lib.reproducible, writers.read(workdir.Workdir(directory).metrics))]
+    """Returns a run's rows, without values that may differ between runs with the same
+    bits.
+    """
+    return [
+        *map(rows_lib.reproducible, writers.read(workdir.Workdir(directory).metrics))
+    ]
 
 
 def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.Attempt]:
@@ -96,7 +114,9 @@ def checksum(x: Any) -> str:
 def _first_array(
     first: pathlib.Path, second: pathlib.Path, tolerance: float
 ) -> tuple[str, int, float]:
-    """Compares the last checkpoints; returns the first array that differs or '', the number of arrays, and the largest gap."""
+    """Compares the last checkpoints; returns the first array that differs or '', the
+    number of arrays, and the largest gap.
+    """
     end, other_end = _last_checkpoint(first), _last_checkpoint(second)
     metas = metadata_files.read_array_metas(end)
     others = metadata_files.read_array_metas(other_end)
@@ -104,7 +124,9 @@ def _first_array(
     differing = sorted(metas.keys() ^ others.keys())
     paths = sorted(metas.keys() & others.keys())
     arrays = array_reader.read_arrays(end, {path: metas[path] for path in paths})
-    other_arrays = array_reader.read_arrays(other_end, {path: others[path] for path in paths})
+    other_arrays = array_reader.read_arrays(
+        other_end, {path: others[path] for path in paths}
+    )
     largest = 0.0
     for (path, x), (_, y) in zip(arrays, other_arrays, strict=True):
         gap, allowed = _gap(x, y), 0.0
@@ -123,21 +145,29 @@ def _last_checkpoint(directory: pathlib.Path) -> format_lib.Attempt:
 
 
 def _gap(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the largest difference as a fraction of the largest number; inf if dtypes or shapes differ or are not floats."""
+    """Returns the largest difference as a fraction of the largest number; inf if dtypes
+    or shapes differ or are not floats.
+    """
     if checksum(x) == checksum(y):
         return 0.0
-    if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(
+        x.dtype, jnp.floating
+    ):
         return np.inf
     wide, other = x.astype(np.float64), y.astype(np.float64)
     # `tiny` avoids a division by zero for an array of zeros.
-    gap = np.max(np.abs(wide - other)) / max(np.max(np.abs(wide)), np.finfo(np.float64).tiny)
+    gap = np.max(np.abs(wide - other)) / max(
+        np.max(np.abs(wide)), np.finfo(np.float64).tiny
+    )
     return float(gap) if np.isfinite(gap) else np.inf
 
 
 def _without_near(
     first: list[writers.Row], second: list[writers.Row], tolerance: float, restored: int
 ) -> tuple[list[writers.Row], list[writers.Row]]:
-    """Returns the rows of both, where numbers of the second after `restored` that are near the first's are replaced by them."""
+    """Returns the rows of both, where numbers of the second after `restored` that are
+    near the first's are replaced by them.
+    """
     largest: dict[str, float] = {}
     for row in first:
         for name, x in row.items():
@@ -154,18 +184,23 @@ def _without_near(
         near.append(there)
 
     def cut(row: writers.Row) -> writers.Row:
-        # The restored state has the same bits. On other devices, later states and so their fingerprints may differ.
+        # The restored state has the same bits. On other devices, later states and so
+        # their fingerprints may differ.
         return row if row["step"] <= restored + 1 else rows_lib.numbers(row)
 
     return [*map(cut, first)], [*map(cut, near), *second[len(first) :]]
 
 
 def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
-    """Returns `there` with each number that is within the tolerance of its counterpart in `here` replaced by it."""
+    """Returns `there` with each number that is within the tolerance of its counterpart
+    in `here` replaced by it.
+    """
     if isinstance(here, dict) and isinstance(there, dict):
         return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        return [_near(x, y, tolerance, largest) for x, y in zip(here, there, strict=True)]
+        return [
+            _near(x, y, tolerance, largest) for x, y in zip(here, there, strict=True)
+        ]
     if isinstance(here, float) and isinstance(there, float):
         limit = tolerance * max(abs(here), abs(there), largest)
         return here if abs(here - there) <= limit else there
@@ -181,4 +216,6 @@ def _results(first: pathlib.Path, second: pathlib.Path, tolerance: float) -> str
     if tolerance:
         there = _near(here, there, tolerance)
     differing = [name for name in names if here.get(name) != there.get(name)]
-    return ", ".join(f"{name}: {here.get(name)} | {there.get(name)}" for name in differing)
+    return ", ".join(
+        f"{name}: {here.get(name)} | {there.get(name)}" for name in differing
+    )

@@ -1,7 +1,9 @@
-"""The data flow of a step's program: which value is computed from which, and on which line of the user's code.
+"""The data flow of a step's program: which value is computed from which, and on which
+line of the user's code.
 
-Nested functions are laid out flat, in the order in which they run. Calls, such as of a function under `jax.jit`, are
-inlined: they have the values of their body, and none of their own. A loop has the values of one round.
+Nested functions are laid out flat, in the order in which they run. Calls, such as of a
+function under `jax.jit`, are inlined: they have the values of their body, and none of
+their own. A loop has the values of one round.
 """
 
 import dataclasses
@@ -35,9 +37,11 @@ MOVES = {
     "rev",
     "stop_gradient",
 }
-# The number of nested loops whose rounds are recorded. A value in a deeper loop has the rounds of the outer ones.
+# The number of nested loops whose rounds are recorded. A value in a deeper loop has the
+# rounds of the outer ones.
 DEPTH = 4
-# An equation, preceded by the equations that contain it; and the numbers of the loops among these.
+# An equation, preceded by the equations that contain it; and the numbers of the loops
+# among these.
 _Place = tuple[Any, ...]
 _Loops = tuple[int, ...]
 # The results that a run reads of a step, by field of `Stepped`.
@@ -49,8 +53,8 @@ class Value:
     """A value of the program.
 
     Attributes:
-      place: the equation that computes it, preceded by those that contain it; empty for an input of the program or of a
-        loop's body.
+      place: the equation that computes it, preceded by those that contain it; empty for
+        an input of the program or of a loop's body.
       sources: the numbers of the values that it is computed from.
       loops: the unique numbers of the loops that contain it, outermost first.
       shape: its shape on one replica.
@@ -71,7 +75,9 @@ class Value:
     @property
     def runs_once(self) -> bool:
         """Returns whether it is outside of all loops and branches."""
-        return not self.loops and all(e.primitive.name in INLINED for e in self.place[:-1])
+        return not self.loops and all(
+            e.primitive.name in INLINED for e in self.place[:-1]
+        )
 
 
 class Block(NamedTuple):
@@ -100,12 +106,14 @@ class Program:
     Attributes:
       values: all values by number, in the order of computation.
       inputs: the names of the inputs, which are the first values.
-      results: the value numbers of the results by name: the state by path, and the metrics. Results that are not values
-        of the program are left out.
+      results: the value numbers of the results by name: the state by path, and the
+        metrics. Results that are not values of the program are left out.
       losses: the value numbers of the losses that a run observes, by learner.
-      gradients: the value numbers of the gradients that the update receives, by learner and parameter; those of the last
-        update outside of a loop, if a step has several.
-      all_gradients: the learner, parameter and value number of each gradient that an update receives, also in a loop.
+      gradients: the value numbers of the gradients that the update receives, by learner
+        and parameter; those of the last update outside of a loop, if a step has
+        several.
+      all_gradients: the learner, parameter and value number of each gradient that an
+        update receives, also in a loop.
       mapped: the equation of the outer program that runs this one on all replicas.
     """
 
@@ -114,7 +122,8 @@ class Program:
 
         Args:
           traced: the result of `trace` on `preflight.jitted_step`.
-          arguments: the state and the batch that it was traced for; only their paths matter.
+          arguments: the state and the batch that it was traced for; only their paths
+            matter.
         """
         self.values: list[Value] = []
         self._loops = 0
@@ -139,11 +148,14 @@ class Program:
         self.all_gradients: list[tuple[str, str, int]] = []
         for (path, _), variable in zip(results, self.whole.jaxpr.outvars, strict=True):
             number = (
-                None if isinstance(variable, jax_internals.Literal) else by_output.get(variable)
+                None
+                if isinstance(variable, jax_internals.Literal)
+                else by_output.get(variable)
             )
             if number is None:
                 continue
-            # path[0] is a field of `Stepped`. Fingerprints are integers, and are left out.
+            # path[0] is a field of `Stepped`. Fingerprints are integers, and are left
+            # out.
             if path[0].name == "observed":
                 # `observed` has an `Observed` for each learner.
                 self._take_observed(path[1].key, path[2].name, number)
@@ -154,7 +166,13 @@ class Program:
     def _add(self, place: _Place, loops: _Loops, sources: Any, aval: Any) -> int:
         known = [x for x in sources if x is not None]
         self.values.append(
-            Value(place, known, loops, getattr(aval, "shape", ()), getattr(aval, "dtype", None))
+            Value(
+                place,
+                known,
+                loops,
+                getattr(aval, "shape", ()),
+                getattr(aval, "dtype", None),
+            )
         )
         return len(self.values) - 1
 
@@ -165,14 +183,18 @@ class Program:
         place: _Place,
         loops: _Loops,
     ) -> tuple[Block, list[int | None]]:
-        """Lays out a function; returns it and its results' numbers. Without `inputs`, its inputs become new values."""
+        """Lays out a function; returns it and its results' numbers. Without `inputs`,
+        its inputs become new values.
+        """
         jaxpr, consts = jax_internals.opened(function), getattr(function, "consts", ())
         begin, parts = len(self.values), []
         has_inputs = inputs is None
         if inputs is None:
             inputs = [self._add((), loops, (), x.aval) for x in jaxpr.invars]
         numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda x: None if isinstance(x, jax_internals.Literal) else numbers.get(x)
+        read = lambda x: (
+            None if isinstance(x, jax_internals.Literal) else numbers.get(x)
+        )
         for eqn in jaxpr.eqns:
             blocks, outputs = self._lay_out_equation(
                 eqn, [read(x) for x in eqn.invars], place, loops
@@ -180,7 +202,9 @@ class Program:
             parts.append(blocks)
             numbers.update(zip(eqn.outvars, outputs, strict=True))
         own = self.values[begin:]
-        block = Block(jaxpr, consts, has_inputs, parts, len(own), sum(map(can_be_nonfinite, own)))
+        block = Block(
+            jaxpr, consts, has_inputs, parts, len(own), sum(map(can_be_nonfinite, own))
+        )
         return block, [read(x) for x in jaxpr.outvars]
 
     def _lay_out_equation(
@@ -190,7 +214,9 @@ class Program:
         if name in MOVES:
             return [], inputs[:1]
         if name in INLINED:
-            block, outputs = self._lay_out(eqn.params[INLINED[name]], inputs, place, loops)
+            block, outputs = self._lay_out(
+                eqn.params[INLINED[name]], inputs, place, loops
+            )
             return [block], outputs
         if name in ("scan", "while"):
             block, outputs = self._lay_out_loop(eqn, inputs, place, loops)
@@ -207,7 +233,9 @@ class Program:
         else:
             return [], [self._add(place, loops, inputs, x.aval) for x in eqn.outvars]
         of_loop = zip(eqn.outvars, outputs, strict=True)
-        return [block], [self._add(place, loops, (source,), x.aval) for x, source in of_loop]
+        return [block], [
+            self._add(place, loops, (source,), x.aval) for x, source in of_loop
+        ]
 
     def _lay_out_loop(
         self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
@@ -226,13 +254,17 @@ class Program:
         block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
         for index, source in enumerate(inputs):
             # A loop-carried input also depends on the previous round.
-            carried = outputs[index - consts] if consts <= index < consts + carries else None
+            carried = (
+                outputs[index - consts] if consts <= index < consts + carries else None
+            )
             known = [x for x in (source, carried) if x is not None]
             self.values[begin + index].sources += known
         return block, outputs
 
     def _take_observed(self, learner: str, what: str, number: int) -> None:
-        """Records an observed loss, or the gradients: the operands of the `is_finite` equations behind `number`."""
+        """Records an observed loss, or the gradients: the operands of the `is_finite`
+        equations behind `number`.
+        """
         if what == "loss":
             self.losses[learner] = number
         if what != "gradients":
@@ -247,22 +279,30 @@ class Program:
                 self.gradients[learner, path] = gradient
 
     def is_backward(self, number: int) -> bool:
-        """Returns whether a value belongs to the backward pass, or is a derivative that only the backward pass reads."""
+        """Returns whether a value belongs to the backward pass, or is a derivative that
+        only the backward pass reads.
+        """
         return "jvp(" in name_stack(self.values[number]) and number not in self._forward
 
     def _find_forward(self) -> set[int]:
-        """Returns the values that a result depends on by a path outside of the backward pass."""
+        """Returns the values that a result depends on by a path outside of the backward
+        pass.
+        """
         seen: set[int] = set()
         left = list(self.results.values())
         while left:
             number = left.pop()
-            if number not in seen and "transpose(" not in name_stack(self.values[number]):
+            if number not in seen and "transpose(" not in name_stack(
+                self.values[number]
+            ):
                 seen.add(number)
                 left += self.values[number].sources
         return seen
 
     def _finite_checks(self, number: int) -> list[int]:
-        """Returns the nearest `is_finite` equations that a value depends on, in program order."""
+        """Returns the nearest `is_finite` equations that a value depends on, in program
+        order.
+        """
         seen, left, asked = set(), [number], []
         while left:
             value = left.pop()
@@ -283,16 +323,22 @@ def _named(path: tuple[Any, ...], form: str) -> str:
 
 def can_be_nonfinite(value: Any) -> bool:
     """Returns whether a value, or an array, has a dtype that can hold inf or nan."""
-    return value.dtype is not None and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+    return value.dtype is not None and jax.numpy.issubdtype(
+        value.dtype, jax.numpy.inexact
+    )
 
 
 def name_stack(value: Value) -> str:
-    """Returns the name scopes in which an equation was traced, such as 'transpose(jvp(mlp))/linear_0'."""
+    """Returns the name scopes in which an equation was traced, such as
+    'transpose(jvp(mlp))/linear_0'.
+    """
     return trees.join(*(str(eqn.source_info.name_stack) for eqn in value.place))
 
 
 def module_path(value: Value) -> str:
-    """Returns the path of the Haiku module whose forward or backward pass has an equation; empty if there is none."""
+    """Returns the path of the Haiku module whose forward or backward pass has an
+    equation; empty if there is none.
+    """
     words = name_stack(value)
     for transformation in (
         "transpose(",
@@ -307,7 +353,9 @@ def module_path(value: Value) -> str:
 
 
 def lines(value: Value) -> tuple[str, str]:
-    """Returns the user's line that an equation comes from, and the innermost line outside of JAX; empty if unknown."""
+    """Returns the user's line that an equation comes from, and the innermost line
+    outside of JAX; empty if unknown.
+    """
     users, innermost = "", ""
     for eqn in value.place:
         # JAX ends the traceback of an equation at the function that contains it.
@@ -324,8 +372,14 @@ def _shown(file: str, line: int) -> str:
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
-    """Returns the files and lines of a traceback, innermost first, without JAX's and the standard library's."""
+    """Returns the files and lines of a traceback, innermost first, without JAX's and
+    the standard library's.
+    """
     if traceback is None:
         return []
     frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]
-    return [x for x in frames if not x[0].startswith(_JAX) and not errors.is_stdlib_file(x[0])]
+    return [
+        x
+        for x in frames
+        if not x[0].startswith(_JAX) and not errors.is_stdlib_file(x[0])
+    ]

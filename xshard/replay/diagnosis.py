@@ -1,4 +1,6 @@
-"""The analysis of a step: its first value that is not finite, the examples that cause it, and what would cure it."""
+"""The analysis of a step: its first value that is not finite, the examples that cause
+it, and what would cure it.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +20,8 @@ from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight
 
 _SCALE = "current_loss_scale"
-# The number of examples that are tried before the cause is reported as independent of the examples.
+# The number of examples that are tried before the cause is reported as independent of
+# the examples.
 _MAX_TRIED = 16
 
 
@@ -31,7 +34,8 @@ class Operation(NamedTuple):
       line: the line of the user's code; empty if unknown.
       innermost: the innermost line outside of JAX.
       module: the path of the Haiku module; empty outside of modules.
-      backward: whether it belongs to the backward pass, or is a derivative that only the backward pass reads.
+      backward: whether it belongs to the backward pass, or is a derivative that only
+        the backward pass reads.
       kind: its dtype and shape on one replica.
       gives: inf or nan.
     """
@@ -53,10 +57,11 @@ class Finding(NamedTuple):
       first: the first value.
       nan: the value where it first becomes nan, if that is another one.
       replicas: the replicas on which it is not finite, numbered over all groups.
-      rows: the rows of the batch of all groups that cause it, a list for each cause; None if it does not depend on the
-        examples.
+      rows: the rows of the batch of all groups that cause it, a list for each cause;
+        None if it does not depend on the examples.
       results: the results that become not finite.
-      cure: the change that would make the step finite, or a note that no loss scale would; empty if not examined.
+      cure: the change that would make the step finite, or a note that no loss scale
+        would; empty if not examined.
     """
 
     first: Operation
@@ -79,7 +84,9 @@ class Diagnosis:
         self.observed = self._evaluate(step.state, step.batch)
 
     def find(self) -> Finding | None:
-        """Finds the first value that is not finite; None if every value that reaches a result is finite."""
+        """Finds the first value that is not finite; None if every value that reaches a
+        result is finite.
+        """
         cause = cause_lib.find(self.program, self.observed, self._run.mesh)
         if cause is None:
             return None
@@ -109,12 +116,16 @@ class Diagnosis:
         )
 
     def _find_rows(self, cause: cause_lib.Cause) -> list[list[int]] | None:
-        """Finds the rows of the batch that cause it, by replacing others; None if it does not depend on the rows."""
+        """Finds the rows of the batch that cause it, by replacing others; None if it
+        does not depend on the rows.
+        """
         host = {name: np.asarray(x) for name, x in self._step.batch.items()}
         replicas = len(self.observed.largest)
         size = len(next(iter(host.values()))) // replicas
         parts = self._run.config.micro_batches
-        rows = np.concatenate([np.arange(size) + size * replica for replica in cause.replicas])
+        rows = np.concatenate(
+            [np.arange(size) + size * replica for replica in cause.replicas]
+        )
 
         def is_bad(source: np.ndarray) -> bool:
             changed = {}
@@ -127,11 +138,15 @@ class Diagnosis:
 
         # An example is harmless if the value is finite when every row is a copy of it.
         tried = rows[np.unique(np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int))]
-        harmless = next((row for row in tried if not is_bad(np.full_like(rows, row))), None)
+        harmless = next(
+            (row for row in tried if not is_bad(np.full_like(rows, row))), None
+        )
         if harmless is None:
             return None
         only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
-        return cause_lib.blame_examples(only, np.split(rows, parts * len(cause.replicas)))
+        return cause_lib.blame_examples(
+            only, np.split(rows, parts * len(cause.replicas))
+        )
 
     def _find_cure(self, cause: cause_lib.Cause) -> str:
         """Returns the cure: a lower loss scale, a wider dtype, or that neither helps."""
@@ -151,7 +166,9 @@ class Diagnosis:
         return "; ".join(texts)
 
     def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, bool]:
-        """Describes whether a lower loss scale would make the step finite, and returns whether it would."""
+        """Describes whether a lower loss scale would make the step finite, and returns
+        whether it would.
+        """
 
         def observe_at(exponent: int) -> observations.Observations | None:
             state = _scaled(self._step.state, 2.0**-exponent)
@@ -161,8 +178,12 @@ class Diagnosis:
 
         most = int(np.ceil(np.log2(scale)))
         if observe_at(most) is None:
-            return "not finite at a loss scale of 1 either: no loss scale would cure it", False
-        # Bisection for the smallest exponent: the step is finite at `high` and not at `low`.
+            return (
+                "not finite at a loss scale of 1 either: no loss scale would cure it",
+                False,
+            )
+        # Bisection for the smallest exponent: the step is finite at `high` and not at
+        # `low`.
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
@@ -172,7 +193,9 @@ class Diagnosis:
         text = f"the loss scale {formatting.number(scale)} is 2^{high} too high: at {finite} the step is finite"
         dtype = self.program.values[cause.value].dtype
         if observed is not None and jnp.issubdtype(dtype, jnp.floating):
-            magnitude = float(observed.largest[cause.replicas, cause.value].max()) * 2**high
+            magnitude = (
+                float(observed.largest[cause.replicas, cause.value].max()) * 2**high
+            )
             text += f"; the value that overflows is {magnitude:.3g}, and the largest {dtype} is {float(jnp.finfo(dtype).max):.6g}"
         return text, True
 
@@ -183,13 +206,16 @@ class Diagnosis:
         config.update(precision=f"params={parameters},compute=float32,output=float32")
         experiment = type(self._run.experiment)(config)
         state, batch = self._step.state, self._step.batch
-        traced = preflight.single_program(experiment, self._run.mesh).trace(state, batch)
+        traced = preflight.single_program(experiment, self._run.mesh).trace(
+            state, batch
+        )
         program = dataflow.Program(traced, (state, batch))
         observed = observations.make_observer(program, self._run.mesh)(state, batch)
         if cause_lib.find(program, observed, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not the cause"
         value = self.program.values[cause.value]
-        # The float32 program numbers its values differently, so the value is found by its place in the code.
+        # The float32 program numbers its values differently, so the value is found by
+        # its place in the code.
         alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
         text = "in float32 the step is finite"
         if alike and jnp.issubdtype(value.dtype, jnp.floating):
@@ -208,8 +234,11 @@ class Diagnosis:
         squares = self.observed.squares.reshape(*shape, -1)
         lines = ["gradients that the update receives: norm, largest |element|"]
         params = state_lib.params(self._step.state)
-        for index, ((learner, path), number) in enumerate(self.program.gradients.items()):
-            # All slices have the same gradients. With a sharded update, each replica of a slice has a part.
+        for index, ((learner, path), number) in enumerate(
+            self.program.gradients.items()
+        ):
+            # All slices have the same gradients. With a sharded update, each replica of
+            # a slice has a part.
             of_replicas = squares[:, 0, :, index]
             groups = shape[0]
             name = trees.join(learner, path)
@@ -217,7 +246,9 @@ class Diagnosis:
             is_part = int(np.prod(self.program.values[number].shape)) < whole
             square = of_replicas.sum(axis=1) if is_part else of_replicas[:, 0]
             norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
-            lines.append(f"  {norms}  {self.observed.largest[:, number].max():.4g}  {name}")
+            lines.append(
+                f"  {norms}  {self.observed.largest[:, number].max():.4g}  {name}"
+            )
         return lines
 
     def _largest(self, most: int) -> list[str]:
@@ -226,14 +257,23 @@ class Diagnosis:
         for number in np.argsort(-largest).tolist():
             value = self.program.values[number]
             line, _ = dataflow.lines(value)
-            if line and line not in texts and np.isfinite(largest[number]) and len(texts) < most:
+            if (
+                line
+                and line not in texts
+                and np.isfinite(largest[number])
+                and len(texts) < most
+            ):
                 primitive = value.place[-1].primitive.name
-                texts[line] = f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
+                texts[line] = (
+                    f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
+                )
         return ["the largest |value|s of the user's code, by line:", *texts.values()]
 
 
 def _place(value: dataflow.Value) -> tuple[Any, ...]:
-    """Returns features that identify an operation in the same step at another precision."""
+    """Returns features that identify an operation in the same step at another
+    precision.
+    """
     equation = value.equation
     primitive = "" if equation is None else equation.primitive.name
     return primitive, dataflow.lines(value), dataflow.name_stack(value), value.shape
@@ -245,7 +285,9 @@ def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
     def change(path: Any, x: jax.Array) -> jax.Array:
         if not _is_scale(path):
             return x
-        return jax.device_put(jnp.maximum(x * jnp.float32(factor), jnp.float32(1)), x.sharding)
+        return jax.device_put(
+            jnp.maximum(x * jnp.float32(factor), jnp.float32(1)), x.sharding
+        )
 
     return jax.tree_util.tree_map_with_path(change, state)
 

@@ -1,4 +1,6 @@
-"""Finds the first step at which two runs differ, by the fingerprints in their rows, and lists the runs' differences."""
+"""Finds the first step at which two runs differ, by the fingerprints in their rows, and
+lists the runs' differences.
+"""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -17,10 +19,11 @@ class Divergence(NamedTuple):
     Attributes:
       alike: the last logged step up to which nothing differs; 0 if there is none.
       step: the first logged step with a difference; None if there is none.
-      states: the kinds of arrays, such as 'params', that differ in the state that `step` began with; empty if none
-        differs, or if its rows have no fingerprints.
+      states: the kinds of arrays, such as 'params', that differ in the state that
+        `step` began with; empty if none differs, or if its rows have no fingerprints.
       values: the logged values of `step` that differ.
-      same_state: the last step whose fingerprints show that it began with the same state; 0 if there is none.
+      same_state: the last step whose fingerprints show that it began with the same
+        state; 0 if there is none.
     """
 
     alike: int
@@ -35,7 +38,8 @@ class Run(NamedTuple):
 
     Attributes:
       directory: its work directory.
-      rows: its rows of training by step, without values that may differ between runs with the same bits.
+      rows: its rows of training by step, without values that may differ between runs
+        with the same bits.
       evaluations: its rows of evaluations by step, likewise.
       facts: the values of its config and its origin by name.
     """
@@ -60,7 +64,9 @@ def read(directory: str) -> Run:
         )
     rows, evaluations = writers.by_step(there.metrics)
     if not rows:
-        raise errors.UserError(f"{there.metrics} has no rows of training, to be compared.")
+        raise errors.UserError(
+            f"{there.metrics} has no rows of training, to be compared."
+        )
     # The identity differs between any two runs, so it explains nothing.
     config.pop(workdir.IDENTITY, None)
     origin = jsonfile.read_if_exists(there.origin) or {}
@@ -94,7 +100,8 @@ def find_divergence(first: Run, second: Run) -> Divergence:
                 states += _of_groups(kind, here[name], there[name])
             else:
                 values.append(name)
-        # Rows between those of fingerprint_every_steps have no fingerprints, and show nothing about the state.
+        # Rows between those of fingerprint_every_steps have no fingerprints, and show
+        # nothing about the state.
         if not states and any(name.startswith(fingerprint.PREFIX) for name in names):
             same_state = step
         if states or values:
@@ -107,7 +114,10 @@ def differences(first: Run, second: Run) -> list[dict[str, Any]]:
     """Returns a row for each fact in which two runs differ."""
     rows = []
     for name in sorted(first.facts.keys() | second.facts.keys()):
-        here, there = first.facts.get(name, "unknown"), second.facts.get(name, "unknown")
+        here, there = (
+            first.facts.get(name, "unknown"),
+            second.facts.get(name, "unknown"),
+        )
         if here != there:
             rows.append({"what": name, "A": str(here), "B": str(there)})
     return rows
@@ -127,7 +137,9 @@ def report(first: Run, second: Run) -> tuple[str, bool]:
 
 
 def _evaluations(first: Run, second: Run) -> str:
-    """Describes the first evaluation that differs between runs of equal training; empty if none does."""
+    """Describes the first evaluation that differs between runs of equal training; empty
+    if none does.
+    """
     for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
         here, there = first.evaluations[step], second.evaluations[step]
         names = [name for name in here if name in there and here[name] != there[name]]
@@ -143,7 +155,9 @@ def describe(divergence: Divergence) -> str:
         what = "fingerprints and values" if begin else "logged values"
         return f"The runs are equal: the {what} of all steps that both logged, up to step {divergence.alike}."
     until = (
-        f"equal up to the row of step {divergence.alike}" if divergence.alike else "no row is equal"
+        f"equal up to the row of step {divergence.alike}"
+        if divergence.alike
+        else "no row is equal"
     )
     if divergence.states and step == 1:
         return f"The runs diverge before step 1: their first states differ in {formatting.listed(divergence.states)}."
@@ -164,15 +178,21 @@ def describe(divergence: Divergence) -> str:
 
 
 def _in_steps(first: int, last: int) -> str:
-    """Names the steps from `first`, or from the beginning of the runs if it is 0, to `last`."""
+    """Names the steps from `first`, or from the beginning of the runs if it is 0, to
+    `last`.
+    """
     if not first:
         return f"at step {last} or earlier"
     return f"in step {last}" if first == last else f"in steps {first} to {last}"
 
 
 def _of_groups(name: str, here: Any, there: Any) -> list[str]:
-    """Returns the name of a difference; with several groups, one name for each group that differs."""
-    if not (isinstance(here, list) and isinstance(there, list) and len(here) == len(there)):
+    """Returns the name of a difference; with several groups, one name for each group
+    that differs.
+    """
+    if not (
+        isinstance(here, list) and isinstance(there, list) and len(here) == len(there)
+    ):
         return [name]
     pairs = enumerate(zip(here, there, strict=True))
     return [f"{name} of group {group}" for group, (x, y) in pairs if x != y]

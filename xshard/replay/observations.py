@@ -1,7 +1,9 @@
-"""Evaluates a step and observes each of its values: its largest magnitude, and when it was first not finite.
+"""Evaluates a step and observes each of its values: its largest magnitude, and when it
+was first not finite.
 
-The evaluation runs the step's own program equation by equation, on all replicas and with its collectives. Half-precision
-values are rounded after each equation, where XLA may keep more digits from one equation to the next.
+The evaluation runs the step's own program equation by equation, on all replicas and
+with its collectives. Half-precision values are rounded after each equation, where XLA
+may keep more digits from one equation to the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +24,13 @@ class Observations(NamedTuple):
     """The observations of a program's values.
 
     Attributes:
-      largest: the largest magnitude of each value, [replicas of all groups, values]: inf or nan if an element is; in a
-        loop, the largest of all rounds, or the magnitude in the first round that was not finite; 0 for integers.
-      rounds: the rounds of the enclosing loops in which a value was first not finite, [replicas, values, loops].
-      squares: the sum of the squares of each gradient on each replica, [replicas, gradients].
+      largest: the largest magnitude of each value, [replicas of all groups, values]:
+        inf or nan if an element is; in a loop, the largest of all rounds, or the
+        magnitude in the first round that was not finite; 0 for integers.
+      rounds: the rounds of the enclosing loops in which a value was first not finite,
+        [replicas, values, loops].
+      squares: the sum of the squares of each gradient on each replica, [replicas,
+        gradients].
     """
 
     largest: np.ndarray
@@ -40,7 +45,9 @@ class Observations(NamedTuple):
 def make_observer(
     program: dataflow.Program, mesh: jax.sharding.Mesh
 ) -> Callable[..., Observations]:
-    """Returns the function that takes a state and a batch to observations of all values of a step; it compiles once."""
+    """Returns the function that takes a state and a batch to observations of all values
+    of a step; it compiles once.
+    """
     params = program.mapped.params
     along = jax.P(mesh_lib.BATCH)
 
@@ -52,12 +59,17 @@ def make_observer(
         return jax.tree.map(lambda x: x[None], (*seen, squares))
 
     mapped = mesh_lib.on_replicas(
-        on_replica, mesh, in_specs=tuple(params["in_specs"]), out_specs=(along, along, along)
+        on_replica,
+        mesh,
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(along, along, along),
     )
 
     def whole(state: Any, batch: Any) -> Any:
         outer = program.whole
-        known = dict(zip(outer.jaxpr.invars, jax.tree.leaves((state, batch)), strict=True))
+        known = dict(
+            zip(outer.jaxpr.invars, jax.tree.leaves((state, batch)), strict=True)
+        )
         known |= dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
         read = lambda x: x.val if isinstance(x, jax_internals.Literal) else known[x]
         for eqn in outer.jaxpr.eqns:
@@ -68,7 +80,9 @@ def make_observer(
         raise AssertionError("the program runs on no replica")
 
     jitted = jax.jit(whole)
-    seen = np.flatnonzero([dataflow.can_be_nonfinite(value) for value in program.values])
+    seen = np.flatnonzero(
+        [dataflow.can_be_nonfinite(value) for value in program.values]
+    )
 
     def observe(state: Any, batch: Any) -> Observations:
         some, some_rounds, squares = jax.device_get(jitted(state, batch))
@@ -92,14 +106,18 @@ class _Interpreter:
     """The interpreter, on one replica."""
 
     def __init__(self, program: dataflow.Program):
-        self._gradients = {number: index for index, number in enumerate(program.gradients.values())}
+        self._gradients = {
+            number: index for index, number in enumerate(program.gradients.values())
+        }
         self.squares = [jnp.zeros((), jnp.float32)] * len(self._gradients)
         self._next = 0
 
     def run(
         self, block: dataflow.Block, inputs: Sequence[Any], rounds: _Rounds
     ) -> tuple[list[Any], _Observed]:
-        """Evaluates a function; returns its results, and the observations of its numbered values."""
+        """Evaluates a function; returns its results, and the observations of its
+        numbered values.
+        """
         begin = self._next
         blocks = iter(block.parts)
         seen: list[_Observed] = []
@@ -156,25 +174,35 @@ class _Interpreter:
     ) -> _Evaluated:
         params = eqn.params
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
-        asked, fixed, begin = inputs[:skip], inputs[skip : skip + consts], inputs[skip + consts :]
+        asked, fixed, begin = (
+            inputs[:skip],
+            inputs[skip : skip + consts],
+            inputs[skip + consts :],
+        )
         goes_on = jax_internals.as_function(params["cond_jaxpr"])
         body, init = self._loop(block, fixed, begin, rounds)
         _, seen, carried = lax.while_loop(
-            lambda carry: goes_on(*asked, *carry[2])[0], lambda carry: body(carry, ())[0], init
+            lambda carry: goes_on(*asked, *carry[2])[0],
+            lambda carry: body(carry, ())[0],
+            init,
         )
         return carried, [seen]
 
     def _loop(
         self, block: dataflow.Block, fixed: list[Any], begin: list[Any], rounds: _Rounds
     ) -> tuple[Callable[..., Any], Any]:
-        """Returns the body of a loop, as of a scan, and its first carry: the round, the observations and the values."""
+        """Returns the body of a loop, as of a scan, and its first carry: the round, the
+        observations and the values.
+        """
         first = self._next
 
         def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
             # JAX may trace the body several times; its values keep their numbers.
             self._next = first
             number, seen, carried = carry
-            outputs, new = self.run(block, [*fixed, *carried, *scanned], (*rounds, number))
+            outputs, new = self.run(
+                block, [*fixed, *carried, *scanned], (*rounds, number)
+            )
             carried, stacked = outputs[: len(begin)], outputs[len(begin) :]
             return (number + 1, _merge_rounds(seen, new), carried), stacked
 
@@ -202,8 +230,8 @@ class _Interpreter:
         branches = [branch(i) for i in range(len(blocks))]
         platforms = eqn.params.get("branches_platforms")
         if platforms:
-            # The branches of `lax.platform_dependent` are selected when lowering: other platforms' branches cannot be
-            # compiled for this one.
+            # The branches of `lax.platform_dependent` are selected when lowering: other
+            # platforms' branches cannot be compiled for this one.
             named: dict[str, Callable[..., Any]] = {}
             for names, of_platforms in zip(platforms, branches, strict=True):
                 named |= dict.fromkeys(names or ["default"], of_platforms)
@@ -224,19 +252,26 @@ class _Interpreter:
         values = [x for x in values if dataflow.can_be_nonfinite(x)]
         if not values:
             return _no_values(0)
-        padded = [*rounds[: dataflow.DEPTH], *[jnp.int32(0)] * (dataflow.DEPTH - len(rounds))]
+        padded = [
+            *rounds[: dataflow.DEPTH],
+            *[jnp.int32(0)] * (dataflow.DEPTH - len(rounds)),
+        ]
         times = jnp.broadcast_to(jnp.stack(padded), (len(values), dataflow.DEPTH))
         return jnp.stack([_magnitude(x) for x in values]), times
 
 
 def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
-        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+        outputs = eqn.primitive.bind(
+            *inputs, **eqn.primitive.get_bind_params(eqn.params)
+        )
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _rounded(x: Any) -> Any:
-    """Rounds a half-precision value to its dtype, since XLA may otherwise keep more digits."""
+    """Rounds a half-precision value to its dtype, since XLA may otherwise keep more
+    digits.
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return x
     info = jnp.finfo(x.dtype)
@@ -248,7 +283,8 @@ def _magnitude(x: Any) -> jax.Array:
     if not x.size:
         return jnp.zeros((), jnp.float32)
     is_nan = jnp.isnan(x)
-    # The nan are left out and looked for by themselves, since XLA's maximum of a large array on the CPU may lose them.
+    # The nan are left out and looked for by themselves, since XLA's maximum of a large
+    # array on the CPU may lose them.
     largest = jnp.max(jnp.where(is_nan, 0, jnp.abs(x)))
     largest = jnp.where(jnp.any(is_nan), jnp.nan, largest)
     # A finite float64 beyond float32's range must not become inf.
@@ -264,11 +300,15 @@ def _no_values(size: int) -> _Observed:
 
 def _joined(parts: Sequence[_Observed]) -> _Observed:
     parts = [_no_values(0), *parts]
-    return jnp.concatenate([x for x, _ in parts]), jnp.concatenate([x for _, x in parts])
+    return jnp.concatenate([x for x, _ in parts]), jnp.concatenate(
+        [x for _, x in parts]
+    )
 
 
 def _merge_rounds(before: _Observed, now: _Observed) -> _Observed:
-    """Merges the observations before and in a round; a value that was not finite keeps its first observation."""
+    """Merges the observations before and in a round; a value that was not finite keeps
+    its first observation.
+    """
     (largest, rounds), (new, new_rounds) = before, now
     was_finite = jnp.isfinite(largest)
     is_first = was_finite & ~jnp.isfinite(new)

@@ -1,4 +1,6 @@
-"""Repeats a run's steps from its checkpoints, and compares them with its rows. Nothing is written."""
+"""Repeats a run's steps from its checkpoints, and compares them with its rows. Nothing
+is written.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -30,8 +32,9 @@ class Step(NamedTuple):
       state: the state before the step.
       batch: its batch.
       row: its metrics, in the form of a row.
-      is_healthy: whether its metrics are finite, and all of its updates were finite and applied. With several updates of
-        a learner, the row has the values of the last one only.
+      is_healthy: whether its metrics are finite, and all of its updates were finite and
+        applied. With several updates of a learner, the row has the values of the last
+        one only.
     """
 
     number: int
@@ -54,12 +57,14 @@ class Replayer:
     """A run in a work directory, whose steps can be repeated here."""
 
     def __init__(self, directory: str):
-        """Reads a run, and creates its experiment, mesh and data; raises UserError if that fails.
+        """Reads a run, and creates its experiment, mesh and data; raises UserError if
+        that fails.
 
         Attributes:
           config: the run's config.
           mesh: the run's mesh, of the devices here.
-          changes: descriptions of what differs from the original run: code, libraries, devices, flags.
+          changes: descriptions of what differs from the original run: code, libraries,
+            devices, flags.
           rows: the rows of training by step.
         """
         self._workdir = workdir.Workdir(directory)
@@ -73,8 +78,11 @@ class Replayer:
         self._batches.set_skips(self._skips)
         self.changes = self._changes()
         self.rows, self._evaluations = writers.by_step(self._workdir.metrics)
-        stopped = re.search(r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path))
-        # The step that ended the run, because it was not finite or was skipped; 0 if none did.
+        stopped = re.search(
+            r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path)
+        )
+        # The step that ended the run, because it was not finite or was skipped; 0 if
+        # none did.
         self._stopped = int(stopped[1]) if stopped else 0
         self.first_step = 0
         self.step_program = preflight.jitted_step(self.experiment, self.mesh)
@@ -82,28 +90,39 @@ class Replayer:
         self._predict = evaluation.predictions(predict, self.mesh)
 
     def single_program(self) -> Any:
-        """Returns the training step as one jitted program, for analysis; raises UserError like `preflight.single_program`."""
+        """Returns the training step as one jitted program, for analysis; raises
+        UserError like `preflight.single_program`.
+        """
         return preflight.single_program(self.experiment, self.mesh)
 
     def _changes(self) -> list[str]:
         old = jsonfile.read_if_exists(self._workdir.origin) or {}
         module = type(self.experiment).__module__
         now = origin.origin(module, self._batches.summary(), "")._asdict()
-        if old.get("training") and now["training"] and old["training"] != now["training"]:
+        if (
+            old.get("training")
+            and now["training"]
+            and old["training"] != now["training"]
+        ):
             raise errors.UserError(
                 f"The run in {self._workdir.path} was trained on {old['training']}; the data is now {now['training']}. Its "
                 "steps cannot be repeated: restore its data."
             )
         changes = []
         for name in ("commit", "libraries", "devices", "flags"):
-            # A run of an older version, or without git, did not record the value; recorded empty flags are known.
+            # A run of an older version, or without git, did not record the value;
+            # recorded empty flags are known.
             is_known = old.get(name) or (name == "flags" and name in old)
             if is_known and old[name] != now[name]:
-                changes.append(f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}")
+                changes.append(
+                    f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}"
+                )
         return changes
 
     def resumed_from(self) -> int:
-        """Returns the step that the run's last start began with: the config and the origin are those of this start."""
+        """Returns the step that the run's last start began with: the config and the
+        origin are those of this start.
+        """
         starts = attempts.read(self._workdir.path)
         if not starts:
             return 0
@@ -114,8 +133,8 @@ class Replayer:
     def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.
 
-        These are the steps since the last good row: up to the first row that is not finite or counts a new skip, or to
-        the step that ended the run.
+        These are the steps since the last good row: up to the first row that is not
+        finite or counts a new skip, or to the step that ended the run.
 
         Raises:
           UserError: if the rows show no bad step.
@@ -124,7 +143,8 @@ class Replayer:
         for step, row in self.rows.items():
             counts = _skipped(row)
             has_skipped = any(
-                x != skipped.get(name, np.zeros_like(x).tolist()) for name, x in counts.items()
+                x != skipped.get(name, np.zeros_like(x).tolist())
+                for name, x in counts.items()
             )
             if has_skipped or not all(map(_is_finite, row.values())):
                 return range(before + 1, step + 1)
@@ -161,17 +181,21 @@ class Replayer:
             )
 
     def steps(self, keep: range) -> Iterator[Step]:
-        """Repeats steps from the nearest checkpoint before the first kept one, or from the first state.
+        """Repeats steps from the nearest checkpoint before the first kept one, or from
+        the first state.
 
         Yields:
-          Each step up to the last kept one. The states of steps that are not in `keep` are donated and unusable.
+          Each step up to the last kept one. The states of steps that are not in `keep`
+          are donated and unusable.
         """
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
         for number in range(self.first_step + 1, keep.stop):
             state = roll_back_history.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
-            before = jax.tree.map(lambda x: x.copy(), state) if number in keep else state
+            before = (
+                jax.tree.map(lambda x: x.copy(), state) if number in keep else state
+            )
             applied = _applied(state)
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
@@ -180,52 +204,77 @@ class Replayer:
             whole = mesh_lib.replicate(self.mesh, values)
             row = {name: rows_lib.to_number(value) for name, value in whole.items()}
             are_applied = _are_applied(stepped, applied, _applied(state))
-            is_healthy = are_applied and all(map(_is_finite, map(jsonfile.finite, row.values())))
+            is_healthy = are_applied and all(
+                map(_is_finite, map(jsonfile.finite, row.values()))
+            )
             yield Step(number, before, batch, row, is_healthy)
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """Restores the newest checkpoint up to a step, or creates the first state."""
         example = self._batches.example
         saved = states.States(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed([step for step in saved.manager.all_steps() if step <= last]):
+        for step in reversed(
+            [step for step in saved.manager.all_steps() if step <= last]
+        ):
             try:
                 resuming.check_replicas(saved.manager, saved.target, step)
                 restored = saved.restore(step)
             except checkpoint.CheckpointError:
-                # The checkpoint is damaged, or was deleted meanwhile. An earlier one gives the same steps.
+                # The checkpoint is damaged, or was deleted meanwhile. An earlier one
+                # gives the same steps.
                 continue
             self._batches.restore(restored.data)
             return restored.state
         return saved.init()
 
     def difference(self, step: Step) -> Difference | None:
-        """Returns the first number of a step that differs from its logged row; None if none differs or there is no row."""
+        """Returns the first number of a step that differs from its logged row; None if
+        none differs or there is no row.
+        """
         logged = self.rows.get(step.number, {})
-        # A logged 'skipped' is a running total, not the step's own; 'global_step' covers it.
+        # A logged 'skipped' is a running total, not the step's own; 'global_step'
+        # covers it.
         totals = _skipped(logged)
-        # Fingerprints come first, because they tell whether the step began with another state.
-        names = sorted(step.row, key=lambda name: not name.startswith(fingerprint.PREFIX))
+        # Fingerprints come first, because they tell whether the step began with another
+        # state.
+        names = sorted(
+            step.row, key=lambda name: not name.startswith(fingerprint.PREFIX)
+        )
         for name in names:
             now = step.row[name]
-            if name in logged and name not in totals and jsonfile.finite(now) != logged[name]:
+            if (
+                name in logged
+                and name not in totals
+                and jsonfile.finite(now) != logged[name]
+            ):
                 return Difference(step.number, name, logged[name], now)
         return None
 
-    def examples(self, step: int, batch: Mapping[str, jax.Array], rows: list[int]) -> list[int]:
-        """Returns the numbers of the examples in these rows of a step's batch, if the data is in the seed's order; else none."""
+    def examples(
+        self, step: int, batch: Mapping[str, jax.Array], rows: list[int]
+    ) -> list[int]:
+        """Returns the numbers of the examples in these rows of a step's batch, if the
+        data is in the seed's order; else none.
+        """
         if not experiment_lib.overrides(self.experiment, "train_data"):
             return []
         examples, size = self.experiment.train_data(), self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
         # Batches that roll-backs passed over count too.
-        before = step - 1 + sum(count for at, count in self._skips.items() if at <= step)
+        before = (
+            step - 1 + sum(count for at, count in self._skips.items() if at <= step)
+        )
         # Padding rows come after the rows of all groups.
         groups, places = np.divmod(np.arange(len(next(iter(batch.values())))), size)
         positions = before * size + places
         order = np.concatenate(
-            [numbers(group, positions[groups == group]) for group in np.unique(groups).tolist()]
+            [
+                numbers(group, positions[groups == group])
+                for group in np.unique(groups).tolist()
+            ]
         )
-        # A custom iterator may have another order, or transform examples. So the rows are compared with the examples.
+        # A custom iterator may have another order, or transform examples. So the rows
+        # are compared with the examples.
         taken = data.take(examples, order)
         for name in taken.keys() & batch.keys():
             pairs = zip(taken[name], np.asarray(batch[name]), strict=True)
@@ -236,16 +285,24 @@ class Replayer:
 
 def _applied(state: state_lib.TrainState) -> dict[str, np.ndarray]:
     """Returns the number of updates that each learner has applied."""
-    return {name: np.array(x.global_step) for name, x in state_lib.learners(state).items()}
+    return {
+        name: np.array(x.global_step) for name, x in state_lib.learners(state).items()
+    }
 
 
 def _are_applied(
-    stepped: step_lib.Stepped, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+    stepped: step_lib.Stepped,
+    before: dict[str, np.ndarray],
+    after: dict[str, np.ndarray],
 ) -> bool:
     """Returns whether a step applied all of its updates, and none that was not finite."""
     for name, observed in stepped.observed.items():
-        updates = np.asarray(stepped.metrics.get(trees.join(name, "updates_per_step"), 1))
-        if np.any(after[name] - before[name] < updates) or np.any(np.asarray(observed.verdict)):
+        updates = np.asarray(
+            stepped.metrics.get(trees.join(name, "updates_per_step"), 1)
+        )
+        if np.any(after[name] - before[name] < updates) or np.any(
+            np.asarray(observed.verdict)
+        ):
             return False
     return True
 
@@ -256,7 +313,9 @@ def _skipped(row: rows_lib.Row) -> rows_lib.Row:
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether a number of a row, or all numbers of several groups, are finite; others are null in a row."""
+    """Returns whether a number of a row, or all numbers of several groups, are finite;
+    others are null in a row.
+    """
     return None not in value if isinstance(value, list) else value is not None
 
 

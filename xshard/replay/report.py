@@ -9,7 +9,8 @@ from xshard.replay import diagnosis, replayer
 
 
 def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
-    """Repeats a step of a run, compares it with the run's rows, and reports its first value that is not finite.
+    """Repeats a step of a run, compares it with the run's rows, and reports its first
+    value that is not finite.
 
     Args:
       directory: the run's work directory.
@@ -37,11 +38,16 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     for again in run.steps(suspect_steps):
         compared += again.number in run.rows
         different = different or run.difference(again)
-        # A step given by its number is the only suspect. Otherwise stop at the first bad one.
+        # A step given by its number is the only suspect. Otherwise stop at the first
+        # bad one.
         if again.number in suspect_steps and not again.is_healthy:
             break
     assert again is not None
-    begin = f"the checkpoint of step {run.first_step}" if run.first_step else "the first state"
+    begin = (
+        f"the checkpoint of step {run.first_step}"
+        if run.first_step
+        else "the first state"
+    )
     say(f"step {again.number}, repeated from {begin}")
     say(_compared(run, different, compared))
     say(describe(run, again))
@@ -67,7 +73,9 @@ def describe(run: replayer.Replayer, step: replayer.Step) -> str:
     return text
 
 
-def _compared(run: replayer.Replayer, different: replayer.Difference | None, compared: int) -> str:
+def _compared(
+    run: replayer.Replayer, different: replayer.Difference | None, compared: int
+) -> str:
     if not compared:
         return "no row to compare with"
     if different is None:
@@ -86,7 +94,9 @@ def _compared(run: replayer.Replayer, different: replayer.Difference | None, com
     return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
 
 
-def _finding(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding) -> str:
+def _finding(
+    run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding
+) -> str:
     first, nan = finding.first, finding.nan
     if first.input:
         lines = [f"not finite before the step: {first.input} is {first.gives}"]
@@ -95,7 +105,10 @@ def _finding(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Fin
                 f"  made by      an earlier step: --step={step.number - 1} analyzes the one before"
             )
     else:
-        lines = [f"first not finite: {first.primitive} gives {first.gives}", *_where(first)]
+        lines = [
+            f"first not finite: {first.primitive} gives {first.gives}",
+            *_where(first),
+        ]
     lines.append(f"  on           {_replicas(run, finding.replicas)}")
     lines += _examples(run, step, finding)
     if nan is not None:
@@ -137,7 +150,9 @@ def _replicas(run: replayer.Replayer, replicas: Sequence[int]) -> str:
     return formatting.listed(texts)
 
 
-def _examples(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding) -> list[str]:
+def _examples(
+    run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding
+) -> list[str]:
     if finding.rows is None:
         return ["  examples     any: the value does not depend on them"]
     size, parts = run.config.batch_size, run.config.micro_batches
@@ -146,7 +161,9 @@ def _examples(run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Fi
     for rows in finding.rows:
         numbers = run.examples(step.number, step.batch, rows)
         # Rows are numbered within their group.
-        text = f"row {formatting.listed([str(row % size) for row in rows])} of the batch"
+        text = (
+            f"row {formatting.listed([str(row % size) for row in rows])} of the batch"
+        )
         if numbers:
             text = f"{formatting.listed(list(map(str, numbers)))} ({text})"
         if len(rows) > 1:

@@ -1,10 +1,12 @@
-"""Checks that an experiment resumes to the same bits: compares an undisturbed run with one that is killed and resumed.
+"""Checks that an experiment resumes to the same bits: compares an undisturbed run with
+one that is killed and resumed.
 
-If they differ, further runs determine the kind of cause: whether two undisturbed runs differ as well, whether they differ
-only by Python's hash seed, or whether the batches after a restore are others.
+If they differ, further runs determine the kind of cause: whether two undisturbed runs
+differ as well, whether they differ only by Python's hash seed, or whether the batches
+after a restore are others.
 
-On another number of devices or processes, sums are added in another order and bits may differ, so runs are compared within a
-tolerance.
+On another number of devices or processes, sums are added in another order and bits may
+differ, so runs are compared within a tolerance.
 """
 
 import os
@@ -29,7 +31,13 @@ from xshard.stored import fingerprint
 
 # The number of checkpoints: one after each third of the steps.
 _SAVES, _POLL_SECONDS = 3, 0.05
-_REFUSED = ("coordinator_address", "num_processes", "process_id", "mode", "restart_from_scratch")
+_REFUSED = (
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "mode",
+    "restart_from_scratch",
+)
 
 
 class ResumeDevices(NamedTuple):
@@ -38,7 +46,8 @@ class ResumeDevices(NamedTuple):
     Attributes:
       devices: the number of virtual CPU devices, of all processes together.
       processes: the number of processes.
-      tolerance: the largest difference of numbers, as a fraction of the largest number of their array.
+      tolerance: the largest difference of numbers, as a fraction of the largest number
+        of their array.
     """
 
     devices: int
@@ -69,21 +78,27 @@ class ResumeDevices(NamedTuple):
 
 
 def kill(config: dict[str, Any]) -> tuple[int, int]:
-    """Returns the step at whose row a run is killed, drawn from its seed, and the step of the checkpoint before it."""
+    """Returns the step at whose row a run is killed, drawn from its seed, and the step
+    of the checkpoint before it.
+    """
     every = config["checkpoint"]["every_steps"]
     step = random.Random(config["seed"]).randrange(every + 1, config["steps"])
     return step, (step - 1) // every * every
 
 
 class Killer:
-    """A writer that kills its own process at a random step, once the checkpoint before that step is complete."""
+    """A writer that kills its own process at a random step, once the checkpoint before
+    that step is complete.
+    """
 
     def __init__(self, part: writers.Part):
         self._directory = part.directory
         self._step, self._saved = kill(part.config)
 
     def write(self, row: writers.Row) -> None:
-        """Kills the process at the row of the chosen step, without cleanup, as when a machine fails."""
+        """Kills the process at the row of the chosen step, without cleanup, as when a
+        machine fails.
+        """
         if row["step"] < self._step:
             return
         while self._saved not in comparison.checkpoints(self._directory):
@@ -103,7 +118,8 @@ def verify(
     say: Callable[[str], None],
     resume_devices: ResumeDevices | None = None,
 ) -> bool:
-    """Runs an experiment undisturbed and interrupted, in child processes, and compares rows, results and arrays.
+    """Runs an experiment undisturbed and interrupted, in child processes, and compares
+    rows, results and arrays.
 
     Values under 'perf/' are not compared.
 
@@ -117,10 +133,13 @@ def verify(
       Whether everything is equal.
 
     Raises:
-      UserError: if a run fails, or if the flags ask for anything but training in one process.
+      UserError: if a run fails, or if the flags ask for anything but training in one
+        process.
     """
     if steps < _SAVES:
-        raise errors.UserError(f"--verify_resume={steps} must be a number of steps from {_SAVES}.")
+        raise errors.UserError(
+            f"--verify_resume={steps} must be a number of steps from {_SAVES}."
+        )
     if len(cli.without_flags(flags, _REFUSED)) < len(flags):
         raise errors.UserError(
             f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
@@ -136,7 +155,11 @@ def verify(
     step, saved = kill(jsonfile.read(whole / "config.json"))
     before = comparison.rows_of(runs.train("resumed", is_killed=True))
     row = comparison.first_row(comparison.rows_of(whole)[: len(before)], before)
-    same = f"the same within {resume_devices.tolerance:g}" if resume_devices else "the same bits"
+    same = (
+        f"the same within {resume_devices.tolerance:g}"
+        if resume_devices
+        else "the same bits"
+    )
     # Runs that differ before the kill are impure, whatever the resume does.
     if row:
         compared = comparison.Comparison(row)
@@ -150,7 +173,9 @@ def verify(
         say(f"{same}: {what}; {compared.size} and the results are equal")
         return True
     say("\n".join([f"not {same}: {what}", *compared.lines()]))
-    kind = runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)
+    kind = (
+        runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)
+    )
     say(f"kind         {kind}")
     say(f"runs         {runs.folder}")
     return False
@@ -160,12 +185,16 @@ class _Runs:
     """Runs with the same flags, in a new folder."""
 
     def __init__(
-        self, flags: Sequence[str], steps: int, resume_devices: ResumeDevices | None = None
+        self,
+        flags: Sequence[str],
+        steps: int,
+        resume_devices: ResumeDevices | None = None,
     ):
         self._resume_devices = resume_devices
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
         self._steps, every = steps, steps // _SAVES
-        # Each step is logged and fingerprinted, and each checkpoint kept, to find the first difference.
+        # Each step is logged and fingerprinted, and each checkpoint kept, to find the
+        # first difference.
         values = {
             "steps": steps,
             "log_every_steps": 1,
@@ -183,7 +212,9 @@ class _Runs:
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
     def compare(self, other: pathlib.Path, restored: int) -> comparison.Comparison:
-        """Compares the undisturbed run with another: within the tolerance after `restored` if on other devices, else bits."""
+        """Compares the undisturbed run with another: within the tolerance after
+        `restored` if on other devices, else bits.
+        """
         tolerance = self._resume_devices.tolerance if self._resume_devices else 0.0
         return comparison.compare(self.folder / "whole", other, tolerance, restored)
 
@@ -205,7 +236,9 @@ class _Runs:
             command = _command_on(self._resume_devices, command)
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
-            code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
+            code = subprocess.run(
+                command, stdout=out, stderr=out, check=False
+            ).returncode
         if code != (-signal.SIGKILL if is_killed else 0):
             print(log.read_text(errors="replace"), file=sys.stderr)
             end = "and been killed" if is_killed else "and exited with 0"
@@ -224,11 +257,14 @@ class _Runs:
         step, column = compared.row[:2] if compared.row else (self._steps, "")
         # The fingerprint of step saved + 1 is of the restored state itself.
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
-            return (
-                f"the state: {only} step {step} begins with a different state than before the kill"
-            )
+            return f"the state: {only} step {step} begins with a different state than before the kill"
         where = self._resume_devices
-        if where and self.compare(self.train("elsewhere", on_resume_devices=True), -1).lines():
+        if (
+            where
+            and self.compare(
+                self.train("elsewhere", on_resume_devices=True), -1
+            ).lines()
+        ):
             return (
                 f"the number of devices: an undisturbed run on {where} differs, too, so the resume is not the cause; does a "
                 "replica draw by its own key, or use only its part of a batch? Otherwise, sums in another order differ by more "
@@ -251,8 +287,11 @@ class _Runs:
 
     def diagnose_nondeterminism(self) -> str:
         """Determines and describes why undisturbed runs differ."""
-        # A fixed hash seed makes the order of sets, and hash(), the same in each process.
-        pair = [self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)]
+        # A fixed hash seed makes the order of sets, and hash(), the same in each
+        # process.
+        pair = [
+            self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)
+        ]
         if comparison.compare(pair[0], pair[1]).lines():
             return (
                 "impure: undisturbed runs differ, too, so the resume is not the cause; does the experiment use the time, "
@@ -268,18 +307,24 @@ def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]
     """Returns the checksums of the batches of repeated steps, by step and name."""
     checksums = {}
     for step in replayer.Replayer(str(directory)).steps(steps):
-        checksums[step.number] = {name: comparison.checksum(x) for name, x in step.batch.items()}
+        checksums[step.number] = {
+            name: comparison.checksum(x) for name, x in step.batch.items()
+        }
     return checksums
 
 
 def _examples(directory: pathlib.Path, step: int) -> str:
-    """Describes the examples of a step in the seed's order; empty if the run's data is in another order."""
+    """Describes the examples of a step in the seed's order; empty if the run's data is
+    in another order.
+    """
     run = replayer.Replayer(str(directory))
     (again,) = run.steps(range(step, step + 1))
     rows = range(len(next(iter(again.batch.values()))))
     numbers = run.examples(step, again.batch, list(rows))
     return (
-        f" (undisturbed: examples {formatting.listed(list(map(str, numbers)))})" if numbers else ""
+        f" (undisturbed: examples {formatting.listed(list(map(str, numbers)))})"
+        if numbers
+        else ""
     )
 
 
@@ -289,5 +334,11 @@ def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
     rest = cli.without_flags(command, ["cpu_devices"])
     if place.processes == 1:
         return [*rest, devices]
-    launch = ["-m", "launch", f"--num_processes={place.processes}", devices, "--max_failures=1"]
+    launch = [
+        "-m",
+        "launch",
+        f"--num_processes={place.processes}",
+        devices,
+        "--max_failures=1",
+    ]
     return [sys.executable, *launch, "--", *rest]

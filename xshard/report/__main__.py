@@ -4,7 +4,8 @@
     python -m xshard.report runs/a runs/b --output=ab.html   several, side by side
     python -m xshard.report runs/digits_sweep/*/             all runs of a sweep
 
-The page is one file and needs only a browser, no network. Work directories are only read; the runs may continue.
+The page is one file and needs only a browser, no network. Work directories are only
+read; the runs may continue.
 """
 
 import importlib.util
@@ -21,9 +22,13 @@ from xshard.report import runs as runs_lib
 def main(argv: Sequence[str]) -> int:
     """Writes the report that the arguments ask for; returns the exit code."""
     parser = cli.parser("report", __doc__)
-    parser.add_argument("workdir", nargs="+", metavar="WORKDIR", help="a run's work directory")
+    parser.add_argument(
+        "workdir", nargs="+", metavar="WORKDIR", help="a run's work directory"
+    )
     page_help = "the page; report.html by default"
-    parser.add_argument("--output", default="report.html", metavar="FILE.html", help=page_help)
+    parser.add_argument(
+        "--output", default="report.html", metavar="FILE.html", help=page_help
+    )
     arguments = parser.parse_args(argv)
     print(make(arguments.workdir, pathlib.Path(arguments.output)))
     return 0
@@ -33,7 +38,8 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
     """Writes the report on runs; returns a description of what was written.
 
     Raises:
-      UserError: if a directory holds no run, the page cannot be written, or plotly is missing.
+      UserError: if a directory holds no run, the page cannot be written, or plotly is
+        missing.
     """
     if importlib.util.find_spec("plotly") is None:
         raise errors.UserError(

@@ -70,8 +70,14 @@ class Chart(NamedTuple):
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether its curves are smoothed: noisy ones are, those that change in steps are not."""
-        return without_learner(self.name) not in ("loss_scale", "skipped", "learning_rate")
+        """Whether its curves are smoothed: noisy ones are, those that change in steps
+        are not.
+        """
+        return without_learner(self.name) not in (
+            "loss_scale",
+            "skipped",
+            "learning_rate",
+        )
 
 
 def without_learner(name: str) -> str:
@@ -90,21 +96,28 @@ def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     sections = (LEARNING, UPDATES, SPEED)
     # In its section the loss comes first; the sort keeps the order of the others.
     is_other = lambda chart: without_learner(chart.name) != "loss"
-    return sorted(drawn, key=lambda chart: (sections.index(chart.section), is_other(chart)))
+    return sorted(
+        drawn, key=lambda chart: (sections.index(chart.section), is_other(chart))
+    )
 
 
 def seeds(runs: Sequence[runs_lib.Run]) -> list[int]:
-    """Returns the number of each run's family: the configs of a family differ at most in the seed."""
+    """Returns the number of each run's family: the configs of a family differ at most
+    in the seed.
+    """
     numbers: dict[str, int] = {}
     families = []
     for run in runs:
         rest = {key: value for key, value in run.config.items() if key != "seed"}
-        families.append(numbers.setdefault(json.dumps(rest, sort_keys=True), len(numbers)))
+        families.append(
+            numbers.setdefault(json.dumps(rest, sort_keys=True), len(numbers))
+        )
     return families
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """Returns the exponential moving average, corrected for its bias to 0; nan stays nan and enters no average.
+    """Returns the exponential moving average, corrected for its bias to 0; nan stays
+    nan and enters no average.
 
     Args:
       values: shape [rows].
@@ -117,14 +130,16 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
             averages.append(math.nan)
             continue
         total = weight * total + (1 - weight) * value
-        # The sum of all weights so far, which is less than 1 at first, corrects the bias.
+        # The sum of all weights so far, which is less than 1 at first, corrects the
+        # bias.
         total_weight = weight * total_weight + (1 - weight)
         averages.append(total / total_weight)
     return np.array(averages)
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:
-    """Returns the numbers of the rows to draw: the smallest and the largest of each part, so that no peak is lost.
+    """Returns the numbers of the rows to draw: the smallest and the largest of each
+    part, so that no peak is lost.
 
     Args:
       values: shape [rows].
@@ -151,7 +166,8 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
         (run.evaluation, "evaluation", "lines+markers"),
         (run.evaluation_job, "evaluation job", "markers"),
     ):
-        # All charts use the same order, since a line's position in a chart determines its color.
+        # All charts use the same order, since a line's position in a chart determines
+        # its color.
         for name in sorted(columns, key=lambda name: _variants(name)[0]):
             steps, values = columns[name]
             variants, metric = _variants(name)
@@ -163,7 +179,10 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
             groups = values.shape[1]
             for group in range(groups):
                 of_group = f"{what}, group {group}" if groups > 1 else what
-                yield metric, Line((number,), of_group, steps, values[:, group], dash, mode)
+                yield (
+                    metric,
+                    Line((number,), of_group, steps, values[:, group], dash, mode),
+                )
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
@@ -183,7 +202,9 @@ def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
 
 
 def _mean(lines: list[Line]) -> Line | None:
-    """Returns the mean of several lines at the steps that all of them have; None for one line, or no common step."""
+    """Returns the mean of several lines at the steps that all of them have; None for
+    one line, or no common step.
+    """
     steps = functools.reduce(np.intersect1d, [line.steps for line in lines])
     if len(lines) == 1 or not len(steps):
         return None
@@ -192,15 +213,18 @@ def _mean(lines: list[Line]) -> Line | None:
         lines[0],
         runs=tuple(line.runs[0] for line in lines),
         steps=steps,
-        # The mean is not finite where any line is not, since a mean of the others would hide that. Values are divided
-        # before they are summed, since a sum of very large numbers would overflow.
+        # The mean is not finite where any line is not, since a mean of the others would
+        # hide that. Values are divided before they are summed, since a sum of very
+        # large numbers would overflow.
         values=(values / len(lines)).sum(axis=0),
         band=(values.min(axis=0), values.max(axis=0)),
     )
 
 
 def _variants(name: str) -> tuple[str, str]:
-    """Splits a name such as 'ensemble/average/loss' into its variants, in alphabetic order, and its metric."""
+    """Splits a name such as 'ensemble/average/loss' into its variants, in alphabetic
+    order, and its metric.
+    """
     variants: set[str] = set()
     while name.startswith(("average/", "ensemble/")):
         variant, _, name = name.partition("/")

@@ -1,4 +1,6 @@
-"""Draws charts with plotly. Text from files is escaped here, since plotly interprets text as HTML."""
+"""Draws charts with plotly. Text from files is escaped here, since plotly interprets
+text as HTML.
+"""
 
 import collections
 import html
@@ -19,7 +21,8 @@ WEIGHTS = (0.0, 0.6, 0.9, 0.97, 0.99)
 _LEVEL = 1
 # The opacity of curves behind an average or a mean.
 _FAINT = 0.35
-# The number of parts of all curves of a chart together, and the fewest of any curve. Two rows of each part are drawn.
+# The number of parts of all curves of a chart together, and the fewest of any curve.
+# Two rows of each part are drawn.
 _PARTS, _FEWEST_PARTS = 2000, 100
 # The most marks of one kind in a chart.
 _MARKS = 300
@@ -32,7 +35,9 @@ def text(value: object) -> str:
 
 
 def colour(number: int) -> str:
-    """Returns a color that differs clearly from the colors of neighboring numbers, by the golden angle; the first is blue."""
+    """Returns a color that differs clearly from the colors of neighboring numbers, by
+    the golden angle; the first is blue.
+    """
     return f"hsl({(215 + 137.508 * number) % 360:.0f}, 65%, {42 + 12 * (number % 2)}%)"
 
 
@@ -54,9 +59,13 @@ def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
         elif chart.is_smoothed and line.mode == "lines":
             name = f"{base['name']}, unsmoothed"
             traces.append(rows | {"opacity": _FAINT, "name": name, "showlegend": False})
-            levels = [_listed(charts.smooth(line.values, weight)[kept]) for weight in WEIGHTS]
+            levels = [
+                _listed(charts.smooth(line.values, weight)[kept]) for weight in WEIGHTS
+            ]
             averages[len(traces)] = levels
-            traces.append(base | {"y": levels[_LEVEL], "line": base["line"] | {"width": 2.5}})
+            traces.append(
+                base | {"y": levels[_LEVEL], "line": base["line"] | {"width": 2.5}}
+            )
         else:
             traces.append(rows)
         if np.isnan(line.values).any():
@@ -68,12 +77,16 @@ def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
 
 
 def parts(chart: charts.Chart) -> int:
-    """Returns the number of parts of each curve of a chart; two rows of each part are drawn."""
+    """Returns the number of parts of each curve of a chart; two rows of each part are
+    drawn.
+    """
     return max(_FEWEST_PARTS, _PARTS // len(chart.lines))
 
 
 def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
-    """Draws how the time of each run's attempts, and the time between them, was spent; None if it was not recorded."""
+    """Draws how the time of each run's attempts, and the time between them, was spent;
+    None if it was not recorded.
+    """
     # For each run, the seconds of each part.
     spent: dict[str, collections.Counter[str]] = {}
     for run in runs:
@@ -84,7 +97,9 @@ def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
         return None
     traces = []
     for number, part in enumerate((*attempts.TIME_CATEGORIES, attempts.DOWN)):
-        shares = [seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()]
+        shares = [
+            seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()
+        ]
         trace = {
             "type": "bar",
             "orientation": "h",
@@ -106,7 +121,9 @@ def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
     return go.Figure(traces, layout)
 
 
-def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[str, Any]:
+def _base(
+    line: charts.Line, runs: Sequence[runs_lib.Run], shade: str
+) -> dict[str, Any]:
     """Returns the properties that all traces of one line share."""
     label = line.what
     if len(runs) > 1:
@@ -127,7 +144,9 @@ def _base(line: charts.Line, runs: Sequence[runs_lib.Run], shade: str) -> dict[s
 
 
 def _mode(line: charts.Line) -> str:
-    """Returns the mode of a line; with markers if a row would be invisible, since no finite row is next to it."""
+    """Returns the mode of a line; with markers if a row would be invisible, since no
+    finite row is next to it.
+    """
     known = np.isfinite(np.pad(line.values, 1, constant_values=np.nan))
     is_alone = known[1:-1] & ~known[:-2] & ~known[2:]
     return "lines+markers" if line.mode == "lines" and is_alone.any() else line.mode
@@ -136,12 +155,15 @@ def _mode(line: charts.Line) -> str:
 def _band(
     line: charts.Line, band: tuple[np.ndarray, np.ndarray], base: dict[str, Any]
 ) -> dict[str, Any]:
-    """Draws the area between the smallest and the largest values of a mean's runs, with the same gaps as the mean."""
+    """Draws the area between the smallest and the largest values of a mean's runs, with
+    the same gaps as the mean.
+    """
     low, high = band
     x: list[Any] = []
     y: list[Any] = []
     for piece in np.ma.clump_unmasked(np.ma.masked_invalid(low)):
-        # The outline runs along the lower edge and back along the upper one, each thinned to its extremes.
+        # The outline runs along the lower edge and back along the upper one, each
+        # thinned to its extremes.
         lowest = piece.start + charts.thin(low[piece], _MARKS)
         highest = piece.start + charts.thin(high[piece], _MARKS)[::-1]
         x += [*line.steps[lowest].tolist(), *line.steps[highest].tolist(), None]
@@ -179,7 +201,9 @@ def _crosses(line: charts.Line, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
-    """Returns a slider that replaces the averages of the smoothed traces, by their numbers."""
+    """Returns a slider that replaces the averages of the smoothed traces, by their
+    numbers.
+    """
     steps = []
     for level, weight in enumerate(WEIGHTS):
         values = [levels[level] for levels in averages.values()]
@@ -227,7 +251,9 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
     }
 
 
-def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[str, Any]]:
+def _restarts(
+    chart: charts.Chart, runs: Sequence[runs_lib.Run]
+) -> list[dict[str, Any]]:
     """Returns dotted lines at the first step of each attempt except the first."""
     steps: set[int] = set()
     for line in chart.lines:
@@ -237,7 +263,15 @@ def _restarts(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> list[dict[st
             steps.update(first for first in firsts if first is not None)
     dotted = {"color": "gray", "width": 1, "dash": "dot"}
     return [
-        {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step, "line": dotted}
+        {
+            "type": "line",
+            "yref": "paper",
+            "y0": 0,
+            "y1": 1,
+            "x0": step,
+            "x1": step,
+            "line": dotted,
+        }
         for step in sorted(steps)[-_MARKS:]
     ]
 

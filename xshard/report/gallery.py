@@ -13,7 +13,9 @@ _WIDTH, _HEIGHT = 480, 120
 
 
 def gallery(runs: Sequence[runs_lib.Run]) -> str:
-    """Returns all samples by run and name, with earlier ones behind a click; empty if there are none."""
+    """Returns all samples by run and name, with earlier ones behind a click; empty if
+    there are none.
+    """
     parts = []
     for run in runs:
         by_name: dict[str, list[str]] = {}
@@ -26,7 +28,9 @@ def gallery(runs: Sequence[runs_lib.Run]) -> str:
             parts.append(f"<h3>{title}</h3>\n{newest}")
             if before:
                 earlier = "\n".join(before)
-                parts.append(f"<details><summary>{len(before)} before</summary>{earlier}</details>")
+                parts.append(
+                    f"<details><summary>{len(before)} before</summary>{earlier}</details>"
+                )
     return "\n".join(parts)
 
 
@@ -55,7 +59,5 @@ def _bars(counts: Sequence[Any], edges: Sequence[Any]) -> str:
             f"<title>{label}</title></rect>"
         )
     ends = figures.text(f"{edges[0]:.4g} to {edges[-1]:.4g}, {sum(counts)} values")
-    svg = (
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" fill="{figures.colour(0)}">{"".join(bars)}</svg>'
-    )
+    svg = f'<svg width="{_WIDTH}" height="{_HEIGHT}" fill="{figures.colour(0)}">{"".join(bars)}</svg>'
     return f"{svg}\n<p>{ends}</p>"

@@ -14,7 +14,8 @@ from xshard.files import workdir
 from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib
 
-# The policy forbids all connections, since plotly has a button that would upload a chart.
+# The policy forbids all connections, since plotly has a button that would upload a
+# chart.
 _PAGE = string.Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -79,12 +80,16 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
     all_charts = charts.charts(runs)
     sections: dict[str, str] = {}
     for number, chart in enumerate(all_charts[:_CHARTS]):
-        drawing = _figure(chart.name, figures.figure(chart, runs), number, _captions(chart))
+        drawing = _figure(
+            chart.name, figures.figure(chart, runs), number, _captions(chart)
+        )
         sections[chart.section] = sections.get(chart.section, "") + drawing
     bars = figures.bars(runs)
     if bars is not None:
         captions = ["All attempts of a run, and the time between them."]
-        sections["Where the time went"] = _figure("Shares", bars, len(all_charts), captions)
+        sections["Where the time went"] = _figure(
+            "Shares", bars, len(all_charts), captions
+        )
     shown = gallery.gallery(runs)
     if shown:
         sections["Samples"] = shown
@@ -109,20 +114,26 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
         alarms=_paragraphs("alarm", alarms),
         summary=tables.comparison(runs),
         notes=_paragraphs("notes", notes),
-        sections="\n".join(f"<h2>{name}</h2>\n{content}" for name, content in sections.items()),
+        sections="\n".join(
+            f"<h2>{name}</h2>\n{content}" for name, content in sections.items()
+        ),
     )
 
 
 def _repeat(run: runs_lib.Run) -> str:
     """Describes how to repeat a run."""
     config = f"--config=repeat.py:{run.path / 'config.json'}"
-    command = shlex.join(["python", "-m", "xshard.main", config, "--workdir=runs/again"])
+    command = shlex.join(
+        ["python", "-m", "xshard.main", config, "--workdir=runs/again"]
+    )
     explanation = _paragraphs("", [_REPEAT_EXPLANATION])
     return f"{explanation}\n<pre>{_REPEAT}</pre>\n<pre>{figures.text(command)}</pre>"
 
 
 def _paragraphs(kind: str, texts: Sequence[str]) -> str:
-    return "\n".join(f'<p class="{kind}">{figures.text(content)}</p>' for content in texts)
+    return "\n".join(
+        f'<p class="{kind}">{figures.text(content)}</p>' for content in texts
+    )
 
 
 def _figure(title: str, figure: go.Figure, number: int, captions: Sequence[str]) -> str:
@@ -156,7 +167,11 @@ def _captions(chart: charts.Chart) -> list[str]:
             f"{lost} values are not finite: red crosses at the height of the row before."
         )
     if low and chart.is_log:
-        captions.append(f"{low} values are not above 0; a log scale shows them as gaps.")
+        captions.append(
+            f"{low} values are not above 0; a log scale shows them as gaps."
+        )
     if max(len(line.steps) for line in rows) > 2 * figures.parts(chart):
-        captions.append("Long curves show only the smallest and the largest row of each part.")
+        captions.append(
+            "Long curves show only the smallest and the largest row of each part."
+        )
     return captions

@@ -18,7 +18,9 @@ _EVALUATION = "eval/"
 
 
 class Column(NamedTuple):
-    """The numbers under one name: steps, ascending, [rows]; and values, [rows, groups], nan if not finite."""
+    """The numbers under one name: steps, ascending, [rows]; and values, [rows, groups],
+    nan if not finite.
+    """
 
     steps: np.ndarray
     values: np.ndarray
@@ -30,7 +32,9 @@ _Table = collections.defaultdict[str, tuple[list[int], list[Any]]]
 
 
 class Rows(NamedTuple):
-    """The columns of training rows, the columns of evaluation rows without 'eval/', and notes to show."""
+    """The columns of training rows, the columns of evaluation rows without 'eval/', and
+    notes to show.
+    """
 
     training: Columns
     evaluation: Columns
@@ -56,7 +60,9 @@ def read(path: pathlib.Path) -> Rows:
     return Rows(_columns(training, path.name, notes), evaluated, notes)
 
 
-def newest_samples(path: pathlib.Path, most: int, notes: list[str]) -> list[dict[str, Any]]:
+def newest_samples(
+    path: pathlib.Path, most: int, notes: list[str]
+) -> list[dict[str, Any]]:
     """Returns the newest rows of a file of samples, by ascending steps; each step once.
 
     Args:
@@ -74,15 +80,21 @@ def newest_samples(path: pathlib.Path, most: int, notes: list[str]) -> list[dict
 
 
 def numbers_of(values: Any) -> dict[str, list[float]]:
-    """Returns the numbers of all groups under each name of a mapping, without values that are not numbers."""
+    """Returns the numbers of all groups under each name of a mapping, without values
+    that are not numbers.
+    """
     if not isinstance(values, dict):
         return {}
-    columns = {formatting.printable(name): _numbers(value) for name, value in values.items()}
+    columns = {
+        formatting.printable(name): _numbers(value) for name, value in values.items()
+    }
     return {name: numbers for name, numbers in columns.items() if numbers}
 
 
 def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields rows with their steps, one by one: all rows of a long run would take a lot of memory."""
+    """Yields rows with their steps, one by one: all rows of a long run would take a lot
+    of memory.
+    """
     damaged: list[int] = []
     ends_whole, number = True, 0
     try:
@@ -131,13 +143,18 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
                 "groups than the last one."
             )
         if len(array):
-            columns[name] = Column(steps[kept], np.where(np.isfinite(array), array, np.nan))
+            columns[name] = Column(
+                steps[kept], np.where(np.isfinite(array), array, np.nan)
+            )
     return columns
 
 
 def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
-    """Returns the indices of the values with as many groups as the last one, and their numbers, [rows, groups]."""
-    # Most columns are plain numbers. There may be millions, so these are converted at once. NumPy converts None to nan.
+    """Returns the indices of the values with as many groups as the last one, and their
+    numbers, [rows, groups].
+    """
+    # Most columns are plain numbers. There may be millions, so these are converted at
+    # once. NumPy converts None to nan.
     if set(map(type, values)) <= {float, types.NoneType}:
         return slice(None), np.array(values, np.float64)[:, np.newaxis]
     numbers = [_numbers(value) for value in values]
@@ -147,7 +164,9 @@ def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Returns the numbers of all groups, with nan for null; an empty list for anything else."""
+    """Returns the numbers of all groups, with nan for null; an empty list for anything
+    else.
+    """
     numbers = value if isinstance(value, list) else [value]
     if not all(number is None or isinstance(number, int | float) for number in numbers):
         return []

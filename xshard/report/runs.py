@@ -1,4 +1,6 @@
-"""Reads the runs of a report from their work directories. Nothing is written there, and no device is used."""
+"""Reads the runs of a report from their work directories. Nothing is written there, and
+no device is used.
+"""
 
 import pathlib
 import threading
@@ -21,7 +23,9 @@ _SAMPLES = 10
 
 
 class Checkpoints(NamedTuple):
-    """The checkpoints of a run, the versions that the newest was written with, and the problem if they are unknown."""
+    """The checkpoints of a run, the versions that the newest was written with, and the
+    problem if they are unknown.
+    """
 
     place: str
     entries: Sequence[checkpoint.Entry] = ()
@@ -35,11 +39,15 @@ class Run(NamedTuple):
     Attributes:
       path: its work directory.
       name: the shortest end of that path that no other run has.
-      evaluation_job: the columns of the evaluation job; `evaluation` has the run's own evaluations.
-      attempts: the attempts in order; empty for a run of a version that did not record them.
-      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing` describes it in words.
+      evaluation_job: the columns of the evaluation job; `evaluation` has the run's own
+        evaluations.
+      attempts: the attempts in order; empty for a run of a version that did not record
+        them.
+      state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing`
+        describes it in words.
       results: the final evaluation; empty if there is none yet.
-      samples: the newest rows of samples, in the format of `xshard.samples`, by ascending steps.
+      samples: the newest rows of samples, in the format of `xshard.samples`, by
+        ascending steps.
     """
 
     path: pathlib.Path
@@ -58,7 +66,9 @@ class Run(NamedTuple):
     notes: list[str]
 
 
-def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) -> list[Run]:
+def read(
+    paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS
+) -> list[Run]:
     """Reads runs.
 
     Args:
@@ -94,19 +104,25 @@ def read(paths: Sequence[str], checkpoint_seconds: float = _CHECKPOINT_SECONDS) 
 
 
 class _CheckpointReader:
-    """Lists a run's checkpoints in a thread, since an object store may not answer for a long time."""
+    """Lists a run's checkpoints in a thread, since an object store may not answer for a
+    long time.
+    """
 
     def __init__(self, directory: pathlib.Path, elsewhere: str | None):
         self._place = str(elsewhere or directory / "checkpoints")
         # A run that has not saved yet has no such directory, which is not an error.
         self._may_lack = not elsewhere
-        self._result = Checkpoints(self._place, problem="the storage did not answer in time")
+        self._result = Checkpoints(
+            self._place, problem="the storage did not answer in time"
+        )
         # A daemon thread, so that the program can exit without waiting for it.
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def wait(self, deadline: float) -> Checkpoints:
-        """Waits until a time of the monotonic clock; returns the checkpoints, or why they are unknown."""
+        """Waits until a time of the monotonic clock; returns the checkpoints, or why
+        they are unknown.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return self._result
 
@@ -115,13 +131,17 @@ class _CheckpointReader:
             if self._may_lack and not pathlib.Path(self._place).is_dir():
                 self._result = Checkpoints(self._place)
             else:
-                self._result = Checkpoints(self._place, *checkpoint.read_catalog(self._place))
+                self._result = Checkpoints(
+                    self._place, *checkpoint.read_catalog(self._place)
+                )
         except Exception as e:
             # No error here may prevent the rest of the page.
             self._result = Checkpoints(self._place, problem=str(e) or type(e).__name__)
 
 
-def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints) -> Run:
+def _run(
+    path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints
+) -> Run:
     rows = rows_lib.read(path / "metrics.jsonl")
     evaluation_job = rows_lib.read(path / "eval" / "metrics.jsonl")
     notes = [*rows.notes, *(f"eval/: {note}" for note in evaluation_job.notes)]
@@ -131,7 +151,8 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
     columns = [*rows.training.values(), *rows.evaluation.values()]
     if not columns:
         notes.append("no metrics yet.")
-    # Rows may be older than the status, and results may be from before the run was resumed.
+    # Rows may be older than the status, and results may be from before the run was
+    # resumed.
     steps = [int(column.steps[-1]) for column in columns]
     steps += [row["step"] for row in processes[:1] if row["step"] is not None]
     if not steps and jsonfile.is_number(results.get("step")):
@@ -158,7 +179,9 @@ def _run(path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Che
 
 
 def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
-    """Returns the result of `read`, or `otherwise` if it is empty or fails; a failure is added to the notes."""
+    """Returns the result of `read`, or `otherwise` if it is empty or fails; a failure
+    is added to the notes.
+    """
     try:
         return read() or otherwise
     except errors.UserError as e:
@@ -180,7 +203,9 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
     if not file.exists():
         below = ", ".join(p.parent.name for p in sorted(path.glob("*/config.json")))
         hint = (
-            f" The directories below it are: give {path}/*/, or some of {below}." if below else ""
+            f" The directories below it are: give {path}/*/, or some of {below}."
+            if below
+            else ""
         )
         raise errors.UserError(
             f"{path} is not a run's work directory: it has no {file.name}.{hint}"
@@ -203,7 +228,9 @@ def _state(
     if has_ended and not is_stopped and results.get("finite") is False:
         return "failed", formatting.printable(f"not finite: {results.get('why')}")
     done = (
-        f"done: {formatting.printable(str(results['ended']))}" if results.get("ended") else "done"
+        f"done: {formatting.printable(str(results['ended']))}"
+        if results.get("ended")
+        else "done"
     )
     if speaker is None:
         if results:

@@ -20,13 +20,16 @@ from xshard.report import runs as runs_lib
 NOTHING = "\N{EN DASH}"
 # The longest value of a config, in characters.
 _LONGEST = 300
-# The number of newest checkpoints to show; the best and the pinned ones are shown in any case.
+# The number of newest checkpoints to show; the best and the pinned ones are shown in
+# any case.
 _CHECKPOINTS = 60
 _RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilisation")
 
 
 class Cell(NamedTuple):
-    """A cell: its text, which is escaped when it is converted to HTML, its CSS class, and its run's color."""
+    """A cell: its text, which is escaped when it is converted to HTML, its CSS class,
+    and its run's color.
+    """
 
     content: str
     kind: str = ""
@@ -48,7 +51,9 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def comparison(runs: Sequence[runs_lib.Run]) -> str:
-    """Returns a table with a row for each run, and a column for each key in which their configs differ."""
+    """Returns a table with a row for each run, and a column for each key in which their
+    configs differ.
+    """
     finals = [_final(run) for run in runs]
     evaluated = _union(final for final, _ in finals)
     changed = _differing(runs)
@@ -57,7 +62,9 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     names += [f"training {name}" for name in losses]
     names += [*skips, "step", "time", "attempts", "goodput", *_RATES]
     rows = []
-    for run, family, (final, when) in zip(runs, charts.seeds(runs), finals, strict=True):
+    for run, family, (final, when) in zip(
+        runs, charts.seeds(runs), finals, strict=True
+    ):
         goodput = attempts.goodput(run.attempts)
         of_steps = run.config.get("steps", NOTHING)
         row = [
@@ -77,9 +84,13 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
-    """Returns a quantity's names in the rows of all learners, such as `actor/loss`; the quantity if no row has it."""
+    """Returns a quantity's names in the rows of all learners, such as `actor/loss`; the
+    quantity if no row has it.
+    """
     names = _union(run.training for run in runs)
-    return [name for name in names if charts.without_learner(name) == quantity] or [quantity]
+    return [name for name in names if charts.without_learner(name) == quantity] or [
+        quantity
+    ]
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
@@ -90,12 +101,16 @@ def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
     for run in runs:
         place, own, written_with, problem = run.checkpoints
         newest = own[-_CHECKPOINTS:]
-        shown = [entry for entry in own if entry in newest or entry.best or entry.pinned]
+        shown = [
+            entry for entry in own if entry in newest or entry.best or entry.pinned
+        ]
         note = f"{len(own)}, of which {len(shown)} are shown"
         if problem:
             note = f"cannot be read: {problem}"
         if written_with:
-            versions = ", ".join(f"{name} {version}" for name, version in written_with.items())
+            versions = ", ".join(
+                f"{name} {version}" for name, version in written_with.items()
+            )
             note += f"; written with {versions}"
         parts.append(f"<p>{figures.text(f'{run.name}: {place}: {note}')}</p>")
         rows += [[Cell(run.name), *_saved(entry, evaluated)] for entry in shown]
@@ -172,7 +187,9 @@ def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
 
 
 def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
-    """Returns the results of a run; until there are any, its last evaluation and a note on its step."""
+    """Returns the results of a run; until there are any, its last evaluation and a note
+    on its step.
+    """
     if run.results and run.state in ("done", "unknown"):
         return run.results, ""
     columns = {k: c for k, c in run.evaluation.items() if not k.startswith("perf/")}
@@ -204,7 +221,9 @@ def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
 
 
 def _setting(run: runs_lib.Run, key: str) -> Cell:
-    """Returns a cell with a config's value as JSON, so that the text '1' differs from the number 1."""
+    """Returns a cell with a config's value as JSON, so that the text '1' differs from
+    the number 1.
+    """
     if key not in run.config:
         return Cell(NOTHING)
     shown = json.dumps(run.config[key], ensure_ascii=False)

@@ -1,1 +1,3 @@
-"""The parts of a run around its steps: checks before the first step, saving, resuming, roll-backs, and the end."""
+"""The parts of a run around its steps: checks before the first step, saving, resuming,
+roll-backs, and the end.
+"""

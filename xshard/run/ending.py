@@ -17,18 +17,24 @@ from xshard.run import nonfinite
 
 
 def results(
-    mesh: jax.sharding.Mesh, step: int, state: state_lib.TrainState, metrics: Any, end: str
+    mesh: jax.sharding.Mesh,
+    step: int,
+    state: state_lib.TrainState,
+    metrics: Any,
+    end: str,
 ) -> dict[str, Any]:
     """Returns the results of a run, with the samples still empty.
 
-    'global_step' is a number, or a dict from learner names to numbers if there are several learners.
+    'global_step' is a number, or a dict from learner names to numbers if there are
+    several learners.
 
     Args:
       mesh: the run's mesh.
       step: the number of steps made.
       state: the state after the last of these steps.
       metrics: the metrics of the state's evaluation.
-      end: the reason that a callback gave for ending the run; empty if no callback ended it.
+      end: the reason that a callback gave for ending the run; empty if no callback
+        ended it.
     """
     # The counts of other groups may be on other processes, so they are gathered.
     counts = {name: x.global_step for name, x in state_lib.learners(state).items()}
@@ -45,7 +51,9 @@ def results(
 
 
 def nonfinite_metrics(step: int, metrics: Mapping[str, Any]) -> str:
-    """Describes the metrics of an evaluation that are not finite, in any group; empty if all are."""
+    """Describes the metrics of an evaluation that are not finite, in any group; empty
+    if all are.
+    """
     names = [name for name, value in metrics.items() if not np.all(np.isfinite(value))]
     if not names:
         return ""
@@ -53,9 +61,14 @@ def nonfinite_metrics(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 def announce(
-    values: Mapping[str, Any], directory: workdir.Workdir, store: Any, steps: int, command: str
+    values: Mapping[str, Any],
+    directory: workdir.Workdir,
+    store: Any,
+    steps: int,
+    command: str,
 ) -> int:
-    """Prints the results of a run, where its files are, and the command that trains further.
+    """Prints the results of a run, where its files are, and the command that trains
+    further.
 
     Args:
       values: the content of results.json.
@@ -73,7 +86,8 @@ def announce(
     if not values["finite"]:
         print(nonfinite.message(values["why"]), file=sys.stderr, flush=True)
         return notice.NONFINITE
-    # A callback that ended this run would end the resumed one too, so no command is printed.
+    # A callback that ended this run would end the resumed one too, so no command is
+    # printed.
     if "ended" not in values:
         more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
         print(f"to train further{each_process()}: {more}")
@@ -81,14 +95,17 @@ def announce(
 
 
 def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
-    """Prints why and at which step a run stopped, and the command that resumes it; returns the exit code."""
+    """Prints why and at which step a run stopped, and the command that resumes it;
+    returns the exit code.
+    """
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
     print(f"to resume{each_process()}: {command}")
     return stop.code
 
 
 def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
-    """Reports, on stderr and in results.json, that a run ended at a step that was not finite.
+    """Reports, on stderr and in results.json, that a run ended at a step that was not
+    finite.
 
     Args:
       step: the number of steps made.
@@ -103,6 +120,8 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
 
 
 def each_process() -> str:
-    """Returns the words that say that every process must run a command; empty for a single process."""
+    """Returns the words that say that every process must run a command; empty for a
+    single process.
+    """
     count = jax.process_count()
     return f", in each of the {count} processes" if count > 1 else ""

@@ -1,7 +1,9 @@
-"""Detection of steps that are not finite: when they end the run, and how they are reported.
+"""Detection of steps that are not finite: when they end the run, and how they are
+reported.
 
-A step is in trouble when its update was applied although its loss or a gradient was not finite. A step that a
-dynamic loss scale skips in order to lower the scale is not in trouble: the scale finds its level by such skips.
+A step is in trouble when its update was applied although its loss or a gradient was not
+finite. A step that a dynamic loss scale skips in order to lower the scale is not in
+trouble: the scale finds its level by such skips.
 """
 
 import collections
@@ -24,16 +26,20 @@ _ADVICE = (
     "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
     "roots of 0; see docs/half_precision.md."
 )
-# A run that ends with this many STUCK steps in a row did not end well, even if max_skips_in_a_row tolerates more.
+# A run that ends with this many STUCK steps in a row did not end well, even if
+# max_skips_in_a_row tolerates more.
 _STUCK_AT_THE_END = 10
-# A run that warns reports this many stretches of bad steps. Later ones are silent, so that the log stays readable.
+# A run that warns reports this many stretches of bad steps. Later ones are silent, so
+# that the log stays readable.
 _STRETCHES = 10
 
 
 class NonfiniteError(Exception):
-    """A step that ends the run or makes it roll back. The message names the step and what was wrong with it.
+    """A step that ends the run or makes it roll back. The message names the step and
+    what was wrong with it.
 
-    It is raised on all processes after the same step. A run with on_nonfinite='roll_back' catches it and rolls back.
+    It is raised on all processes after the same step. A run with
+    on_nonfinite='roll_back' catches it and rolls back.
 
     Attributes:
       step: the step in trouble.
@@ -44,14 +50,17 @@ class NonfiniteError(Exception):
         self.step = step
 
 
-# The observations of each learner, by name. With several groups each array has a leading dimension of groups.
+# The observations of each learner, by name. With several groups each array has a
+# leading dimension of groups.
 Observed = Mapping[str, learner_lib.Observed]
 
 
 class Monitor:
-    """Checks that a run's steps are finite. It looks at each step some steps later, so that the device never waits.
+    """Checks that a run's steps are finite. It looks at each step some steps later, so
+    that the device never waits.
 
-    All processes see the same numbers of a step at the same later step, so they all make the same decision.
+    All processes see the same numbers of a step at the same later step, so they all
+    make the same decision.
     """
 
     def __init__(
@@ -67,13 +76,16 @@ class Monitor:
         Args:
           config: the run's config.
           mesh: the run's mesh.
-          learners: the states of the learners by name; only the paths of their parameters are used.
+          learners: the states of the learners by name; only the paths of their
+            parameters are used.
           say: called with a line about bad steps after which the run goes on.
-          known: the value of `get_state` that was saved with the checkpoint; None for a new run, or if none was saved.
+          known: the value of `get_state` that was saved with the checkpoint; None for a
+            new run, or if none was saved.
         """
         self._policy = config.on_nonfinite
         self._patience = config.max_skips_in_a_row
-        # A jump of the loss only ever causes a roll-back, so no other policy looks for jumps.
+        # A jump of the loss only ever causes a roll-back, so no other policy looks for
+        # jumps.
         factor, steps = 0.0, 1
         if self._policy == config_lib.ROLL_BACK:
             factor, steps = config.roll_back.loss_factor, config.roll_back.loss_steps
@@ -82,10 +94,13 @@ class Monitor:
         self._read = ("verdict", "loss") if factor else ("verdict",)
         self._mesh = mesh
         # The paths have the order of `Observed.gradients`.
-        self._paths = {name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()}
+        self._paths = {
+            name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()
+        }
         self._say = say
         self._pending: collections.deque[tuple[int, Observed]] = collections.deque()
-        # For each learner in each group: how many of its last steps in a row were stuck, and its last verdict.
+        # For each learner in each group: how many of its last steps in a row were
+        # stuck, and its last verdict.
         size = len(learners), mesh_lib.num_groups(mesh)
         self._stuck = np.zeros(size, np.int64)
         self._last = np.full(size, FINE)
@@ -93,14 +108,17 @@ class Monitor:
         self._is_fine = True
         if known is not None:
             self._stuck = np.reshape(np.asarray(known["stuck"], np.int64), size)
-            # The last verdicts are not saved. A count above 0 means that the last step was stuck.
+            # The last verdicts are not saved. A count above 0 means that the last step
+            # was stuck.
             self._last = np.where(self._stuck > 0, STUCK, FINE)
             self._is_fine = not self._last.any()
             self._jumps.set_state(known["losses"])
-        # The first step of the current stretch of steps in trouble, and the number of stretches so far.
+        # The first step of the current stretch of steps in trouble, and the number of
+        # stretches so far.
         self._begin: int | None = None
         self._stretches = 0
-        # The last bad step. Its arrays stay on the devices, and are copied only if a message needs them.
+        # The last bad step. Its arrays stay on the devices, and are copied only if a
+        # message needs them.
         self._bad: tuple[int, np.ndarray, Observed] | None = None
 
     def push(self, step: int, observed: Observed) -> None:
@@ -111,10 +129,14 @@ class Monitor:
         """
         names = self._read
         if self._last.shape[1] > 1:
-            # Other processes hold the values of some groups. Without groups the arrays are replicated already.
+            # Other processes hold the values of some groups. Without groups the arrays
+            # are replicated already.
             gathered = {}
             for learner, x in observed.items():
-                fields = {name: mesh_lib.replicate(self._mesh, getattr(x, name)) for name in names}
+                fields = {
+                    name: mesh_lib.replicate(self._mesh, getattr(x, name))
+                    for name in names
+                }
                 gathered[learner] = x._replace(**fields)
             observed = gathered
         for name in names:
@@ -127,11 +149,15 @@ class Monitor:
         self._look(0)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state of the watch after all judged steps, as JSON values, for a run that resumes."""
+        """Returns the state of the watch after all judged steps, as JSON values, for a
+        run that resumes.
+        """
         return {"stuck": self._stuck.tolist(), "losses": self._jumps.get_state()}
 
     def failure(self) -> str:
-        """Returns why the run did not end well, judged by its last steps; empty if it did."""
+        """Returns why the run did not end well, judged by its last steps; empty if it
+        did.
+        """
         if np.any(self._last == TROUBLE):
             return self._describe()
         if self._most_stuck() >= min(_STUCK_AT_THE_END, self._patience):
@@ -144,8 +170,11 @@ class Monitor:
     def _look(self, remain: int) -> None:
         while len(self._pending) > remain:
             step, observed = self._pending.popleft()
-            # NumPy's functions would hand an array of JAX back to it, which runs a program on the devices.
-            counts = [np.count_nonzero(np.asarray(x.verdict)) for x in observed.values()]
+            # NumPy's functions would hand an array of JAX back to it, which runs a
+            # program on the devices.
+            counts = [
+                np.count_nonzero(np.asarray(x.verdict)) for x in observed.values()
+            ]
             # A fine step after a fine step changes no counter, so it needs no judgment.
             if not self._is_fine or any(counts):
                 self._judge(step, self._of_all(observed, "verdict"), observed)
@@ -153,8 +182,11 @@ class Monitor:
                 self._compare(step, observed)
 
     def _of_all(self, observed: Observed, field: str) -> np.ndarray:
-        """Returns one observed field of all learners and groups, with shape (learners, groups)."""
-        # A learner that the step does not update, such as a teacher, has no observations. Its 0 is FINE, and no jump.
+        """Returns one observed field of all learners and groups, with shape (learners,
+        groups).
+        """
+        # A learner that the step does not update, such as a teacher, has no
+        # observations. Its 0 is FINE, and no jump.
         values = np.zeros(self._last.shape, np.float64)
         for row, name in enumerate(self._paths):
             if name in observed:
@@ -175,7 +207,9 @@ class Monitor:
             self._warn(step)
         elif self._begin is not None and not verdicts.any():
             if self._stretches <= _STRETCHES:
-                self._say(f"step {step}: finite again (not finite since step {self._begin})")
+                self._say(
+                    f"step {step}: finite again (not finite since step {self._begin})"
+                )
             self._begin = None
 
     def _compare(self, step: int, observed: Observed) -> None:
@@ -187,13 +221,17 @@ class Monitor:
             loss = formatting.number(losses[learner, group])
             median = formatting.number(medians[learner, group])
             factor = formatting.number(self._jumps.factor)
-            description = f"the loss is {loss}, above {factor} times the earlier median, {median}"
+            description = (
+                f"the loss is {loss}, above {factor} times the earlier median, {median}"
+            )
             descriptions.append(self._whose(learner, group) + description)
         if descriptions:
             raise NonfiniteError(f"step {step}: {'; '.join(descriptions)}", step)
 
     def _whose(self, learner: int, group: int) -> str:
-        """Returns a prefix that names the learner and the group, each only if there are several."""
+        """Returns a prefix that names the learner and the group, each only if there are
+        several.
+        """
         name, groups = list(self._paths)[learner], self._last.shape[1]
         of_learner = f"for learner {name} " if name else ""
         return of_learner + (f"in group {group} of {groups} " if groups > 1 else "")
@@ -212,11 +250,14 @@ class Monitor:
 
     def _skipped(self) -> str:
         skipped = f"{self._most_stuck()} steps in a row were skipped without lowering a loss scale"
-        # A run that was resumed at its last step knows the count from the checkpoint, but saw none of the steps.
+        # A run that was resumed at its last step knows the count from the checkpoint,
+        # but saw none of the steps.
         return f"{skipped}; the last, {self._describe()}" if self._bad else skipped
 
     def _describe(self) -> str:
-        """Describes the last bad step. It gathers the step's numbers, so all processes must call it."""
+        """Describes the last bad step. It gathers the step's numbers, so all processes
+        must call it.
+        """
         if self._bad is None:
             return ""
         step, verdicts, observed = self._bad
@@ -233,7 +274,9 @@ class Monitor:
             if nonfinite:
                 link = "but" if np.isfinite(loss) else "and"
                 count = f"{len(nonfinite)} of {len(paths)} gradients"
-                description += f", {link} {count} are not finite: {formatting.listed(nonfinite)}"
+                description += (
+                    f", {link} {count} are not finite: {formatting.listed(nonfinite)}"
+                )
             descriptions.append(self._whose(learner, group) + description)
         return f"step {step}: {'; '.join(descriptions)}"
 
@@ -244,5 +287,7 @@ def of_state(step: int, paths: Sequence[str]) -> str:
 
 
 def message(why: str) -> str:
-    """Returns the error message of a run that did not end finite, with the reason and advice."""
+    """Returns the error message of a run that did not end finite, with the reason and
+    advice.
+    """
     return f"error: {why}. {_ADVICE}"

@@ -1,6 +1,8 @@
-"""Traces a run's programs before the run begins, so that a mistake is reported while nothing is lost.
+"""Traces a run's programs before the run begins, so that a mistake is reported while
+nothing is lost.
 
-A trace computes nothing on the devices. JAX caches the trace of a jitted function for the function's first call.
+A trace computes nothing on the devices. JAX caches the trace of a jitted function for
+the function's first call.
 """
 
 import contextlib
@@ -23,25 +25,38 @@ from xshard.stored import replica_state as stored
 
 # Calls a function that predicts.
 _PredictionCaller = Callable[[Callable[..., Any]], Any]
-# Options of the TPU compiler that gather sharded parameters one layer ahead in a scan over layers: each round gathers for
-# the next round. The second and third let the compiler move a gather whose operand is a slice that depends on the round.
+# Options of the TPU compiler that gather sharded parameters one layer ahead in a scan
+# over layers: each round gathers for the next round. The second and third let the
+# compiler move a gather whose operand is a slice that depends on the round.
 _ONE_LAYER_AHEAD: dict[str, bool | str] = {
     "xla_tpu_enable_ici_ag_pipelining": True,
     "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
     "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
 }
-# Kinds of v5e, the only TPU that computes while a gather is in flight. The option that makes others do so,
-# xla_tpu_enable_async_collective_fusion_fuse_all_gather, is refused there by libtpu 0.0.50, which warns of wrong results.
+# Kinds of v5e, the only TPU that computes while a gather is in flight. The option that
+# makes others do so, xla_tpu_enable_async_collective_fusion_fuse_all_gather, is refused
+# there by libtpu 0.0.50, which warns of wrong results.
 _AHEAD_ON = ("TPU v5 lite", "TPU v5e")
-# The keys of `config.reduction` that rules take as arguments of the same names, and keep as attributes.
-_PASSED_ON = ("reduction", "reduce_dtype", "slice_dtype", "shard_update", "shard_params")
+# The keys of `config.reduction` that rules take as arguments of the same names, and
+# keep as attributes.
+_PASSED_ON = (
+    "reduction",
+    "reduce_dtype",
+    "slice_dtype",
+    "shard_update",
+    "shard_params",
+)
 
 
 def train_batches(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> batches.TrainBatches:
-    """Returns the training batches that a run's config describes; raises UserError as `batches.TrainBatches` does."""
-    sizes = {key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")}
+    """Returns the training batches that a run's config describes; raises UserError as
+    `batches.TrainBatches` does.
+    """
+    sizes = {
+        key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")
+    }
     replicas = logical.of_config(experiment.config, mesh)
     return batches.TrainBatches(experiment.train_batches, mesh, replicas, **sizes)
 
@@ -55,17 +70,20 @@ def programs(
 ) -> tuple[Any, Any]:
     """Returns the jitted training step and prediction, after tracing and checking them.
 
-    The prediction is traced for the batches that the run will ask it for, or else for a replica's part of a training batch.
+    The prediction is traced for the batches that the run will ask it for, or else for a
+    replica's part of a training batch.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state, in the form that a step takes.
       batch: the shapes of a batch for all groups.
-      act: lets the training data act, given a function that predicts; None if the data does not act on the model.
+      act: lets the training data act, given a function that predicts; None if the data
+        does not act on the model.
 
     Raises:
-      UserError: if a method of the experiment does not fit, or if a value that must be equal on all replicas differs.
+      UserError: if a method of the experiment does not fit, or if a value that must be
+        equal on all replicas differs.
     """
     train_step = jitted_step(experiment, mesh)
     analyzed_step = train_step
@@ -80,13 +98,16 @@ def programs(
         train_step.trace(state, batch)
     predict = jitted_predict(experiment, mesh)
     whole = mesh_lib.sharding(mesh)
-    trace = lambda batch, *keys: predict.trace(state, batches.shapes_of(batch, whole), *keys)
+    trace = lambda batch, *keys: predict.trace(
+        state, batches.shapes_of(batch, whole), *keys
+    )
     predictions = []
     for ask in _prediction_callers(experiment, act):
         predictions += _at_first_prediction(ask, trace)
     if not predictions and experiment_lib.overrides(experiment, "predict"):
         rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-        # The run itself makes no prediction, so an error is no reason to refuse it. The first prediction reports the error.
+        # The run itself makes no prediction, so an error is no reason to refuse it. The
+        # first prediction reports the error.
         with contextlib.suppress(Exception):
             predictions = [trace(batches.shapes(batch, rows))]
     for traced in predictions:
@@ -120,7 +141,9 @@ def warnings(
 def _note_of_whole_arrays(
     experiment: experiment_lib.Experiment, state: state_lib.TrainState
 ) -> Iterator[str]:
-    """Yields a line about arrays that a sharded update leaves whole, if they are more than a hundredth of all."""
+    """Yields a line about arrays that a sharded update leaves whole, if they are more
+    than a hundredth of all.
+    """
     mesh = state.step.sharding.mesh
     skip = len(mesh_lib.group_axes(mesh))
     count = mesh.shape[mesh_lib.REPLICA]
@@ -148,7 +171,9 @@ def _note_of_whole_arrays(
 def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
     for name, learner in state_lib.learners(state).items():
         leaves = trees.leaves_by_path(learner.net_state)
-        floats = [path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
+        floats = [
+            path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
         if learner.rules.averages_module is None or not floats:
             continue
         whose = f" of {name}" if name else ""
@@ -161,12 +186,15 @@ def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
 
 
 def _check_reduction(
-    experiment: experiment_lib.Experiment, rules: Sequence[cross_shard.CrossShardOptimizer]
+    experiment: experiment_lib.Experiment,
+    rules: Sequence[cross_shard.CrossShardOptimizer],
 ) -> None:
-    """Raises UserError if a key of `config.reduction` has a value that no rule of the step was made with.
+    """Raises UserError if a key of `config.reduction` has a value that no rule of the
+    step was made with.
 
-    The experiment passes these values on. Where it does not, as in `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what
-    the config asks for would happen.
+    The experiment passes these values on. Where it does not, as in
+    `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks for would
+    happen.
     """
     config = experiment.config
     if config.gather_once and not config.reduction.shard_params:
@@ -186,7 +214,9 @@ def _check_reduction(
 
 
 def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the training step of a run, `step.make_watched_step`, jitted; it donates the state."""
+    """Returns the training step of a run, `step.make_watched_step`, jitted; it donates
+    the state.
+    """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
         mapped = step.on_replicas(experiment, replicas.mesh)
@@ -200,11 +230,15 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     return jax.jit(watched_step, donate_argnums=0, compiler_options=options or None)
 
 
-def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the training step as one jitted `jax.shard_map` with one replica on each device, for analysis.
+def single_program(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Any:
+    """Returns the training step as one jitted `jax.shard_map` with one replica on each
+    device, for analysis.
 
     Raises:
-      UserError: if the number of devices for each group differs from the config's number of logical replicas.
+      UserError: if the number of devices for each group differs from the config's
+        number of logical replicas.
     """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
@@ -216,9 +250,15 @@ def single_program(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mes
     return jax.jit(step.make_analyzed_step(experiment, mesh))
 
 
-def jitted_predict(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the prediction, `step.make_predict`, jitted; its outputs are replicated, so each process has them all."""
-    return jax.jit(step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh))
+def jitted_predict(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Any:
+    """Returns the prediction, `step.make_predict`, jitted; its outputs are replicated,
+    so each process has them all.
+    """
+    return jax.jit(
+        step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
+    )
 
 
 def _check_equal(
@@ -228,10 +268,12 @@ def _check_equal(
     batch: Any,
     traced: Any,
 ) -> None:
-    """Raises UserError if outputs of the step may differ between replicas without being declared as such.
+    """Raises UserError if outputs of the step may differ between replicas without being
+    declared as such.
 
-    A checkpoint holds one copy of undeclared state. After a resume all replicas would continue from that copy. A row holds
-    one number of all replicas: their mean, which for integers is none.
+    A checkpoint holds one copy of undeclared state. After a resume all replicas would
+    continue from that copy. A row holds one number of all replicas: their mean, which
+    for integers is none.
 
     Args:
       experiment: the experiment.
@@ -240,7 +282,9 @@ def _check_equal(
       batch: the shapes of a batch.
       traced: the traced step.
     """
-    inputs = jax.tree.leaves((_labeled(state, varying.OF_STATE), _labeled(batch, varying.OF_BATCH)))
+    inputs = jax.tree.leaves(
+        (_labeled(state, varying.OF_STATE), _labeled(batch, varying.OF_BATCH))
+    )
     differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, inputs)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
@@ -281,11 +325,16 @@ def _check_rules(
     batch: Any,
     jaxpr: jax_internals.ClosedJaxpr,
 ) -> None:
-    """Raises UserError if a rule's update depends on a replica's own values; see `rule_values`."""
+    """Raises UserError if a rule's update depends on a replica's own values; see
+    `rule_values`.
+    """
     others = _labeled(state, varying.OF_STATE)
-    of_state = state_lib.map_learners(lambda _, x: _labeled(x, rule_values.LEARNER), others)
+    of_state = state_lib.map_learners(
+        lambda _, x: _labeled(x, rule_values.LEARNER), others
+    )
     inputs = jax.tree.leaves((of_state, _labeled(batch, varying.OF_BATCH)))
-    # Supervised has a method that makes its rule; other experiments make theirs where they like.
+    # Supervised has a method that makes its rule; other experiments make theirs where
+    # they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
     rule_values.check(jaxpr.jaxpr, inputs, _long(mesh), contract.describe_method(maker))
 
@@ -303,7 +352,8 @@ def _long(mesh: jax.sharding.Mesh) -> varying.Axes:
 def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
     """Returns the mesh axes along which state could differ: those with a size above 1.
 
-    With a single replica the replica axis counts too, so that one replica refuses the programs that several refuse.
+    With a single replica the replica axis counts too, so that one replica refuses the
+    programs that several refuse.
     """
     several = _long(mesh)
     return several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA}
@@ -312,12 +362,15 @@ def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
 class _PredictedError(BaseException):
     """Ends the user's code at its first prediction, which needs a trained network.
 
-    It derives from BaseException, so that an `except Exception` in the user's code does not catch it.
+    It derives from BaseException, so that an `except Exception` in the user's code does
+    not catch it.
     """
 
 
 def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
-    """Returns the first batch for which `experiment.samples` asks a prediction; None if it asks for none."""
+    """Returns the first batch for which `experiment.samples` asks a prediction; None if
+    it asks for none.
+    """
     for ask in _prediction_callers(experiment, None):
         for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
             return batch
@@ -327,7 +380,9 @@ def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | 
 def _prediction_callers(
     experiment: experiment_lib.Experiment, act: _PredictionCaller | None
 ) -> Iterator[_PredictionCaller]:
-    """Yields the functions that ask for predictions in a run: the experiment's samples, and training data that acts."""
+    """Yields the functions that ask for predictions in a run: the experiment's samples,
+    and training data that acts.
+    """
     if experiment_lib.overrides(experiment, "samples"):
         where = contract.describe_method(experiment.samples)
         key = experiment_lib.samples_key(experiment)
@@ -344,7 +399,8 @@ def _prediction_callers(
 
 
 def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> list[Any]:
-    """Runs `ask` up to its first prediction, and returns the result of `use` on that prediction's batch, and key if any.
+    """Runs `ask` up to its first prediction, and returns the result of `use` on that
+    prediction's batch, and key if any.
 
     The list is empty if `ask` asks for no prediction.
     """
@@ -352,7 +408,8 @@ def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> lis
 
     def predict(batch: Mapping[str, Any], key: jax.Array | None = None) -> Any:
         keys = () if key is None else (key,)
-        # `use` runs inside the user's call, so that the traceback of an error shows the line that asked.
+        # `use` runs inside the user's call, so that the traceback of an error shows the
+        # line that asked.
         results.append(use(batch, *keys))
         raise _PredictedError
 
@@ -364,7 +421,9 @@ def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> lis
 def _check_prediction(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
 ) -> None:
-    """Raises UserError if a prediction may differ between devices, because only one device's copy is read."""
+    """Raises UserError if a prediction may differ between devices, because only one
+    device's copy is read.
+    """
     differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
     for (path, leaf), axes in zip(leaves, differing, strict=True):

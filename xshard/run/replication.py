@@ -1,7 +1,9 @@
-"""Checks by fingerprints that the replicas of a group hold the same bits of all state that must be equal on them.
+"""Checks by fingerprints that the replicas of a group hold the same bits of all state
+that must be equal on them.
 
-No analysis of the program can prove this for state that a learner or `xshard.equal_on_replicas` declares as equal, and
-none can prove that a device computes correctly. A checkpoint holds one copy of such state, so a resumed run would not
+No analysis of the program can prove this for state that a learner or
+`xshard.equal_on_replicas` declares as equal, and none can prove that a device computes
+correctly. A checkpoint holds one copy of such state, so a resumed run would not
 continue what replicas that have parted were training.
 """
 
@@ -36,9 +38,11 @@ _KINDS = {
 
 
 class ReplicaDivergenceError(errors.UserError):
-    """The replicas of a group hold different copies of state that must be equal on all of them.
+    """The replicas of a group hold different copies of state that must be equal on all
+    of them.
 
-    It is raised on all processes after the same step. A run with on_parted='roll_back' catches it and rolls back.
+    It is raised on all processes after the same step. A run with on_parted='roll_back'
+    catches it and rolls back.
 
     Attributes:
       what: the message without the advice: the arrays that differ, and the replicas.
@@ -52,9 +56,11 @@ class ReplicaDivergenceError(errors.UserError):
 
 
 class Monitor:
-    """Compares the copies of the replicas. It looks at each step some steps later, so that the device never waits.
+    """Compares the copies of the replicas. It looks at each step some steps later, so
+    that the device never waits.
 
-    All processes see the same numbers of a step at the same later step, so they all make the same decision.
+    All processes see the same numbers of a step at the same later step, so they all
+    make the same decision.
     """
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
@@ -63,33 +69,44 @@ class Monitor:
         self._mesh = mesh
         self._replicas = logical.of_config(experiment.config, mesh)
         self._every = experiment.config.fingerprint_every_steps
-        self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = collections.deque()
+        self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = (
+            collections.deque()
+        )
         self._newest: state_lib.TrainState | None = None
         self._program = jax.jit(fingerprint.program(experiment, mesh))
         self._fingerprints = processes.compiled_by_all(
             self._program, "the fingerprint of the state"
         )
-        # Whether the program is still to be compiled for the first save, and the thread that compiles it.
+        # Whether the program is still to be compiled for the first save, and the thread
+        # that compiles it.
         self._is_awaited = False
         self._compiling: threading.Thread | None = None
 
     def forget(self) -> None:
-        """Drops all pending fingerprints and states, because a roll-back makes their steps again."""
+        """Drops all pending fingerprints and states, because a roll-back makes their
+        steps again.
+        """
         self._pending.clear()
         self._newest = None
 
     def push(
-        self, step: int, begun: fingerprint.Fingerprints | None, state: state_lib.TrainState
+        self,
+        step: int,
+        begun: fingerprint.Fingerprints | None,
+        state: state_lib.TrainState,
     ) -> dict[str, Any]:
-        """Takes the fingerprints of the state that a step began with, and checks the earlier ones that are due.
+        """Takes the fingerprints of the state that a step began with, and checks the
+        earlier ones that are due.
 
         Args:
           step: the number of the step.
-          begun: the fingerprints of the state before the step; None if the step computes none.
+          begun: the fingerprints of the state before the step; None if the step
+            computes none.
           state: the state after the step.
 
         Returns:
-          The fingerprints that the step logs: two uint32 for each name. Empty if this step logs none.
+          The fingerprints that the step logs: two uint32 for each name. Empty if this
+            step logs none.
 
         Raises:
           ReplicaDivergenceError: on all processes, if replicas hold different bits.
@@ -108,31 +125,43 @@ class Monitor:
         return logged
 
     def flush(self) -> None:
-        """Checks all pending fingerprints; raises ReplicaDivergenceError as `push` does."""
+        """Checks all pending fingerprints; raises ReplicaDivergenceError as `push`
+        does.
+        """
         if self._pending:
             self._look(self._pending[-1][0])
 
     def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
-        """Checks a state, and returns its fingerprints by kind, as text; raises ReplicaDivergenceError as `push` does."""
+        """Checks a state, and returns its fingerprints by kind, as text; raises
+        ReplicaDivergenceError as `push` does.
+        """
         self._newest = state
         self._is_awaited = False
-        # Waits for the compilation in the background, so that the program is not compiled twice.
+        # Waits for the compilation in the background, so that the program is not
+        # compiled twice.
         if self._compiling is not None:
             self._compiling.join()
         fingerprints = mesh_lib.replicate(self._mesh, self._fingerprints(state))
         self._pending.append((int(state.step), fingerprints))
         self.flush()
-        return {kind: hashing.text(value) for kind, value in fingerprints.values.items()}
+        return {
+            kind: hashing.text(value) for kind, value in fingerprints.values.items()
+        }
 
-    def begin(self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str) -> None:
-        """Compares the fingerprints of a restored state with those saved with it, on any number of devices.
+    def begin(
+        self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
+    ) -> None:
+        """Compares the fingerprints of a restored state with those saved with it, on
+        any number of devices.
 
-        Without saved fingerprints, it has the fingerprint program compiled for the first save, in the background and after
-        the first step, so that it does not delay the compilation of that.
+        Without saved fingerprints, it has the fingerprint program compiled for the
+        first save, in the background and after the first step, so that it does not
+        delay the compilation of that.
 
         Args:
           state: the state that the run begins with.
-          saved: the state's fingerprints by kind, as `of_state` returned them; None if they are not known.
+          saved: the state's fingerprints by kind, as `of_state` returned them; None if
+            they are not known.
           store: where the checkpoint is.
 
         Raises:
@@ -160,14 +189,19 @@ class Monitor:
             )
 
     def _compile_ahead(self, state: state_lib.TrainState) -> None:
-        """Compiles the fingerprint program, which the first save calls, in a thread while steps run."""
+        """Compiles the fingerprint program, which the first save calls, in a thread
+        while steps run.
+        """
         self._is_awaited = False
-        # The thread gets shapes instead of arrays, because the next step donates the state.
+        # The thread gets shapes instead of arrays, because the next step donates the
+        # state.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         shapes = jax.tree.map(shape, state)
         # JAX caches the compiled program, so the first call finds it.
         compile_it = lambda: self._program.lower(shapes).compile()
-        self._compiling = threading.Thread(target=compile_it, name="fingerprint of the state")
+        self._compiling = threading.Thread(
+            target=compile_it, name="fingerprint of the state"
+        )
         self._compiling.start()
 
     def _look(self, last: int) -> None:
@@ -177,11 +211,15 @@ class Monitor:
                 raise ReplicaDivergenceError(self._describe(step, fingerprints), step)
 
     def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
-        """Describes which arrays differ, and on which replicas. It is collective: all processes must call it."""
+        """Describes which arrays differ, and on which replicas. It is collective: all
+        processes must call it.
+        """
         state = self._newest
         assert state is not None
         parted = self._parted(state, fingerprints.table)
-        listed = "; ".join(f"{name}: {text}" for name, texts in parted.items() for text in texts)
+        listed = "; ".join(
+            f"{name}: {text}" for name, texts in parted.items() for text in texts
+        )
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)}, which "
             f"{contract.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
@@ -189,7 +227,9 @@ class Monitor:
         )
 
     def _paths(self, state: state_lib.TrainState) -> str:
-        """Names the arrays that differ in the newest state; a later step may have made them equal again."""
+        """Names the arrays that differ in the newest state; a later step may have made
+        them equal again.
+        """
         program = jax.jit(fingerprint.program(self._experiment, self._mesh, each=True))
         compiled = processes.compiled_by_all(program, "the fingerprint of each array")
         names = list(self._parted(state, compiled(state).table, each=True))
@@ -200,11 +240,17 @@ class Monitor:
     def _parted(
         self, state: state_lib.TrainState, table: Any, *, each: bool = False
     ) -> dict[str, list[str]]:
-        """Returns the names of the arrays that differ, each with descriptions of the replicas concerned."""
+        """Returns the names of the arrays that differ, each with descriptions of the
+        replicas concerned.
+        """
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
         held = np.asarray(mesh_lib.replicate(self._mesh, table))
-        if self._replicas is not None and held.shape[-4:-2] != self._mesh.devices.shape[1:3]:
-            # The step computed this table for logical replicas; this converts it to a table of devices.
+        if (
+            self._replicas is not None
+            and held.shape[-4:-2] != self._mesh.devices.shape[1:3]
+        ):
+            # The step computed this table for logical replicas; this converts it to a
+            # table of devices.
             held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
         held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
         parted: dict[str, list[str]] = {}
@@ -215,8 +261,11 @@ class Monitor:
         return parted
 
 
-def _partings(mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray) -> Iterator[str]:
-    """Yields, for each set of replicas that must hold equal copies, a description of those that differ.
+def _partings(
+    mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray
+) -> Iterator[str]:
+    """Yields, for each set of replicas that must hold equal copies, a description of
+    those that differ.
 
     Args:
       mesh: the run's mesh.
@@ -229,15 +278,21 @@ def _partings(mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray)
     for group in range(groups):
         alike: dict[Any, list[tuple[int, ...]]] = {}
         for place in places:
-            alike.setdefault(tuple(np.compress(is_own, place).tolist()), []).append(place)
+            alike.setdefault(tuple(np.compress(is_own, place).tolist()), []).append(
+                place
+            )
         for copies in alike.values():
-            yield from _minority(mesh, group, {x: tuple(held[group][x].tolist()) for x in copies})
+            yield from _minority(
+                mesh, group, {x: tuple(held[group][x].tolist()) for x in copies}
+            )
 
 
 def _minority(
     mesh: jax.sharding.Mesh, group: int, held: dict[tuple[int, ...], tuple[int, ...]]
 ) -> Iterator[str]:
-    """Yields a description of each replica whose fingerprint differs from the majority's, if there is a majority."""
+    """Yields a description of each replica whose fingerprint differs from the
+    majority's, if there is a majority.
+    """
     counts = collections.Counter(held.values())
     most, count = counts.most_common(1)[0]
     of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
@@ -249,7 +304,8 @@ def _minority(
         if value != most:
             number = np.ravel_multi_index(place, mesh.devices.shape[1:3])
             devices = [
-                f"device {x.id} of process {x.process_index}" for x in mesh.devices[group][place]
+                f"device {x.id} of process {x.process_index}"
+                for x in mesh.devices[group][place]
             ]
             where = f"replica {number}{of_group} ({', '.join(devices)})"
             yield f"{where} differs from {count} of {len(held)} replicas"

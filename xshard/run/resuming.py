@@ -1,4 +1,6 @@
-"""Decides which run resumes in a work directory, and whether it may. It only reads, and changes nothing."""
+"""Decides which run resumes in a work directory, and whether it may. It only reads, and
+changes nothing.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,8 +22,10 @@ class Run(NamedTuple):
     Attributes:
       identity: the identity that tells this run from all others.
       changes: one text for each change since the run was started.
-      sets_aside: the ID of the run in the work directory, if it must be moved away first; else empty.
-      is_older: whether an older version, which recorded no identity, began the run in the directory.
+      sets_aside: the ID of the run in the work directory, if it must be moved away
+        first; else empty.
+      is_older: whether an older version, which recorded no identity, began the run in
+        the directory.
     """
 
     identity: identity_lib.Identity
@@ -36,10 +40,12 @@ class StartState(NamedTuple):
     Attributes:
       state: the state.
       evaluated: whether the evaluation that was due at the state's step has been made.
-      rows: the number of rows that the run had logged when the state was saved; None if that is not known.
+      rows: the number of rows that the run had logged when the state was saved; None if
+        that is not known.
       folder: the checkpoint's folder; empty for a new run.
       watched: the saved value of `nonfinite.Monitor.get_state`; None if there is none.
-      fingerprints: the fingerprints of the state when it was saved, by kind; None if they are not known.
+      fingerprints: the fingerprints of the state when it was saved, by kind; None if
+        they are not known.
     """
 
     state: state_lib.TrainState
@@ -50,8 +56,11 @@ class StartState(NamedTuple):
     fingerprints: dict[str, Any] | None = None
 
 
-def identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str) -> Run:
-    """Identifies the run to start or resume. All processes call it, and process 0's view of the files decides.
+def identify(
+    config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
+) -> Run:
+    """Identifies the run to start or resume. All processes call it, and process 0's
+    view of the files decides.
 
     Args:
       config: the run's config.
@@ -59,8 +68,8 @@ def identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_
       set_aside: the ID of a run that is moved away if it is the run in the directory.
 
     Raises:
-      UserError: if the directory or the checkpoints belong to another run, or if a changed value would make this
-        another run.
+      UserError: if the directory or the checkpoints belong to another run, or if a
+        changed value would make this another run.
     """
     # The result arrives as JSON, which turns the named tuple into a list.
     identity, *others = processes.from_first(
@@ -69,7 +78,9 @@ def identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_
     return Run(identity_lib.Identity(*identity), *others)
 
 
-def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str) -> Run:
+def _identify(
+    config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
+) -> Run:
     store = checkpoint.Store(config.checkpoint.directory or str(directory.checkpoints))
     new = identity_lib.new(config)
     if set_aside and set_aside == directory.id_to_set_aside():
@@ -79,7 +90,8 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
             )
         return Run(new, sets_aside=set_aside)
     changes = directory.check(config)
-    # The checkpoints may be elsewhere, so the work directory and the checkpoints each name their run.
+    # The checkpoints may be elsewhere, so the work directory and the checkpoints each
+    # name their run.
     own = directory.identity()
     owner = checkpoint.read_owner(store)
     is_older = own is None and disk.exists(directory.config)
@@ -100,13 +112,19 @@ def _identify(config: ml_collections.ConfigDict, directory: workdir.Workdir, set
     whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
     identity_lib.compare(owner.config, identity_lib.plain(config), whose)
     changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
-    return Run(identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older)
+    return Run(
+        identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older
+    )
 
 
 def check_newest(
-    manager: checkpoint.Manager, directory: workdir.Workdir, run: Run, latest: int | None
+    manager: checkpoint.Manager,
+    directory: workdir.Workdir,
+    run: Run,
+    latest: int | None,
 ) -> int | None:
-    """Returns the newest step that the run has saved, if the work directory records it; called on process 0.
+    """Returns the newest step that the run has saved, if the work directory records it;
+    called on process 0.
 
     Args:
       manager: the run's checkpoints.
@@ -122,9 +140,12 @@ def check_newest(
         if latest is None:
             _check_is_new(manager, directory, run)
         return None
-    # An earlier checkpoint is acceptable only if the newest one is known to be damaged, deleted by hand, or given up by
-    # a roll-back. If it is missing for no known reason, perhaps a disk is not mounted; resuming would lose steps.
-    if latest is not None and (latest >= reached.step or manager.is_given_up(reached.folder)):
+    # An earlier checkpoint is acceptable only if the newest one is known to be damaged,
+    # deleted by hand, or given up by a roll-back. If it is missing for no known reason,
+    # perhaps a disk is not mounted; resuming would lose steps.
+    if latest is not None and (
+        latest >= reached.step or manager.is_given_up(reached.folder)
+    ):
         return reached.step
     store = manager.store
     newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
@@ -136,7 +157,9 @@ def check_newest(
     )
 
 
-def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: Run) -> None:
+def _check_is_new(
+    manager: checkpoint.Manager, directory: workdir.Workdir, run: Run
+) -> None:
     """Raises UserError if a run without checkpoints shows signs of earlier progress."""
     damaged = manager.damaged_steps()
     if damaged:
@@ -152,8 +175,12 @@ def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir, run: 
         )
 
 
-def check_replicas(manager: checkpoint.Manager, target: state_lib.TrainState, step: int) -> None:
-    """Raises UserError, on process 0, if a checkpoint holds per-replica state of another number of replicas."""
+def check_replicas(
+    manager: checkpoint.Manager, target: state_lib.TrainState, step: int
+) -> None:
+    """Raises UserError, on process 0, if a checkpoint holds per-replica state of
+    another number of replicas.
+    """
     try:
         stored = manager.shapes(step)
     except checkpoint.CheckpointError:
@@ -171,7 +198,9 @@ def _or_begin_again(directory: workdir.Workdir) -> str:
 
 
 def check_finite(manager: checkpoint.Manager, step: int) -> None:
-    """Raises UserError, on all processes, if a checkpoint is not finite, because the run could only fail again."""
+    """Raises UserError, on all processes, if a checkpoint is not finite, because the
+    run could only fail again.
+    """
     bad = manager.agree(lambda: manager.nonfinite(step))
     if not bad:
         return
@@ -180,7 +209,9 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
     way = "No checkpoint there is finite: give a new --workdir."
     if newest is not None:
         steps = manager.agree(manager.all_steps)
-        commands = [f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest]
+        commands = [
+            f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest
+        ]
         way = (
             f"The newest finite checkpoint is step {newest}; to resume from it, delete those after it: "
             f"{'; '.join(commands)}."

@@ -1,4 +1,6 @@
-"""The roll-backs of a run, as recorded in a file of its work directory, and the batches that they skip."""
+"""The roll-backs of a run, as recorded in a file of its work directory, and the batches
+that they skip.
+"""
 
 import pathlib
 from collections.abc import Mapping
@@ -21,11 +23,14 @@ class RollBack(NamedTuple):
       step: the step in trouble.
       why: what was wrong with that step.
       restored: the step of the checkpoint that the run goes back to.
-      first_batch: the number of the first skipped batch, in the order of the run's data, counted from 1.
-      last_batch: the number of the last skipped batch, which is the batch of the step in trouble; `first_batch - 1` if
-        no batch is skipped.
-      given_up: the folders of the checkpoints after the restored one, which no longer count.
-      update_scale: the factor that multiplies updates from there on, in rules that have such a factor.
+      first_batch: the number of the first skipped batch, in the order of the run's
+        data, counted from 1.
+      last_batch: the number of the last skipped batch, which is the batch of the step
+        in trouble; `first_batch - 1` if no batch is skipped.
+      given_up: the folders of the checkpoints after the restored one, which no longer
+        count.
+      update_scale: the factor that multiplies updates from there on, in rules that have
+        such a factor.
     """
 
     step: int
@@ -44,8 +49,14 @@ class RollBack(NamedTuple):
     def __str__(self) -> str:
         then = "repeating the steps with the same data"
         if self.num_skipped:
-            then = f"skipping batches {self.first_batch} to {self.last_batch} of the data"
-        lowered = f", with updates times {self.update_scale:g}" if self.update_scale < 1 else ""
+            then = (
+                f"skipping batches {self.first_batch} to {self.last_batch} of the data"
+            )
+        lowered = (
+            f", with updates times {self.update_scale:g}"
+            if self.update_scale < 1
+            else ""
+        )
         return f"{self.why}; rolled back to step {self.restored}, {then}{lowered}"
 
 
@@ -60,13 +71,19 @@ def _is_roll_back(value: Any) -> bool:
     if type(scale) is not float or not 0 < scale <= 1 or not isinstance(folders, list):
         return False
     texts = [value["why"], *folders]
-    numbers = [value[name] for name in ("step", "restored", "first_batch", "last_batch")]
-    are_counts = all(type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers)
+    numbers = [
+        value[name] for name in ("step", "restored", "first_batch", "last_batch")
+    ]
+    are_counts = all(
+        type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers
+    )
     return are_counts and all(isinstance(x, str) for x in texts)
 
 
 def read(path: pathlib.Path) -> list[RollBack]:
-    """Returns the recorded roll-backs of a run; raises UserError if a run cannot have written the file."""
+    """Returns the recorded roll-backs of a run; raises UserError if a run cannot have
+    written the file.
+    """
     values = jsonfile.read_if_exists(path, list) or []
     if all(map(_is_roll_back, values)):
         return [RollBack(**value) for value in values]
@@ -82,16 +99,20 @@ def batches_to_skip(entries: list[RollBack]) -> dict[int, int]:
 
 
 def in_effect(entries: list[RollBack]) -> dict[int, RollBack]:
-    """Returns the roll-backs with skipped batches that are still in effect, by the step that each goes back to.
+    """Returns the roll-backs with skipped batches that are still in effect, by the step
+    that each goes back to.
 
-    A later roll-back that skips batches replaces those to its own or a later step, because it makes these steps again.
-    A later roll-back that skips none leaves them in effect: it repeats the same steps with the same data.
+    A later roll-back that skips batches replaces those to its own or a later step,
+    because it makes these steps again. A later roll-back that skips none leaves them in
+    effect: it repeats the same steps with the same data.
     """
     by_step: dict[int, RollBack] = {}
     for new in entries:
         if new.num_skipped:
             # The steps after `new.restored` are made again, without the earlier skips.
-            by_step = {step: entry for step, entry in by_step.items() if step < new.restored}
+            by_step = {
+                step: entry for step, entry in by_step.items() if step < new.restored
+            }
             by_step[new.restored] = new
     return by_step
 
@@ -99,7 +120,8 @@ def in_effect(entries: list[RollBack]) -> dict[int, RollBack]:
 def with_back_off(
     entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """Returns the state for a step, with the update factor lowered if the run rolled back to the step before.
+    """Returns the state for a step, with the update factor lowered if the run rolled
+    back to the step before.
 
     Args:
       entries: the roll-backs that `in_effect` returns.
@@ -113,9 +135,12 @@ def with_back_off(
     def lowered(path: Any, x: jax.Array) -> jax.Array:
         if not back_off.is_scale(path[-1].key):
             return x
-        # Each process creates its own shards, because the array may extend over devices of other processes.
+        # Each process creates its own shards, because the array may extend over devices
+        # of other processes.
         whole = np.full(x.shape, entry.update_scale, x.dtype)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(
+            x.shape, x.sharding, lambda index: whole[index]
+        )
 
     def of_learner(_: str, learner: LearnerState) -> LearnerState:
         opt_state = jax.tree_util.tree_map_with_path(lowered, learner.opt_state)
@@ -125,7 +150,9 @@ def with_back_off(
 
 
 def has_scale(target: state_lib.TrainState) -> bool:
-    """Returns whether the optimizer state of any learner has an update factor that a roll-back can lower."""
+    """Returns whether the optimizer state of any learner has an update factor that a
+    roll-back can lower.
+    """
     for learner in state_lib.learners(target).values():
         for arrays in learner.opt_state.values():
             if any(map(back_off.is_scale, arrays)):

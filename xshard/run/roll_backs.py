@@ -1,15 +1,19 @@
 """Roll-backs: the recovery of a run from a bad step, if its config says 'roll_back'.
 
-If replicas parted, the data was not at fault. The run goes back to the newest checkpoint up to the step in trouble, and
-makes the same steps again with the same data. In every checkpoint the replicas were equal when it was saved.
+If replicas parted, the data was not at fault. The run goes back to the newest
+checkpoint up to the step in trouble, and makes the same steps again with the same data.
+In every checkpoint the replicas were equal when it was saved.
 
-If numbers were not finite or jumped, the run goes back to the newest scheduled checkpoint and skips data: it draws the
-batches from the checkpoint up to the step in trouble without using them. The steps after the checkpoint use the batches
-that follow. The outcome depends only on the schedule and on the step in trouble. A run that was stopped or killed
-before, and therefore has additional checkpoints, goes back to the same one.
+If numbers were not finite or jumped, the run goes back to the newest scheduled
+checkpoint and skips data: it draws the batches from the checkpoint up to the step in
+trouble without using them. The steps after the checkpoint use the batches that follow.
+The outcome depends only on the schedule and on the step in trouble. A run that was
+stopped or killed before, and therefore has additional checkpoints, goes back to the
+same one.
 
-Each roll-back is written to a file of the work directory before any of it is carried out. Everything that the run does
-follows from this file, so a run that is killed in between carries out the same roll-back when it is started again.
+Each roll-back is written to a file of the work directory before any of it is carried
+out. Everything that the run does follows from this file, so a run that is killed in
+between carries out the same roll-back when it is started again.
 """
 
 import contextlib
@@ -30,7 +34,9 @@ T = TypeVar("T")
 
 
 class RollBacks:
-    """The roll-backs of one run. All processes make the same calls; process 0 reads and writes the file."""
+    """The roll-backs of one run. All processes make the same calls; process 0 reads and
+    writes the file.
+    """
 
     def __init__(
         self,
@@ -63,7 +69,9 @@ class RollBacks:
             nonfinite.NonfiniteError: config.on_nonfinite,
             replication.ReplicaDivergenceError: config.on_parted,
         }
-        self._reasons = [x for x, policy in policies.items() if policy == config_lib.ROLL_BACK]
+        self._reasons = [
+            x for x, policy in policies.items() if policy == config_lib.ROLL_BACK
+        ]
         self._every = config.checkpoint.every_steps
         self._last = config.steps
         self._path = directory.roll_backs
@@ -77,13 +85,17 @@ class RollBacks:
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether the run may roll back for any reason, and so needs a checkpoint before its first step."""
+        """Returns whether the run may roll back for any reason, and so needs a
+        checkpoint before its first step.
+        """
         return bool(self._reasons)
 
     def begin(self) -> None:
-        """Reads the recorded roll-backs and applies them, which completes any that a kill interrupted.
+        """Reads the recorded roll-backs and applies them, which completes any that a
+        kill interrupted.
 
-        It must be called before a checkpoint is read, because it gives up the checkpoints after the restored ones.
+        It must be called before a checkpoint is read, because it gives up the
+        checkpoints after the restored ones.
 
         Raises:
           UserError: on all processes, if a run cannot have written the file.
@@ -101,13 +113,15 @@ class RollBacks:
         """Attempts to make a run's steps, and attempts again after each roll-back.
 
         Args:
-          attempt: calls `begin`, restores the newest checkpoint, and makes the run's steps.
+          attempt: calls `begin`, restores the newest checkpoint, and makes the run's
+            steps.
 
         Returns:
           The result of the attempt that succeeded.
 
         Raises:
-          NonfiniteError: with all roll-backs in its message, if the run may not roll back again.
+          NonfiniteError: with all roll-backs in its message, if the run may not roll
+            back again.
           ReplicaDivergenceError: likewise.
         """
         while True:
@@ -120,14 +134,17 @@ class RollBacks:
                 trouble = self._scheduled_check(e.step), str(e)
             except replication.ReplicaDivergenceError as e:
                 trouble = e.step, e.what, replication.ReplicaDivergenceError
-            # Outside the `except` clauses, because the exception's traceback keeps the arrays of the attempt alive.
+            # Outside the `except` clauses, because the exception's traceback keeps the
+            # arrays of the attempt alive.
             self.add(*trouble)
 
     @contextlib.contextmanager
     def tolerate_nonfinite_save(self, *, is_stopped: bool) -> Iterator[None]:
-        """Tolerates a state that is not finite in the extra save of a run that is being stopped.
+        """Tolerates a state that is not finite in the extra save of a run that is being
+        stopped.
 
-        The resumed run makes these steps again, and then decides as a run that was never stopped.
+        The resumed run makes these steps again, and then decides as a run that was
+        never stopped.
         """
         try:
             yield
@@ -136,24 +153,30 @@ class RollBacks:
                 raise
             self._say(f"not saved: {e}; the run resumes from the checkpoint before")
 
-    def add(self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError) -> None:
-        """Decides on a roll-back and records it on the disk; the next attempt carries it out.
+    def add(
+        self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError
+    ) -> None:
+        """Decides on a roll-back and records it on the disk; the next attempt carries
+        it out.
 
         Args:
           step: the step in trouble; its batch is the last that is skipped.
           why: what was wrong with the step, for the user.
-          reason: NonfiniteError, or ReplicaDivergenceError, for which no data is skipped.
+          reason: NonfiniteError, or ReplicaDivergenceError, for which no data is
+            skipped.
 
         Raises:
-          NonfiniteError: or the type that `reason` names, if the config does not allow another roll-back for this
-            reason, or if there is no checkpoint to go back to.
+          NonfiniteError: or the type that `reason` names, if the config does not allow
+            another roll-back for this reason, or if there is no checkpoint to go back
+            to.
         """
         if reason not in self._reasons:
             raise reason(why, step)
         if len(self._all) >= self._limit:
             raise reason(f"{why}{self._history_text()}", step)
         self._doing("saving")
-        # The checkpoint that is being written may be the one to go back to, or one to give up.
+        # The checkpoint that is being written may be the one to go back to, or one to
+        # give up.
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
@@ -172,9 +195,16 @@ class RollBacks:
         if skips_data:
             last, scale = self._batches_drawn(step), scale * self._factor
         new = roll_back_history.RollBack(
-            step, why, restored, self._batches_drawn(restored) + 1, last, given_up, scale
+            step,
+            why,
+            restored,
+            self._batches_drawn(restored) + 1,
+            last,
+            given_up,
+            scale,
         )
-        # Nothing has been changed yet: a kill before this write leaves no trace, and one after it is completed.
+        # Nothing has been changed yet: a kill before this write leaves no trace, and
+        # one after it is completed.
         values = [entry._asdict() for entry in (*self._all, new)]
         self._manager.agree(lambda: jsonfile.write(self._path, values))
         self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
@@ -183,12 +213,16 @@ class RollBacks:
         """Returns whether the run has rolled back to the step before this one."""
         return step - 1 in self._in_effect
 
-    def with_back_off(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
+    def with_back_off(
+        self, step: int, state: state_lib.TrainState
+    ) -> state_lib.TrainState:
         """Returns the state for a step, as `roll_back_history.with_back_off` does."""
         return roll_back_history.with_back_off(self._in_effect, step, state)
 
     def row(self, step: int) -> rows_lib.Row:
-        """Returns the row, logged before the step's own, that names the batches skipped before it."""
+        """Returns the row, logged before the step's own, that names the batches skipped
+        before it.
+        """
         entry = self._in_effect[step - 1]
         return {
             "step": step,
@@ -199,18 +233,26 @@ class RollBacks:
         }
 
     def _batches_drawn(self, step: int) -> int:
-        """Returns the number of batches that the run has drawn after a step, used or skipped."""
-        return step + sum(entry.num_skipped for at, entry in self._in_effect.items() if at < step)
+        """Returns the number of batches that the run has drawn after a step, used or
+        skipped.
+        """
+        return step + sum(
+            entry.num_skipped for at, entry in self._in_effect.items() if at < step
+        )
 
     def _history_text(self) -> str:
         times = f"{len(self._all)} time{'s' if len(self._all) > 1 else ''}"
-        before = "; ".join(f"({number}) {entry}" for number, entry in enumerate(self._all, 1))
+        before = "; ".join(
+            f"({number}) {entry}" for number, entry in enumerate(self._all, 1)
+        )
         return f". The run has rolled back {times}, the most that roll_back.limit allows: {before}"
 
     def _scheduled_check(self, step: int) -> int:
-        """Returns the scheduled save at which every run detects a state that is not finite, though its loss is.
+        """Returns the scheduled save at which every run detects a state that is not
+        finite, though its loss is.
 
-        An extra save in between detects it earlier. Rounding up to the schedule gives the same roll-back in both cases.
+        An extra save in between detects it earlier. Rounding up to the schedule gives
+        the same roll-back in both cases.
         """
         return min(-(-step // self._every) * self._every, self._last)
 
@@ -221,8 +263,8 @@ class RollBacks:
         return max(scheduled or finite, default=None)
 
     def _choose_equal(self, step: int) -> int | None:
-        # The replicas were compared before each save, and the steps are the same from every checkpoint, so the newest
-        # one costs the least.
+        # The replicas were compared before each save, and the steps are the same from
+        # every checkpoint, so the newest one costs the least.
         return max((x for x in self._manager.all_steps() if x <= step), default=None)
 
 

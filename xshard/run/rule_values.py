@@ -1,8 +1,9 @@
 """Analysis of a step's program for rules that update with a replica's own values.
 
-Replicas of a group stay equal only if each of them makes the same update. A rule that uses a replica's own loss, key or
-index in its update, other than through a sum over the replicas, makes another one on each. Where the update is sharded
-no comparison of replicas would show it, since each replica updates another part of each array.
+Replicas of a group stay equal only if each of them makes the same update. A rule that
+uses a replica's own loss, key or index in its update, other than through a sum over the
+replicas, makes another one on each. Where the update is sharded no comparison of
+replicas would show it, since each replica updates another part of each array.
 """
 
 import re
@@ -13,8 +14,9 @@ from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
 
-# Notes on values of the program, which are no mesh axes: what each replica has of its own along an axis and has not been
-# reduced over that, and a shard of an array that lies along an axis.
+# Notes on values of the program, which are no mesh axes: what each replica has of its
+# own along an axis and has not been reduced over that, and a shard of an array that
+# lies along an axis.
 _OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
 _SHARD = {axis: f"a shard along {axis}" for axis in mesh_lib.REPLICAS}
 _ALL_OWN: varying.Axes = frozenset(_OWN.values())
@@ -33,7 +35,8 @@ def check(
 
     Args:
       jaxpr: a training step, which contains one `jax.shard_map`.
-      inputs: for each argument of the step, what depends on it: a note of `varying`, or LEARNER for state of a learner.
+      inputs: for each argument of the step, what depends on it: a note of `varying`, or
+        LEARNER for state of a learner.
       several: the mesh axes along which there are several replicas.
       where: the method that updates, for the error.
     """
@@ -43,9 +46,12 @@ def check(
         return
     mapped = varying.mapped_equation(jaxpr).params
     noted = []
-    for axes in varying.with_causes(list(map(varying.of_spec, mapped["in_specs"])), inputs):
+    for axes in varying.with_causes(
+        list(map(varying.of_spec, mapped["in_specs"])), inputs
+    ):
         if LEARNER in axes:
-            # Shards lie along the replicas. What lies along slices is the rounding errors of each slice's sums.
+            # Shards lie along the replicas. What lies along slices is the rounding
+            # errors of each slice's sums.
             noted.append(axes - {LEARNER} | _notes(_SHARD, axes & {mesh_lib.REPLICA}))
         else:
             noted.append(axes | _notes(_OWN, axes))
@@ -81,7 +87,9 @@ def check(
 
 
 def _without_own(note: varying.Axes) -> varying.Axes:
-    """The notes of a value that is no replica's own any more, so that it does not matter why it was."""
+    """The notes of a value that is no replica's own any more, so that it does not
+    matter why it was.
+    """
     return varying.without_causes(note - _ALL_OWN)
 
 
@@ -91,7 +99,9 @@ def _notes(kind: dict[str, str], axes: varying.Axes) -> varying.Axes:
 
 
 def _of_collective(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes]:
-    """The notes of a collective's results: a reduction over an axis leaves nothing of a replica's own along it."""
+    """The notes of a collective's results: a reduction over an axis leaves nothing of a
+    replica's own along it.
+    """
     axes = varying.mapped_axes(eqn)
     own, shards = _notes(_OWN, axes), _notes(_SHARD, axes)
     name = eqn.primitive.name
@@ -99,7 +109,7 @@ def _of_collective(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes]:
         return [note - own | shards for note in notes]
     results = varying.of_equation(eqn, notes)
     if name.startswith("all_gather") and any(shards & note for note in notes):
-        # Shards differ, and what is gathered from them is whole. If a shard was computed from a replica's own value, so
-        # was the whole.
+        # Shards differ, and what is gathered from them is whole. If a shard was
+        # computed from a replica's own value, so was the whole.
         return results
     return [note - own for note in results]

@@ -10,10 +10,13 @@ class Schedule(NamedTuple):
 
     Attributes:
       last: the last step, after which the run both evaluates and saves.
-      evaluation_every: the number of steps from one evaluation to the next; 0 for one after the last step only.
+      evaluation_every: the number of steps from one evaluation to the next; 0 for one
+        after the last step only.
       save_every: the number of steps from one save to the next.
-      saves_evaluated: whether each evaluated state is also saved, because any of them may be the best.
-      samples_every: the number of steps from one set of samples to the next; 0 for samples after the last step only.
+      saves_evaluated: whether each evaluated state is also saved, because any of them
+        may be the best.
+      samples_every: the number of steps from one set of samples to the next; 0 for
+        samples after the last step only.
     """
 
     last: int
@@ -27,7 +30,9 @@ class Schedule(NamedTuple):
         """Returns the schedule that a run's config describes."""
         options = config.checkpoint
         every = config.eval_every_steps, options.every_steps
-        return cls(config.steps, *every, options.keep_best > 0, config.samples_every_steps)
+        return cls(
+            config.steps, *every, options.keep_best > 0, config.samples_every_steps
+        )
 
     def evaluation(self, step: int) -> bool:
         """Returns whether an evaluation is due after a step."""
@@ -41,7 +46,9 @@ class Schedule(NamedTuple):
         return step == self.last or step % self.save_every == 0
 
     def next_due(self, step: int) -> int:
-        """Returns the first step after this one, or else the last, after which anything is due."""
+        """Returns the first step after this one, or else the last, after which anything
+        is due.
+        """
         due = self.last
         for every in (self.evaluation_every, self.save_every, self.samples_every):
             if every:
@@ -50,5 +57,10 @@ class Schedule(NamedTuple):
 
     def samples(self, step: int) -> bool:
         """Returns whether samples are due after a step before the last one."""
-        # The samples of the last step belong to the run's results, whatever the schedule.
-        return step < self.last and self.samples_every > 0 and step % self.samples_every == 0
+        # The samples of the last step belong to the run's results, whatever the
+        # schedule.
+        return (
+            step < self.last
+            and self.samples_every > 0
+            and step % self.samples_every == 0
+        )

@@ -1,4 +1,6 @@
-"""The states of a run in its checkpoints: which ones are kept, their shapes, and how they are restored."""
+"""The states of a run in its checkpoints: which ones are kept, their shapes, and how
+they are restored.
+"""
 
 import contextlib
 import dataclasses
@@ -45,7 +47,8 @@ class States:
           example: one row of a batch.
           directory: the run's work directory.
           owner: the run that writes the checkpoints; None for a reader.
-          committed: called on process 0, from another thread, when a checkpoint is committed.
+          committed: called on process 0, from another thread, when a checkpoint is
+            committed.
 
         Raises:
           ValueError: if a value of the config is invalid.
@@ -54,7 +57,8 @@ class States:
         config = experiment.config
         options, rules = config.checkpoint, keep(config.checkpoint)
         target = state_lib.abstract_state(*self._args)
-        # A roll-back needs the newest scheduled checkpoint, which extra saves must not push out.
+        # A roll-back needs the newest scheduled checkpoint, which extra saves must not
+        # push out.
         if config.on_nonfinite == config_lib.ROLL_BACK:
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
         self.manager = checkpoint.Manager(
@@ -74,28 +78,35 @@ class States:
         """Creates a new state."""
         return state_lib.init(*self._args)
 
-    def restore(self, step: int | None = None, *, fits: bool = False) -> checkpoint.Restored:
+    def restore(
+        self, step: int | None = None, *, fits: bool = False
+    ) -> checkpoint.Restored:
         """Reads a checkpoint.
 
         Args:
           step: the step to restore; the newest by default.
-          fits: whether per-replica state may have the checkpoint's number of replicas instead of the mesh's.
+          fits: whether per-replica state may have the checkpoint's number of replicas
+            instead of the mesh's.
 
         Raises:
           CheckpointError: as `Manager.restore` does.
         """
         target = (
-            functools.partial(replica_state.fit, self.target, self._mesh) if fits else self.target
+            functools.partial(replica_state.fit, self.target, self._mesh)
+            if fits
+            else self.target
         )
         older = lambda: state_lib.abstract_state(*self._args, all_slots=True)
         return self.manager.restore(target, step, may_hold=older)
 
 
 def _must_be_finite(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
-    """Returns a regular expression of the paths of all arrays that a run requires to be finite.
+    """Returns a regular expression of the paths of all arrays that a run requires to be
+    finite.
 
-    These are the parameters, the state of the networks, and the slots, but for slots that are a single number. Such a slot
-    may be infinite by design: the least loss so far is, before the first. An experiment's own state may hold anything.
+    These are the parameters, the state of the networks, and the slots, but for slots
+    that are a single number. Such a slot may be infinite by design: the least loss so
+    far is, before the first. An experiment's own state may hold anything.
     """
     numbers = []
     for path, leaf in checkpoint.flatten(target).items():
@@ -124,7 +135,8 @@ def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
 
 def say(message: str) -> None:
     """Prints a line about checkpoints on stderr."""
-    # The line comes from another thread at any time, so it must not mix with the run's own output on stdout. An error
-    # of printing says nothing about the checkpoint, so it is ignored.
+    # The line comes from another thread at any time, so it must not mix with the run's
+    # own output on stdout. An error of printing says nothing about the checkpoint, so
+    # it is ignored.
     with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """Fingerprints of arrays: sums of mixed words.
 
-Each 32-bit word of an array is mixed with its position in the whole array and with the array's path. The mixing yields
-two numbers per word, and each of the two is summed modulo 2**32. The mixing is that of a hash function with two rounds
+Each 32-bit word of an array is mixed with its position in the whole array and with the
+array's path. The mixing yields two numbers per word, and each of the two is summed
+modulo 2**32. The mixing is that of a hash function with two rounds
 (https://github.com/skeeto/hash-prospector, lowbias32).
 """
 
@@ -16,13 +17,15 @@ import numpy as np
 from jax import lax
 
 _TEXT = re.compile("[0-9a-f]{16}")
-# The number of words that are mixed at a time on the host, which bounds the memory for intermediate results.
+# The number of words that are mixed at a time on the host, which bounds the memory for
+# intermediate results.
 _BLOCK = 1 << 20
 _PLACE, _FIRST, _SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 
 
 def words(x: Any, numpy: Any) -> Any:
-    """Returns the bits of an array as uint32, with trailing dimensions if an element has more than 32 bits.
+    """Returns the bits of an array as uint32, with trailing dimensions if an element
+    has more than 32 bits.
 
     Args:
       x: the array, of any type.
@@ -34,7 +37,8 @@ def words(x: Any, numpy: Any) -> Any:
         x = numpy.stack([x.real, x.imag], axis=-1)
     if x.dtype == numpy.bool_:
         x = x.astype(numpy.uint8)
-    # Types of less than 8 bits, such as int4, are widened to types that can be viewed as unsigned integers.
+    # Types of less than 8 bits, such as int4, are widened to types that can be viewed
+    # as unsigned integers.
     info: Any = jnp.finfo
     wider = numpy.float32
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -45,12 +49,15 @@ def words(x: Any, numpy: Any) -> Any:
     unsigned = np.dtype(f"uint{8 * width}")
     if numpy is jnp:
         return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    shape = x.shape if x.dtype.itemsize == width else (*x.shape, x.dtype.itemsize // width)
+    shape = (
+        x.shape if x.dtype.itemsize == width else (*x.shape, x.dtype.itemsize // width)
+    )
     return np.ascontiguousarray(x).view(unsigned).reshape(shape).astype(np.uint32)
 
 
 def keys(number: Any, path: str, numpy: Any) -> Any:
-    """Combines the words' positions in the whole array with its path into the keys with which the words are mixed.
+    """Combines the words' positions in the whole array with its path into the keys with
+    which the words are mixed.
 
     Args:
       number: the positions, uint32.
@@ -62,7 +69,9 @@ def keys(number: Any, path: str, numpy: Any) -> Any:
 
 
 def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
-    """Mixes each word with its key to two numbers. Both change with any change of the word."""
+    """Mixes each word with its key to two numbers. Both change with any change of the
+    word.
+    """
     u32 = numpy.uint32
     x = words ^ keys
     x = (x ^ (x >> u32(16))) * u32(_FIRST)
@@ -72,7 +81,8 @@ def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
 
 
 def text(value: Any) -> Any:
-    """Formats a fingerprint as 16 hexadecimal digits; with several groups, as a list of such texts.
+    """Formats a fingerprint as 16 hexadecimal digits; with several groups, as a list of
+    such texts.
 
     >>> text(np.array([10, 255], np.uint32))
     '0000000a000000ff'
@@ -84,7 +94,8 @@ def text(value: Any) -> Any:
 
 
 def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Computes the fingerprint of whole arrays on the host, given with their paths, as a `text`.
+    """Computes the fingerprint of whole arrays on the host, given with their paths, as
+    a `text`.
 
     It equals the sum of the fingerprints of all kinds (see `total`).
     """
@@ -93,15 +104,19 @@ def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
         of_array = words(x, np).reshape(-1)
         for begin in range(0, of_array.size, _BLOCK):
             block = of_array[begin : begin + _BLOCK]
-            # Positions wrap around at 2**32, as they do in the uint32 arithmetic on devices.
-            number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(np.uint32)
+            # Positions wrap around at 2**32, as they do in the uint32 arithmetic on
+            # devices.
+            number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(
+                np.uint32
+            )
             lanes = mixed(block, keys(number, path, np), np)
             sums += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
     return text(sums)
 
 
 def total(values: Iterable[Any]) -> str | None:
-    """Adds fingerprints that are given as texts; None if one is not a fingerprint or has several groups.
+    """Adds fingerprints that are given as texts; None if one is not a fingerprint or
+    has several groups.
 
     The sum over all kinds equals the result of `of_arrays` for the same state.
     """

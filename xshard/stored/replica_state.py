@@ -1,7 +1,9 @@
-"""State of single replicas (`PerReplica`) in a checkpoint with another number of replicas.
+"""State of single replicas (`PerReplica`) in a checkpoint with another number of
+replicas.
 
-A run cannot resume from such a checkpoint, because there is no rule for the values of a new replica. An evaluation or
-a prediction can use the checkpoint if it does not read this state; all replicas' values are then restored whole.
+A run cannot resume from such a checkpoint, because there is no rule for the values of a
+new replica. An evaluation or a prediction can use the checkpoint if it does not read
+this state; all replicas' values are then restored whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +22,11 @@ Shapes = Mapping[str, Sequence[int]]
 _OWN = frozenset(["own"])
 
 
-def check_count(target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: Shapes) -> None:
-    """Raises UserError if a checkpoint has `PerReplica` state of another number of replicas than the run.
+def check_count(
+    target: state_lib.TrainState, mesh: jax.sharding.Mesh, stored: Shapes
+) -> None:
+    """Raises UserError if a checkpoint has `PerReplica` state of another number of
+    replicas than the run.
 
     Args:
       target: the shapes of the run's state.
@@ -45,8 +50,8 @@ def fit(
 ) -> state_lib.TrainState:
     """Returns the shapes with which to restore a state for evaluation.
 
-    `PerReplica` arrays that the checkpoint has for another number of replicas get the stored shape, and are whole on
-    every device of a group.
+    `PerReplica` arrays that the checkpoint has for another number of replicas get the
+    stored shape, and are whole on every device of a group.
 
     Args:
       target: the shapes of the state.
@@ -72,7 +77,8 @@ def check_unread(
     state: state_lib.TrainState,
     mesh: mesh_lib.AnyMesh,
 ) -> None:
-    """Raises UserError if a program reads `PerReplica` state of another number of replicas than the mesh has.
+    """Raises UserError if a program reads `PerReplica` state of another number of
+    replicas than the mesh has.
 
     Args:
       method: the experiment's method, for the message.
@@ -80,7 +86,9 @@ def check_unread(
       state: the state with which the program is called.
       mesh: the mesh on which the program runs.
     """
-    paths = [trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    paths = [
+        trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
     for path, leaf in _others(state, mesh).items():
         inputs: list[varying.Axes] = [frozenset() for _ in program.jaxpr.invars]
         inputs[paths.index(path)] = _OWN
@@ -93,14 +101,20 @@ def check_unread(
 
 
 def has_others(state: state_lib.TrainState, mesh: jax.sharding.Mesh) -> bool:
-    """Returns whether a state has `PerReplica` values of another number of replicas than the mesh has."""
+    """Returns whether a state has `PerReplica` values of another number of replicas
+    than the mesh has.
+    """
     return bool(_others(state, mesh))
 
 
 def _others(state: state_lib.TrainState, mesh: mesh_lib.AnyMesh) -> dict[str, Any]:
-    """Returns the `PerReplica` arrays of another number of replicas than the mesh has, by path."""
+    """Returns the `PerReplica` arrays of another number of replicas than the mesh has,
+    by path.
+    """
     here = mesh_lib.num_replicas(mesh)
-    return {path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here}
+    return {
+        path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here
+    }
 
 
 def _own(state: state_lib.TrainState) -> dict[str, Any]:
@@ -118,7 +132,9 @@ def _count(leaf: Any, mesh: mesh_lib.AnyMesh) -> int:
     return leaf.shape[len(mesh_lib.group_axes(mesh))]
 
 
-def _shape(leaf: Any, stored: Sequence[int] | None, mesh: jax.sharding.Mesh) -> tuple[int, ...]:
+def _shape(
+    leaf: Any, stored: Sequence[int] | None, mesh: jax.sharding.Mesh
+) -> tuple[int, ...]:
     """Returns a leaf's shape, with the stored number of replicas."""
     dim = len(mesh_lib.group_axes(mesh))
     if stored is None or len(stored) <= dim:

@@ -1,7 +1,8 @@
 """Calls of an experiment's methods where each replica holds shards of parameters.
 
-A method sees whole arrays, so that any use of them is right. An array that it does not use costs nothing. Where a learner
-applies a network to such an array, its shard is gathered as the network asks for it, a layer at a time.
+A method sees whole arrays, so that any use of them is right. An array that it does not
+use costs nothing. Where a learner applies a network to such an array, its shard is
+gathered as the network asks for it, a layer at a time.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,9 @@ def call(
 
 
 def _layouts_of(state: state_lib.TrainState) -> dict[str, layouts.Layout]:
-    """Returns the layouts of sharded parameters and of their copies, by path in the experiment's state."""
+    """Returns the layouts of sharded parameters and of their copies, by path in the
+    experiment's state.
+    """
     held: dict[str, layouts.Layout] = {}
     layout: layouts.Layout | None
     learners = state_lib.learners(state)

@@ -1,4 +1,6 @@
-"""Two spirals in float16 with a dynamic loss scale: 100 % accuracy on points between the training points, in seconds."""
+"""Two spirals in float16 with a dynamic loss scale: 100 % accuracy on points between
+the training points, in seconds.
+"""
 
 import ml_collections
 
@@ -6,10 +8,13 @@ import xshard
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the defaults with this run's changes; `--show_config` prints every key with its description."""
+    """Returns the defaults with this run's changes; `--show_config` prints every key
+    with its description.
+    """
     config = xshard.config.default()
     config.experiment = "experiment.Spirals"
-    # The number of examples per step, over all replicas. The number of replicas must divide it.
+    # The number of examples per step, over all replicas. The number of replicas must
+    # divide it.
     config.batch_size = 192
     config.eval_batch_size = 192
     # Compute in float16; keep parameters, and sums over replicas, in float32.
@@ -20,5 +25,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = {"hidden": (64, 64)}
     config.optimizer = {"learning_rate": 1e-2}
     # Arguments of DynamicLossScale.
-    config.loss_scale = {"initial_loss_scale": 2.0**15, "increment_period": 200, "multiplier": 2.0}
+    config.loss_scale = {
+        "initial_loss_scale": 2.0**15,
+        "increment_period": 200,
+        "multiplier": 2.0,
+    }
     return config
