@@ -36,7 +36,7 @@ from tests import toy
 from xshard import loop, step
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.pod import monitor
+from xshard.pod import watchdog
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn, for steps of 1 ms.", 200)
@@ -63,7 +63,7 @@ _TARGETS = {"1 ms": 1.05, "20 ms": 1.01}
 _HOST_STEPS = 1000
 
 
-class Clock(monitor.PodMonitor):
+class Clock(watchdog.Watchdog):
     """A run's watch that also records when the first step has been made, and when the
     timed steps begin.
     """
@@ -74,7 +74,7 @@ class Clock(monitor.PodMonitor):
     end_time = 0.0
 
     def doing(self, what: str, **more: Any) -> None:
-        """Sets the status as `PodMonitor.doing` does, and starts the clock at the first
+        """Sets the status as `Watchdog.doing` does, and starts the clock at the first
         timed step.
         """
         if what == "training" and more["step"] == 1:

@@ -22,7 +22,7 @@ callbacks mesh samples
 optimizers
 logical
 data
-contract
+validation
 learners
 experiment
 supervised

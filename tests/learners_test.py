@@ -430,7 +430,7 @@ def test_a_step_watches_all_updates_whose_outcomes_it_returns(bad):
     assert stepped.metrics["line/global_step"].shape == ()
     observed = stepped.observed["line"]
     assert int(observed.verdict) == (
-        state_of_learner.FINE if bad is None else state_of_learner.TROUBLE
+        state_of_learner.FINE if bad is None else state_of_learner.NONFINITE
     )
     assert np.isfinite(observed.loss) == (bad is None)
 

@@ -9,7 +9,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import contract, data, errors, logical, samples, step
+from xshard import data, errors, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -177,8 +177,8 @@ class Evaluation:
 
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         summarize = self._experiment.summarize
-        return contract.summary(
-            contract.describe_method(summarize), summarize(sums, float(count))
+        return validation.summary(
+            validation.describe_method(summarize), summarize(sums, float(count))
         )
 
 
@@ -204,7 +204,7 @@ def _jitted(
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
     mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
     return logical.Program(
-        contract.describe_method(experiment.eval_step),
+        validation.describe_method(experiment.eval_step),
         mapped,
         replicas,
         out_shardings=everywhere,
@@ -231,7 +231,7 @@ def sample(
       step: the number of the step.
       state: the state after that step.
     """
-    where = contract.describe_method(experiment.samples)
+    where = validation.describe_method(experiment.samples)
     key = experiment_lib.samples_key(experiment)
     named = samples.named(
         where, experiment.samples(functools.partial(predict, state), key)

@@ -20,7 +20,7 @@ import numpy as np
 
 from xshard import callbacks as callbacks_lib
 from xshard import config as config_lib
-from xshard import contract, data, errors
+from xshard import data, errors, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
 
@@ -276,7 +276,7 @@ class Experiment(abc.ABC):
         """
         examples = self.train_data()
         data.check(
-            examples, f"What {contract.describe_method(self.train_data)} returned"
+            examples, f"What {validation.describe_method(self.train_data)} returned"
         )
         return data.iterate(examples, part)
 
@@ -426,7 +426,7 @@ def checked_eval_data(experiment: Experiment) -> dict[str, data.Examples]:
     `data.splits`.
     """
     splits = data.splits(experiment.eval_data())
-    what = f"What {contract.describe_method(experiment.eval_data)} returned"
+    what = f"What {validation.describe_method(experiment.eval_data)} returned"
     for name, examples in splits.items():
         data.check(examples, f"{what} as {name!r}" if name else what)
     return splits

@@ -21,10 +21,10 @@ from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
 from xshard.metrics import overview, writers
 from xshard.metrics import terminal as terminal_lib
-from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice as notice_lib
 from xshard.pod import origin as origin_lib
 from xshard.pod import processes, status
+from xshard.pod import watchdog as monitor_lib
 from xshard.run import (
     ending,
     nonfinite,
@@ -47,7 +47,7 @@ class Run:
         config: ml_collections.ConfigDict,
         directory: str,
         init: checkpoint.Source | None = None,
-        watch: monitor_lib.PodMonitor | None = None,
+        watch: monitor_lib.Watchdog | None = None,
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
     ):
@@ -143,7 +143,7 @@ class Run:
             train_step.compare_first_call(self.terminal.say)
         self.train_step = processes.compiled_by_all(train_step, "the training step")
         self.predict = evaluation.predictions(predict, self.mesh)
-        self._copies = replication.Monitor(self.experiment, self.mesh)
+        self._copies = replication.ReplicaCheck(self.experiment, self.mesh)
         metrics = self._evaluation.check(self._target, self.config.checkpoint)
         # A separate exchange: the checkpoint manager's is used by background saves.
         meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
@@ -187,9 +187,9 @@ class Run:
                 batch = self.batches.batch_for_step(step, self.predict, state)
             if step == start + 1:
                 self.doing("compiling")
-            state, values, observed, begun = self.train_step(state, batch)
+            state, values, observed, fingerprints_before = self.train_step(state, batch)
             self.step = step
-            log.push(step, values | self._copies.push(step, begun, state))
+            log.push(step, values | self._copies.push(step, fingerprints_before, state))
             self._finite.push(step, observed)
             self.doing(status.TRAINING, step=step)
             self._poll()
@@ -236,7 +236,7 @@ class Run:
         self.checkpoints.record_restored_step(begin)
         self._evaluated = (-1, {})
         learners = state_lib.learners(self._target)
-        self._finite = nonfinite.Monitor(
+        self._finite = nonfinite.NonfiniteCheck(
             self.config, self.mesh, learners, say, begin.watched
         )
         self._evaluations.begin(
@@ -442,7 +442,7 @@ def run(
     directory: str,
     command: str,
     init: checkpoint.Source | None = None,
-    watch: monitor_lib.PodMonitor | None = None,
+    watch: monitor_lib.Watchdog | None = None,
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
 ) -> int:

@@ -39,7 +39,7 @@ from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval, profiling
-from xshard.pod import handshake, monitor, notice, process_spec, startup
+from xshard.pod import handshake, notice, process_spec, startup, watchdog
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -203,7 +203,7 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
     # signal on to the others.
     with signals.SignalReceiver() as signal_receiver:
         hosts, console = _join(place, timeouts, config, directory, signal_receiver)
-        with monitor.PodMonitor(
+        with watchdog.Watchdog(
             directory,
             hosts,
             stop_after_seconds=60 * _STOP_AFTER.value,
@@ -222,7 +222,7 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
                 raise
 
 
-def _run_mode(config: Any, directory: str, watching: monitor.PodMonitor) -> int:
+def _run_mode(config: Any, directory: str, watching: watchdog.Watchdog) -> int:
     command = _command()
     show = terminal.Show.NORMAL
     if _QUIET.value:
@@ -274,7 +274,7 @@ def _join(
     return hosts, console
 
 
-def _fail_together(watching: monitor.PodMonitor, e: Exception) -> NoReturn:
+def _fail_together(watching: watchdog.Watchdog, e: Exception) -> NoReturn:
     """Reports why this process has failed, and ends the others, which would wait for
     it.
     """

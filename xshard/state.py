@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard import contract, errors, logical
+from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
@@ -200,7 +200,7 @@ def _build(
         if mesh_lib.REPLICA in mesh_lib.axes_of(x)
     ]
     logical.check_even(
-        experiment.config, mesh, contract.describe_method(experiment.init), own
+        experiment.config, mesh, validation.describe_method(experiment.init), own
     )
     # State that differs from slice to slice was created for one slice.
     return map_rules_state(layouts_lib.for_each_slice, experiment, mesh, state)
@@ -235,7 +235,7 @@ def _init_group(
         shapes, is_leaf=experiment_lib.is_own
     ):
         if isinstance(x, experiment_lib.PerExample):
-            contract.per_example(
+            validation.per_example(
                 experiment.init, trees.path_name(path), jax.tree.leaves(x), rows
             )
     try:
@@ -244,7 +244,7 @@ def _init_group(
         if "out_axes is None" not in str(e):
             raise
         raise errors.UserError(
-            f"{contract.describe_method(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
+            f"{validation.describe_method(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
             "and is not marked as such: wrap it in xshard.PerReplica or xshard.PerExample."
         ) from e
     return jax.tree.map(lambda is_own, x: x.joined() if is_own else x, own, made)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import contract, errors, logical
+from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -42,14 +42,14 @@ class Stepped(NamedTuple):
       state: the new state.
       metrics: the values to log, by name.
       observed: the observations of each learner, by its name.
-      begun: the fingerprints of the state that the step received; None if the run
+      fingerprints_before: the fingerprints of the state that the step received; None if the run
         computes none.
     """
 
     state: TrainState
     metrics: dict[str, jax.Array]
     observed: Observed
-    begun: fingerprint.Fingerprints | None
+    fingerprints_before: fingerprint.Fingerprints | None
 
 
 def make_train_step(
@@ -101,10 +101,12 @@ def make_watched_step(
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         if not updates_in_shards(mesh, state):
             return on_whole_arrays(state, batch)
-        begun = None
+        fingerprints_before = None
         every = experiment.config.get("fingerprint_every_steps", 0)
         if every:
-            begun = fingerprint.program(experiment, mesh, every_steps=every)(state)
+            fingerprints_before = fingerprint.program(
+                experiment, mesh, every_steps=every
+            )(state)
         of_replica = mapped(state, batch)
         state_specs = state_lib.mapped_specs(experiment, mesh, state)
         on_all = replica_map.vmap_replicas(
@@ -114,7 +116,7 @@ def make_watched_step(
             out_specs=of_replica.out_specs._replace(state=state_specs),
             axis_names=mesh_lib.BATCH,
         )
-        return on_all(state, batch)._replace(begun=begun)
+        return on_all(state, batch)._replace(fingerprints_before=fingerprints_before)
 
     return train_step
 
@@ -152,29 +154,33 @@ def on_replicas(
 
     def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
         old = _local(state, grouped)
-        begun = None
+        fingerprints_before = None
         if every and not updates_in_shards(mesh, shapes):
             # Computed inside the step so that XLA merges its collective with the step's
             # own reductions.
             is_due = fingerprint.is_due(state.step, every)
-            begun = fingerprint.of_replica(experiment, mesh, shapes, state, is_due)
+            fingerprints_before = fingerprint.of_replica(
+                experiment, mesh, shapes, state, is_due
+            )
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the
                 # update: XLA would copy the old state.
-                batch = trees.after(begun.table, batch)
+                batch = trees.after(fingerprints_before.table, batch)
         key = _group_key(jax.random.fold_in(old.rng, old.step))
         args = old.experiment, batch, _key_of_replica(key)
         with run_context.equal_keys(key):
             returned = sharded_params.call(
                 experiment.train_step, mesh, experiment, shapes, *args
             )
-        made, logged = contract.step(experiment.train_step, returned)
+        made, logged = validation.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, made)
         metrics, observed = _metrics(experiment, logged)
         _check_observed(experiment, old.experiment, made, observed)
         made = jax.tree.map(trees.strong, made)
         new = _stored(TrainState(old.step + 1, made, old.rng), grouped)
-        return Stepped(new, *_of_group((metrics, observed, begun), grouped))
+        return Stepped(
+            new, *_of_group((metrics, observed, fingerprints_before), grouped)
+        )
 
     def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
         del batch
@@ -242,7 +248,7 @@ def evaluation_on_replicas(
             experiment.eval_step, mesh, experiment, shapes, *args
         )
         arrays = experiment_lib.overrides(experiment, "summarize")
-        values = contract.evaluation(
+        values = validation.evaluation(
             experiment.eval_step, values, len(mask), arrays=arrays
         )
         sums = _masked_sums({**values, "count": mask}, mask)
@@ -296,7 +302,7 @@ def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) 
     """Raises UserError unless the state that a step returns has the structure, shapes
     and dtypes of the old one.
     """
-    where = contract.describe_method(experiment.train_step)
+    where = validation.describe_method(experiment.train_step)
     before = dict(jax.tree_util.tree_leaves_with_path(old))
     after = dict(jax.tree_util.tree_leaves_with_path(new))
     for path in [*before, *after]:
@@ -329,7 +335,7 @@ def _metrics(
     if isinstance(logged, Outcome):
         joined = logged.joined()
         return dict(joined.metrics), {"": joined.observed}
-    where = contract.describe_method(experiment.train_step)
+    where = validation.describe_method(experiment.train_step)
     metrics: dict[str, jax.Array] = {}
     own: dict[str, jax.Array] = {}
     observed: Observed = {}
@@ -339,7 +345,7 @@ def _metrics(
             metrics |= {trees.join(name, key): x for key, x in joined.metrics.items()}
             observed[name] = joined.observed
         else:
-            own[name] = contract.scalar(where, name, value, keep_integers=True)
+            own[name] = validation.scalar(where, name, value, keep_integers=True)
     taken = sorted(metrics.keys() & own.keys())
     if taken:
         raise errors.UserError(
@@ -368,7 +374,7 @@ def _check_observed(
     if missing:
         name = missing[0]
         raise errors.UserError(
-            f"{contract.describe_method(experiment.train_step)} returned metrics without those of the learner "
+            f"{validation.describe_method(experiment.train_step)} returned metrics without those of the learner "
             f"{name or 'whose state it is'!r}: return the outcome of its update under the name of its state, as in "
             f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
             "The run reads from it whether the step is finite."

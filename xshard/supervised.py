@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_collections
 from jax import lax
 
-from xshard import contract, errors, experiment
+from xshard import errors, experiment, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import learner
 from xshard.learners.state import LearnerState, Outcome
@@ -166,7 +166,7 @@ class Supervised(experiment.Experiment):
         weight = jnp.asarray(self.weight(batch))
         if weight.shape:
             raise errors.UserError(
-                f"{contract.describe_method(self.weight)} returned an array of shape {weight.shape}: the weight of a part of a batch "
+                f"{validation.describe_method(self.weight)} returned an array of shape {weight.shape}: the weight of a part of a batch "
                 "is a scalar, such as the number of its tokens, jnp.sum(mask)."
             )
         return weight.astype(jnp.float32)
@@ -178,7 +178,7 @@ class Supervised(experiment.Experiment):
         outputs of `forward`.
         """
         outputs, net_state = self.learner.apply(state, key, batch, is_training=True)
-        value, scalars = contract.loss(self.loss, self.loss(outputs, batch))
+        value, scalars = validation.loss(self.loss, self.loss(outputs, batch))
         return value, net_state, scalars
 
     def eval_step(
@@ -221,7 +221,7 @@ class Supervised(experiment.Experiment):
         rows = len(next(iter(batch.values())))
         returned = self.evaluate(outputs, batch)
         arrays = experiment.overrides(self, "summarize")
-        return contract.evaluation(self.evaluate, returned, rows, arrays=arrays)
+        return validation.evaluation(self.evaluate, returned, rows, arrays=arrays)
 
     def _together(self, outputs: Any) -> Any:
         return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))

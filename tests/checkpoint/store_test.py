@@ -216,7 +216,7 @@ from xshard import checkpoint
 from xshard.checkpoint import format as format_lib, metadata_files, store
 store.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
 place = store.Store("gs://bucket/run")
-attempt = format_lib.Attempt(place, 1, "01234567", frozenset({"COMMIT"}))
+attempt = format_lib.SaveAttempt(place, 1, "01234567", frozenset({"COMMIT"}))
 try:
     metadata_files.read_meta(attempt)
 except metadata_files.DamagedError:

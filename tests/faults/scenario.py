@@ -29,7 +29,7 @@ _IMPORTED = (
     "xshard.metrics.event_files",
     "xshard.modes.continuous_eval",
     "xshard.modes.profiling",
-    "xshard.pod.monitor",
+    "xshard.pod.watchdog",
 )
 # Longer than any part takes on a busy machine. A part that takes longer is treated as
 # hung.

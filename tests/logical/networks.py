@@ -162,8 +162,8 @@ def fingerprint(config, devices):
     state = state_lib.init(experiment, mesh, config.seed, batches.example)
     for _ in range(_STEPS + 1):
         # The fingerprints are of the state before the step.
-        state, _, _, begun = step(state, next(batches))
-    return {kind: hashing.text(value) for kind, value in begun.values.items()}
+        state, _, _, before = step(state, next(batches))
+    return {kind: hashing.text(value) for kind, value in before.values.items()}
 
 
 def main(first, count):

@@ -12,7 +12,7 @@ from xshard import mesh as mesh_lib
 from xshard.logical import split, sums
 
 
-def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
+def exchanged(arrays, devices, kind, count=None, num_words=1, steps=(None,)):
     """Returns the result that each device has when replicas exchange these values on
     `devices` devices.
     """
@@ -27,7 +27,7 @@ def exchanged(arrays, devices, kind, count=None, limbs=1, steps=(None,)):
 
     def local(padded, numbers):
         kinds, sent = [split.Kind(kind)], [[x] for x in padded]
-        (result,) = sums.combine(kinds, sent, numbers < count, count, limbs, steps)
+        (result,) = sums.combine(kinds, sent, numbers < count, count, num_words, steps)
         return jnp.stack(result) if kind == split.SCATTER else result[None]
 
     spec = jax.P(mesh_lib.BATCH)
@@ -59,26 +59,26 @@ def test_a_sum_does_not_depend_on_the_order_or_the_devices():
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("limbs", [1, 2])
+@pytest.mark.parametrize("num_words", [1, 2])
 @pytest.mark.parametrize("count", [1, 5, 64, 1024])
-def test_the_error_is_at_most_half_a_step_for_each_replica(count, limbs):
+def test_the_error_is_at_most_half_a_step_for_each_replica(count, num_words):
     x = values(count)
     largest = np.abs(x).max()
     bits = 30 - (count - 1).bit_length()
-    step = 2.0 ** (np.frexp(largest)[1] - limbs * bits)
+    step = 2.0 ** (np.frexp(largest)[1] - num_words * bits)
     true = x.astype(np.float64).sum(axis=0)
     # Conversion to float32 rounds the integer of each limb, and their sum, once more.
-    allowed = count * step / 2 + np.abs(true) * limbs * 2.0**-24
-    assert np.all(np.abs(combine(x, 4, limbs=limbs) - true) <= allowed)
+    allowed = count * step / 2 + np.abs(true) * num_words * 2.0**-24
+    assert np.all(np.abs(combine(x, 4, num_words=num_words) - true) <= allowed)
     assert (
-        combine(x[::-1], 3, limbs=limbs).tobytes()
-        == combine(x, 4, limbs=limbs).tobytes()
+        combine(x[::-1], 3, num_words=num_words).tobytes()
+        == combine(x, 4, num_words=num_words).tobytes()
     )
 
 
 def test_two_limbs_keep_small_values_beside_large_ones():
     x = np.float32([[1e6, 3e-7], [2e6, 1e-7]])
-    lost, kept = combine(x, 2), combine(x, 2, limbs=2)
+    lost, kept = combine(x, 2), combine(x, 2, num_words=2)
     assert lost[1] == 0
     # The error is half a unit for each of two replicas: 2**-58 of the power of two
     # above the largest value.
@@ -112,18 +112,18 @@ def test_maxima_and_minima_ignore_places_without_a_replica(dtype):
     assert combine(x, 2, "pmin").tolist() == [-7, 1]
 
 
-@pytest.mark.parametrize("limbs", [1, 2])
-def test_scattered_shards_have_the_bits_of_the_whole_sum(limbs):
+@pytest.mark.parametrize("num_words", [1, 2])
+def test_scattered_shards_have_the_bits_of_the_whole_sum(num_words):
     x = values(6)[:, :36]
-    whole = combine(x, 3, limbs=limbs)
+    whole = combine(x, 3, num_words=num_words)
     for devices in (1, 3, 4, 8):
-        shards = exchanged(x, devices, split.SCATTER, limbs=limbs)
+        shards = exchanged(x, devices, split.SCATTER, num_words=num_words)
         assert shards[:6].tobytes() == whole.tobytes()
 
 
 def test_shards_of_a_floating_point_sum_agree_within_rounding():
     x = values(6)[:, :36]
-    shards = exchanged(x, 4, split.SCATTER, limbs=0)[:6].reshape(-1)
+    shards = exchanged(x, 4, split.SCATTER, num_words=0)[:6].reshape(-1)
     np.testing.assert_allclose(shards, x.astype(np.float64).sum(axis=0), rtol=1e-4)
 
 

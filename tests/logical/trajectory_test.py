@@ -134,9 +134,9 @@ def trajectory(devices, of=None, **changes):
     state = state_lib.init(experiment, mesh, of.seed, batches.example)
     states, logged, skips = [digest(state)], [], 0
     for _ in range(_STEPS):
-        state, metrics, _, begun = step(state, next(batches))
+        state, metrics, _, before = step(state, next(batches))
         states.append(digest(state))
-        logged.append(digest((metrics, begun.values)))
+        logged.append(digest((metrics, before.values)))
         skips += int(np.sum(metrics.get("skipped", 0)))
     values = evaluation.Evaluation(experiment, mesh, of.eval_batch_size)(state)
     return states, logged, values, skips

@@ -431,7 +431,7 @@ def test_evaluation_prediction_and_fingerprint_match_whole_parameters():
         )
         outputs = jax.jit(step.make_predict(experiment, the_mesh))(state, batch)
         values = jax.jit(fingerprint.program(experiment, the_mesh))(state)
-        assert not values.parted
+        assert not values.diverged
         outcomes.append(
             (jax.device_get((sums, outputs)), jax.device_get(values.values))
         )

@@ -337,7 +337,7 @@ def test_bad_gradients_of_a_finite_loss_are_detected(shard_update):
         shard_update=shard_update,
     )
     observed = observe(config)
-    assert observed.verdict == nonfinite.TROUBLE and observed.loss == 0
+    assert observed.verdict == nonfinite.NONFINITE and observed.loss == 0
     # The first layer is not trained, so it has no gradients to report.
     assert observed.gradients.tolist() == [False, False, True, True]
 
@@ -373,7 +373,9 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
         shard_update=shard_update,
     )
     observed = observe(config)
-    assert observed.verdict == nonfinite.TROUBLE and observed.gradients.tolist() == bad
+    assert (
+        observed.verdict == nonfinite.NONFINITE and observed.gradients.tolist() == bad
+    )
 
 
 @pytest.mark.sample(2)
@@ -381,13 +383,13 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
 @pytest.mark.parametrize(
     "changes, skip, verdict",
     [
-        ({}, False, nonfinite.TROUBLE),
-        ({}, True, nonfinite.STUCK),
-        ({"loss_scale": "fixed"}, False, nonfinite.TROUBLE),
-        ({"loss_scale": "fixed"}, True, nonfinite.STUCK),
+        ({}, False, nonfinite.NONFINITE),
+        ({}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
+        ({"loss_scale": "fixed"}, False, nonfinite.NONFINITE),
+        ({"loss_scale": "fixed"}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
         ({"loss_scale": "dynamic"}, False, nonfinite.FINE),
         ({"poisoned": ()}, True, nonfinite.FINE),
-        ({"micro_batches": 2}, True, nonfinite.STUCK),
+        ({"micro_batches": 2}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
     ],
     ids=str,
 )
@@ -464,11 +466,13 @@ def watch(policy="warn", patience=100, names=("",), **roll_back):
     the_mesh, messages = mesh.make_mesh(devices=jax.devices()[:1]), []
     params = {"m": {"w": 0, "b": 0}}
     learners = {name: learner_state.LearnerState(params, {}, {}, 0) for name in names}
-    return nonfinite.Monitor(config, the_mesh, learners, messages.append), messages
+    return nonfinite.NonfiniteCheck(
+        config, the_mesh, learners, messages.append
+    ), messages
 
 
 def push_one(watching, number, verdict, name="", loss=1.0):
-    loss = math.inf if verdict == nonfinite.TROUBLE else loss
+    loss = math.inf if verdict == nonfinite.NONFINITE else loss
     observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
     watching.push(number, {name: learner_state.Observed(*observed)})
 
@@ -480,7 +484,7 @@ def push(watching, verdicts, first=1):
         watching.flush()
 
 
-F, S, T = nonfinite.FINE, nonfinite.STUCK, nonfinite.TROUBLE
+F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
 
 
 def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():

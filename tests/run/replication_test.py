@@ -249,7 +249,7 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
 
 def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(replication.Monitor, "of_state", lambda self, state: None)
+        before.setattr(replication.ReplicaCheck, "of_state", lambda self, state: None)
         new_config = saved_at_5(tmp_path)
     change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
     assert loop.run(new_config.lock(), str(tmp_path), "") == 0

@@ -54,7 +54,7 @@ def fingerprints(
     experiment = experiment_lib.load(name)(config)
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
     actual = jax.jit(fingerprint.program(experiment, the_mesh))(state)
-    assert not np.any(actual.parted)
+    assert not np.any(actual.diverged)
     arrays = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -329,7 +329,7 @@ _COMMANDS: dict[str, tuple[Callable[..., Rows], str]] = {
 }
 
 
-def _read_all(attempt: format_lib.Attempt) -> Iterator[tuple[str, np.ndarray]]:
+def _read_all(attempt: format_lib.SaveAttempt) -> Iterator[tuple[str, np.ndarray]]:
     return array_reader.read_arrays(attempt, metadata_lib.read_array_metas(attempt))
 
 
@@ -339,7 +339,7 @@ def _is_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
     return path.endswith("current_loss_scale") and is_real and is_small
 
 
-def _damage(attempt: format_lib.Attempt) -> str:
+def _damage(attempt: format_lib.SaveAttempt) -> str:
     """Describes damage that persists when a checkpoint is read again; empty if there is
     none.
     """

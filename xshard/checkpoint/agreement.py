@@ -125,7 +125,7 @@ class Agreement:
         self._wait_until_none(problem)
 
     def read(
-        self, attempt: format_lib.Attempt, read_once: Callable[[], _T]
+        self, attempt: format_lib.SaveAttempt, read_once: Callable[[], _T]
     ) -> tuple[_T | None, str]:
         """Reads this process's part of a checkpoint, again if it fails; returns it, or
         None and the damage.
@@ -170,7 +170,7 @@ class Agreement:
         self._check_same_files(attempt, damage)
         return None, damage
 
-    def _check_same_files(self, attempt: format_lib.Attempt, damage: str) -> None:
+    def _check_same_files(self, attempt: format_lib.SaveAttempt, damage: str) -> None:
         """Raises CheckpointError on all processes if they see different files of a
         damaged checkpoint.
 
@@ -230,7 +230,7 @@ class Agreement:
         return [(answer["name"], answer["text"]) for answer in answers]
 
 
-def _digest(attempt: format_lib.Attempt) -> str:
+def _digest(attempt: format_lib.SaveAttempt) -> str:
     """Summarizes the names of a checkpoint's files."""
     names = attempt.store.names(attempt.prefix)
     return f"{len(names)} files ({format_lib.checksum(json.dumps(names).encode())[:8]})"

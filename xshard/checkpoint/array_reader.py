@@ -65,7 +65,7 @@ class ArrayRegion(NamedTuple):
 
 
 def read_arrays(
-    attempt: format_lib.Attempt, arrays: arrays_lib.ArrayMetas
+    attempt: format_lib.SaveAttempt, arrays: arrays_lib.ArrayMetas
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads arrays into host memory and yields each with its path; typed PRNG keys as
     their data.
@@ -81,7 +81,7 @@ def read_arrays(
 
 
 def read_regions(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     parts: Iterable[ArrayRegion],
     budget_bytes: int = AHEAD_BYTES,
 ) -> Iterator[np.ndarray]:
@@ -118,7 +118,7 @@ def read_regions(
 
 
 def _finish(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     part: ArrayRegion,
     out: np.ndarray,
     wait: Callable[[], None],
@@ -134,7 +134,7 @@ def _finish(
 
 
 def _check_size(
-    attempt: format_lib.Attempt, part: ArrayRegion, stored_bytes: int
+    attempt: format_lib.SaveAttempt, part: ArrayRegion, stored_bytes: int
 ) -> None:
     """Raises DamagedError if an array seems too large for its checkpoint and its chunks
     do not match its description.
@@ -156,7 +156,7 @@ def _check_size(
 
 
 def _check_chunks(
-    attempt: format_lib.Attempt, path: str, meta: arrays_lib.ArrayMeta
+    attempt: format_lib.SaveAttempt, path: str, meta: arrays_lib.ArrayMeta
 ) -> None:
     """Counts an array's chunks and reads the first; raises ValueError if they do not
     match the description.
@@ -264,7 +264,7 @@ def _error(
     )
 
 
-def _stored_bytes(attempt: format_lib.Attempt) -> int:
+def _stored_bytes(attempt: format_lib.SaveAttempt) -> int:
     """Returns the size of an attempt's files in bytes; in an object store, the size
     recorded in COMMIT.
     """
@@ -275,7 +275,7 @@ def _stored_bytes(attempt: format_lib.Attempt) -> int:
     return metadata_files.read_commit(attempt)["bytes"] if size is None else size
 
 
-def _allocate(attempt: format_lib.Attempt, part: ArrayRegion) -> np.ndarray:
+def _allocate(attempt: format_lib.SaveAttempt, part: ArrayRegion) -> np.ndarray:
     try:
         return _aligned(arrays_lib.box_shape(part.box), jnp.dtype(part.meta.dtype))
     except (MemoryError, OSError) as e:

@@ -70,7 +70,7 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
         raise format_lib.CheckpointError(f"{store} is not a directory.")
     # The content of each attempt's COMMIT; empty if the attempt does not count or is
     # damaged.
-    contents: dict[format_lib.Attempt, dict[str, Any]] = {}
+    contents: dict[format_lib.SaveAttempt, dict[str, Any]] = {}
     for attempt in format_lib.attempts(store):
         content = _commit(attempt) if attempt.counts else {}
         # None: a run deleted the attempt after it was listed.
@@ -102,9 +102,9 @@ def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
 
 
 def _entry(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     commit: dict[str, Any],
-    best: dict[format_lib.Attempt, tuple[int, str]],
+    best: dict[format_lib.SaveAttempt, tuple[int, str]],
 ) -> Entry:
     if commit.get(format_lib.NONFINITE):
         state = "not finite"
@@ -128,7 +128,7 @@ def _entry(
     )
 
 
-def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
+def _commit(attempt: format_lib.SaveAttempt) -> dict[str, Any] | None:
     """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted
     after the listing.
     """
@@ -141,7 +141,7 @@ def _commit(attempt: format_lib.Attempt) -> dict[str, Any] | None:
         return None if is_gone else {}
 
 
-def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
+def _newest_meta(attempts: list[format_lib.SaveAttempt]) -> dict[str, Any]:
     """Reads the meta.json of the last of some attempts; returns an empty one if there
     is none or it is damaged.
     """
@@ -156,8 +156,8 @@ def _newest_meta(attempts: list[format_lib.Attempt]) -> dict[str, Any]:
 
 
 def _best(
-    commits: dict[format_lib.Attempt, dict[str, Any]], meta: dict[str, Any]
-) -> dict[format_lib.Attempt, tuple[int, str]]:
+    commits: dict[format_lib.SaveAttempt, dict[str, Any]], meta: dict[str, Any]
+) -> dict[format_lib.SaveAttempt, tuple[int, str]]:
     """Ranks the best checkpoints by the rule in the newest checkpoint's config; returns
     each rank and the metric.
     """

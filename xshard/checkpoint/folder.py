@@ -48,14 +48,14 @@ class Folder:
         self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         # Attempts that this process found damaged, whether or not the store could be
         # marked.
-        self._damaged: set[format_lib.Attempt] = set()
+        self._damaged: set[format_lib.SaveAttempt] = set()
         # Attempts that this process has begun to delete.
-        self._deleting: set[format_lib.Attempt] = set()
+        self._deleting: set[format_lib.SaveAttempt] = set()
         # The nonfinite paths from COMMIT never change, so they are cached: an object
         # store takes a request for each.
-        self._nonfinite: dict[format_lib.Attempt, list[str]] = {}
+        self._nonfinite: dict[format_lib.SaveAttempt, list[str]] = {}
 
-    def committed(self) -> list[format_lib.Attempt]:
+    def committed(self) -> list[format_lib.SaveAttempt]:
         """Lists the attempts that count, oldest step first."""
         return [
             attempt
@@ -63,7 +63,7 @@ class Folder:
             if self._counts(attempt)
         ]
 
-    def nonfinite(self, attempt: format_lib.Attempt) -> list[str]:
+    def nonfinite(self, attempt: format_lib.SaveAttempt) -> list[str]:
         """Lists the checked arrays that are not finite, by path; empty if the save
         checked none.
         """
@@ -119,7 +119,7 @@ class Folder:
             return ""
         return secrets.token_hex(4)
 
-    def remove_failed(self, attempt: format_lib.Attempt) -> None:
+    def remove_failed(self, attempt: format_lib.SaveAttempt) -> None:
         """Deletes an attempt that failed. If the deletion fails, a later save deletes
         it.
         """
@@ -159,7 +159,7 @@ class Folder:
             self._say(f"leftover folders in {self.store} could not be deleted: {e}")
         self.remove_old()
 
-    def mark_damaged(self, attempt: format_lib.Attempt, damage: str) -> None:
+    def mark_damaged(self, attempt: format_lib.SaveAttempt, damage: str) -> None:
         """Stops a checkpoint from counting.
 
         Its step can be saved again, and it no longer takes the place of another
@@ -178,10 +178,10 @@ class Folder:
         except format_lib.CheckpointError as e:
             logging.error("%s could not be marked as damaged: %s", attempt, e)
 
-    def _counts(self, attempt: format_lib.Attempt) -> bool:
+    def _counts(self, attempt: format_lib.SaveAttempt) -> bool:
         return attempt.counts and attempt not in self._damaged
 
-    def _remove_dead(self, attempts: list[format_lib.Attempt]) -> None:
+    def _remove_dead(self, attempts: list[format_lib.SaveAttempt]) -> None:
         for attempt in attempts:
             if format_lib.COMMIT in attempt.marks or attempt.is_link:
                 continue
@@ -190,7 +190,7 @@ class Folder:
             if self.store.read(attempt.prefix + format_lib.COMMIT) is None:
                 writer.remove(attempt)
 
-    def _saved(self, attempt: format_lib.Attempt) -> retention.Saved:
+    def _saved(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
         """Describes a checkpoint for the retention rules."""
         metric = None
         if self._keep.best:

@@ -64,7 +64,7 @@ class Owner(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class SaveAttempt:
     """The folder of one attempt to save a step, as it was when the store was listed.
 
     Attributes:
@@ -105,7 +105,7 @@ class Attempt:
         return f"{self.prefix}p{process}/"
 
 
-def attempts(store: store_lib.Store) -> list[Attempt]:
+def attempts(store: store_lib.Store) -> list[SaveAttempt]:
     """Lists all attempts in a store, oldest step first."""
     listed = []
     for name, folder in store.folders(_NAME).items():
@@ -118,18 +118,18 @@ def attempt_in(
     folder: str,
     marks: frozenset[str] = frozenset(),
     is_link: bool = False,
-) -> Attempt:
+) -> SaveAttempt:
     """Returns the attempt for a folder name such as 'step_00001200.3f9a11c2'."""
     step, nonce = folder.removeprefix("step_").split(".")
-    return Attempt(store, int(step), nonce, marks, is_link)
+    return SaveAttempt(store, int(step), nonce, marks, is_link)
 
 
-def committed(store: store_lib.Store) -> list[Attempt]:
+def committed(store: store_lib.Store) -> list[SaveAttempt]:
     """Lists the attempts that count, oldest step first."""
     return [attempt for attempt in attempts(store) if attempt.counts]
 
 
-def find(store: store_lib.Store, step: int | None) -> Attempt:
+def find(store: store_lib.Store, step: int | None) -> SaveAttempt:
     """Returns the checkpoint of a step, or the newest one.
 
     Raises:
@@ -139,8 +139,8 @@ def find(store: store_lib.Store, step: int | None) -> Attempt:
 
 
 def choose(
-    store: store_lib.Store, there: list[Attempt], step: int | None
-) -> list[Attempt]:
+    store: store_lib.Store, there: list[SaveAttempt], step: int | None
+) -> list[SaveAttempt]:
     """Selects the attempts of one step, newest first.
 
     Args:
@@ -163,7 +163,7 @@ def choose(
     return chosen
 
 
-def pin(attempt: Attempt) -> bool:
+def pin(attempt: SaveAttempt) -> bool:
     """Pins a checkpoint, so that no retention rule deletes it; returns False if it was
     already pinned.
     """
@@ -173,12 +173,12 @@ def pin(attempt: Attempt) -> bool:
     return True
 
 
-def unpin(attempt: Attempt) -> None:
+def unpin(attempt: SaveAttempt) -> None:
     """Unpins a checkpoint, so that the retention rules apply to it again."""
     attempt.store.delete(attempt.prefix + PINNED)
 
 
-def note_removed(attempt: Attempt) -> None:
+def note_removed(attempt: SaveAttempt) -> None:
     """Records that a person deletes a checkpoint, which permits its run to resume from
     an earlier one.
     """
@@ -238,7 +238,7 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
         )
 
 
-def add_metrics(attempt: Attempt, metrics: dict[str, float]) -> None:
+def add_metrics(attempt: SaveAttempt, metrics: dict[str, float]) -> None:
     """Adds metrics to a checkpoint that was saved without them, replacing any that were
     added before.
     """

@@ -379,7 +379,7 @@ class Manager:
             f"All checkpoints in {self.store} are damaged: {' '.join(damages)}"
         )
 
-    def _candidates(self, step: int | None) -> list[format_lib.Attempt]:
+    def _candidates(self, step: int | None) -> list[format_lib.SaveAttempt]:
         """Lists the checkpoints that may be read, newest first, the same on all
         processes.
         """

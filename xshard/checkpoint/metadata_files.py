@@ -37,7 +37,7 @@ def retry_on_damage(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
+def read_meta(attempt: format_lib.SaveAttempt) -> dict[str, Any]:
     """Reads the content of meta.json, and verifies the checksums of it, COMMIT and the
     manifest.
 
@@ -49,7 +49,7 @@ def read_meta(attempt: format_lib.Attempt) -> dict[str, Any]:
     return meta
 
 
-def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
+def read_array_metas(attempt: format_lib.SaveAttempt) -> arrays_lib.ArrayMetas:
     """Reads how each array of a checkpoint is stored, by path; raises the errors of
     `read_meta`.
     """
@@ -57,7 +57,7 @@ def read_array_metas(attempt: format_lib.Attempt) -> arrays_lib.ArrayMetas:
 
 
 def read_commit_meta(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the content of COMMIT and meta.json, as `read_commit` and `read_meta` do,
     and reads each file once.
@@ -68,7 +68,7 @@ def read_commit_meta(
     return commit, _read_parsed(attempt, format_lib.META, schema.meta, sums)
 
 
-def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
+def read_commit(attempt: format_lib.SaveAttempt) -> dict[str, Any]:
     """Returns the content of COMMIT, with the metrics of METRICS; raises DamagedError
     if it is another attempt's.
     """
@@ -83,7 +83,7 @@ def read_commit(attempt: format_lib.Attempt) -> dict[str, Any]:
     return commit
 
 
-def added_metrics(attempt: format_lib.Attempt) -> dict[str, float]:
+def added_metrics(attempt: format_lib.SaveAttempt) -> dict[str, float]:
     """Returns the content of METRICS, empty if there is none; raises DamagedError if it
     is not what was written.
     """
@@ -109,7 +109,7 @@ def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
 
 
 def _read_file(
-    attempt: format_lib.Attempt, name: str, sums: Mapping[str, str] | None = None
+    attempt: format_lib.SaveAttempt, name: str, sums: Mapping[str, str] | None = None
 ) -> bytes:
     """Reads a file; raises DamagedError if it is missing, or differs from its checksum
     in `sums`, those of COMMIT.
@@ -128,7 +128,7 @@ def _read_file(
 
 
 def _read_parsed(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     name: str,
     parse: Callable[[bytes], Any],
     sums: Mapping[str, str] | None = None,

@@ -20,7 +20,7 @@ _METADATA = "_METADATA"
 _DICT_KEY = 2
 
 
-def describe(attempt: format_lib.Attempt) -> int:
+def describe(attempt: format_lib.SaveAttempt) -> int:
     """Adds the file by which `orbax.checkpoint.StandardCheckpointer().restore` opens a
     checkpoint.
 

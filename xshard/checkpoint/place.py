@@ -46,7 +46,7 @@ def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
     return of_run if of_run.path is None or of_run.path.is_dir() else store
 
 
-def find(place: str) -> format_lib.Attempt:
+def find(place: str) -> format_lib.SaveAttempt:
     """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest;
     raises CheckpointError if there is none.
     """

@@ -86,7 +86,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     target: Any,
     owner: format_lib.Owner | None,
     budget_bytes: int,
@@ -144,7 +144,7 @@ def restore(
 
 
 def read_leaves(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     leaves: list[Leaf],
     say: Callable[[str], None],
     budget_bytes: int = array_reader.AHEAD_BYTES,
@@ -246,7 +246,7 @@ def _unread(
 
 
 def _check_same(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     stored: arrays_lib.ArrayMetas,
     wanted: arrays_lib.ArrayMetas,
     unread: set[str],

@@ -234,7 +234,7 @@ class Saver:
         nonce = self._agreement.from_first(lambda: folder.begin_attempt(step))
         if not nonce:
             return
-        attempt = format_lib.Attempt(folder.store, step, nonce)
+        attempt = format_lib.SaveAttempt(folder.store, step, nonce)
         report = self._write_own_blocks(attempt, plan, copy)
         # After this exchange every process has written its part or reported an error. A
         # process whose write failed takes part, too; otherwise the others would wait
@@ -283,7 +283,7 @@ class Saver:
 
     def _write_own_blocks(
         self,
-        attempt: format_lib.Attempt,
+        attempt: format_lib.SaveAttempt,
         plan: ownership.Plan,
         copy: host_copy.HostCopy,
     ) -> dict[str, Any]:

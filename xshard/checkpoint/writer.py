@@ -29,7 +29,7 @@ _FILE_BYTES = 32 << 20
 
 
 def write_part(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     process: int,
     arrays: arrays_lib.ArrayMetas,
     chunks: Iterator[ownership.Chunk | None],
@@ -75,7 +75,7 @@ def write_part(
     return keys
 
 
-def merge(attempt: format_lib.Attempt, processes: list[int]) -> ts.KvStore:
+def merge(attempt: format_lib.SaveAttempt, processes: list[int]) -> ts.KvStore:
     """Merges the databases of some processes into one that refers to their data in
     place.
     """
@@ -111,7 +111,7 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
 
 
 def with_sums(
-    attempt: format_lib.Attempt, processes: list[int], arrays: arrays_lib.ArrayMetas
+    attempt: format_lib.SaveAttempt, processes: list[int], arrays: arrays_lib.ArrayMetas
 ) -> arrays_lib.ArrayMetas:
     """Adds the chunks' checksums, which the processes wrote to their sums.json, to the
     arrays' metadata.
@@ -131,7 +131,7 @@ def with_sums(
 
 
 def describe(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     arrays: arrays_lib.ArrayMetas,
     metadata: dict[str, Any],
     data: list[Any],
@@ -161,7 +161,7 @@ def describe(
 
 
 def commit(
-    attempt: format_lib.Attempt,
+    attempt: format_lib.SaveAttempt,
     keys: int,
     nbytes: int,
     metrics: dict[str, float],
@@ -204,7 +204,7 @@ def commit(
     attempt.store.create(attempt.prefix + format_lib.COMMIT, format_lib.seal(commit))
 
 
-def remove(attempt: format_lib.Attempt, *, by_hand: bool = False) -> None:
+def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
     """Deletes an attempt. It stops counting first, so that an interrupted deletion
     leaves nothing to restore.
 
@@ -243,7 +243,7 @@ class _Batches:
 
     def __init__(
         self,
-        attempt: format_lib.Attempt,
+        attempt: format_lib.SaveAttempt,
         process: int,
         arrays: arrays_lib.ArrayMetas,
         written: Callable[[int], None],

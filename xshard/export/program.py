@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from xshard import checkpoint, cli, contract, errors
+from xshard import checkpoint, cli, errors, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -84,7 +84,7 @@ def export(
         if batch_size is not None:
             raise
         raise errors.UserError(
-            f"{contract.describe_method(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
+            f"{validation.describe_method(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
             "Give the number of rows: --batch_size=1, or batch_size=1."
         ) from e
     args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
@@ -160,7 +160,7 @@ def _read(
             read.append(name)
     if not read:
         raise errors.UserError(
-            f"{contract.describe_method(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
+            f"{validation.describe_method(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
         )
     return read
 

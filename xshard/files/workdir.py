@@ -11,7 +11,7 @@ tensorboard/     the same rows as event files, likewise wandb/           the sam
 as Weights & Biases stores them, likewise samples.jsonl    a row for each step after
 which the experiment logged samples; see `xshard.samples` results.json     the final
 evaluation, and whether the run ended with finite values status.json      the current
-activity of each process; see `xshard.pod.monitor` attempts.jsonl   the last status of
+activity of each process; see `xshard.pod.watchdog` attempts.jsonl   the last status of
 the first process, for each earlier start; see `xshard.pod.attempts` eval/
 the output of `--mode=eval`; see `xshard.modes.continuous_eval` logs/            the
 printed output of all processes except the first, one file each set_aside/       the

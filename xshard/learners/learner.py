@@ -18,7 +18,7 @@ import ml_collections
 from jax import lax
 
 from xshard import config as config_lib
-from xshard import contract, errors
+from xshard import errors, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
 from xshard.learners import state as state_lib
@@ -127,13 +127,13 @@ class Learner:
           *args: the network's arguments; only their types and shapes matter.
           **kwargs: the network's keyword arguments, likewise.
         """
-        with contract.network_errors(self._function):
+        with validation.network_errors(self._function):
             args, kwargs = self._cast(self._policy.cast_to_param, args, kwargs)
             network, requested = gathering.recording_shapes(self._function)
             params, net_state = hk.transform_with_state(network).init(
                 key, *args, **kwargs
             )
-        contract.parameters(self._function, params)
+        validation.parameters(self._function, params)
         params = self._policy.cast_to_param(params)
         rules = hk.transform(self._describe).apply({}, None, params, requested)
         _, opt_state = hk.transform_with_state(self._init_rules).init(
@@ -173,10 +173,10 @@ class Learner:
                 state.rules.reduce_dtype,
                 ready=ready,
             )
-        with contract.network_errors(self._function):
+        with validation.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
-        outputs = contract.outputs(self._function, outputs)
-        contract.network_state(self._function, state.net_state, new_state)
+        outputs = validation.outputs(self._function, outputs)
+        validation.network_state(self._function, state.net_state, new_state)
         same_type = lambda new, old: new.astype(old.dtype)
         new_state = jax.tree.map(same_type, new_state, state.net_state)
         return self._policy.cast_to_output(outputs), new_state
@@ -236,7 +236,7 @@ class Learner:
         if rules_key is not None:
             # A step may update a learner several times, in a loop too.
             rules_key = jax.random.fold_in(rules_key, state.global_step)
-        with contract.loss_errors(loss), phases.update_key(rules_key):
+        with validation.loss_errors(loss), phases.update_key(rules_key):
             update, opt_state = self._rules.apply(
                 {}, state.opt_state, key, state, loss, batch
             )
@@ -286,7 +286,7 @@ class Learner:
         name = state.rules.averages_module
         if name is None:
             raise errors.UserError(
-                f"{contract.describe_method(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
+                f"{validation.describe_method(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
                 "MovingAverageOptimizer."
             )
         return moving_average.averages(state.opt_state[name], state.params)
@@ -329,12 +329,12 @@ class Learner:
 
     def _optimizer(self, held: layouts.Layouts) -> base.Optimizer:
         run = run_context.current()
-        opt = contract.optimizer(self._make_rule)
+        opt = validation.optimizer(self._make_rule)
         inspection.check_reduces(
-            contract.describe_method(self._make_rule), opt, run.mesh
+            validation.describe_method(self._make_rule), opt, run.mesh
         )
         for rule in inspection.reducing(opt):
-            rule.lie_on(run.mesh, run.sharding_rules, held)
+            rule.bind_mesh(run.mesh, run.sharding_rules, held)
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)
@@ -360,11 +360,13 @@ class Learner:
         shares, squares = inspection.norms(done)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
-        where = f"The rule of {contract.describe_method(self._make_rule)}"
+        where = f"The rule of {validation.describe_method(self._make_rule)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is
         # kept.
         names = sorted(scheduled.keys() - metrics.keys())
-        agreed = {name: contract.scalar(where, name, scheduled[name]) for name in names}
+        agreed = {
+            name: validation.scalar(where, name, scheduled[name]) for name in names
+        }
         if new_scales:
             agreed["loss_scale"] = new_scales[0]
         lowered = jnp.asarray(False)
@@ -407,7 +409,7 @@ class Learner:
                 returned = loss(
                     state.replace(params=trees.replace(params, whole)), *inputs
                 )
-            value, *rest = contract.learner_loss(loss, returned, state.net_state)
+            value, *rest = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
             # the mean.
             return value / parts, rest

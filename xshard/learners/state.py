@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from xshard.optimizers import layouts, trees
 
 # The verdicts on an update. FINE: applied and finite, or skipped with a lowered loss
-# scale. STUCK: skipped, although no loss scale was lowered for the next one. TROUBLE:
+# scale. SKIPPED_AT_MIN_SCALE: skipped, although no loss scale was lowered for the next one. NONFINITE:
 # applied with a loss or gradient that is not finite.
-FINE, STUCK, TROUBLE = 0, 1, 2
+FINE, SKIPPED_AT_MIN_SCALE, NONFINITE = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Observed(NamedTuple):
     """The values of an update that a run watches.
 
     Attributes:
-      verdict: FINE, STUCK or TROUBLE, an int32 scalar.
+      verdict: FINE, SKIPPED_AT_MIN_SCALE or NONFINITE, an int32 scalar.
       loss: the mean loss over the replicas.
       gradients: for each parameter, whether its gradient, as passed to the update, was
         not finite.
@@ -145,8 +145,8 @@ def observe(
       bad: for each parameter, whether its gradient was not finite.
     """
     trouble = jnp.any(bad) | ~jnp.isfinite(loss)
-    of_applied = jnp.where(trouble, TROUBLE, FINE)
-    of_skipped = jnp.where(lowered, FINE, STUCK)
+    of_applied = jnp.where(trouble, NONFINITE, FINE)
+    of_skipped = jnp.where(lowered, FINE, SKIPPED_AT_MIN_SCALE)
     verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
     return Observed(verdict, loss, bad)
 
@@ -186,7 +186,7 @@ class Outcome(NamedTuple):
             return self
         flatten = lambda x: x.reshape(-1, *x.shape[len(shape) :])
         metrics, observed = jax.tree.map(flatten, (self.metrics, self.observed))
-        trouble = observed.verdict == TROUBLE
+        trouble = observed.verdict == NONFINITE
         watched = jnp.where(jnp.any(trouble), jnp.argmax(trouble), len(trouble) - 1)
         metrics = {name: x[-1] for name, x in metrics.items()}
         metrics["updates_per_step"] = jnp.int32(len(trouble))

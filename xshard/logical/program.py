@@ -144,7 +144,7 @@ class Program:
             segmented = SegmentedProgram(
                 self._what, self._mapped(*args), self._replicas, args
             )
-            kind = _SeparatePrograms if self._replicas.limbs else _SingleProgram
+            kind = _SeparatePrograms if self._replicas.num_words else _SingleProgram
             self._built[key] = kind(segmented, **self._options)
         return self._built[key]
 

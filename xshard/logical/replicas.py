@@ -32,13 +32,13 @@ class Replicas:
     Attributes:
       count: the number of logical replicas of a group.
       on: the mesh of devices.
-      limbs: the number of integers that represent each summand, so that the order of a
+      num_words: the number of integers that represent each summand, so that the order of a
         sum does not matter; 0 to sum in floating point.
     """
 
     count: int
     on: jax.sharding.Mesh
-    limbs: int
+    num_words: int
 
     @property
     def rounds(self) -> int:

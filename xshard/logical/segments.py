@@ -213,7 +213,7 @@ class SegmentedProgram:
         has_replica = None
         if replicas.places > replicas.count:
             has_replica = jnp.concatenate(numbers) < replicas.count
-        how = replicas.count, replicas.limbs, replicas.gather_steps
+        how = replicas.count, replicas.num_words, replicas.gather_steps
         made = sums.combine(exchange.kinds, held, has_replica, *how)
         equal, shards = Results(), [Results() for _ in sent]
         for i, kind, x in zip(exchange.results, exchange.kinds, made, strict=True):

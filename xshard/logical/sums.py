@@ -30,7 +30,7 @@ def combine(
     sent: Sequence[Sequence[jax.Array]],
     has_replica: jax.Array | None,
     count: int,
-    limbs: int,
+    num_words: int,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
     """Computes the results of an exchange of a group's replicas. Call it in a
@@ -43,7 +43,7 @@ def combine(
       has_replica: for each place on the device, whether it has a replica; None if every
         place has one.
       count: the number of replicas of a group.
-      limbs: the number of integers that represent each floating-point summand, so that
+      num_words: the number of integers that represent each floating-point summand, so that
         the order of a sum does not matter; 0 to sum in floating point.
       gather_steps: as `Replicas.gather_steps`.
 
@@ -58,7 +58,7 @@ def combine(
             results[i] = _gathered(arrays, kind.dim, count, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
             results[i] = _extreme(kind.name, arrays, has_replica)
-        elif limbs and jnp.issubdtype(arrays[0].dtype, jnp.floating):
+        elif num_words and jnp.issubdtype(arrays[0].dtype, jnp.floating):
             exactly.append(i)
         else:
             ((results[i],),) = _totals(
@@ -67,7 +67,7 @@ def combine(
     wide = [
         _where(has_replica, [of[i].astype(jnp.float32) for of in sent]) for i in exactly
     ]
-    totals = _exact_sums([kinds[i] for i in exactly], wide, count, limbs)
+    totals = _exact_sums([kinds[i] for i in exactly], wide, count, num_words)
     for i, total in zip(exactly, totals, strict=True):
         results[i] = total.astype(sent[0][i].dtype)
     for i, kind in enumerate(kinds):
@@ -77,7 +77,10 @@ def combine(
 
 
 def _exact_sums(
-    kinds: Sequence[split.Kind], sent: Sequence[list[jax.Array]], count: int, limbs: int
+    kinds: Sequence[split.Kind],
+    sent: Sequence[list[jax.Array]],
+    count: int,
+    num_words: int,
 ) -> list[jax.Array]:
     """The sums of float32 arrays over all replicas. A sum is all NaN if any element of
     its array is not finite.
@@ -86,7 +89,7 @@ def _exact_sums(
       kinds: the way in which each array is exchanged, a sum or a scatter.
       sent: for each array, the summands of the device's replicas.
       count: the number of replicas of a group.
-      limbs: the number of integers for each element.
+      num_words: the number of integers for each element.
     """
     if not sent:
         return []
@@ -96,11 +99,11 @@ def _exact_sums(
     # NaN becomes infinity, so that pmax propagates it on every backend.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
-    exponents = _exponent(largest, _LEAST_EXPONENT + limbs * bits)
+    exponents = _exponent(largest, _LEAST_EXPONENT + num_words * bits)
     summands = []
     for exponent, arrays in zip(exponents, sent, strict=True):
         of_replicas = [
-            _integers(x * _power(bits - exponent), bits, limbs) for x in arrays
+            _integers(x * _power(bits - exponent), bits, num_words) for x in arrays
         ]
         summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
     sums = _totals(kinds, summands, count, len(sent[0]))
@@ -150,22 +153,24 @@ def _gathered(
     return lax.slice_in_dim(x, 0, arrays[0].shape[dim] * count, axis=dim)
 
 
-def _integers(x: jax.Array, bits: int, limbs: int) -> list[jax.Array]:
+def _integers(x: jax.Array, bits: int, num_words: int) -> list[jax.Array]:
     """Integers that together approximate a float32 array; the unit of each is 2**-bits
     of the one before.
     """
     whole = jnp.round(x)
-    rest = _integers((x - whole) * 2.0**bits, bits, limbs - 1) if limbs > 1 else []
+    rest = (
+        _integers((x - whole) * 2.0**bits, bits, num_words - 1) if num_words > 1 else []
+    )
     return [whole.astype(jnp.int32), *rest]
 
 
-def _float(limbs: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
+def _float(words: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
     """Combines such integers into a float32 array. The unit of the first is
     2**(exponent - bits).
     """
-    units = [_power(exponent - bits * (i + 1)) for i in range(len(limbs))]
+    units = [_power(exponent - bits * (i + 1)) for i in range(len(words))]
     # Adds the smallest first, so that rounding loses little of it.
-    parts = [x.astype(jnp.float32) * unit for x, unit in zip(limbs, units, strict=True)]
+    parts = [x.astype(jnp.float32) * unit for x, unit in zip(words, units, strict=True)]
     return _added(parts[::-1])
 
 

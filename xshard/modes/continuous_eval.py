@@ -22,8 +22,8 @@ from xshard import experiment as experiment_lib
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
-from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice, processes
+from xshard.pod import watchdog as monitor_lib
 from xshard.run import saving, states
 
 FOLDER = "eval"
@@ -41,7 +41,7 @@ class ContinuousEvaluator:
         self,
         config: ml_collections.ConfigDict,
         directory: str,
-        watch: monitor_lib.PodMonitor | None = None,
+        watch: monitor_lib.Watchdog | None = None,
         sleep: Callable[[float], None] = time.sleep,
         show: terminal.Show = terminal.Show.NORMAL,
     ):
@@ -346,7 +346,7 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     command: str,
-    watch: monitor_lib.PodMonitor | None,
+    watch: monitor_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Evaluates the checkpoints of a run to its end, or until the job is told to stop;

@@ -7,8 +7,8 @@ import ml_collections
 
 from xshard import errors, loop
 from xshard.metrics import terminal
-from xshard.pod import monitor as monitor_lib
 from xshard.pod import notice
+from xshard.pod import watchdog as monitor_lib
 
 FOLDER = "profile"
 
@@ -17,7 +17,7 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     steps: str,
-    watch: monitor_lib.PodMonitor | None,
+    watch: monitor_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Resumes from the newest checkpoint, or starts anew, and profiles some steps;

@@ -389,7 +389,7 @@ class Optimizer(hk.Module):
         # From here on all trees are plain dicts. `rebuild` below restores the caller's
         # structure.
         old = trees.as_arrays(params)
-        grads = trees.steepest(grads, old)
+        grads = trees.conjugate(grads, old)
         with jax.named_scope(name or self.get_name()):
             rules = all_rules(self)
             done = phases.Step(rules, _duties(rules)).apply(grads, old)
@@ -452,7 +452,7 @@ class Optimizer(hk.Module):
         """
         return {}
 
-    def settle(self, applied: Any) -> None:
+    def restore_unless_applied(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if this step is not
         applied.
         """
@@ -559,9 +559,9 @@ def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
         OptimizerWrapper.aggregate,
         OptimizerWrapper.vote,
     }
-    duties = []
+    required_phases = []
     for rule in rules[1:]:
         for phase in ("aggregate", "vote"):
             if getattr(type(rule), phase) not in handed_on:
-                duties.append((rule, phase))
-    return duties
+                required_phases.append((rule, phase))
+    return required_phases

@@ -193,7 +193,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             made.append(self)
         self._check_axes()
 
-    def lie_on(
+    def bind_mesh(
         self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None
     ) -> None:
         """Sets `sharding_rules`, and the steps in which a mesh of

@@ -58,17 +58,19 @@ class Applied(NamedTuple):
 class Step:
     """One step of a rule."""
 
-    def __init__(self, rules: Sequence[Any], duties: Sequence[tuple[Any, str]]):
+    def __init__(
+        self, rules: Sequence[Any], required_phases: Sequence[tuple[Any, str]]
+    ):
         """Stores the rules.
 
         Args:
           rules: the outermost rule, then all rules that it holds.
-          duties: pairs of a rule and the name of its phase ('aggregate' or 'vote') that
+          required_phases: pairs of a rule and the name of its phase ('aggregate' or 'vote') that
             each step must call.
         """
         self._rule = rules[0]
         self._rules = rules
-        self._duties = duties
+        self._required_phases = required_phases
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
         """Aggregates, votes and updates; on global arrays in shards, if a rule returns
@@ -188,11 +190,11 @@ class Step:
 
     def _settle(self, applied: Any) -> None:
         for rule in self._rules:
-            rule.settle(applied)
+            rule.restore_unless_applied(applied)
 
     @contextlib.contextmanager
     def _all_reached(self) -> Iterator[None]:
-        """Raises ValueError on exit unless each rule in `duties` has had its phase
+        """Raises ValueError on exit unless each rule in `required_phases` has had its phase
         called meanwhile.
         """
         reached: set[tuple[int, str]] = set()
@@ -203,7 +205,7 @@ class Step:
 
         with hk.intercept_methods(note):
             yield
-        for rule, phase in self._duties:
+        for rule, phase in self._required_phases:
             if (id(rule), phase) not in reached:
                 holder = type(self._rule).__name__
                 raise ValueError(

@@ -140,8 +140,8 @@ def as_arrays(params: Params) -> Params:
     return jax.tree.map(to_array, plain(params))
 
 
-def steepest(grads: Gradients, params: Params) -> Gradients:
-    """The directions of steepest ascent, in dicts: the gradients, with complex ones
+def conjugate(grads: Gradients, params: Params) -> Gradients:
+    """The directions of conjugate ascent, in dicts: the gradients, with complex ones
     conjugated.
 
     `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including

@@ -99,7 +99,7 @@ def rows_of(directory: pathlib.Path) -> list[writers.Row]:
     ]
 
 
-def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.Attempt]:
+def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.SaveAttempt]:
     """Returns a run's committed checkpoints by step."""
     store = store_lib.Store(workdir.Workdir(directory).checkpoints)
     return {attempt.step: attempt for attempt in format_lib.committed(store)}
@@ -139,7 +139,7 @@ def _first_array(
     return min(differing, default=""), len(metas), largest
 
 
-def _last_checkpoint(directory: pathlib.Path) -> format_lib.Attempt:
+def _last_checkpoint(directory: pathlib.Path) -> format_lib.SaveAttempt:
     attempts = checkpoints(directory)
     return attempts[max(attempts)]
 

@@ -199,8 +199,8 @@ class Replayer:
             applied = _applied(state)
             stepped = self.step_program(state, batch)
             state, values = stepped.state, stepped.metrics
-            if stepped.begun is not None:
-                values = {**values, **stepped.begun.logged()}
+            if stepped.fingerprints_before is not None:
+                values = {**values, **stepped.fingerprints_before.logged()}
             whole = mesh_lib.replicate(self.mesh, values)
             row = {name: rows_lib.to_number(value) for name, value in whole.items()}
             are_applied = _are_applied(stepped, applied, _applied(state))

@@ -17,7 +17,7 @@ import numpy as np
 from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
-from xshard.learners.state import FINE, STUCK, TROUBLE
+from xshard.learners.state import FINE, NONFINITE, SKIPPED_AT_MIN_SCALE
 from xshard.metrics import deferred, formatting
 from xshard.optimizers import trees
 from xshard.run import loss_jumps
@@ -26,7 +26,7 @@ _ADVICE = (
     "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
     "roots of 0; see docs/half_precision.md."
 )
-# A run that ends with this many STUCK steps in a row did not end well, even if
+# A run that ends with this many SKIPPED_AT_MIN_SCALE steps in a row did not end well, even if
 # max_skips_in_a_row tolerates more.
 _STUCK_AT_THE_END = 10
 # A run that warns reports this many stretches of bad steps. Later ones are silent, so
@@ -55,7 +55,7 @@ class NonfiniteError(Exception):
 Observed = Mapping[str, learner_lib.Observed]
 
 
-class Monitor:
+class NonfiniteCheck:
     """Checks that a run's steps are finite. It looks at each step some steps later, so
     that the device never waits.
 
@@ -110,7 +110,7 @@ class Monitor:
             self._stuck = np.reshape(np.asarray(known["stuck"], np.int64), size)
             # The last verdicts are not saved. A count above 0 means that the last step
             # was stuck.
-            self._last = np.where(self._stuck > 0, STUCK, FINE)
+            self._last = np.where(self._stuck > 0, SKIPPED_AT_MIN_SCALE, FINE)
             self._is_fine = not self._last.any()
             self._jumps.set_state(known["losses"])
         # The first step of the current stretch of steps in trouble, and the number of
@@ -158,7 +158,7 @@ class Monitor:
         """Returns why the run did not end well, judged by its last steps; empty if it
         did.
         """
-        if np.any(self._last == TROUBLE):
+        if np.any(self._last == NONFINITE):
             return self._describe()
         if self._most_stuck() >= min(_STUCK_AT_THE_END, self._patience):
             return self._skipped()
@@ -196,12 +196,12 @@ class Monitor:
     def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
         self._last = verdicts
         self._is_fine = not verdicts.any()
-        self._stuck = np.where(verdicts == STUCK, self._stuck + 1, 0)
+        self._stuck = np.where(verdicts == SKIPPED_AT_MIN_SCALE, self._stuck + 1, 0)
         if verdicts.any():
             self._bad = step, verdicts, observed
         if self._most_stuck() >= self._patience:
             raise NonfiniteError(self._skipped(), step)
-        if np.any(verdicts == TROUBLE):
+        if np.any(verdicts == NONFINITE):
             if self._policy in (config_lib.STOP, config_lib.ROLL_BACK):
                 raise NonfiniteError(self._describe(), step)
             self._warn(step)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import contract, errors, jax_internals, logical, samples, step
+from xshard import errors, jax_internals, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -207,7 +207,7 @@ def _check_reduction(
         if value == defaults[key] or any(getattr(rule, key) == value for rule in rules):
             continue
         raise errors.UserError(
-            f"config.reduction.{key}={value!r} reaches no rule of {contract.describe_method(experiment.train_step)}, so nothing "
+            f"config.reduction.{key}={value!r} reaches no rule of {validation.describe_method(experiment.train_step)}, so nothing "
             f"of it would happen: pass it on, as in CrossShardOptimizer(rule, **self.config.reduction), or leave it at "
             f"{defaults[key]!r}."
         )
@@ -220,7 +220,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
         mapped = step.on_replicas(experiment, replicas.mesh)
-        what = contract.describe_method(experiment.train_step)
+        what = validation.describe_method(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
     watched_step = step.make_watched_step(experiment, mesh)
     device = mesh.devices.flat[0]
@@ -294,7 +294,7 @@ def _check_equal(
         kind, _, name = trees.path_name(path).partition("/")
         if kind == "metrics" and jnp.issubdtype(leaf.dtype, jnp.integer):
             raise errors.UserError(
-                f"{contract.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the "
+                f"{validation.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the "
                 "replicas. A row has one number of all of them, and integers are logged as they are: return "
                 "jax.lax.psum(x, ('slice', 'replica')) for the sum, or x.astype(jnp.float32) for the mean."
             )
@@ -311,7 +311,7 @@ def _check_equal(
                     "which needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
                 )
         raise errors.UserError(
-            f"{contract.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of "
+            f"{validation.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of "
             "it. Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, "
             "such as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, "
             "declare that with xshard.equal_on_replicas."
@@ -336,7 +336,9 @@ def _check_rules(
     # Supervised has a method that makes its rule; other experiments make theirs where
     # they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
-    rule_values.check(jaxpr.jaxpr, inputs, _long(mesh), contract.describe_method(maker))
+    rule_values.check(
+        jaxpr.jaxpr, inputs, _long(mesh), validation.describe_method(maker)
+    )
 
 
 def _labeled(tree: Any, note: str) -> Any:
@@ -384,14 +386,14 @@ def _prediction_callers(
     and training data that acts.
     """
     if experiment_lib.overrides(experiment, "samples"):
-        where = contract.describe_method(experiment.samples)
+        where = validation.describe_method(experiment.samples)
         key = experiment_lib.samples_key(experiment)
         yield lambda predict: samples.named(where, experiment.samples(predict, key))
     if act is None:
         return
     if not experiment_lib.overrides(experiment, "predict"):
         raise errors.UserError(
-            f"The data that {contract.describe_method(experiment.train_batches)} returned acts on the model "
+            f"The data that {validation.describe_method(experiment.train_batches)} returned acts on the model "
             f"(acts_every_steps), but {type(experiment).__name__} makes no predictions: define predict(state, batch), or "
             "leave acts_every_steps out."
         )
@@ -439,6 +441,6 @@ def _check_prediction(
             among = "groups"
             fix = "Return the outputs of all groups, as jax.lax.all_gather(outputs, 'group') does."
         raise errors.UserError(
-            f"{contract.describe_method(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
+            f"{validation.describe_method(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
             f"between the {among}; a prediction must be equal on all devices. {fix}"
         )

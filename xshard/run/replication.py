@@ -4,7 +4,7 @@ that must be equal on them.
 No analysis of the program can prove this for state that a learner or
 `xshard.equal_on_replicas` declares as equal, and none can prove that a device computes
 correctly. A checkpoint holds one copy of such state, so a resumed run would not
-continue what replicas that have parted were training.
+continue what replicas that have diverged were training.
 """
 
 import collections
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import contract, errors, logical
+from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -55,7 +55,7 @@ class ReplicaDivergenceError(errors.UserError):
         self.step = step
 
 
-class Monitor:
+class ReplicaCheck:
     """Compares the copies of the replicas. It looks at each step some steps later, so
     that the device never waits.
 
@@ -92,7 +92,7 @@ class Monitor:
     def push(
         self,
         step: int,
-        begun: fingerprint.Fingerprints | None,
+        fingerprints_before: fingerprint.Fingerprints | None,
         state: state_lib.TrainState,
     ) -> dict[str, Any]:
         """Takes the fingerprints of the state that a step began with, and checks the
@@ -100,7 +100,7 @@ class Monitor:
 
         Args:
           step: the number of the step.
-          begun: the fingerprints of the state before the step; None if the step
+          fingerprints_before: the fingerprints of the state before the step; None if the step
             computes none.
           state: the state after the step.
 
@@ -113,11 +113,13 @@ class Monitor:
         """
         self._newest = state
         logged = {}
-        if begun is not None and step % self._every == 0:
-            parted = mesh_lib.replicate(self._mesh, begun.parted)
-            deferred.to_host([parted])
-            self._pending.append((step - 1, begun._replace(parted=parted)))
-            logged = begun.logged()
+        if fingerprints_before is not None and step % self._every == 0:
+            diverged = mesh_lib.replicate(self._mesh, fingerprints_before.diverged)
+            deferred.to_host([diverged])
+            self._pending.append(
+                (step - 1, fingerprints_before._replace(diverged=diverged))
+            )
+            logged = fingerprints_before.logged()
         # The fingerprints after a step come from the program of the next one.
         self._look(step - 1 - deferred.IN_FLIGHT)
         if self._is_awaited:
@@ -207,7 +209,7 @@ class Monitor:
     def _look(self, last: int) -> None:
         while self._pending and self._pending[0][0] <= last:
             step, fingerprints = self._pending.popleft()
-            if np.any(np.asarray(fingerprints.parted)):
+            if np.any(np.asarray(fingerprints.diverged)):
                 raise ReplicaDivergenceError(self._describe(step, fingerprints), step)
 
     def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
@@ -216,13 +218,13 @@ class Monitor:
         """
         state = self._newest
         assert state is not None
-        parted = self._parted(state, fingerprints.table)
+        diverged = self._parted(state, fingerprints.table)
         listed = "; ".join(
-            f"{name}: {text}" for name, texts in parted.items() for text in texts
+            f"{name}: {text}" for name, texts in diverged.items() for text in texts
         )
         return (
             f"After step {step} the replicas hold different bits of {self._paths(state)}, which "
-            f"{contract.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
+            f"{validation.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
             f"only one copy ({listed})"
         )
 
@@ -253,12 +255,12 @@ class Monitor:
             # table of devices.
             held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
         held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
-        parted: dict[str, list[str]] = {}
+        diverged: dict[str, list[str]] = {}
         for index, cell in enumerate(cells):
             texts = list(_partings(self._mesh, cell, held[:, :, :, index]))
             if texts:
-                parted.setdefault(cell.name, []).extend(texts)
-        return parted
+                diverged.setdefault(cell.name, []).extend(texts)
+        return diverged
 
 
 def _partings(

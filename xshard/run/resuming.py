@@ -16,7 +16,7 @@ from xshard.pod import processes
 from xshard.stored import replica_state
 
 
-class Run(NamedTuple):
+class ResumePlan(NamedTuple):
     """The run that starts or resumes; equal on all processes.
 
     Attributes:
@@ -43,7 +43,7 @@ class StartState(NamedTuple):
       rows: the number of rows that the run had logged when the state was saved; None if
         that is not known.
       folder: the checkpoint's folder; empty for a new run.
-      watched: the saved value of `nonfinite.Monitor.get_state`; None if there is none.
+      watched: the saved value of `nonfinite.NonfiniteCheck.get_state`; None if there is none.
       fingerprints: the fingerprints of the state when it was saved, by kind; None if
         they are not known.
     """
@@ -58,7 +58,7 @@ class StartState(NamedTuple):
 
 def identify(
     config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
-) -> Run:
+) -> ResumePlan:
     """Identifies the run to start or resume. All processes call it, and process 0's
     view of the files decides.
 
@@ -75,12 +75,12 @@ def identify(
     identity, *others = processes.from_first(
         "which run it is", lambda: _identify(config, directory, set_aside)
     )
-    return Run(identity_lib.Identity(*identity), *others)
+    return ResumePlan(identity_lib.Identity(*identity), *others)
 
 
 def _identify(
     config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
-) -> Run:
+) -> ResumePlan:
     store = checkpoint.Store(config.checkpoint.directory or str(directory.checkpoints))
     new = identity_lib.new(config)
     if set_aside and set_aside == directory.id_to_set_aside():
@@ -88,7 +88,7 @@ def _identify(
             raise errors.UserError(
                 f"--restart_from_scratch cannot move the checkpoints in {store}: give another checkpoint.directory too."
             )
-        return Run(new, sets_aside=set_aside)
+        return ResumePlan(new, sets_aside=set_aside)
     changes = directory.check(config)
     # The checkpoints may be elsewhere, so the work directory and the checkpoints each
     # name their run.
@@ -101,18 +101,18 @@ def _identify(
             identity_lib.compare(
                 older, identity_lib.plain(config), f"{store} holds the checkpoints of"
             )
-        return Run(own or new, changes, is_older=is_older)
+        return ResumePlan(own or new, changes, is_older=is_older)
     if own is not None and own.id != owner.id:
         raise errors.UserError(
             f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={directory.path} "
             f"holds run {own.id}: give another checkpoint.directory; --init_from starts a run with their parameters."
         )
     if own is not None:
-        return Run(own, changes)
+        return ResumePlan(own, changes)
     whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
     identity_lib.compare(owner.config, identity_lib.plain(config), whose)
     changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
-    return Run(
+    return ResumePlan(
         identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older
     )
 
@@ -120,7 +120,7 @@ def _identify(
 def check_newest(
     manager: checkpoint.Manager,
     directory: workdir.Workdir,
-    run: Run,
+    run: ResumePlan,
     latest: int | None,
 ) -> int | None:
     """Returns the newest step that the run has saved, if the work directory records it;
@@ -158,7 +158,7 @@ def check_newest(
 
 
 def _check_is_new(
-    manager: checkpoint.Manager, directory: workdir.Workdir, run: Run
+    manager: checkpoint.Manager, directory: workdir.Workdir, run: ResumePlan
 ) -> None:
     """Raises UserError if a run without checkpoints shows signs of earlier progress."""
     damaged = manager.damaged_steps()

@@ -36,7 +36,7 @@ class Checkpoints:
         experiment: experiment_lib.Experiment,
         mesh: jax.sharding.Mesh,
         directory: workdir.Workdir,
-        run: resuming.Run,
+        run: resuming.ResumePlan,
         batches: batches_lib.TrainBatches,
         notify: Callable[[str], None],
         origin: workdir.Origin,

@@ -53,14 +53,14 @@ class Fingerprints(NamedTuple):
     Attributes:
       values: the fingerprint, two uint32, of each kind that has arrays; or of each
         array, by its path.
-      parted: whether replicas of a group hold different copies of a value that must be
+      diverged: whether replicas of a group hold different copies of a value that must be
         equal; a scalar.
       table: the sums of each replica, uint32 of shape (slices, replicas, cells, 2), in
         the order of `cells`.
     """
 
     values: dict[str, Any]
-    parted: Any
+    diverged: Any
     table: Any
 
     def logged(self) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def of_replica(
     else:
         own = lax.cond(is_due, of_own, lambda: jnp.zeros((len(cells), 2), jnp.uint32))
     table = _exchange(mesh, own)
-    values, parted = _combine(cells, table)
-    return Fingerprints(values, parted, table)
+    values, diverged = _combine(cells, table)
+    return Fingerprints(values, diverged, table)
 
 
 def _cells(places: Sequence[_Place]) -> list[Cell]:
@@ -306,14 +306,14 @@ def _combine(
     differ between replicas.
     """
     values: dict[str, jax.Array] = {}
-    parted = jnp.asarray(False)
+    diverged = jnp.asarray(False)
     for index, cell in enumerate(cells):
         copies = table[:, :, index]
         # Along the axes of copies, only the first replica's sums count.
         once = tuple(
             slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS
         )
-        parted |= jnp.any(copies != copies[once])
+        diverged |= jnp.any(copies != copies[once])
         value = jnp.sum(copies[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)
         values[cell.name] = values.get(cell.name, jnp.zeros(2, jnp.uint32)) + value
-    return values, parted
+    return values, diverged

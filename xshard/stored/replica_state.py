@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from xshard import contract, errors, jax_internals
+from xshard import errors, jax_internals, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -94,7 +94,7 @@ def check_unread(
         inputs[paths.index(path)] = _OWN
         if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
             raise errors.UserError(
-                f"{contract.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
+                f"{validation.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
                 f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {mesh_lib.num_replicas(mesh)}. Use the same number of "
                 "replicas, or read state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
             )

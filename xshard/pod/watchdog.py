@@ -23,7 +23,6 @@ import jax
 
 from xshard import errors
 from xshard.pod import (
-    agreement,
     attempts,
     exits,
     heartbeat,
@@ -31,6 +30,7 @@ from xshard.pod import (
     signals,
     startup,
     status,
+    sync_point,
 )
 from xshard.pod import notice as notice_lib
 
@@ -46,7 +46,7 @@ class _EndedError(Exception):
     """The context was left, so the talking thread ends."""
 
 
-class PodMonitor:
+class Watchdog:
     """One process's watch over a run. It is a context for the main thread, because it
     takes the signals.
     """
@@ -87,7 +87,7 @@ class PodMonitor:
         self._end = processes.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
         self._published = False
-        self._agreement = agreement.Agreement(self._board)
+        self._sync_point = sync_point.SyncPoint(self._board)
         self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
         self._progress = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
@@ -101,7 +101,7 @@ class PodMonitor:
         # Restores the handlers of signals and of aborts when the context ends.
         self._exit_stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "PodMonitor":
+    def __enter__(self) -> "Watchdog":
         if len(self._hosts) > 1:
             self._exit_stack.enter_context(exits.before_abort(self._before_abort))
         self._signals = self._signal_receiver or self._exit_stack.enter_context(
@@ -116,7 +116,7 @@ class PodMonitor:
 
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
-        self._agreement.nudge()
+        self._sync_point.nudge()
         self._signals.wake()
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
@@ -127,13 +127,13 @@ class PodMonitor:
         poll at the same steps.
         """
         self._progress.note_progress()
-        return self._agreement.poll()
+        return self._sync_point.poll()
 
     def ask(self, notice: notice_lib.Notice) -> None:
         """Asks all processes to act on a notice, at the next poll that all can still
         reach.
         """
-        self._agreement.ask(notice)
+        self._sync_point.ask(notice)
 
     def doing(self, what: str, **more: Any) -> None:
         """Sets the status of this process, as `Status.doing` does, and counts as
@@ -203,7 +203,7 @@ class PodMonitor:
             self._say(
                 "SIGINT: saving after this step; a second SIGINT ends the run at once."
             )
-        elif number not in self._numbers and not self._agreement.is_stopping:
+        elif number not in self._numbers and not self._sync_point.is_stopping:
             # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU
             # every second.
             self._numbers.add(number)
@@ -253,11 +253,11 @@ class PodMonitor:
 
     def _exchange_messages(self) -> None:
         while not self._ended.is_set():
-            self._agreement.wait(_TICK_SECONDS)
+            self._sync_point.wait(_TICK_SECONDS)
             try:
                 self._check_stop_requests()
                 self._exchange_status()
-                if self._agreement.is_due():
+                if self._sync_point.is_due():
                     self._agree()
             except _EndedError:
                 return
@@ -271,7 +271,7 @@ class PodMonitor:
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
     def _check_stop_requests(self) -> None:
-        if self._agreement.is_stopping:
+        if self._sync_point.is_stopping:
             return
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._stop("the time of --stop_after has passed")
@@ -324,12 +324,12 @@ class PodMonitor:
                 self._exit(notice_lib.FAILED, f"error: {message}")
 
     def _agree(self) -> None:
-        notice, point = self._agreement.gather(self._exchange_status)
+        notice, point = self._sync_point.gather(self._exchange_status)
         if notice.kind == notice_lib.STOP and point == 1:
             self.doing("stopped")
             with self._exit_lock:
                 self._exit(notice.code, f"{notice.why}: stopped before the first step.")
-        self._agreement.settle(notice, point)
+        self._sync_point.decide(notice, point)
 
     # Leaving.
 

@@ -10,7 +10,7 @@ from xshard.pod import notice as notice_lib
 from xshard.pod import processes
 
 
-class Agreement:
+class SyncPoint:
     """Delivers notices to the training, which polls for them, at the same poll number
     on every process.
 
@@ -107,7 +107,7 @@ class Agreement:
             self.is_stopping = True
         return notices[0], max(points)
 
-    def settle(self, notice: notice_lib.Notice, point: int) -> None:
+    def decide(self, notice: notice_lib.Notice, point: int) -> None:
         """Releases the training, and delivers the notice at the agreed poll."""
         with self._changed:
             # A save that is agreed on after a stop, for the same poll, must not replace

@@ -21,7 +21,7 @@ import pytest
 
 from tests import standstill
 from tests.launch import harness
-from xshard.pod import heartbeat, monitor, notice, signals, status
+from xshard.pod import heartbeat, notice, signals, status, watchdog
 
 
 def poll(watching):
@@ -48,7 +48,7 @@ def calls_of(monkeypatch, watching, name):
      (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
 )  # fmt: skip
 def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number, code):
-    watching = monitor.PodMonitor(tmp_path)
+    watching = watchdog.Watchdog(tmp_path)
     signalled = calls_of(monkeypatch, watching, "_handle_signal")
     with watching:
         assert watching.poll() is None
@@ -60,7 +60,7 @@ def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number
             # come several times.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
-            assert watching._agreement._requested is None and watching.poll() is None
+            assert watching._sync_point._requested is None and watching.poll() is None
     said = f"{signal.Signals(number).name}: saving after this step"
     assert capfd.readouterr().err.count(said) == 1
 
@@ -68,7 +68,7 @@ def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number
 def test_a_signal_from_before_the_watch_is_handled(tmp_path):
     with signals.SignalReceiver() as signal_receiver:
         os.kill(os.getpid(), signal.SIGTERM)
-        watching = monitor.PodMonitor(tmp_path, signal_receiver=signal_receiver)
+        watching = watchdog.Watchdog(tmp_path, signal_receiver=signal_receiver)
         # This poll comes before the watch reads the signal, because a stop before the
         # first poll ends the process.
         watching.poll()
@@ -85,12 +85,12 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
     def stop():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            harness.wait_until(lambda: watching._agreement.is_stopping)
+            harness.wait_until(lambda: watching._sync_point.is_stopping)
         finally:
             libc.pthread_barrier_wait(barrier)
 
     with (
-        monitor.PodMonitor(tmp_path) as watching,
+        watchdog.Watchdog(tmp_path) as watching,
         concurrent.futures.ThreadPoolExecutor() as pool,
     ):
         watching.poll()
@@ -112,7 +112,7 @@ def test_the_signal_handlers_are_restored(tmp_path):
         number: signal.signal(number, handler) for number, handler in handlers.items()
     }
     try:
-        with monitor.PodMonitor(tmp_path):
+        with watchdog.Watchdog(tmp_path):
             pass
         assert {number: signal.getsignal(number) for number in numbers} == handlers
         assert signal.set_wakeup_fd(-1) == -1
@@ -201,7 +201,7 @@ def test_a_forked_child_does_not_hold_the_locks_of_its_run(tmp_path):
 
 
 def test_a_stop_file_stops_the_run(tmp_path):
-    with monitor.PodMonitor(tmp_path) as watching:
+    with watchdog.Watchdog(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
         assert poll(watching) == (
@@ -214,8 +214,8 @@ def test_a_stop_file_stops_the_run(tmp_path):
 def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
     passed = 0.0
     now = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
-    monkeypatch.setattr(monitor, "time", now)
-    with monitor.PodMonitor(tmp_path, stop_after_seconds=5000) as watching:
+    monkeypatch.setattr(watchdog, "time", now)
+    with watchdog.Watchdog(tmp_path, stop_after_seconds=5000) as watching:
         assert watching.poll() is None
         passed = 5000.0
         assert poll(watching) == (
@@ -226,22 +226,22 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
 
 
 def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
-    with monitor.PodMonitor(tmp_path) as watching:
+    with watchdog.Watchdog(tmp_path) as watching:
         watching.poll()
         watching.ask(notice.Notice(notice.SAVE, "it is time"))
         assert poll(watching).kind == notice.SAVE
-        with watching._agreement._changed:
+        with watching._sync_point._changed:
             watching.ask(notice.Notice(notice.SAVE, "it is time"))
             watching.ask(notice.Notice(notice.STOP, "enough"))
         assert poll(watching).why == "enough"
 
 
 def test_a_save_at_the_same_step_does_not_undo_a_stop(tmp_path):
-    with monitor.PodMonitor(tmp_path) as watching:
+    with watchdog.Watchdog(tmp_path) as watching:
         watching.poll()
         for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
             watching.ask(notice.Notice(kind, "it is time"))
-            harness.wait_until(lambda n=rounds: watching._agreement._round == n)
+            harness.wait_until(lambda n=rounds: watching._sync_point._round == n)
         assert watching.poll().kind == notice.STOP
 
 
@@ -250,7 +250,7 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
         rows = json.loads((tmp_path / "status.json").read_bytes())
         return rows if rows[0]["rate"] else None
 
-    watching = monitor.PodMonitor(tmp_path)
+    watching = watchdog.Watchdog(tmp_path)
     written = calls_of(monkeypatch, watching, "_write_status")
     with watching:
         watching.doing("compiling", step=0, steps=100)
@@ -278,8 +278,8 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     tried = []
-    monkeypatch.setattr(monitor.status.disk, "replace", write)
-    with monitor.PodMonitor(tmp_path) as watching:
+    monkeypatch.setattr(watchdog.status.disk, "replace", write)
+    with watchdog.Watchdog(tmp_path) as watching:
         watching.publish()
         watching.poll()
         harness.wait_until(lambda: len(tried) > 1)
@@ -372,16 +372,16 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
             if asks and len(notices) >= 2 and step > 150:
                 watching.ask(notice.Notice(notice.STOP, "enough"))
 
-    monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.01)
     shared, watches = {}, []
     with contextlib.ExitStack() as stack:
         for index in range(2):
-            watching = monitor.PodMonitor(tmp_path, ["h0", "h0"])
+            watching = watchdog.Watchdog(tmp_path, ["h0", "h0"])
             watching._index = index
             watching._board = LossyBoard(
                 index, shared, random.Random(100 * seed + index)
             )
-            watching._agreement._board = watching._board
+            watching._sync_point._board = watching._board
             watches.append(watching)
         for watching in watches:
             stack.enter_context(watching)
