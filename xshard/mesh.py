@@ -66,7 +66,8 @@ def make_mesh(
     good = divisors(len(devices))
     if not isinstance(model, int) or model not in good:
         raise errors.UserError(
-            f"model_parallel={model!r} must divide the number of devices, {len(devices)}; good values: {good}."
+            f"model_parallel={model!r} must divide the number of devices, "
+            f"{len(devices)}; good values: {good}."
         )
     replicas = len(devices) // model
     groups = check_groups(group_assignment) or [list(range(replicas))]
@@ -75,8 +76,9 @@ def make_mesh(
             np.arange(replicas).reshape(2 if replicas % 2 == 0 else 1, -1).tolist()
         )
         raise errors.UserError(
-            f"group_assignment={_shortened(groups)} does not fit: it must hold each of the {replicas} replicas "
-            f"({len(devices)} devices / model_parallel={model}) once, as {_shortened(good_groups)} does."
+            f"group_assignment={_shortened(groups)} does not fit: it must hold each of "
+            f"the {replicas} replicas ({len(devices)} devices / "
+            f"model_parallel={model}) once, as {_shortened(good_groups)} does."
         )
     _check_slices(slices, len(groups[0]), devices)
     shape = (len(groups), slices, len(groups[0]) // slices, model)
@@ -137,15 +139,17 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     sizes = [len(part) for part in _hardware_slices(devices)]
     if len(set(sizes)) > 1:
         raise errors.UserError(
-            f"The devices are in slices of different sizes, {sizes}; give `devices` with equally many of each slice."
+            f"The devices are in slices of different sizes, {sizes}; give `devices` "
+            "with equally many of each slice."
         )
     # One hardware slice may count as several, for example for machines that a slower
     # network connects.
     good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
     if not isinstance(slices, int) or slices not in good:
         raise errors.UserError(
-            f"slices={slices!r} must divide the {replicas} replicas of a group, and equal the number of slices "
-            f"that the devices report, if they report any ({len(sizes)}); good values: "
+            f"slices={slices!r} must divide the {replicas} replicas of a group, and "
+            "equal the number of slices that the devices report, if they report any "
+            f"({len(sizes)}); good values: "
             f"{good or 'none: each group needs as many replicas in each slice'}."
         )
 
@@ -170,14 +174,14 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     )
     if not is_nested or not groups:
         raise errors.UserError(
-            "group_assignment must be a list of lists of replica numbers, as [[0, 1], [2, 3]] is; "
-            f"received {_shortened(groups)}."
+            "group_assignment must be a list of lists of replica numbers, as [[0, 1], "
+            f"[2, 3]] is; received {_shortened(groups)}."
         )
     sizes = [len(group) for group in groups]
     if len(set(sizes)) > 1 or sizes[0] == 0:
         raise errors.UserError(
-            f"The groups of group_assignment must be of one size; received {_shortened(groups)}, of "
-            f"sizes {_shortened(sizes)}."
+            "The groups of group_assignment must be of one size; received "
+            f"{_shortened(groups)}, of sizes {_shortened(sizes)}."
         )
     ids = [i for group in groups for i in group]
     are_numbers = all(
@@ -185,8 +189,8 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     )
     if not are_numbers or sorted(ids) != list(range(len(ids))):
         raise errors.UserError(
-            "group_assignment must hold each replica number once, that is a permutation of "
-            f"range({len(ids)}); received {_shortened(groups)}."
+            "group_assignment must hold each replica number once, that is a "
+            f"permutation of range({len(ids)}); received {_shortened(groups)}."
         )
     return [[int(i) for i in group] for group in groups]
 
@@ -382,12 +386,13 @@ def _check_spec(mesh: AnyMesh, name: str, shape: tuple[int, ...], spec: Any) -> 
     axes = [axis for axis in spec if axis is not None]
     if len(spec) > len(shape) or any(axis != MODEL for axis in axes):
         raise errors.UserError(
-            f"The sharding rule {tuple(spec)} for '{name}' of shape {shape} must have at most one entry "
-            "for each dimension, None or 'model'."
+            f"The sharding rule {tuple(spec)} for '{name}' of shape {shape} must have "
+            "at most one entry for each dimension, None or 'model'."
         )
     for size, axis in zip(shape, spec, strict=False):
         if axis is not None and size % mesh.shape[MODEL]:
             raise errors.UserError(
-                f"The sharding rule {tuple(spec)} for '{name}' splits a dimension of {size} over "
-                f"model_parallel={mesh.shape[MODEL]} devices, which does not divide it."
+                f"The sharding rule {tuple(spec)} for '{name}' splits a dimension of "
+                f"{size} over model_parallel={mesh.shape[MODEL]} devices, which does "
+                "not divide it."
             )

@@ -198,8 +198,8 @@ def _check(config):
         ("model.heads", network.heads, network.width % max(1, network.heads) == 0,
          f"a divisor of model.width={network.width}"),
         ("model.heads", network.heads, size % 2 == 0,
-         f"such that a head, of model.width={network.width} / heads = {size}, has an even size: rotary "
-         "positions rotate pairs"),
+         f"such that a head, of model.width={network.width} / heads = {size}, has an "
+         "even size: rotary positions rotate pairs"),
         *((f"model.{name}", network[name], network[name] % parts == 0,
            f"a multiple of model_parallel={parts}") for name in ("heads", "feed_forward")),
         ("model.attention", network.attention, network.attention in attention.KINDS,

@@ -63,8 +63,9 @@ def documents(files: tuple[str, ...], held_out: float) -> tuple[list[str], list[
     train, held = (_side(found, held_out, side) for side in (False, True))
     if not train or not held:
         raise errors.UserError(
-            f"text.files={files!r} has {len(train)} files to train on and {len(held)} held-out files, with "
-            f"text.held_out={held_out}. Each set needs at least one: give more files, or another text.held_out."
+            f"text.files={files!r} has {len(train)} files to train on and {len(held)} "
+            f"held-out files, with text.held_out={held_out}. Each set needs at least "
+            "one: give more files, or another text.held_out."
         )
     return train, held
 
@@ -106,8 +107,9 @@ def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
     """
     if len(text) <= length:
         raise errors.UserError(
-            f"The {what} text has {len(text)} bytes, and text.length={length} needs at least {length + 1}: "
-            "give text.files more, choose a smaller text.length, or another text.held_out."
+            f"The {what} text has {len(text)} bytes, and text.length={length} needs at "
+            f"least {length + 1}: give text.files more, choose a smaller text.length, "
+            "or another text.held_out."
         )
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length]
 
@@ -134,8 +136,9 @@ def _find(entry: str) -> dict[str, str]:
             else "file does not exist"
         )
         raise errors.UserError(
-            f"text.files has {entry!r}: this {kind}. It must name files, folders or patterns such as "
-            f"'books/**/*.txt', from the folder {os.getcwd()} or absolute; empty: Python's own sources."
+            f"text.files has {entry!r}: this {kind}. It must name files, folders or "
+            f"patterns such as 'books/**/*.txt', from the folder {os.getcwd()} or "
+            "absolute; empty: Python's own sources."
         )
     fixed = entry[: next(i for i in range(len(entry)) if glob.has_magic(entry[i]))]
     root = os.path.dirname(fixed) or "."
@@ -162,7 +165,8 @@ def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
 
 def _refuse(e: OSError, path: str = "") -> None:
     raise errors.UserError(
-        f"text.files: {path or e.filename} cannot be read ({e.strerror}); make it readable, or leave it out."
+        f"text.files: {path or e.filename} cannot be read ({e.strerror}); make it "
+        "readable, or leave it out."
     ) from e
 
 

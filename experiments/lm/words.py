@@ -41,7 +41,8 @@ class Words(experiment.LanguageModel):
             )
         if tokenizer.get_vocab_size() > config.vocabulary:
             raise xshard.UserError(
-                f"text.vocabulary={config.vocabulary} must be at least the {tokenizer.get_vocab_size()} tokens of "
+                f"text.vocabulary={config.vocabulary} must be at least the "
+                f"{tokenizer.get_vocab_size()} tokens of "
                 f"text.tokenizer={config.tokenizer!r}."
             )
         return tokenizer
@@ -178,8 +179,9 @@ def _check(config):
     weights, files = config.text.weights, config.text.files
     if weights and (len(weights) != len(files) or min(weights) <= 0):
         raise xshard.UserError(
-            f"text.weights={weights!r} must have a number above 0 for each of the {len(files)} entries of text.files; or "
-            "be empty, where all of them are one source."
+            f"text.weights={weights!r} must have a number above 0 for each of the "
+            f"{len(files)} entries of text.files; or be empty, where all of them are "
+            "one source."
         )
     for key in ("streams", "tokenizer_files"):
         if config.text[key] < 1:

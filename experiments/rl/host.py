@@ -18,7 +18,8 @@ class HostCatch(experiment.Catch):
         super().__init__(config)
         if config.group_assignment:
             raise xshard.UserError(
-                "This experiment's games belong to one agent: leave group_assignment empty."
+                "This experiment's games belong to one agent: leave group_assignment "
+                "empty."
             )
 
     def train_batches(self, part):

@@ -117,7 +117,8 @@ def test_a_rematerialized_gradient_is_split():
             lambda w, x: lax.scan(
                 lambda c, _: (lax.psum(c, "replica"), ()), x, length=2
             )[0],
-            "inside a scan.*a loss of micro-batches runs in a scan: set micro_batches to 1",
+            "inside a scan.*a loss of micro-batches runs in a scan: set micro_batches "
+            "to 1",
         ),
         (
             lambda w, x: lax.cond(w > 0, lambda: lax.axis_index("replica"), lambda: 0),

@@ -21,11 +21,20 @@ from xshard import mesh as mesh_lib
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
-_BYTES, _ARRAY, _TUPLE = _MARKERS = "base64", "npy", "tuple"
+_BYTES = "base64"
+_ARRAY = "npy"
+_TUPLE = "tuple"
+_MARKERS = (_BYTES, _ARRAY, _TUPLE)
 
 
 class TrainBatches:
-    """The batches of a training run, in order."""
+    """The batches of a training run, in order.
+
+    Attributes:
+      example: one row of a batch.
+      epoch_examples: the number of examples of an epoch, of one group; None if
+        unknown.
+    """
 
     def __init__(
         self,
@@ -53,32 +62,30 @@ class TrainBatches:
         Raises:
           ValueError: if the replicas and micro-batches do not divide the batch, or the
             iterator is invalid.
-
-        Attributes:
-          example: one row of a batch.
-          epoch_examples: the number of examples of an epoch, of one group; None if
-            unknown.
         """
-        check_train_batch(
-            batch_size, replicas.mesh if replicas else mesh, micro_batches
-        )
+        replica_mesh = mesh if replicas is None else replicas.mesh
+        check_train_batch(batch_size, replica_mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
         self._rows = rows_lib.Rows(batch_size, self._sharding, replicas, groups)
-        group_of = self._rows.local_rows // batch_size
-        rows = tuple(
-            self._rows.local_rows[group_of == g] - g * batch_size for g in range(groups)
-        )
-        self._checked: list[Any] | None = None
-        self._iterator: Any = make(data.Part(batch_size, rows, seed))
-        self._check_iterator()
+        self._skips: Mapping[int, int] = {}
+        # The names, shapes and dtypes of the last batch that passed the checks.
+        self._checked_kind: list[Any] | None = None
+
+        local_rows = self._rows.local_rows
+        rows_of_groups = []
+        for group in range(groups):
+            rows_of_group = local_rows[local_rows // batch_size == group]
+            rows_of_groups.append(rows_of_group - group * batch_size)
+        part = data.Part(batch_size, rows=tuple(rows_of_groups), seed=seed)
+        self._iterator: Any = make(part)
+        _check_iterator(self._iterator)
+        self._acts_every_steps = getattr(self._iterator, "acts_every_steps", None)
+        if self._acts_every_steps is not None:
+            _check_acts(self._iterator, self._acts_every_steps)
         self.epoch_examples: int | None = getattr(
             self._iterator, "epoch_examples", None
         )
-        self._skips: Mapping[int, int] = {}
-        self._every = getattr(self._iterator, "acts_every_steps", None)
-        if self._every is not None:
-            _check_acts(self._iterator, self._every)
         # The first batch is read for its shapes, and then put back for the first step.
         with self._restoring_iterator():
             first = self._take_next()
@@ -86,18 +93,22 @@ class TrainBatches:
         self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
     def summary(self) -> str:
-        """Returns a summary of the data, which the processes compare; empty if the
-        iterator has none.
+        """Returns a summary of the data, which the processes compare.
+
+        It is empty if the iterator has none.
         """
-        return str(getattr(self._iterator, "summary", str)())
+        if hasattr(self._iterator, "summary"):
+            return str(self._iterator.summary())
+        return ""
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes, dtypes and shardings of a batch."""
         return shapes(self.example, self._rows.count, self._sharding)
 
     def __next__(self) -> dict[str, jax.Array]:
-        """Returns the next batch, of (groups * batch_size) rows along ('group',
-        'slice', 'replica').
+        """Returns the next batch.
+
+        It has (groups * batch_size) rows along ('group', 'slice', 'replica').
         """
         # An iterator may read each batch into the same arrays.
         copy = not getattr(self._iterator, "arrays_are_new", False)
@@ -118,28 +129,31 @@ class TrainBatches:
             host.
           state: the run's state.
         """
-        if self._every is not None and (step - 1) % self._every == 0:
+        every = self._acts_every_steps
+        if every is not None and (step - 1) % every == 0:
             self._iterator.act(step, functools.partial(predict, state))
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
         return next(self)
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
-        """Sets the numbers of batches to draw and discard before certain steps, by
-        step.
-        """
+        """Sets how many batches to draw and discard before certain steps, by step."""
         self._skips = passes
 
     def rehearsal(self) -> Callable[[Callable[..., Any]], None] | None:
-        """Returns a function that lets the iterator act with a `predict` and then
-        restores it; None if it does not act.
+        """Returns a function that lets the iterator act, and then restores it.
+
+        The function takes the `predict` that the iterator gets. None if the iterator
+        does not act.
         """
+        if self._acts_every_steps is None:
+            return None
 
         def rehearse(predict: Callable[..., Any]) -> None:
             with self._restoring_iterator():
                 self._iterator.act(1, predict)
 
-        return None if self._every is None else rehearse
+        return rehearse
 
     @contextlib.contextmanager
     def _restoring_iterator(self) -> Iterator[None]:
@@ -153,7 +167,7 @@ class TrainBatches:
             self._iterator.set_state(state)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Returns this process's position in its data after a step, for the checkpoint."""
+        """Returns this process's position in its data after a step, as JSON values."""
         return {"step": step, "iterator": _to_json(self._iterator.get_state())}
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
@@ -169,26 +183,28 @@ class TrainBatches:
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(
-                f"A version of xshard with a different order of examples wrote the checkpoint of step {step}. A resume "
-                "would repeat some examples and omit others. Start a new run in another directory with --init_from."
+                "A version of xshard with a different order of examples wrote the "
+                f"checkpoint of step {step}. A resume would repeat some examples and "
+                "omit others. Start a new run in another directory with --init_from."
             )
         states = [position["iterator"] for position in positions]
         if hasattr(self._iterator, "join_states"):
-            self._iterator.set_state(
-                self._iterator.join_states([_from_json(x) for x in states])
-            )
+            joined = self._iterator.join_states([_from_json(x) for x in states])
+            self._iterator.set_state(joined)
             return
         # Equal states are not enough: processes that read different files may have
         # reached the same position in each.
-        alike = all(other == states[0] for other in states)
-        if alike and getattr(self._iterator, "state_is_shared", False):
+        are_equal = all(state == states[0] for state in states)
+        if are_equal and getattr(self._iterator, "state_is_shared", False):
             states = [states[0]] * jax.process_count()
         if len(states) != jax.process_count():
             raise errors.UserError(
-                f"The checkpoint of step {step} has one state of the experiment's iterator for each of {len(states)} "
-                f"processes, but there are now {jax.process_count()} processes. Resume with {len(states)}; or give the "
-                "iterator a state that all processes share, such as a number of batches, and set its attribute "
-                "state_is_shared = True; or define its method join_states, as xshard.data.pipelines.Streams does."
+                f"The checkpoint of step {step} has one state of the experiment's "
+                f"iterator for each of {len(states)} processes, but there are now "
+                f"{jax.process_count()} processes. Resume with {len(states)}; or give "
+                "the iterator a state that all processes share, such as a number of "
+                "batches, and set its attribute state_is_shared = True; or define its "
+                "method join_states, as xshard.data.pipelines.Streams does."
             )
         self._iterator.set_state(_from_json(states[jax.process_index()]))
 
@@ -197,39 +213,22 @@ class TrainBatches:
             batch = next(self._iterator)
         except StopIteration as e:
             raise errors.UserError(
-                "The training data ended before the run did. Use an iterator that starts over, as "
-                "grain's repeat() does, or set fewer steps."
+                "The training data ended before the run did. Use an iterator that "
+                "starts over, as grain's repeat() does, or set fewer steps."
             ) from e
         # A batch that is like the one before it passes the checks that that one passed.
-        like = _kind(batch)
-        if like is None or like != self._checked:
+        kind = _kind(batch)
+        if kind is None or kind != self._checked_kind:
             data.check_batch(batch, len(self._rows.local_rows))
-            self._checked = like
+            self._checked_kind = kind
         return batch
-
-    def _check_iterator(self) -> None:
-        methods = ("__next__", "get_state", "set_state")
-        lacking = [x for x in methods if not callable(getattr(self._iterator, x, None))]
-        if lacking:
-            raise errors.UserError(
-                f"train_batches returned {type(self._iterator).__name__}, which has no {', '.join(lacking)}; an "
-                "iterator of training data has __next__, get_state and set_state, as iter() of a "
-                "grain.IterDataset has."
-            )
-        try:
-            json.dumps(_to_json(self._iterator.get_state()))
-        except TypeError as e:
-            raise errors.UserError(
-                f"get_state of {type(self._iterator).__name__} returned a value that JSON cannot hold ({e}). It may "
-                "contain numbers, texts, lists, tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
-            ) from e
 
 
 class EvalBatches:
-    """Batches of all examples, once and in order, along ('slice', 'replica') and equal
-    for all groups.
+    """Batches of all examples, once and in order.
 
-    The last batch is padded; '_mask' is False for padding.
+    They lie along ('slice', 'replica'), and are equal for all groups. The last batch is
+    padded; '_mask' is False for padding.
     """
 
     def __init__(
@@ -276,25 +275,28 @@ def train_shapes(
     batch_size: int,
     replicas: logical.Replicas | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of a batch of `TrainBatches` with rows
-    like `example`.
+    """Returns the shapes, dtypes and shardings of a batch of `TrainBatches`.
+
+    Args:
+      example: a batch of any size with such rows.
+      mesh: the run's mesh.
+      batch_size: the number of examples of one model's batch.
+      replicas: the logical replicas, if there are any.
     """
-    of_group = replicas.rows(batch_size) if replicas else batch_size
-    rows = of_group * mesh_lib.num_groups(mesh)
-    return shapes(example, rows, mesh_lib.sharding(mesh, mesh_lib.BATCH))
+    rows = batch_size if replicas is None else replicas.rows(batch_size)
+    sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
+    return shapes(example, rows * mesh_lib.num_groups(mesh), sharding)
 
 
 def shapes(
     example: Mapping[str, Any], rows: Any, sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of `rows` rows like those of an example."""
+    """Returns the shapes, dtypes and shardings of `rows` rows like an example's."""
     described = {}
     for name, array in example.items():
+        shape = (rows, *array.shape[1:])
         # JAX converts 64-bit arrays to 32 bits unless x64 is enabled.
-        shape, dtype = (
-            (rows, *array.shape[1:]),
-            jax.dtypes.canonicalize_dtype(array.dtype),
-        )
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
         described[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return described
 
@@ -302,12 +304,15 @@ def shapes(
 def shapes_of(
     batch: Mapping[str, Any], sharding: jax.sharding.Sharding | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, dtypes and shardings of a batch of arrays, or of values that
-    NumPy converts to arrays.
+    """Returns the shapes, dtypes and shardings of a batch.
+
+    Args:
+      batch: arrays, or values that NumPy converts to arrays.
+      sharding: the sharding of all of them.
     """
     described = {}
     for name, x in batch.items():
-        dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         described[name] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
     return described
@@ -325,19 +330,20 @@ def check_train_batch(
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
     """Raises ValueError, with the nearest good values, unless `parts` divides `value`."""
-    if value < 1 or value % parts:
-        near = sorted(
-            {max(value // parts, 1) * parts, (max(value, 0) // parts + 1) * parts}
-        )
-        raise errors.UserError(
-            f"{key}={value} must be a positive multiple of {what}; the nearest: "
-            f"{' or '.join(map(str, near))}."
-        )
+    if value >= 1 and value % parts == 0:
+        return
+    below = max(value // parts, 1) * parts
+    above = (max(value, 0) // parts + 1) * parts
+    nearest = " or ".join(str(good) for good in sorted({below, above}))
+    raise errors.UserError(
+        f"{key}={value} must be a positive multiple of {what}; the nearest: {nearest}."
+    )
 
 
 def _kind(batch: Any) -> list[Any] | None:
-    """Returns the names, shapes and dtypes of a dictionary of NumPy arrays; None for
-    any other batch.
+    """Returns the names, shapes and dtypes of a dictionary of NumPy arrays.
+
+    None for any other batch.
     """
     if type(batch) is not dict:
         return None
@@ -349,12 +355,31 @@ def _kind(batch: Any) -> list[Any] | None:
     return kind
 
 
+def _check_iterator(iterator: Any) -> None:
+    methods = ("__next__", "get_state", "set_state")
+    lacking = [x for x in methods if not callable(getattr(iterator, x, None))]
+    if lacking:
+        raise errors.UserError(
+            f"train_batches returned {type(iterator).__name__}, which has no "
+            f"{', '.join(lacking)}; an iterator of training data has __next__, "
+            "get_state and set_state, as iter() of a grain.IterDataset has."
+        )
+    try:
+        json.dumps(_to_json(iterator.get_state()))
+    except TypeError as e:
+        raise errors.UserError(
+            f"get_state of {type(iterator).__name__} returned a value that "
+            f"JSON cannot hold ({e}). It may contain numbers, texts, lists, "
+            "tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
+        ) from e
+
+
 def _check_acts(iterator: Any, every: Any) -> None:
     kind = type(iterator).__name__
     if type(every) is not int or every < 1:
         raise errors.UserError(
-            f"{kind}.acts_every_steps={every!r} must be a number of steps, at least 1. If the iterator does not "
-            "act, remove the attribute."
+            f"{kind}.acts_every_steps={every!r} must be a number of steps, at least 1. "
+            "If the iterator does not act, remove the attribute."
         )
     if not callable(getattr(iterator, "act", None)):
         raise errors.UserError(
@@ -364,11 +389,13 @@ def _check_acts(iterator: Any, every: Any) -> None:
 
 
 def _to_json(state: Any) -> Any:
-    """Converts a state to JSON values; bytes, arrays and tuples become dictionaries
-    with a marker key.
+    """Converts a state to JSON values.
 
-    Tuples must be restored as tuples, because grain's iterators distinguish them from
-    lists.
+    Bytes, arrays and tuples become dictionaries with a marker key. Tuples must be
+    restored as tuples, because grain's iterators distinguish them from lists.
+
+    Raises:
+      TypeError: for any other type.
     """
     if isinstance(state, bytes):
         return {_BYTES: base64.b64encode(state).decode()}
@@ -389,15 +416,17 @@ def _to_json(state: Any) -> Any:
     if isinstance(state, list):
         return [_to_json(item) for item in state]
     if isinstance(state, Mapping):
-        for name in state:  # JSON would make a string of another key.
-            if not isinstance(name, str) or (name in _MARKERS and len(state) == 1):
+        for name in state:
+            # JSON would make a string of another key.
+            is_marker = name in _MARKERS and len(state) == 1
+            if not isinstance(name, str) or is_marker:
                 raise TypeError(f"a dictionary with the key {name!r}")
         return {name: _to_json(item) for name, item in state.items()}
     return state
 
 
 def _from_json(state: Any) -> Any:
-    """The inverse of `_to_json`."""
+    """Converts JSON values to a state: the inverse of `_to_json`."""
     if isinstance(state, list):
         return [_from_json(item) for item in state]
     if not isinstance(state, dict):
@@ -408,5 +437,5 @@ def _from_json(state: Any) -> Any:
         content = zlib.decompress(base64.b64decode(state[_ARRAY]))
         return np.load(io.BytesIO(content), allow_pickle=False)
     if state.keys() == {_TUPLE}:
-        return tuple(map(_from_json, state[_TUPLE]))
+        return tuple(_from_json(item) for item in state[_TUPLE])
     return {name: _from_json(item) for name, item in state.items()}

@@ -11,15 +11,19 @@ import numpy as np
 from xshard import errors
 
 Arrays = Mapping[str, np.ndarray]
-# The limits of a summary's checksum: the bytes of arrays that are hashed whole; else
-# the number of rows; and the number of examples of a source.
-_SUMMED_BYTES, _SUMMED_ROWS, _SUMMED_EXAMPLES = 1 << 30, 4096, 16
+# The limits of a summary's checksum: arrays of at most so many bytes are hashed whole,
+# and of larger ones so many rows; of a source, so many examples.
+_SUMMED_BYTES = 1 << 30
+_SUMMED_ROWS = 4096
+_SUMMED_EXAMPLES = 16
+# Arrays are hashed in blocks of about this size.
 _BLOCK_BYTES = 1 << 24
 
 
 class Source(Protocol):
-    """The interface of examples that are read one by one, such as `grain.sources` and
-    `grain.MapDataset`.
+    """The interface of examples that are read one by one.
+
+    `grain.sources` and `grain.MapDataset` have it.
     """
 
     def __len__(self) -> int:
@@ -44,19 +48,21 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """Stacks single examples into a batch; raises UserError if they differ in names or
-    shapes.
+    """Stacks single examples into a batch.
+
+    Raises:
+      UserError: if they differ in names or shapes.
     """
+    batch = {}
     try:
-        return {
-            name: np.stack([example[name] for example in examples])
-            for name in examples[0]
-        }
+        for name in examples[0]:
+            batch[name] = np.stack([example[name] for example in examples])
     except (KeyError, ValueError, TypeError) as e:
         raise errors.UserError(
-            f"Examples cannot be stacked ({e}): each must be a mapping of the same names to arrays of the "
-            "same shapes."
+            f"Examples cannot be stacked ({e}): each must be a mapping of the same "
+            "names to arrays of the same shapes."
         ) from e
+    return batch
 
 
 def summary(examples: Examples) -> str:
@@ -69,39 +75,43 @@ def summary(examples: Examples) -> str:
     """
     size = num_examples(examples)
     if isinstance(examples, Mapping):
-        whole = sum(array.nbytes for array in examples.values()) <= _SUMMED_BYTES
-        chosen = None if whole else _spread(size, _SUMMED_ROWS)
-        checksum = _checksum(examples, chosen)
-        return f"{size} examples, CRC-32 {checksum:08x}" + (
-            "" if chosen is None else f" of {len(chosen)} of them"
-        )
-    chosen = _spread(size, _SUMMED_EXAMPLES)
-    sample = take(examples, chosen)
+        if sum(array.nbytes for array in examples.values()) <= _SUMMED_BYTES:
+            return f"{size} examples, CRC-32 {_checksum(examples):08x}"
+        rows = _spread(size, _SUMMED_ROWS)
+        checksum = _checksum(examples, rows)
+        return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
+    rows = _spread(size, _SUMMED_EXAMPLES)
+    sample = take(examples, rows)
     checksum = _checksum(sample)
-    if checksum != _checksum(take(examples, chosen)):
-        kinds = {name: array[:0] for name, array in sample.items()}
-        return f"{size} examples, CRC-32 {_checksum(kinds):08x} of their types"
-    return f"{size} examples, CRC-32 {checksum:08x} of {len(chosen)} of them"
+    if checksum != _checksum(take(examples, rows)):
+        types = {name: array[:0] for name, array in sample.items()}
+        return f"{size} examples, CRC-32 {_checksum(types):08x} of their types"
+    return f"{size} examples, CRC-32 {checksum:08x} of {len(rows)} of them"
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    return np.unique(np.linspace(0, size - 1, min(size, count)).astype(np.int64))
+    """Returns at most `count` of the numbers below `size`, evenly spread."""
+    numbers = np.linspace(0, size - 1, min(size, count))
+    return np.unique(numbers.astype(np.int64))
 
 
 def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
-    """Returns the checksum of names, dtypes, shapes and contents, of some rows or of
-    all.
+    """Returns the checksum of names, dtypes, shapes and contents.
+
+    Args:
+      arrays: the arrays.
+      rows: the rows that it covers; all by default.
     """
     checksum = 0
     for name, array in sorted(arrays.items()):
-        chosen = array if rows is None else array[rows]
-        checksum = zlib.crc32(
-            f"{name} {chosen.dtype} {chosen.shape}".encode(), checksum
-        )
+        if rows is not None:
+            array = array[rows]
+        header = f"{name} {array.dtype} {array.shape}"
+        checksum = zlib.crc32(header.encode(), checksum)
         # Hashed in blocks, since arrays that are not contiguous are copied.
-        block = max(1, _BLOCK_BYTES * len(chosen) // max(1, chosen.nbytes))
-        for start in range(0, len(chosen), block):
-            content = np.ascontiguousarray(chosen[start : start + block])
+        block = max(1, _BLOCK_BYTES * len(array) // max(1, array.nbytes))
+        for start in range(0, len(array), block):
+            content = np.ascontiguousarray(array[start : start + block])
             checksum = zlib.crc32(content.tobytes(), checksum)
     return checksum
 
@@ -109,24 +119,26 @@ def _checksum(arrays: Arrays, rows: np.ndarray | None = None) -> int:
 def splits(examples: Examples | Mapping[str, Examples]) -> dict[str, Examples]:
     """Returns examples by the name of their split; without splits, under the name ''.
 
-    >>> sorted(splits({'x': np.zeros(3)})), sorted(splits({'test': {'x': np.zeros(3)}, 'easy': {'x': np.zeros(2)}}))
-    ([''], ['easy', 'test'])
+    >>> sorted(splits({'x': np.zeros(3)}))
+    ['']
+    >>> sorted(splits({'test': {'x': np.zeros(3)}, 'easy': {'x': np.zeros(2)}}))
+    ['easy', 'test']
     """
-    is_split = lambda x: (
-        isinstance(x, Mapping) or (not hasattr(x, "shape") and _is_source(x))
-    )
     either: Any = examples
-    if isinstance(either, Mapping) and either and all(map(is_split, either.values())):
-        return {str(name): split for name, split in either.items()}
-    return {"": either}
+    if not isinstance(either, Mapping) or not either:
+        return {"": either}
+    if not all(_is_split(value) for value in either.values()):
+        return {"": either}
+    return {str(name): split for name, split in either.items()}
 
 
-def _is_source(x: Any) -> bool:
-    return (
-        hasattr(x, "__len__")
-        and hasattr(x, "__getitem__")
-        and not isinstance(x, list | tuple | str)
-    )
+def _is_split(x: Any) -> bool:
+    """Returns whether a value is a split of examples, and not an array."""
+    if isinstance(x, Mapping):
+        return True
+    if hasattr(x, "shape") or isinstance(x, list | tuple | str):
+        return False
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__")
 
 
 def check(examples: Examples, what: str = "The data") -> None:
@@ -147,7 +159,8 @@ def check(examples: Examples, what: str = "The data") -> None:
     )
     if isinstance(examples, tuple):
         raise errors.UserError(
-            f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: {form}."
+            f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: "
+            f"{form}."
         )
     if not isinstance(examples, Mapping):
         _check_source(examples, what, form)
@@ -163,28 +176,33 @@ def check(examples: Examples, what: str = "The data") -> None:
             )
         if isinstance(array, Mapping):
             raise errors.UserError(
-                f"{what} has a dictionary under {name!r}. Arrays form one level: give the arrays of {name!r} "
-                "their own names. Only eval_data may return several splits, and then nothing else."
+                f"{what} has a dictionary under {name!r}. Arrays form one level: give "
+                f"the arrays of {name!r} their own names. Only eval_data may return "
+                "several splits, and then nothing else."
             )
         _check_array(array, f"{what} has {{}} under {name!r}", form)
     num_examples(examples, what)
 
 
 def check_batch(batch: Any, rows: int) -> None:
-    """Raises UserError unless a batch of an experiment's iterator holds arrays by name,
-    with `rows` rows each.
+    """Raises UserError unless a batch holds arrays by name with `rows` rows each.
+
+    The batch is one of an experiment's iterator.
     """
     what = "A batch of the experiment's iterator"
     if not isinstance(batch, Mapping):
         raise errors.UserError(
-            f"{what} is of type {type(batch).__name__}. It must be a dictionary of arrays by name."
+            f"{what} is of type {type(batch).__name__}. It must be a dictionary of "
+            "arrays by name."
         )
     check(batch, what)
-    # All arrays have as many rows as the first one, by the check above.
-    found = len(next(iter(batch.values())))
+    # All arrays have the same number of rows, by the check above.
+    first = next(iter(batch.values()))
+    found = len(first)
     if found != rows:
         raise errors.UserError(
-            f"{what} has {found} rows. It must have the {rows} rows of this process's Part."
+            f"{what} has {found} rows. It must have the {rows} rows of this process's "
+            "Part."
         )
 
 
@@ -192,15 +210,17 @@ def _check_source(examples: Any, what: str, form: str) -> None:
     kind = type(examples).__name__
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         raise errors.UserError(
-            f"{what} is of type {kind}, without __len__ and __getitem__. It must be a dictionary of arrays, "
-            f"{form}; or a source of examples by number. For an iterator define train_batches."
+            f"{what} is of type {kind}, without __len__ and __getitem__. It must be a "
+            f"dictionary of arrays, {form}; or a source of examples by number. For an "
+            "iterator define train_batches."
         )
     num_examples(examples, what)
     example = examples[0]
     if not isinstance(example, Mapping):
         raise errors.UserError(
-            f"{what} is of type {kind}, whose first example is of type {type(example).__name__}. An example must "
-            f"be a dictionary of arrays. Or return all examples together: {form}."
+            f"{what} is of type {kind}, whose first example is of type "
+            f"{type(example).__name__}. An example must be a dictionary of arrays. Or "
+            f"return all examples together: {form}."
         )
     for name, array in example.items():
         _check_type(
@@ -212,8 +232,8 @@ def _check_array(array: Any, has: str, form: str) -> None:
     kind = type(array).__name__
     if not np.ndim(array):
         raise errors.UserError(
-            f"{has.format(f'the scalar {array!r}')}: each array must have a row for every example. Put a constant "
-            "into the config, or repeat it with np.full."
+            f"{has.format(f'the scalar {array!r}')}: each array must have a row for "
+            "every example. Put a constant into the config, or repeat it with np.full."
         )
     try:
         dtype = np.dtype(array.dtype)
@@ -221,7 +241,8 @@ def _check_array(array: Any, has: str, form: str) -> None:
     # know.
     except (AttributeError, TypeError) as e:
         raise errors.UserError(
-            f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all together {form}."
+            f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all "
+            f"together {form}."
         ) from e
     _check_type(dtype, has)
 
@@ -229,15 +250,17 @@ def _check_array(array: Any, has: str, form: str) -> None:
 def _check_type(dtype: Any, has: str) -> None:
     if not _is_jax_type(np.dtype(dtype)):
         raise errors.UserError(
-            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to a device: give numbers of a "
-            "type that JAX has, such as array.astype(np.float32) or indices of a list of names, or leave it out."
+            f"{has.format(f'an array of type {np.dtype(dtype)}')}, which cannot go to "
+            "a device: give numbers of a type that JAX has, such as "
+            "array.astype(np.float32) or indices of a list of names, or leave it out."
         )
 
 
 @functools.cache
 def _is_jax_type(dtype: np.dtype) -> bool:
-    """Returns whether JAX has arrays of a type. Each batch is checked, so the answers
-    are kept.
+    """Returns whether JAX has arrays of a type.
+
+    Each batch is checked, so the answers are kept.
     """
     try:
         jax.typeof(np.empty(0, dtype))
@@ -247,8 +270,10 @@ def _is_jax_type(dtype: np.dtype) -> bool:
 
 
 def num_examples(examples: Examples, what: str = "The data") -> int:
-    """Returns the number of examples; raises ValueError if there is none, or if arrays
-    have different numbers of rows.
+    """Returns the number of examples.
+
+    Raises:
+      UserError: if there is none, or if arrays have different numbers of rows.
     """
     if not isinstance(examples, Mapping):
         if not len(examples):
@@ -259,7 +284,7 @@ def num_examples(examples: Examples, what: str = "The data") -> int:
     sizes = {name: len(array) for name, array in examples.items()}
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise errors.UserError(
-            f"{what} has arrays of different numbers of rows, or of none: {sizes}. All of them must have one row "
-            "for each example."
+            f"{what} has arrays of different numbers of rows, or of none: {sizes}. All "
+            "of them must have one row for each example."
         )
     return next(iter(sizes.values()))

@@ -16,12 +16,15 @@ import numpy as np
 from xshard import errors
 from xshard.data import examples as examples_lib
 
-_READ_THREADS, _READ_AHEAD = 4, 8
+# The threads that read a source, and the number of batches that they read ahead.
+_READ_THREADS = 4
+_READ_AHEAD = 8
 
 
 class BatchIterator(Protocol):
-    """The interface of a resumable iterator over one process's part of each batch, such
-    as `grain.DatasetIterator`.
+    """The interface of a resumable iterator over one process's part of each batch.
+
+    A `grain.DatasetIterator` has it.
 
     A run resumes only on the same number of processes, unless the iterator has one of
     these:
@@ -52,8 +55,9 @@ class BatchIterator(Protocol):
         """Returns this process's rows of the next batch: see `Part`."""
 
     def get_state(self) -> Any:
-        """Returns the position after the last `next`, as JSON values, bytes, tuples or
-        arrays.
+        """Returns the position after the last `next`.
+
+        It consists of JSON values, bytes, tuples and arrays.
         """
 
     def set_state(self, state: Any) -> None:
@@ -79,8 +83,9 @@ class Part:
 
 
 class _Iterator:
-    """An iterator whose state is the number of batches, with the number of examples to
-    identify the data.
+    """An iterator whose state is the number of batches.
+
+    The number of examples is in the state too, to identify the data.
     """
 
     state_is_shared = True
@@ -116,15 +121,17 @@ class _Iterator:
     def set_state(self, state: dict[str, int]) -> None:
         if not isinstance(state, dict) or state.keys() != {"batches", "examples"}:
             raise errors.UserError(
-                f"The checkpoint's position in the training data is {state!r}, which a different iterator wrote; "
-                "this one counts batches. Restore the experiment's earlier train_batches, or start a new run in "
-                "another directory with --init_from."
+                f"The checkpoint's position in the training data is {state!r}, which a "
+                "different iterator wrote; this one counts batches. Restore the "
+                "experiment's earlier train_batches, or start a new run in another "
+                "directory with --init_from."
             )
         if state["examples"] != self.epoch_examples:
             raise errors.UserError(
-                f"The checkpoint was written with {state['examples']} training examples, but there are now "
-                f"{self.epoch_examples}, so a resume would not continue the same run. Restore the earlier data, or "
-                "start a new run in another directory with --init_from."
+                f"The checkpoint was written with {state['examples']} training "
+                f"examples, but there are now {self.epoch_examples}, so a resume would "
+                "not continue the same run. Restore the earlier data, or start a new "
+                "run in another directory with --init_from."
             )
         self._start_at(state["batches"])
 
@@ -134,10 +141,9 @@ class _Iterator:
 
 
 def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
-    """Iterates over examples forever, each once per epoch, in a new random order each
-    epoch.
+    """Iterates over examples forever, each once per epoch, in random order.
 
-    Batches continue across the ends of epochs. Each group g has its own order, drawn
+    Each epoch has a new order. Batches continue across the ends of epochs. Each group g has its own order, drawn
     from the seed, g and the epoch. The order takes 8 bytes of memory per example.
     Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is read at
     the indices of its later epochs, so that its random transformations differ between
@@ -160,12 +166,14 @@ def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
         raise errors.UserError(
             f"batch_size={part.batch_size} exceeds the {size} examples."
         )
-    numbers = order(examples, part.seed, len(part.rows))
+    numbers_at = order(examples, part.seed, groups=len(part.rows))
 
     def read(step: int) -> examples_lib.Arrays:
         begin = step * part.batch_size
-        chosen = [numbers(group, begin + rows) for group, rows in enumerate(part.rows)]
-        return examples_lib.take(examples, np.concatenate(chosen))
+        numbers = []
+        for group, rows in enumerate(part.rows):
+            numbers.append(numbers_at(group, begin + rows))
+        return examples_lib.take(examples, np.concatenate(numbers))
 
     def batches_from(count: int) -> Iterator[examples_lib.Arrays]:
         if isinstance(examples, Mapping):
@@ -179,7 +187,8 @@ def _read_ahead(
     read: Callable[[int], examples_lib.Arrays], start: int
 ) -> Iterator[examples_lib.Arrays]:
     """Returns the batches from a number on, read by threads."""
-    import grain  # Imported here, since it takes half a second and arrays do not need it.
+    # Imported here, since it takes half a second and arrays do not need it.
+    import grain
 
     options = grain.ReadOptions(
         num_threads=_READ_THREADS, prefetch_buffer_size=_READ_AHEAD
@@ -191,37 +200,47 @@ def _read_ahead(
 def order(
     examples: examples_lib.Examples, seed: int, groups: int
 ) -> Callable[[int, np.ndarray], np.ndarray]:
-    """Returns the function that takes a group and positions in its endless order to the
-    numbers of the examples there.
-    """
-    size, in_epochs = examples_lib.num_examples(examples), _has_epochs(examples)
-    of_epoch = functools.lru_cache(maxsize=2 * groups)(
-        lambda group, epoch: np.random.default_rng([seed, group, epoch]).permutation(
-            size
-        )
-    )
+    """Returns the endless order of examples.
 
-    def numbers(group: int, positions: np.ndarray) -> np.ndarray:
+    Args:
+      examples: the examples.
+      seed: the seed of the order.
+      groups: the number of groups, each of which has an order.
+
+    Returns:
+      A function of a group and of positions in its order, an array, which returns the
+      numbers of the examples there.
+    """
+    size = examples_lib.num_examples(examples)
+    has_epochs = _has_epochs(examples)
+
+    # A batch that crosses the end of an epoch reads two permutations of each group.
+    @functools.lru_cache(maxsize=2 * groups)
+    def permutation(group: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng([seed, group, epoch]).permutation(size)
+
+    def numbers_at(group: int, positions: np.ndarray) -> np.ndarray:
         if not positions.size:
             return positions
-        first, last = int(positions.min()) // size, int(positions.max()) // size
+        first = int(positions.min()) // size
+        last = int(positions.max()) // size
         # Most batches lie within one epoch.
-        if first == last and not in_epochs:
-            return of_epoch(group, first)[positions - first * size]
+        if first == last and not has_epochs:
+            return permutation(group, first)[positions - first * size]
         epochs, offsets = np.divmod(positions, size)
-        chosen = np.empty_like(positions)
+        numbers = np.empty_like(positions)
         for epoch in range(first, last + 1):
-            here = epochs == epoch
-            chosen[here] = (
-                of_epoch(group, epoch)[offsets[here]] + in_epochs * epoch * size
-            )
-        return chosen
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = permutation(group, epoch)[offsets[in_epoch]]
+            if has_epochs:
+                numbers[in_epoch] += epoch * size
+        return numbers
 
-    return numbers
+    return numbers_at
 
 
 def _has_epochs(examples: examples_lib.Examples) -> bool:
-    """Returns whether later epochs have indices of their own."""
+    """Returns whether a later epoch has other indices than the first one."""
     if isinstance(examples, Mapping):
         return False
     import grain

@@ -1,5 +1,4 @@
-"""Pipelines with state, such as packing, that can resume on another number of
-processes.
+"""Pipelines with state, such as packing, that resume on any number of processes.
 
 If rows are read by number, as in `data.iterate`, any process can read any row. A packed
 row depends on the rows before it. So a fixed number of streams, independent of the
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     import grain
 
 # The number of streams, and of rows of each, that are read for a summary.
-_SUMMED_STREAMS, _SUMMED_ROWS = 2, 4
+_SUMMED_STREAMS = 2
+_SUMMED_ROWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +51,16 @@ class Stream:
         """
         if len(examples) < self.count:
             raise errors.UserError(
-                f"There are {len(examples)} examples for {self.count} streams; each needs at least one. Give more "
-                "examples, or fewer streams."
+                f"There are {len(examples)} examples for {self.count} streams; each "
+                "needs at least one. Give more examples, or fewer streams."
             )
         return examples.shuffle(self.seed)[self.index :: self.count].repeat()
 
 
 class Streams:
-    """An iterator over a process's batches that are fed by several streams: a
-    `data.BatchIterator`.
+    """An iterator over a process's batches that are fed by several streams.
 
-    Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each
+    It is a `data.BatchIterator`. Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each
     batch. Each group has its own streams. If rows of one stream are on several
     processes, each of these runs the stream.
     """
@@ -86,60 +85,64 @@ class Streams:
         """
         if count < 1 or part.batch_size % count:
             raise errors.UserError(
-                f"{count} streams do not fit batch_size={part.batch_size}: each feeds equally many rows of a batch, so "
-                "their number must divide it."
+                f"{count} streams do not fit batch_size={part.batch_size}: each feeds "
+                "equally many rows of a batch, so their number must divide it."
             )
-        self._make, self._count, self._seed = make, count, part.seed
+        self._make = make
+        self._count = count
+        self._seed = part.seed
+        # The number of rows of a batch that a stream provides.
         self._rows = part.batch_size // count
-        # For each row of the process: its stream, and its position among the stream's
-        # rows of a batch.
-        self._places = [
-            (f"{group}/{row // self._rows}", int(row % self._rows))
-            for group, rows in enumerate(part.rows)
-            for row in rows
-        ]
-        names = dict.fromkeys(name for name, _ in self._places)
-        self._iterators = {
-            name: self._open(*map(int, name.split("/"))) for name in names
-        }
+        # For each row of the process: the name of its stream, and its position among
+        # the stream's rows of a batch.
+        self._sources: list[tuple[str, int]] = []
+        self._iterators: dict[str, Any] = {}
+        for group, rows in enumerate(part.rows):
+            for row in rows:
+                index, position = divmod(int(row), self._rows)
+                name = f"{group}/{index}"
+                self._sources.append((name, position))
+                if name not in self._iterators:
+                    self._iterators[name] = self._open(group, index)
 
     def _open(self, group: int, index: int) -> Any:
         seed = np.random.SeedSequence([self._seed, group]).generate_state(1)[0]
         stream = iter(self._make(Stream(index, self._count, int(seed))))
         if not (hasattr(stream, "get_state") and hasattr(stream, "set_state")):
             raise errors.UserError(
-                f"A stream is of type {type(stream).__name__}, which has no get_state and set_state; it must be a "
-                "grain.IterDataset."
+                f"A stream is of type {type(stream).__name__}, which has no get_state "
+                "and set_state; it must be a grain.IterDataset."
             )
         return stream
 
     @functools.cached_property
     def _data(self) -> str:
-        """A checksum of the first rows of some streams, which identifies the data; the
-        same on all processes.
+        """A checksum of the first rows of some streams, which identifies the data.
+
+        Every process computes the same one.
         """
         checksum = 0
         for index in range(min(self._count, _SUMMED_STREAMS)):
-            rows = data.stack(
-                list(itertools.islice(self._open(0, index), _SUMMED_ROWS))
-            )
+            first_rows = itertools.islice(self._open(0, index), _SUMMED_ROWS)
+            rows = data.stack(list(first_rows))
             for name, array in sorted(rows.items()):
                 about = f"{name} {array.dtype} {array.shape}"
                 checksum = zlib.crc32(about.encode() + array.tobytes(), checksum)
         return f"CRC-32 {checksum:08x} of their first rows"
 
     def summary(self) -> str:
-        """Returns a summary of the data, which is compared between processes and
-        between parts of a run.
+        """Returns a summary of the data.
+
+        It is compared between processes, and between parts of a run.
         """
         return f"{self._count} streams, {self._data}"
 
     def __next__(self) -> data.Arrays:
-        rows = {
-            name: [next(stream) for _ in range(self._rows)]
-            for name, stream in self._iterators.items()
-        }
-        return data.stack([rows[name][place] for name, place in self._places])
+        rows = {}
+        for name, stream in self._iterators.items():
+            # A stream that ends raises StopIteration, which the run reports.
+            rows[name] = [next(stream) for _ in range(self._rows)]
+        return data.stack([rows[name][position] for name, position in self._sources])
 
     def get_state(self) -> dict[str, Any]:
         """Returns the states of this process's streams, by group and stream."""
@@ -160,8 +163,9 @@ class Streams:
         return {**states[0], "streams": streams}
 
     def set_state(self, state: Any) -> None:
-        """Restores a position from `get_state` or `join_states`, on any number of
-        processes.
+        """Restores a position from `get_state` or `join_states`.
+
+        The number of processes may be another one.
 
         Raises:
           UserError: if the state belongs to other streams.
@@ -170,26 +174,29 @@ class Streams:
         lacking = self._iterators.keys() - state["streams"].keys()
         if lacking:
             raise errors.UserError(
-                f"The checkpoint's position in the training data lacks the streams {', '.join(sorted(lacking))} of this "
-                "process (group/stream). Resume with the groups that the run had."
+                "The checkpoint's position in the training data lacks the streams "
+                f"{', '.join(sorted(lacking))} of this process (group/stream). Resume "
+                "with the groups that the run had."
             )
         for name, stream in self._iterators.items():
             stream.set_state(state["streams"][name])
 
     def _check(self, state: Any) -> None:
-        wanted = {"count": self._count, "rows": self._rows, "data": self._data}
-        if not isinstance(state, Mapping) or state.keys() != {"streams", *wanted}:
+        expected = {"count": self._count, "rows": self._rows, "data": self._data}
+        if not isinstance(state, Mapping) or state.keys() != {"streams", *expected}:
             raise errors.UserError(
-                f"The checkpoint's position in the training data is {str(state)[:200]}, which a different iterator "
-                "wrote; this one has streams. Restore the experiment's earlier train_batches, or start a new run in "
-                "another directory with --init_from."
+                "The checkpoint's position in the training data is "
+                f"{str(state)[:200]}, which a different iterator wrote; this one has "
+                "streams. Restore the experiment's earlier train_batches, or start a "
+                "new run in another directory with --init_from."
             )
-        had = {name: state[name] for name in wanted}
-        if had != wanted:
+        received = {name: state[name] for name in expected}
+        if received != expected:
             raise errors.UserError(
-                f"The checkpoint was written with {_in_words(had)}; the run now has {_in_words(wanted)}. A resume would "
-                "not continue the same run. Restore the earlier streams, batch size and data, or start a new run in "
-                "another directory with --init_from."
+                f"The checkpoint was written with {_in_words(received)}; the run now has "
+                f"{_in_words(expected)}. A resume would not continue the same run. "
+                "Restore the earlier streams, batch size and data, or start a new run "
+                "in another directory with --init_from."
             )
 
 

@@ -9,8 +9,14 @@ from xshard import data, logical
 
 
 class Rows:
-    """The placement of a batch's rows along the replicas of a mesh, the same for every
-    batch.
+    """The placement of a batch's rows along the replicas of a mesh.
+
+    It is the same for every batch.
+
+    Attributes:
+      batch_size: the number of rows of one group's batch.
+      count: the number of rows on all devices, including padding.
+      local_rows: the rows on this process's devices, ascending, without duplicates.
     """
 
     def __init__(
@@ -27,26 +33,27 @@ class Rows:
           sharding: the sharding of a batch's arrays.
           replicas: the logical replicas, if there are any. Their padding repeats the
             last row.
-          groups: the number of groups with their own rows.
-
-        Attributes:
-          batch_size: the argument.
-          count: the number of rows on all devices, including padding.
-          local_rows: the rows on this process's devices, ascending, without duplicates.
+          groups: the number of groups with different rows.
         """
-        places = replicas.rows(batch_size) if replicas else batch_size
-        of_group = np.minimum(np.arange(places), batch_size - 1)
-        row_of_slot = np.concatenate(
-            [group * batch_size + of_group for group in range(groups)]
+        padded_size = batch_size
+        if replicas is not None:
+            padded_size = replicas.rows(batch_size)
+        rows_of_group = np.minimum(np.arange(padded_size), batch_size - 1)
+        # For each row on the devices, the row of the batch that it holds.
+        rows = np.concatenate(
+            [group * batch_size + rows_of_group for group in range(groups)]
         )
-        here = sharding.addressable_devices_indices_map(row_of_slot.shape).values()
-        self.batch_size, self.count = batch_size, len(row_of_slot)
-        self.local_rows = np.unique(
-            np.concatenate([row_of_slot[index] for index in here if index])
-        )
+        local_rows = []
+        for index in sharding.addressable_devices_indices_map(rows.shape).values():
+            # JAX has no index for a device on which the array does not lie.
+            if index:
+                local_rows.append(rows[index])
+        self.batch_size = batch_size
+        self.count = len(rows)
+        self.local_rows = np.unique(np.concatenate(local_rows))
         self._sharding = sharding
         # For each row on the devices, its index in `local_rows`.
-        self._at = np.searchsorted(self.local_rows, row_of_slot)
+        self._local_index = np.searchsorted(self.local_rows, rows)
 
     def to_devices(
         self, arrays: data.Arrays, *, copy: bool = False
@@ -60,17 +67,19 @@ class Rows:
         """
 
         def put(array: np.ndarray) -> jax.Array:
-            array = np.array(array) if copy and isinstance(array, np.ndarray) else array
-            shape = self.count, *array.shape[1:]
-            take = lambda index: self._take(array, index)
-            return jax.make_array_from_callback(shape, self._sharding, take)
+            if copy and isinstance(array, np.ndarray):
+                array = np.array(array)
+            shape = (self.count, *array.shape[1:])
+            return jax.make_array_from_callback(
+                shape, self._sharding, lambda index: self._take(array, index)
+            )
 
         return {name: put(array) for name, array in arrays.items()}
 
-    def _take(self, array: np.ndarray, index: tuple[Any, ...]) -> np.ndarray:
+    def _take(self, array: np.ndarray, index: Any) -> np.ndarray:
         """Returns a device's rows, from the process's rows."""
-        at = self._at[index[0]]
+        rows = self._local_index[index[0]]
         # Contiguous rows, as without padding, are a view.
-        if at[-1] - at[0] == len(at) - 1:
-            return array[at[0] : at[-1] + 1]
-        return array[at]
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return array[rows[0] : rows[-1] + 1]
+        return array[rows]

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 Tokenizer = Any
 # The token that ends a document.
 END = "<|end|>"
-# Per stream. A process runs several streams, so each reads with few threads.
-_READ_THREADS, _READ_AHEAD = 1, 16
+# The read-ahead of a stream. A process runs several streams, so each reads with one
+# thread.
+_READ_THREADS = 1
+_READ_AHEAD = 16
 
 
 class Files:
@@ -84,12 +86,13 @@ class Records:
             raise IndexError(index)
         number = int(np.searchsorted(self._ends, index, side="right"))
         file = self._files[number]
-        place = index - int(self._ends[number]) + len(file)
+        begin = int(self._ends[number]) - len(file)
         try:
-            return file[place]
+            return file[index - begin]
         except RuntimeError as e:
             raise errors.UserError(
-                f"{self._paths[number]} is damaged at record {place} ({e}); replace it, or leave it out."
+                f"{self._paths[number]} is damaged at record {index - begin} ({e}); replace "
+                "it, or leave it out."
             ) from e
 
 
@@ -113,7 +116,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     lib = _tokenizers()
     if vocabulary <= 256:
         raise errors.UserError(
-            f"A vocabulary of {vocabulary} must have more than 256 tokens: the bytes, and {END}."
+            f"A vocabulary of {vocabulary} must have more than 256 tokens: the bytes, "
+            f"and {END}."
         )
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -129,8 +133,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Loads a tokenizer from a file that `Tokenizer.save` of the package tokenizers has
-    written.
+    """Loads a tokenizer from a file.
+
+    `Tokenizer.save` of the package tokenizers writes such files.
 
     Raises:
       UserError: if it cannot be read, or has no token `END`; or the package is not
@@ -152,18 +157,20 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """Returns the function that takes a text to its tokens, int32 of shape (tokens,),
-    followed by `END`.
+    """Returns the function that encodes a text as tokens, followed by `END`.
 
-    If a text contains `END` literally, it is encoded as ordinary bytes.
+    The tokens are an int32 array of shape (tokens,). If a text contains `END` literally, it is encoded as ordinary bytes.
     """
     # A copy, so that the setting below does not change the caller's tokenizer.
-    own = type(tokenizer).from_str(tokenizer.to_str())
-    own.encode_special_tokens = True
-    end = own.token_to_id(END)
-    return lambda text: np.array(
-        [*own.encode(text, add_special_tokens=False).ids, end], np.int32
-    )
+    tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+    tokenizer.encode_special_tokens = True
+    end = tokenizer.token_to_id(END)
+
+    def encode(text: str) -> np.ndarray:
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array([*tokens, end], np.int32)
+
+    return encode
 
 
 def pack(
@@ -172,8 +179,9 @@ def pack(
     length: int,
     options: "grain.ReadOptions | None" = None,
 ) -> "grain.IterDataset":
-    """Packs the tokens of documents, one after the other, into rows of one length; no
-    token is dropped.
+    """Packs the tokens of documents, one after the other, into rows of one length.
+
+    No token is dropped.
 
     Args:
       documents: documents of any type.
@@ -193,11 +201,9 @@ def pack(
 
     if options is None:
         options = grain.ReadOptions(_READ_THREADS, _READ_AHEAD)
-    tokens = documents.map(lambda document: {"text": encode(document)}).to_iter_dataset(
-        options
-    )
+    encoded = documents.map(lambda document: {"text": encode(document)})
     return grain.experimental.ConcatThenSplitIterDataset(
-        tokens, length_struct={"text": length}
+        encoded.to_iter_dataset(options), length_struct={"text": length}
     )
 
 
@@ -206,7 +212,7 @@ def _tokenizers() -> Any:
         import tokenizers
     except ModuleNotFoundError as e:
         raise errors.UserError(
-            "Tokens need the package tokenizers, which is not installed: pip install 'xshard[text]', or pip install "
-            "tokenizers."
+            "Tokens need the package tokenizers, which is not installed: pip install "
+            "'xshard[text]', or pip install tokenizers."
         ) from e
     return tokenizers

@@ -13,7 +13,7 @@ from xshard.logical.replicas import (
     is_exact,
     mesh_of,
     of_config,
-    own_spec,
+    per_replica_spec,
 )
 from xshard.logical.segments import Mapped
 
@@ -26,5 +26,5 @@ __all__ = [
     "is_exact",
     "mesh_of",
     "of_config",
-    "own_spec",
+    "per_replica_spec",
 ]

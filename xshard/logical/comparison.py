@@ -22,25 +22,32 @@ class Comparison:
       differing: the names of the parts that computed other bits than one device did.
     """
 
-    def __init__(self, on: jax.sharding.Mesh, jit: Callable[..., Any]):
+    def __init__(self, mesh: jax.sharding.Mesh, jit: Callable[..., Any]):
         """Chooses the first device of this process.
 
         Args:
-          on: the mesh that the function is called on.
+          mesh: the mesh of devices that the function is called on.
           jit: compiles a part, with the options that its own compilation has.
         """
-        index = jax.process_index()
-        self._device = next(x for x in on.devices.flat if x.process_index == index)
-        self._mesh = mesh_lib.of_one_device(on, self._device)
-        self._jit = jit
+        process = jax.process_index()
+        local = [x for x in mesh.devices.flat if x.process_index == process]
         self.differing: list[str] = []
+        self._device = local[0]
+        self._mesh = mesh_lib.of_one_device(mesh, self._device)
+        self._jit = jit
 
     def on_one_device(self, part: Mapped, *args: Any) -> Any:
-        """Returns what a part computes from the arrays of the device, if it is compiled
-        for this device alone.
+        """Computes a part as if the device were the only one.
+
+        Args:
+          part: the part.
+          *args: its arguments on all devices.
+
+        Returns:
+          The results for the arrays that the device holds.
         """
-        whole = mesh_lib.sharding(self._mesh)
-        return self._jit(part.on(self._mesh))(*jax.device_put(self._held(args), whole))
+        args = jax.device_put(self._local_shards(args), mesh_lib.sharding(self._mesh))
+        return self._jit(part.on(self._mesh))(*args)
 
     def compare(self, what: str, expected: Any, made: Any) -> None:
         """Records a part if its results differ.
@@ -50,26 +57,28 @@ class Comparison:
           expected: the results of `on_one_device`.
           made: the results on all devices.
         """
-        pairs = zip(
-            jax.tree.leaves(expected), jax.tree.leaves(self._held(made)), strict=True
-        )
-        if not all(_has_same_bits(x, y) for x, y in pairs):
-            self.differing.append(what)
+        expected_leaves = jax.tree.leaves(expected)
+        made_leaves = jax.tree.leaves(self._local_shards(made))
+        for x, y in zip(expected_leaves, made_leaves, strict=True):
+            if not _has_same_bits(x, y):
+                self.differing.append(what)
+                return
 
-    def _held(self, arrays: Any) -> Any:
-        """Returns what the device holds of arrays."""
+    def _local_shards(self, arrays: Any) -> Any:
+        """Returns the device's shard of each array."""
 
-        def held(array: jax.Array) -> Any:
-            parts = [
-                x.data for x in array.addressable_shards if x.device == self._device
-            ]
-            return parts[0]
+        def local_shard(array: jax.Array) -> jax.Array:
+            for shard in array.addressable_shards:
+                if shard.device == self._device:
+                    return shard.data
+            raise AssertionError(f"{self._device} has no shard of {array.sharding}.")
 
-        return jax.tree.map(held, arrays)
+        return jax.tree.map(local_shard, arrays)
 
 
 def _has_same_bits(x: jax.Array, y: jax.Array) -> bool:
     """Returns whether arrays have the same bytes. A NaN equals itself."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x = jax.random.key_data(x)
+        y = jax.random.key_data(y)
     return np.asarray(x).tobytes() == np.asarray(y).tobytes()

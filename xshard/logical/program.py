@@ -10,8 +10,9 @@ each number of devices, and so round differently:
 - A program that all devices evaluate alike on the results of the exchanges.
 """
 
+import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -22,21 +23,25 @@ from jax import lax
 from xshard.logical import comparison
 from xshard.logical.replicas import Replicas
 from xshard.logical.segments import (
-    OWN,
+    PER_REPLICA,
+    Exchanged,
+    Indexed,
     Mapped,
     Replica,
-    Results,
     SegmentedProgram,
-    placed_on,
+    Sent,
+    with_shardings,
 )
 
 # XLA sends a program for several devices through passes that one for a single device
 # does not see. What it makes of the program afterwards may then differ, and with it the
-# rounding, so this is left out: - The elimination of common subexpressions, which comes
-# before the simplification for several devices only. - Fusions by YNNPACK on CPUs. A
-# long sum becomes one of them, or is divided into two sums, depending on the order of
-#   the instructions.
+# rounding, so two passes are left out.
+#
+# The elimination of common subexpressions comes before the simplification for several
+# devices only.
 _SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
+# A long sum becomes a fusion by YNNPACK, or is divided into two sums, depending on the
+# order of the instructions.
 _SAME_ROUNDING_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
@@ -73,8 +78,9 @@ class Lowered(NamedTuple):
 
 
 class Program:
-    """A function of all replicas, run on logical replicas. Call, trace and lower it
-    like a result of `jax.jit`.
+    """A function of all replicas, run on logical replicas.
+
+    Call, trace and lower it like a result of `jax.jit`.
     """
 
     def __init__(
@@ -98,219 +104,327 @@ class Program:
         self._mapped = mapped
         self._replicas = replicas
         self._options = options
-        self._say: Callable[[str], None] | None = None
-        self._built: dict[Any, _SingleProgram | _SeparatePrograms] = {}
+        self._log_difference: Callable[[str], None] | None = None
+        # By the structure, shapes and types of the arguments, as jit's cache.
+        self._implementations: dict[Any, _SingleProgram | _SeparatePrograms] = {}
 
-    def compare_first_call(self, say: Callable[[str], None]) -> None:
-        """Lets the next call compare the bits of exact sums with those of one device;
-        see `comparison`.
+    def compare_first_call(self, log: Callable[[str], None]) -> None:
+        """Lets the next call compare the bits of exact sums with those of one device.
 
         Args:
-          say: called with a line if anything differs.
+          log: called with a line if anything differs.
         """
-        self._say = say
+        self._log_difference = log
 
     def trace(self, *args: Any) -> Any:
-        """The program traced for as many devices as there are logical replicas, as
-        `jax.jit(...).trace` returns it.
+        """Traces the program for as many devices as there are logical replicas.
+
+        Returns:
+          What `jax.jit(...).trace` returns.
 
         Raises:
           UserError: if the function cannot be run on logical replicas.
         """
         mesh = self._replicas.mesh
-        shapes = self._implementation(args).segmented.shapes(mesh.shape)
-        return jax.jit(lambda *args: self._mapped(*args).on(mesh)(*args)).trace(*shapes)
+        shapes = self._implementation(args).segments.shapes(mesh.shape)
+
+        def on_all(*args: Any) -> Any:
+            return self._mapped(*args).on(mesh)(*args)
+
+        return jax.jit(on_all).trace(*shapes)
 
     def lower(self, *args: Any) -> Lowered:
         """Lowers the programs for these arguments."""
         return Lowered(self._implementation(args).lower(args))
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the programs, which are compiled on the first call with arguments of
-        these shapes and types.
+        """Runs the programs.
+
+        They are compiled on the first call with arguments of these shapes and types.
         """
         implementation = self._implementation(args)
-        say, self._say = self._say, None
-        if say is not None and isinstance(implementation, _SeparatePrograms):
-            return implementation.compared(args, say)
+        log = self._log_difference
+        self._log_difference = None
+        if log is not None and isinstance(implementation, _SeparatePrograms):
+            return implementation.compare(args, log)
         return implementation(args)
 
     def _implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
-        key = (
-            jax.tree.structure(args),
-            *((x.shape, x.dtype) for x in jax.tree.leaves(args)),
+        leaves = jax.tree.leaves(args)
+        types = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = (jax.tree.structure(args), types)
+        if key not in self._implementations:
+            self._implementations[key] = self._make_implementation(args)
+        return self._implementations[key]
+
+    def _make_implementation(self, args: Any) -> "_SingleProgram | _SeparatePrograms":
+        segments = SegmentedProgram(
+            self._what, self._mapped(*args), self._replicas, args
         )
-        if key not in self._built:
-            segmented = SegmentedProgram(
-                self._what, self._mapped(*args), self._replicas, args
-            )
-            kind = _SeparatePrograms if self._replicas.num_words else _SingleProgram
-            self._built[key] = kind(segmented, **self._options)
-        return self._built[key]
+        # The sums of floats depend on the number of devices anyway.
+        if self._replicas.num_words == 0:
+            return _SingleProgram(segments, **self._options)
+        return _SeparatePrograms(segments, **self._options)
 
 
-class _SingleProgram:
-    """The parts of a function, combined into one program."""
+class _Schedule(abc.ABC):
+    """The order of a program's segments. A subclass says how a segment is run."""
 
-    def __init__(self, segmented: SegmentedProgram, **options: Any):
-        """Combines the parts, with options of `jax.jit`."""
-        self.segmented = segmented
-        equal, own = segmented.inputs.parted(segmented.inputs.specs)
-        leaves = segmented.out_specs, segmented.own_specs
-        mapped = Mapped(self._run, (equal, own, OWN), leaves)
-        self._jitted = jax.jit(mapped.on(segmented.on), **options)
+    def __init__(self, segments: SegmentedProgram):
+        self.segments = segments
+
+    @abc.abstractmethod
+    def before(
+        self, index: int, state: Any, results: Indexed, replicas: Sequence[Replica]
+    ) -> list[Sent]:
+        """Runs `SegmentedProgram.before` for each replica of a device."""
+
+    @abc.abstractmethod
+    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
+        """Runs `SegmentedProgram.exchange`."""
+
+    def run_exchanges(
+        self, state: Any, replicas: Sequence[Replica]
+    ) -> tuple[Indexed, list[Indexed]]:
+        """Runs all segments up to the last exchange.
+
+        Args:
+          state: the leaves of the arguments that are equal on all replicas.
+          replicas: the replicas that `divide` returns.
+
+        Returns:
+          The results of all exchanges that are equal on all replicas, and the outputs
+          of each replica of a device.
+        """
+        results: Indexed = {}
+        outputs: list[Indexed] = [{} for _ in replicas]
+        numbers = [replica.number for replica in replicas]
+        for index, exchange in enumerate(self.segments.split.exchanges):
+            sent = self.before(index, state, results, replicas)
+            for slot, sent_by_replica in enumerate(sent):
+                outputs[slot] = outputs[slot] | sent_by_replica.outputs
+            # The last exchange may have outputs, but nothing to send.
+            if not exchange.kinds:
+                continue
+            arrays = [sent_by_replica.arrays for sent_by_replica in sent]
+            # The sent arrays are large for all replicas of a device together, so
+            # nothing but the exchange may keep them.
+            del sent
+            exchanged = self.exchange(index, arrays, numbers)
+            del arrays
+            results = results | exchanged.equal
+            received = []
+            for replica, shards in zip(replicas, exchanged.shards, strict=True):
+                received.append(replica._replace(shards=replica.shards | shards))
+            replicas = received
+        return results, outputs
+
+
+class _SingleProgram(_Schedule):
+    """All segments in one program."""
+
+    def __init__(self, segments: SegmentedProgram, **options: Any):
+        """Combines the segments, with options of `jax.jit`."""
+        super().__init__(segments)
+        equal, per_replica = segments.inputs.partition(segments.inputs.specs)
+        mapped = Mapped(
+            self._run,
+            in_specs=(equal, per_replica, PER_REPLICA),
+            out_specs=segments.outputs.partition(segments.outputs.specs),
+        )
+        self._jitted = jax.jit(mapped.on(segments.mesh), **options)
 
     def _run(
-        self, state: Any, own: Any, numbers: jax.Array
-    ) -> tuple[list[jax.Array], ...]:
-        segmented = self.segmented
-        replicas = segmented.divide(own, numbers)
-        results, kept = segmented.run(self._before, segmented.exchange, state, replicas)
-        return segmented.after(state, results), segmented.join(kept)
+        self, state: Any, per_replica: Any, numbers: jax.Array
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        replicas = self.segments.divide(per_replica, numbers)
+        results, outputs = self.run_exchanges(state, replicas)
+        return self.segments.after(state, results), self.segments.join(outputs)
 
-    def _before(
-        self, at: int, state: Any, results: Results, replicas: list[Replica]
-    ) -> list[Any]:
-        before = functools.partial(self.segmented.before, at, state, results)
-        # One replica after the other, so that the activations of one are alive at a
-        # time.
-        made = lax.map(before, jax.tree.map(lambda *xs: jnp.stack(xs), *replicas))
-        return [jax.tree.map(lambda x, i=i: x[i], made) for i in range(len(replicas))]
+    def before(
+        self, index: int, state: Any, results: Indexed, replicas: Sequence[Replica]
+    ) -> list[Sent]:
+        """Runs the segment for one replica after the other.
+
+        The activations of only one replica are then alive at a time.
+        """
+
+        def before_of_replica(replica: Replica) -> Sent:
+            return self.segments.before(index, state, results, replica)
+
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *replicas)
+        sent = lax.map(before_of_replica, stacked)
+        count = len(replicas)
+        return [jax.tree.map(lambda array, i=i: array[i], sent) for i in range(count)]
+
+    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
+        """Exchanges arrays within the program."""
+        return self.segments.exchange(index, sent, numbers)
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the program."""
-        segmented = self.segmented
-        lowered = self._jitted.lower(
-            *segmented.inputs.parted(args), segmented.shape_of_numbers
-        )
-        return [Stage(lowered, 1, args)]
+        equal, per_replica = self.segments.inputs.partition(args)
+        numbers = self.segments.shape_of_numbers
+        lowered = self._jitted.lower(equal, per_replica, numbers)
+        return [Stage(lowered, times=1, live=args)]
 
     def __call__(self, args: Any) -> Any:
         """Runs the function."""
-        inputs = self.segmented.inputs.parted(args)
-        return self.segmented.finish(*self._jitted(*inputs, self.segmented.numbers))
+        equal, per_replica = self.segments.inputs.partition(args)
+        outputs = self._jitted(equal, per_replica, self.segments.numbers)
+        return self.segments.finish(*outputs)
 
 
-class _SeparatePrograms:
-    """The parts of a function as separate programs.
+class _SeparatePrograms(_Schedule):
+    """Each segment as a program.
 
-    The host dispatches them without waiting, except for exchanges between several CPU
-    devices.
+    The host dispatches the programs without waiting, except for exchanges between
+    several CPU devices.
+
+    Attributes:
+      divide_program: `SegmentedProgram.divide`, jitted.
+      before_programs: `SegmentedProgram.before` of each exchange.
+      exchange_programs: `SegmentedProgram.exchange` of each exchange.
+      after_program: `SegmentedProgram.after`.
+      join_program: `SegmentedProgram.join`.
+      replica_specs: the specs of a `Replica`.
     """
 
-    def __init__(self, segmented: SegmentedProgram, **options: Any):
-        """Jits the parts. The options are for the last part, whose first argument is
-        all state equal on replicas.
+    def __init__(self, segments: SegmentedProgram, **options: Any):
+        """Jits the segments.
+
+        Args:
+          segments: the segments.
+          **options: options of `jax.jit` for the last segment, whose first argument is
+            all state that is equal on replicas.
         """
-        self.segmented, on = segmented, segmented.on
+        super().__init__(segments)
+        mesh = segments.mesh
         self._is_compiled = False
-        # Only during the call that is compared.
+        # Set only during the call that is compared.
         self._comparison: comparison.Comparison | None = None
+        # What a replica computes, and the update, must round alike on any number of
+        # devices. The other programs only move arrays and add integers.
         compiler_options = dict(_SAME_ROUNDING)
-        if on.devices.flat[0].platform == "cpu":
+        if mesh.devices.flat[0].platform == "cpu":
             compiler_options |= _SAME_ROUNDING_ON_CPUS
         self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
-        equal, own = segmented.inputs.parted(segmented.inputs.specs)
-        self._replica = Replica(own, OWN, OWN)
-        replicas = [self._replica] * segmented.rounds
-        self._divide = jax.jit(Mapped(segmented.divide, (own, OWN), replicas).on(on))
-        self._mapped_befores, self._exchanges = [], []
-        for at in range(len(segmented.split.exchanges)):
-            takes = (equal, segmented.equal, self._replica)
-            before = Mapped(functools.partial(segmented.before, at), takes, OWN)
-            exchange = Mapped(
-                functools.partial(segmented.exchange, at),
-                (OWN, OWN),
-                (segmented.equal, OWN),
-            )
-            self._mapped_befores.append(before)
-            self._exchanges.append(jax.jit(exchange.on(on)))
-        self._befores = [self._jit(before.on(on)) for before in self._mapped_befores]
-        self._join = jax.jit(Mapped(segmented.join, (OWN,), segmented.own_specs).on(on))
-        self._mapped_after = Mapped(
-            segmented.after, (equal, segmented.equal), segmented.out_specs
+
+        equal, per_replica = segments.inputs.partition(segments.inputs.specs)
+        equal_outputs, per_replica_outputs = segments.outputs.partition(
+            segments.outputs.specs
         )
-        self._after = self._jit(self._mapped_after.on(on), **options)
+        self.replica_specs = Replica(per_replica, PER_REPLICA, PER_REPLICA)
+        divide = Mapped(
+            segments.divide,
+            in_specs=(per_replica, PER_REPLICA),
+            out_specs=[self.replica_specs] * segments.rounds,
+        )
+        self.divide_program = jax.jit(divide.on(mesh))
+        self._befores = []
+        self.before_programs = []
+        self.exchange_programs = []
+        for index in range(len(segments.split.exchanges)):
+            before = Mapped(
+                functools.partial(segments.before, index),
+                in_specs=(equal, segments.equal_spec, self.replica_specs),
+                out_specs=PER_REPLICA,
+            )
+            self._befores.append(before)
+            self.before_programs.append(self._jit(before.on(mesh)))
+            exchange = Mapped(
+                functools.partial(segments.exchange, index),
+                in_specs=(PER_REPLICA, PER_REPLICA),
+                out_specs=Exchanged(segments.equal_spec, PER_REPLICA),
+            )
+            self.exchange_programs.append(jax.jit(exchange.on(mesh)))
+        self._after = Mapped(
+            segments.after,
+            in_specs=(equal, segments.equal_spec),
+            out_specs=equal_outputs,
+        )
+        self.after_program = self._jit(self._after.on(mesh), **options)
+        join = Mapped(
+            segments.join, in_specs=(PER_REPLICA,), out_specs=per_replica_outputs
+        )
+        self.join_program = jax.jit(join.on(mesh))
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the programs, in the order in which they run."""
-        segmented, on = self.segmented, self.segmented.on
         self._is_compiled = True
-        state, own = segmented.inputs.parted(args)
-        stages: list[Stage] = []
-        live: list[Any] = [state, own]
-
-        def add(lowered: Any, specs: Any, times: int = 1) -> Any:
-            made = placed_on(on, lowered.out_info, specs)
-            stages.append(Stage(lowered, times, [*live, *[made] * (times - 1)]))
-            live.append([made] * times)
-            return made
-
-        def before(
-            at: int, state: Any, results: Results, replicas: list[Replica]
-        ) -> list[Any]:
-            lowered = self._befores[at].lower(state, results, replicas[0])
-            return [add(lowered, OWN, segmented.rounds)] * segmented.rounds
-
-        def exchange(at: int, sent: Any, numbers: Any) -> Any:
-            lowered = self._exchanges[at].lower(sent, numbers)
-            made = add(lowered, (segmented.equal, OWN))
-            # The arrays that went into the exchange are freed after it; the replicas
-            # keep the others.
-            live[-2] = [kept for _, kept in live[-2]]
-            return made
-
-        divide = self._divide.lower(own, segmented.shape_of_numbers)
-        replicas = add(divide, [self._replica] * segmented.rounds)
-        results, kept = segmented.run(before, exchange, state, replicas)
-        if segmented.own_specs:
-            add(self._join.lower(kept), segmented.own_specs)
-        add(self._after.lower(state, results), segmented.out_specs)
-        return stages
+        return _Lowering(self, args).stages
 
     def __call__(self, args: Any) -> Any:
         """Runs the function."""
-        segmented = self.segmented
+        segments = self.segments
         if not self._is_compiled:
             Lowered(self.lower(args)).compile()
-        state, own = segmented.inputs.parted(args)
-        replicas = self._divide(own, segmented.numbers)
-        results, kept = segmented.run(self._before, self._exchange, state, replicas)
+        state, per_replica = segments.inputs.partition(args)
+        replicas = self.divide_program(per_replica, segments.numbers)
+        results, outputs = self.run_exchanges(state, replicas)
         # Joined before the last program, to which the caller may donate the state.
-        left = self._join(kept) if segmented.own_specs else []
-        expected = self._on_one_device(self._mapped_after, state, results)
-        made = self._after(state, results)
-        self._compare("the update", expected, made)
-        return segmented.finish(made, left)
+        joined = []
+        if segments.outputs.dims:
+            joined = self.join_program(outputs)
+        # The comparison, too, must read the state before it is donated.
+        expected = self._on_one_device(self._after, state, results)
+        equal_outputs = self.after_program(state, results)
+        self._compare("the update", expected, equal_outputs)
+        return segments.finish(equal_outputs, joined)
 
-    def compared(self, args: Any, say: Callable[[str], None]) -> Any:
-        """Runs the function, and says what rounds otherwise than on one device would."""
-        devices = self.segmented.on.devices.size
-        if devices == 1:
+    def compare(self, args: Any, log: Callable[[str], None]) -> Any:
+        """Runs the function, and logs which parts would round otherwise on one device.
+
+        Args:
+          args: the arguments.
+          log: called with a line if any part does.
+        """
+        num_devices = self.segments.mesh.devices.size
+        if num_devices == 1:
             return self(args)
-        self._comparison = comparison.Comparison(self.segmented.on, self._jit)
+        self._comparison = comparison.Comparison(self.segments.mesh, self._jit)
         try:
             returned = self(args)
             differing = self._comparison.differing
         finally:
             self._comparison = None
         if differing:
-            say(
-                f"warning: XLA computes other bits on one device than on these {devices}, in {' and '.join(differing)}. "
-                "With this network, reduction.arithmetic='exact' keeps the bits of a run on this number of devices only."
+            log(
+                "warning: XLA computes other bits on one device than on these "
+                f"{num_devices}, in {' and '.join(differing)}. With this network, "
+                "reduction.arithmetic='exact' keeps the bits of a run on this number "
+                "of devices only."
             )
         return returned
 
-    def _before(
-        self, at: int, state: Any, results: Results, replicas: list[Replica]
-    ) -> list[Any]:
-        made = [self._befores[at](state, results, replica) for replica in replicas]
+    def before(
+        self, index: int, state: Any, results: Indexed, replicas: Sequence[Replica]
+    ) -> list[Sent]:
+        """Runs the program of one replica, once for each replica of a device."""
+        program = self.before_programs[index]
+        sent = [program(state, results, replica) for replica in replicas]
         expected = self._on_one_device(
-            self._mapped_befores[at], state, results, replicas[0]
+            self._befores[index], state, results, replicas[0]
         )
-        what = f"part {at + 1} of {len(self._befores)} of what a replica computes"
-        self._compare(what, expected, made[0])
-        return made
+        count = len(self._befores)
+        what = f"part {index + 1} of {count} of what a replica computes"
+        self._compare(what, expected, sent[0])
+        return sent
+
+    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
+        """Runs an exchange.
+
+        On several CPU devices it first waits for all earlier programs, and then for the
+        exchange. XLA's CPU client has one thread for each device. A device that waits
+        in a collective blocks its thread, and so does dispatching to a device with 32
+        programs in its queue. Together they would deadlock the process.
+        """
+        program = self.exchange_programs[index]
+        devices = self.segments.mesh.devices
+        if devices.flat[0].platform != "cpu" or devices.size == 1:
+            return program(sent, numbers)
+        jax.block_until_ready(sent)
+        return jax.block_until_ready(program(sent, numbers))
 
     def _on_one_device(self, part: Mapped, *args: Any) -> Any:
         if self._comparison is None:
@@ -321,17 +435,78 @@ class _SeparatePrograms:
         if self._comparison is not None:
             self._comparison.compare(what, expected, made)
 
-    def _exchange(self, at: int, sent: Any, numbers: Any) -> Any:
-        """Runs an exchange. On several CPU devices it first waits for all earlier
-        programs, and then for the exchange.
 
-        XLA's CPU client has one thread for each device. A device that waits in a
-        collective blocks its thread, and so does dispatching to a device with 32
-        programs in its queue. Together they would deadlock the process.
+class _Lowering(_Schedule):
+    """Lowers separate programs, and finds which arrays are alive while each runs.
+
+    Attributes:
+      stages: the programs, in the order in which they run.
+    """
+
+    def __init__(self, programs: _SeparatePrograms, args: Any):
+        """Lowers the programs for these arguments.
+
+        Args:
+          programs: the programs.
+          args: arrays or shapes.
         """
-        devices = self.segmented.on.devices
-        if devices.flat[0].platform != "cpu" or devices.size == 1:
-            return self._exchanges[at](sent, numbers)
-        return jax.block_until_ready(
-            self._exchanges[at](jax.block_until_ready(sent), numbers)
+        super().__init__(programs.segments)
+        self.stages: list[Stage] = []
+        self._programs = programs
+        segments = programs.segments
+        state, per_replica = segments.inputs.partition(args)
+        self._live: list[Any] = [state, per_replica]
+
+        divide = programs.divide_program.lower(per_replica, segments.shape_of_numbers)
+        specs = [programs.replica_specs] * segments.rounds
+        replicas = self._add_stage(divide, specs)
+        self._live.append(replicas)
+        results, outputs = self.run_exchanges(state, replicas)
+        equal_outputs, per_replica_outputs = segments.outputs.partition(
+            segments.outputs.specs
         )
+        if per_replica_outputs:
+            join = programs.join_program.lower(outputs)
+            self._live.append(self._add_stage(join, per_replica_outputs))
+        after = programs.after_program.lower(state, results)
+        self._add_stage(after, equal_outputs)
+
+    def before(
+        self, index: int, state: Any, results: Indexed, replicas: Sequence[Replica]
+    ) -> list[Sent]:
+        """Lowers the program of one replica, which runs once for each of a device."""
+        program = self._programs.before_programs[index]
+        lowered = program.lower(state, results, replicas[0])
+        sent = self._add_stage(lowered, PER_REPLICA, times=len(replicas))
+        of_replicas = [sent] * len(replicas)
+        self._live += of_replicas
+        return of_replicas
+
+    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
+        """Lowers an exchange, after which the sent arrays are freed."""
+        lowered = self._programs.exchange_programs[index].lower(sent, numbers)
+        specs = Exchanged(self.segments.equal_spec, PER_REPLICA)
+        exchanged = self._add_stage(lowered, specs)
+        # The outputs of the replicas stay alive until they are joined.
+        sent_by_replicas = self._live[-len(sent) :]
+        del self._live[-len(sent) :]
+        self._live += [sent_by_replica.outputs for sent_by_replica in sent_by_replicas]
+        self._live.append(exchanged)
+        return exchanged
+
+    def _add_stage(self, lowered: Any, specs: Any, times: int = 1) -> Any:
+        """Adds a program to the stages.
+
+        Args:
+          lowered: the program.
+          specs: the specs of its results.
+          times: the number of times that it runs.
+
+        Returns:
+          The shapes of the results of one time.
+        """
+        results = with_shardings(self.segments.mesh, lowered.out_info, specs)
+        # While it runs the last time, the results of the other times are alive.
+        live = [*self._live, *[results] * (times - 1)]
+        self.stages.append(Stage(lowered, times, live))
+        return results

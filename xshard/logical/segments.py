@@ -1,5 +1,15 @@
 """The segments of a program on logical replicas, as functions of the arrays that one
 device holds.
+
+A device computes the logical replicas that share it one after the other. Between two
+exchanges they compute independently; an exchange combines what all of them send, first
+on each device and then over the devices. So a program is a sequence of
+
+    divide                      the device's arrays into its replicas
+    before(0), exchange(0),     what each replica sends; the results on all of them
+    before(1), exchange(1), ...
+    after                       the outputs that are equal on all replicas
+    join                        the per-replica outputs into the device's arrays
 """
 
 import functools
@@ -15,25 +25,52 @@ from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
 
-# Arrays by index: results of exchanges, or outputs that replicas keep.
-Results = dict[int, jax.Array]
-# The arrays that a replica sends into an exchange, and the outputs that it keeps.
-Sent = tuple[list[jax.Array], Results]
-OWN = jax.P(mesh_lib.BATCH)
+# Results of exchanges, by their position among the results of all exchanges; or
+# per-replica outputs, by their position among all per-replica outputs.
+Indexed = dict[int, jax.Array]
+# The spec of an array with a leading dimension of replicas.
+PER_REPLICA = jax.P(mesh_lib.BATCH)
 
 
 class Replica(NamedTuple):
     """The data of a logical replica on its device.
 
     Attributes:
-      own: the leaves of the arguments that are the replica's own.
+      inputs: the leaves of the arguments that are per replica.
       number: its number, of shape [1].
-      shards: the replica's own results of exchanges, each with a leading dimension of
-        places, of size 1.
+      shards: the shards that it received in scattering exchanges, each with a leading
+        dimension of replicas, of size 1.
     """
 
-    own: Any
+    inputs: Any
     number: Any
+    shards: Any
+
+
+class Sent(NamedTuple):
+    """The results of a replica before an exchange.
+
+    All arrays have a leading dimension of replicas, of size 1, along which they lie on
+    the devices.
+
+    Attributes:
+      arrays: the arrays that the replica sends.
+      outputs: the per-replica outputs of the program that are computed by then.
+    """
+
+    arrays: list[Any]
+    outputs: Indexed
+
+
+class Exchanged(NamedTuple):
+    """The results of an exchange on a device.
+
+    Attributes:
+      equal: the results that are equal on all replicas of a group.
+      shards: for each replica of the device, the shards that it received.
+    """
+
+    equal: Any
     shards: Any
 
 
@@ -54,7 +91,7 @@ class Mapped(NamedTuple):
     finish: Callable[[Any], Any] = lambda returned: returned
 
     def on(self, mesh: Any) -> Callable[..., Any]:
-        """The function of all replicas of a mesh."""
+        """Returns the function of all replicas of a mesh."""
         mapped = mesh_lib.on_replicas(
             self.function, mesh, in_specs=self.in_specs, out_specs=self.out_specs
         )
@@ -69,222 +106,277 @@ class Mapped(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a function's arguments or results: some are equal on all replicas,
-    others a replica's own.
+    """The leaves of a function's arguments or results, of which some are equal on all
+    replicas and others are per replica.
 
     Attributes:
       specs: the spec of each leaf.
-      own: for each leaf, whether it is a replica's own.
-      dims: for each leaf that is a replica's own, the dimension along the replicas.
+      is_per_replica: for each leaf, whether it is per replica.
+      dims: for each per-replica leaf, the dimension along the replicas.
     """
 
     def __init__(self, tree: Any, specs: Any):
-        """Finds how each leaf lies along the replicas, by specs that are a prefix of
-        the tree.
+        """Finds which leaves are per replica.
+
+        Args:
+          tree: the arguments or results, as arrays or shapes.
+          specs: the specs of the leaves, a prefix of the tree.
         """
         self._structure = jax.tree.structure(tree)
         self.specs = jax.tree.leaves(jax.tree.broadcast(specs, tree))
-        self.own = list(map(_is_own, self.specs))
-        self.dims = list(map(_dim, filter(_is_own, self.specs)))
+        self.is_per_replica = [_is_per_replica(spec) for spec in self.specs]
+        self.dims = [_replica_dim(spec) for spec in self.specs if _is_per_replica(spec)]
 
-    def parted(self, tree: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves that are equal on all replicas, and the leaves that are a
-        replica's own.
-        """
+    def partition(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the leaves that are equal on all replicas, and those per replica."""
         equal: list[Any] = []
-        own: list[Any] = []
-        for x, is_own in zip(jax.tree.leaves(tree), self.own, strict=True):
-            (own if is_own else equal).append(x)
-        return equal, own
+        per_replica: list[Any] = []
+        leaves = jax.tree.leaves(tree)
+        for leaf, is_per_replica in zip(leaves, self.is_per_replica, strict=True):
+            if is_per_replica:
+                per_replica.append(leaf)
+            else:
+                equal.append(leaf)
+        return equal, per_replica
 
-    def joined(self, equal: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-        """The inverse of `parted`."""
-        of_equal, of_own = iter(equal), iter(own)
-        return [next(of_own if is_own else of_equal) for is_own in self.own]
+    def merge(self, equal: Sequence[Any], per_replica: Sequence[Any]) -> list[Any]:
+        """Returns all leaves in order: the inverse of `partition`."""
+        equal_leaves = iter(equal)
+        per_replica_leaves = iter(per_replica)
+        leaves = []
+        for is_per_replica in self.is_per_replica:
+            leaves.append(next(per_replica_leaves if is_per_replica else equal_leaves))
+        return leaves
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """The tree with these leaves."""
+        """Returns the tree with these leaves."""
         return jax.tree.unflatten(self._structure, leaves)
 
 
 class SegmentedProgram:
-    """The parts of a program, as functions of the arrays that one device holds."""
+    """A program of one replica in segments, each a function of the arrays of a device.
+
+    Attributes:
+      mesh: the mesh of devices.
+      rounds: the number of logical replicas that a device computes in turn.
+      inputs: the leaves of the arguments.
+      outputs: the leaves of the results.
+      equal_spec: the spec of the results of exchanges that are equal on all replicas
+        of a group. With several groups they have a leading dimension of groups.
+      split: the segments.
+    """
 
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
-        """Traces the function of one replica, and splits its program at the exchanges."""
-        axes, groups = dict(replicas.mesh.shape), mesh_lib.group_axes(replicas.on)
-        self.on, self.rounds = replicas.on, replicas.rounds
-        self._replicas, self._args = replicas, args
-        self.inputs = Leaves(args, mapped.in_specs)
-        trace = jax.make_jaxpr(
-            mapped.function, axis_env=list(axes.items()), return_shape=True
-        )
-        program, returned = trace(*self.shapes(dict.fromkeys(axes, 1)))
-        self._outputs, self._finish = Leaves(returned, mapped.out_specs), mapped.finish
-        self.out_specs, self.own_specs = self._outputs.parted(self._outputs.specs)
-        self.split = split_lib.split(
-            program, what, axes, self.inputs.own, self._outputs.own
-        )
-        # With several groups, values that are equal within a group have a leading
-        # dimension of groups.
-        self._grouped = bool(groups)
-        self.equal = jax.P(*groups)
-        numbers = np.arange(replicas.places, dtype=np.int32)
-        self._numbers = np.tile(numbers, mesh_lib.num_groups(replicas.on))
+        """Traces the function of one replica, and splits its program at the exchanges.
 
-    def shapes(self, sizes: Mapping[str, int]) -> Any:
-        """The shapes of the arguments if the mesh axes had these sizes. Sizes of 1 give
-        one replica's shapes.
+        Args:
+          what: a name of the function, for error messages.
+          mapped: the function of one replica.
+          replicas: the logical replicas and their devices.
+          args: the arguments on all devices, or their shapes.
+
+        Raises:
+          UserError: if the program cannot be run on logical replicas.
         """
-        here = {
-            **self.on.shape,
+        self.mesh = replicas.device_mesh
+        self.rounds = replicas.rounds
+        self.inputs = Leaves(args, mapped.in_specs)
+        self._replicas = replicas
+        self._args = args
+        self._finish = mapped.finish
+
+        group_axes = mesh_lib.group_axes(self.mesh)
+        self.equal_spec = jax.P(*group_axes)
+        self._is_grouped = bool(group_axes)
+        numbers = np.arange(replicas.slots, dtype=np.int32)
+        self._numbers = np.tile(numbers, mesh_lib.num_groups(self.mesh))
+
+        axis_sizes = dict(replicas.mesh.shape)
+        trace = jax.make_jaxpr(
+            mapped.function, axis_env=list(axis_sizes.items()), return_shape=True
+        )
+        shapes_of_one = self.shapes(dict.fromkeys(axis_sizes, 1))
+        program, returned = trace(*shapes_of_one)
+        self.outputs = Leaves(returned, mapped.out_specs)
+        self.split = split_lib.split(
+            program,
+            what,
+            axis_sizes,
+            self.inputs.is_per_replica,
+            self.outputs.is_per_replica,
+        )
+
+    def shapes(self, axis_sizes: Mapping[str, int]) -> Any:
+        """Returns the shapes of the arguments if the mesh axes had these sizes.
+
+        Sizes of 1 give the shapes of one replica.
+        """
+        # The arguments have rows for every slot, also for the empty ones.
+        actual_sizes = {
+            **self.mesh.shape,
             mesh_lib.SLICE: 1,
-            mesh_lib.REPLICA: self._replicas.places,
+            mesh_lib.REPLICA: self._replicas.slots,
         }
         shapes = []
-        for leaf, spec in zip(
-            jax.tree.leaves(self._args), self.inputs.specs, strict=True
-        ):
+        leaves = jax.tree.leaves(self._args)
+        for leaf, spec in zip(leaves, self.inputs.specs, strict=True):
             shape = list(leaf.shape)
             for dim, entry in enumerate(spec):
                 for axis in mesh_lib.axes_of([entry]):
-                    shape[dim] = shape[dim] // here[axis] * sizes[axis]
+                    shape[dim] = shape[dim] // actual_sizes[axis] * axis_sizes[axis]
             shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
         return self.inputs.unflatten(shapes)
 
     @functools.cached_property
     def numbers(self) -> jax.Array:
-        """The replica numbers of each device's places."""
-        return mesh_lib.put(self.on, self._numbers, OWN)
+        """The replica numbers of each device's slots."""
+        return mesh_lib.put(self.mesh, self._numbers, PER_REPLICA)
 
     @property
     def shape_of_numbers(self) -> jax.ShapeDtypeStruct:
         """The shape and sharding of `numbers`, for tracing without devices."""
-        return placed_on(self.on, self._numbers, OWN)
+        return with_shardings(self.mesh, self._numbers, PER_REPLICA)
 
-    def finish(self, outputs: Sequence[Any], own: Sequence[Any]) -> Any:
-        """Assembles the final result from the results of `after` and of `join`."""
-        leaves = self._outputs.joined(outputs, own)
-        return self._finish(self._outputs.unflatten(leaves))
-
-    def divide(self, own: Sequence[jax.Array], numbers: jax.Array) -> list[Replica]:
-        """Divides a device's arrays into its replicas, which have no shards yet."""
-        parts = []
-        for x, dim in zip(own, self.inputs.dims, strict=True):
-            parts.append(jnp.split(x, self.rounds, dim))
-        replicas = []
-        for i, number in enumerate(jnp.split(numbers, self.rounds)):
-            replicas.append(Replica([of_leaf[i] for of_leaf in parts], number, {}))
-        return replicas
-
-    def join(self, kept: Sequence[Results]) -> list[jax.Array]:
-        """Concatenates the outputs that the replicas of a device keep as their own."""
-        joined = []
-        for i, dim in enumerate(self._outputs.dims):
-            joined.append(jnp.concatenate([of_one[i][0] for of_one in kept], dim))
-        return joined
-
-    def before(self, at: int, state: Any, results: Results, replica: Replica) -> Sent:
-        """Computes the arrays that a replica sends into an exchange, and the outputs
-        that it keeps.
-        """
-        equal = self.inputs.joined(state, replica.own)
-        shards = {i: x[0] for i, x in replica.shards.items()}
-        exchange = self.split.exchanges[at]
-        made = exchange.before(
-            [*equal, replica.number[0], *self._values(results, shards)]
-        )
-        # With a leading dimension of places, along which these arrays lie on the
-        # devices.
-        stacked = [x[None] for x in made]
-        count = len(exchange.kinds)
-        return stacked[:count], dict(zip(exchange.kept, stacked[count:], strict=True))
-
-    def exchange(
-        self, at: int, sent: Sequence[list[jax.Array]], numbers: Sequence[jax.Array]
-    ) -> tuple[Results, list[Results]]:
-        """Exchanges the arrays of a device's replicas. Returns the equal results, and
-        each replica's shards.
-        """
-        # Removes the leading dimension of places, of size 1.
-        held = [[x[0] for x in of_round] for of_round in sent]
-        exchange, replicas = self.split.exchanges[at], self._replicas
-        # If every place has a replica, no mask is needed.
-        has_replica = None
-        if replicas.places > replicas.count:
-            has_replica = jnp.concatenate(numbers) < replicas.count
-        how = replicas.count, replicas.num_words, replicas.gather_steps
-        made = sums.combine(exchange.kinds, held, has_replica, *how)
-        equal, shards = Results(), [Results() for _ in sent]
-        for i, kind, x in zip(exchange.results, exchange.kinds, made, strict=True):
-            if kind.name != split_lib.SCATTER:
-                equal[i] = x[None] if self._grouped else x
-                continue
-            for of_one, shard in zip(shards, x, strict=True):
-                of_one[i] = shard[None]
-        return equal, shards
-
-    def run(
-        self,
-        before: Callable[..., list[Any]],
-        exchange: Callable[..., Any],
-        state: Any,
-        replicas: Any,
-    ) -> tuple[Results, list[Results]]:
-        """Runs all exchanges. Returns their equal results, and the outputs that each
-        replica of a device keeps.
+    def divide(
+        self, per_replica: Sequence[jax.Array], numbers: jax.Array
+    ) -> list[Replica]:
+        """Divides a device's arrays into its replicas.
 
         Args:
-          before: the method `before`, applied to all replicas of a device.
-          exchange: the method `exchange`.
-          state: the leaves of the arguments that are equal on all replicas.
-          replicas: the replicas that `divide` returns.
+          per_replica: the per-replica leaves of the arguments.
+          numbers: the replica numbers of the device's slots.
+
+        Returns:
+          The replicas, which have received no shards yet.
         """
-        results, kept = Results(), [Results() for _ in replicas]
-        for at, each in enumerate(self.split.exchanges):
-            made = before(at, state, results, replicas)
-            kept = [of_one | new for of_one, (_, new) in zip(kept, made, strict=True)]
-            if not each.kinds:
-                continue
-            numbers = [replica.number for replica in replicas]
-            equal, shards = exchange(at, [sent for sent, _ in made], numbers)
-            # Frees the sent arrays, which are large for all replicas of a device
-            # together.
-            del made
-            results = results | equal
-            replicas = [
-                replica._replace(shards=replica.shards | new)
-                for replica, new in zip(replicas, shards, strict=True)
-            ]
-        return results, kept
+        divided = []
+        for array, dim in zip(per_replica, self.inputs.dims, strict=True):
+            divided.append(jnp.split(array, self.rounds, dim))
+        replicas = []
+        for slot, number in enumerate(jnp.split(numbers, self.rounds)):
+            inputs = [parts[slot] for parts in divided]
+            replicas.append(Replica(inputs=inputs, number=number, shards={}))
+        return replicas
 
-    def after(self, state: Any, results: Results) -> list[jax.Array]:
-        """Computes the outputs of the program that are equal on all replicas."""
-        leaves = self.inputs.joined(state, [None] * sum(self.inputs.own))
-        return self.split.after([*leaves, None, *self._values(results, {})])
+    def before(
+        self, index: int, state: Sequence[Any], results: Indexed, replica: Replica
+    ) -> Sent:
+        """Computes what a replica sends into an exchange.
 
-    def _values(self, results: Results, shards: Results) -> list[Any]:
-        """The results of all exchanges, with None for those that have not run yet."""
-        known = {i: x[0] if self._grouped else x for i, x in results.items()} | shards
-        return [known.get(i) for i in range(self.split.size)]
+        Args:
+          index: the index of the exchange.
+          state: the leaves of the arguments that are equal on all replicas.
+          results: the equal results of all earlier exchanges.
+          replica: the replica.
+        """
+        exchange = self.split.exchanges[index]
+        arguments = self.inputs.merge(state, replica.inputs)
+        shards = {i: shard[0] for i, shard in replica.shards.items()}
+        values = self._values_of_exchanges(results, shards)
+        made = exchange.before([*arguments, replica.number[0], *values])
+        made = [array[None] for array in made]
+        num_sent = len(exchange.kinds)
+        outputs = dict(zip(exchange.kept, made[num_sent:], strict=True))
+        return Sent(arrays=made[:num_sent], outputs=outputs)
+
+    def exchange(
+        self,
+        index: int,
+        sent: Sequence[Sequence[jax.Array]],
+        numbers: Sequence[jax.Array],
+    ) -> Exchanged:
+        """Exchanges arrays between all replicas of a group.
+
+        Args:
+          index: the index of the exchange.
+          sent: for each replica of the device, the arrays that it sends.
+          numbers: the replica numbers of the device's slots.
+        """
+        exchange = self.split.exchanges[index]
+        # Every slot has a replica in most runs, and then nothing needs a mask.
+        has_replica = None
+        if self._replicas.slots > self._replicas.count:
+            has_replica = jnp.concatenate(numbers) < self._replicas.count
+        combined = sums.combine(
+            exchange.kinds,
+            [[array[0] for array in arrays] for arrays in sent],
+            has_replica,
+            count=self._replicas.count,
+            num_words=self._replicas.num_words,
+            gather_steps=self._replicas.gather_steps,
+        )
+        equal: Indexed = {}
+        shards: list[Indexed] = [{} for _ in sent]
+        for i, kind, result in zip(
+            exchange.results, exchange.kinds, combined, strict=True
+        ):
+            if kind.name == split_lib.SCATTER:
+                for shards_of_replica, shard in zip(shards, result, strict=True):
+                    shards_of_replica[i] = shard[None]
+            elif self._is_grouped:
+                equal[i] = result[None]
+            else:
+                equal[i] = result
+        return Exchanged(equal=equal, shards=shards)
+
+    def after(self, state: Sequence[Any], results: Indexed) -> list[jax.Array]:
+        """Computes the outputs of the program that are equal on all replicas.
+
+        Args:
+          state: the leaves of the arguments that are equal on all replicas.
+          results: the equal results of all exchanges.
+        """
+        # The last segment reads nothing that is per replica, so None stands for that.
+        per_replica = [None] * len(self.inputs.dims)
+        arguments = self.inputs.merge(state, per_replica)
+        number = None
+        values = self._values_of_exchanges(results, {})
+        return self.split.after([*arguments, number, *values])
+
+    def join(self, outputs: Sequence[Indexed]) -> list[jax.Array]:
+        """Concatenates the per-replica outputs of a device's replicas."""
+        joined = []
+        for i, dim in enumerate(self.outputs.dims):
+            arrays = [outputs_of_replica[i][0] for outputs_of_replica in outputs]
+            joined.append(jnp.concatenate(arrays, dim))
+        return joined
+
+    def finish(self, equal: Sequence[Any], per_replica: Sequence[Any]) -> Any:
+        """Assembles the final result from the results of `after` and of `join`."""
+        leaves = self.outputs.merge(equal, per_replica)
+        return self._finish(self.outputs.unflatten(leaves))
+
+    def _values_of_exchanges(self, results: Indexed, shards: Indexed) -> list[Any]:
+        """Lists the results of all exchanges; None for those that have not run yet."""
+        values: list[Any] = [None] * self.split.size
+        for i, result in results.items():
+            values[i] = result[0] if self._is_grouped else result
+        for i, shard in shards.items():
+            values[i] = shard
+        return values
 
 
-def _is_own(spec: jax.P) -> bool:
-    """Returns whether an array with this spec is a replica's own."""
+def with_shardings(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
+    """Returns the shapes of arrays with shardings on a mesh.
+
+    Args:
+      mesh: the mesh.
+      shapes: arrays or shapes.
+      specs: their specs, a prefix of the tree.
+    """
+
+    def with_sharding(spec: jax.P, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = mesh_lib.sharding(mesh, *spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(with_sharding, jax.tree.broadcast(specs, shapes), shapes)
+
+
+def _is_per_replica(spec: jax.P) -> bool:
     return mesh_lib.REPLICA in mesh_lib.axes_of(spec)
 
 
-def _dim(spec: jax.P) -> int:
-    """The dimension along the replicas."""
-    return next(dim for dim, entry in enumerate(spec) if _is_own(jax.P(entry)))
-
-
-def placed_on(on: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
-    """The shapes of arrays, with shardings on a mesh by their specs."""
-
-    def placed(spec: jax.P, x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=mesh_lib.sharding(on, *spec)
-        )
-
-    return jax.tree.map(placed, jax.tree.broadcast(specs, shapes), shapes)
+def _replica_dim(spec: jax.P) -> int:
+    """Returns the dimension along the replicas."""
+    dims = [dim for dim, entry in enumerate(spec) if _is_per_replica(jax.P(entry))]
+    return dims[0]

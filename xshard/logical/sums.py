@@ -33,112 +33,136 @@ def combine(
     num_words: int,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
-    """Computes the results of an exchange of a group's replicas. Call it in a
-    `jax.shard_map` over the devices.
+    """Computes the results of an exchange of a group's replicas.
+
+    Call it in a `jax.shard_map` over the devices.
 
     Args:
       kinds: the way in which each array is exchanged.
-      sent: for each place on the device, the arrays that the replica at that place
-        sends.
-      has_replica: for each place on the device, whether it has a replica; None if every
-        place has one.
+      sent: for each slot of the device, the arrays that the replica in it sends.
+      has_replica: for each slot of the device, whether it has a replica; None if every
+        slot has one.
       count: the number of replicas of a group.
-      num_words: the number of integers that represent each floating-point summand, so that
-        the order of a sum does not matter; 0 to sum in floating point.
+      num_words: the number of integers that represent each floating-point summand, so
+        that the order of a sum does not matter; 0 to sum in floating point.
       gather_steps: as `Replicas.gather_steps`.
 
     Returns:
       For each array, the result, equal on all devices; for a scattered array, a list
-      with the shard of each place.
+      with the shard of each slot.
     """
+    slots = len(sent)
     results: list[Any] = [None] * len(kinds)
-    exactly = []
-    for i, (kind, *arrays) in enumerate(zip(kinds, *sent, strict=True)):
+    # The exact sums are computed together, so that they share their collectives.
+    exact = []
+    for i, kind in enumerate(kinds):
+        arrays = [arrays_of_slot[i] for arrays_of_slot in sent]
         if kind.name == split.GATHER:
             results[i] = _gathered(arrays, kind.dim, count, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
             results[i] = _extreme(kind.name, arrays, has_replica)
         elif num_words and jnp.issubdtype(arrays[0].dtype, jnp.floating):
-            exactly.append(i)
+            exact.append(i)
         else:
-            ((results[i],),) = _totals(
-                [kind], [[_added(_where(has_replica, arrays))]], count, len(arrays)
-            )
-    wide = [
-        _where(has_replica, [of[i].astype(jnp.float32) for of in sent]) for i in exactly
-    ]
-    totals = _exact_sums([kinds[i] for i in exactly], wide, count, num_words)
-    for i, total in zip(exactly, totals, strict=True):
+            local_sum = _added(_where(has_replica, arrays))
+            if kind.name == split.SUM:
+                results[i] = lax.psum(local_sum, mesh_lib.REPLICAS)
+            else:
+                results[i] = _scattered(local_sum, kind.dim, count, slots)
+
+    summands = []
+    for i in exact:
+        arrays = [arrays_of_slot[i].astype(jnp.float32) for arrays_of_slot in sent]
+        summands.append(_where(has_replica, arrays))
+    totals = _exact_sums([kinds[i] for i in exact], summands, count, num_words)
+    for i, total in zip(exact, totals, strict=True):
         results[i] = total.astype(sent[0][i].dtype)
+
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            results[i] = jnp.split(results[i], len(sent), kind.dim)
+            results[i] = jnp.split(results[i], slots, kind.dim)
     return results
 
 
 def _exact_sums(
     kinds: Sequence[split.Kind],
-    sent: Sequence[list[jax.Array]],
+    summands: Sequence[list[jax.Array]],
     count: int,
     num_words: int,
 ) -> list[jax.Array]:
-    """The sums of float32 arrays over all replicas. A sum is all NaN if any element of
-    its array is not finite.
+    """Sums float32 arrays over all replicas.
+
+    A sum is all NaN if any element of its array is not finite on any replica.
 
     Args:
       kinds: the way in which each array is exchanged, a sum or a scatter.
-      sent: for each array, the summands of the device's replicas.
+      summands: for each array, the summands of the device's replicas.
       count: the number of replicas of a group.
       num_words: the number of integers for each element.
     """
-    if not sent:
+    if not summands:
         return []
     # The sum of `count` integers of this many bits fits an int32.
     bits = _BITS - (count - 1).bit_length()
-    largest = jnp.stack([_largest(arrays) for arrays in sent])
+    largest = jnp.stack([_largest_magnitude(arrays) for arrays in summands])
     # NaN becomes infinity, so that pmax propagates it on every backend.
     largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
     largest = lax.pmax(largest, mesh_lib.REPLICAS)
+    # The units of all words must be normal numbers.
     exponents = _exponent(largest, _LEAST_EXPONENT + num_words * bits)
-    summands = []
-    for exponent, arrays in zip(exponents, sent, strict=True):
-        of_replicas = [
+
+    local_sums = []
+    for exponent, arrays in zip(exponents, summands, strict=True):
+        words = [
             _integers(x * _power(bits - exponent), bits, num_words) for x in arrays
         ]
-        summands.append([_added(limb) for limb in zip(*of_replicas, strict=True)])
-    sums = _totals(kinds, summands, count, len(sent[0]))
-    return [
-        jnp.where(jnp.isfinite(x), _float(limb_sums, exponent, bits), jnp.nan)
-        for x, limb_sums, exponent in zip(largest, sums, exponents, strict=True)
-    ]
+        local_sums.append([_added(word) for word in zip(*words, strict=True)])
+    sums = _integer_sums(kinds, local_sums, count, slots=len(summands[0]))
+
+    results = []
+    for word_sums, exponent, x in zip(sums, exponents, largest, strict=True):
+        total = _float(word_sums, exponent, bits)
+        results.append(jnp.where(jnp.isfinite(x), total, jnp.nan))
+    return results
 
 
-def _totals(
+def _integer_sums(
     kinds: Sequence[split.Kind],
-    summands: Sequence[list[jax.Array]],
+    local_sums: Sequence[list[jax.Array]],
     count: int,
-    places: int,
+    slots: int,
 ) -> list[list[jax.Array]]:
-    """The sums over the devices, of several arrays for each kind. A scattered sum has
-    only this device's shards.
+    """Sums the words of several arrays over the devices.
+
+    Args:
+      kinds: the way in which each array is exchanged, a sum or a scatter.
+      local_sums: for each array, the sum of each of its words on this device.
+      count: the number of replicas of a group.
+      slots: the number of slots of a device.
+
+    Returns:
+      The sums of each array's words; of a scattered array, this device's shards.
     """
-    whole = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
     # One psum of the whole list, so that all sums share one collective.
-    of_whole = lax.psum([summands[i] for i in whole], mesh_lib.REPLICAS)
-    results = dict(zip(whole, of_whole, strict=True))
+    summed = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
+    sums = lax.psum([local_sums[i] for i in summed], mesh_lib.REPLICAS)
+    results: list[Any] = [None] * len(kinds)
+    for i, sums_of_words in zip(summed, sums, strict=True):
+        results[i] = sums_of_words
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            results[i] = [_scattered(x, kind.dim, count, places) for x in summands[i]]
-    return [results[i] for i in range(len(kinds))]
+            results[i] = [_scattered(x, kind.dim, count, slots) for x in local_sums[i]]
+    return results
 
 
-def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
-    # Pads for the empty places, whose shards follow all others.
-    missing = places * lax.axis_size(mesh_lib.REPLICAS) - count
-    pads = [(0, 0)] * x.ndim
-    pads[dim] = (0, x.shape[dim] // count * missing)
+def _scattered(x: jax.Array, dim: int, count: int, slots: int) -> jax.Array:
+    """Sums an array over the devices, each of which keeps the shards of its slots."""
+    # Pads for the empty slots, whose shards follow all others.
+    num_empty = slots * lax.axis_size(mesh_lib.REPLICAS) - count
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, x.shape[dim] // count * num_empty)
     return lax.psum_scatter(
-        jnp.pad(x, pads), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True
+        jnp.pad(x, padding), mesh_lib.REPLICAS, scatter_dimension=dim, tiled=True
     )
 
 
@@ -148,29 +172,37 @@ def _gathered(
     """Concatenates the arrays of all replicas along a dimension."""
     x = jnp.concatenate(arrays, dim)
     for groups in reversed(steps):
-        how = {"axis": dim, "tiled": True, "axis_index_groups": groups}
-        x = lax.all_gather(x, mesh_lib.REPLICAS, **how)
+        x = lax.all_gather(
+            x, mesh_lib.REPLICAS, axis=dim, tiled=True, axis_index_groups=groups
+        )
+    # The arrays of the empty slots come last.
     return lax.slice_in_dim(x, 0, arrays[0].shape[dim] * count, axis=dim)
 
 
 def _integers(x: jax.Array, bits: int, num_words: int) -> list[jax.Array]:
-    """Integers that together approximate a float32 array; the unit of each is 2**-bits
-    of the one before.
+    """Approximates a float32 array by integers.
+
+    The first has the unit 1, and the unit of each is 2**-bits of the one before.
     """
-    whole = jnp.round(x)
-    rest = (
-        _integers((x - whole) * 2.0**bits, bits, num_words - 1) if num_words > 1 else []
-    )
-    return [whole.astype(jnp.int32), *rest]
+    words = []
+    for _ in range(num_words):
+        rounded = jnp.round(x)
+        words.append(rounded.astype(jnp.int32))
+        # Both are exact: the rounding error has no more bits than x.
+        x = (x - rounded) * 2.0**bits
+    return words
 
 
 def _float(words: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
-    """Combines such integers into a float32 array. The unit of the first is
-    2**(exponent - bits).
+    """Combines such integers into a float32 array.
+
+    The unit of the first is 2**(exponent - bits).
     """
-    units = [_power(exponent - bits * (i + 1)) for i in range(len(words))]
+    parts = []
+    for i, word in enumerate(words):
+        unit = _power(exponent - bits * (i + 1))
+        parts.append(word.astype(jnp.float32) * unit)
     # Adds the smallest first, so that rounding loses little of it.
-    parts = [x.astype(jnp.float32) * unit for x, unit in zip(words, units, strict=True)]
     return _added(parts[::-1])
 
 
@@ -178,8 +210,8 @@ def _added(arrays: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, arrays)
 
 
-def _largest(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The largest magnitude in arrays, or NaN."""
+def _largest_magnitude(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the largest magnitude in arrays, or NaN."""
     # The bits of non-negative floats, read as integers, have the order of the floats.
     # Those of NaN are the largest. XLA's maximum of a large array of floats may lose
     # them on the CPU.
@@ -189,40 +221,46 @@ def _largest(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _exponent(x: jax.Array, least: int) -> jax.Array:
-    """The least n of at least `least` for which x < 2**n; any n if x is not finite."""
+    """Returns the least n of at least `least` for which x < 2**n.
+
+    If x is not finite, it is any n.
+    """
+    # The exponent field of a float32 is biased by 127, and its mantissa is below 2.
     biased = lax.bitcast_convert_type(x, jnp.int32) >> 23
     return jnp.clip(biased - 126, least, 128)
 
 
 def _power(exponent: jax.Array) -> jax.Array:
-    """2**exponent, exactly, for the exponents of normal float32 numbers."""
+    """Returns 2**exponent, exactly, for the exponents of normal float32 numbers."""
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def _extreme(
     kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None
 ) -> jax.Array:
-    """The elementwise maximum or minimum over all replicas."""
-    dtype = arrays[0].dtype
-    mirrored, least = jnp.negative, -jnp.inf
-    if jnp.issubdtype(dtype, jnp.integer):
-        # The least integer has no negative.
-        mirrored, least = jnp.invert, jnp.iinfo(dtype).min
+    """Returns the elementwise maximum or minimum over all replicas."""
     if kind == split.MIN:
-        return mirrored(_extreme(split.MAX, list(map(mirrored, arrays)), has_replica))
-    return lax.pmax(
-        functools.reduce(jnp.maximum, _where(has_replica, arrays, least)),
-        mesh_lib.REPLICAS,
-    )
+        # The least integer has no negative, but every integer has a complement.
+        is_integer = jnp.issubdtype(arrays[0].dtype, jnp.integer)
+        mirror = jnp.invert if is_integer else jnp.negative
+        mirrored = [mirror(x) for x in arrays]
+        return mirror(_extreme(split.MAX, mirrored, has_replica))
+    dtype = arrays[0].dtype
+    least: float = -jnp.inf
+    if jnp.issubdtype(dtype, jnp.integer):
+        least = jnp.iinfo(dtype).min
+    largest = functools.reduce(jnp.maximum, _where(has_replica, arrays, least))
+    return lax.pmax(largest, mesh_lib.REPLICAS)
 
 
 def _where(
     has_replica: jax.Array | None, arrays: Sequence[jax.Array], other: Any = 0
 ) -> list[jax.Array]:
-    """The arrays of replicas, with `other` in place of each array at an empty place."""
+    """Returns the arrays of the slots, with `other` in those of empty slots."""
     if has_replica is None:
         return list(arrays)
-    return [
-        jnp.where(has_replica[i], x, jnp.asarray(other, x.dtype))
-        for i, x in enumerate(arrays)
-    ]
+    masked = []
+    for slot, x in enumerate(arrays):
+        filler = jnp.asarray(other, x.dtype)
+        masked.append(jnp.where(has_replica[slot], x, filler))
+    return masked
