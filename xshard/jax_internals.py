@@ -1,9 +1,9 @@
-"""What xshard uses of JAX that JAX does not promise to keep, and what differs between
-the versions it runs on.
+"""The parts of JAX that xshard uses although JAX does not promise to keep them.
 
-JAX changes its private modules and `jax.extend`, `jax.interpreters` and
-`jax.experimental` without notice, so only this file imports them. xshard runs on JAX
-0.10, 0.11 and 0.12. Each item says what it is for, and what makes it superfluous.
+And what differs between the versions of JAX that it runs on. JAX changes its private
+modules and `jax.extend`, `jax.interpreters` and `jax.experimental` without notice, so
+only this file imports them. xshard runs on JAX 0.10, 0.11 and 0.12. Each item says what
+it is for, and what makes it superfluous.
 """
 
 import functools
@@ -44,16 +44,17 @@ def closed(program: Any) -> ClosedJaxpr:
 
 
 def opened(program: Any) -> Jaxpr:
-    """Returns a program without its constants, from one with or without. It can go with
-    JAX 0.10, as `closed`.
+    """Returns a program without its constants, from one with or without.
+
+    It can go with JAX 0.10, as `closed`.
     """
-    return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+    if isinstance(program, core.ClosedJaxpr):
+        return program.jaxpr
+    return program
 
 
 def as_function(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns the function of a program: from the list of its arguments to the list of
-    its results.
-    """
+    """Returns the function of a program: of its arguments, to the list of results."""
     return core.jaxpr_as_fun(program)
 
 
@@ -82,25 +83,24 @@ def _unchanged(shape: tuple[int, ...], dtype: Any) -> Callable[..., list[Any]]:
 
 
 def inner_programs(eqn: Any) -> Iterator[Jaxpr]:
-    """Yields the programs in the parameters of an equation, such as the body of a loop."""
+    """Yields the programs in an equation's parameters, such as the body of a loop."""
     return core.jaxprs_in_params(eqn.params)
 
 
 def argument_names(eqn: Any) -> tuple[str, ...]:
-    """Returns the names of the arrays that a call of a jitted function is given, such
-    as "tree['linear']['w']".
+    """Returns the names of the arrays that a call of a jitted function is given.
 
-    Errors name an array by them. JAX records them for its own errors, and has no public
-    way to read them.
+    One is "tree['linear']['w']". Errors name an array by them. JAX records them for its
+    own errors, and has no public way to read them.
     """
     return opened(eqn.params["jaxpr"]).debug_info.arg_names or ()
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns the number of constants and of carried arrays of a scan, which come first
-    in its inputs, in this order.
+    """Returns the number of constants and of carried arrays of a scan.
 
-    The carried arrays are its first results. The parameters of JAX 0.10 can go with it.
+    They come first in its inputs, in this order. The carried arrays are its first
+    results. The parameters of JAX 0.10 can go with it.
     """
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -111,45 +111,46 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 def without_dead_code(
     program: ClosedJaxpr, used: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Returns the part of a program that computes some of its outputs, and which of the
-    inputs it has.
+    """Returns the part of a program that computes some of its outputs.
 
     Args:
       program: the program.
       used: for each output, whether the part computes it.
       keep_inputs: whether the part has all inputs, also those that it does not use.
+
+    Returns:
+      The part, and for each input of the program whether the part has it.
     """
     jaxpr, reads = partial_eval.dce_jaxpr(program.jaxpr, used, instantiate=keep_inputs)
     return core.ClosedJaxpr(jaxpr, program.consts), reads
 
 
 def at_line_of(eqn: Any) -> AbstractContextManager[None]:
-    """Gives what is traced in the context the line of an equation in the user's code."""
+    """Gives what is traced in the context an equation's line in the user's code."""
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def is_of_current_trace(x: Any) -> bool:
-    """Returns whether a traced value belongs to the innermost trace in progress, not to
-    one around it.
+    """Returns whether a traced value belongs to the innermost trace in progress.
 
-    JAX has no public function for it.
+    It may also belong to one around that. JAX has no public function for it.
     """
     return isinstance(x, jax.core.Tracer) and x._trace is core_lib.trace_ctx.trace
 
 
 def mapped_axis_names() -> list[Any]:
-    """Lists the axes that are mapped where it is called, also by vmap and pmap, which
-    JAX's public functions omit.
+    """Lists the axes that are mapped where it is called.
+
+    Also those of vmap and pmap, which JAX's public functions omit.
     """
     return core.unsafe_get_axis_names_DO_NOT_USE()
 
 
 def shard_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two arrays of one shape, which the compiler shards alike along the axes
-    whose sharding it chooses.
+    """Returns two arrays of one shape, which the compiler shards alike.
 
-    Up to 0.11.1, JAX has it as `jax.experimental.shard_alike`. It can go when JAX has
-    it again.
+    Along the axes whose sharding it chooses, that is. Up to 0.11.1, JAX has it as
+    `jax.experimental.shard_alike`. It can go when JAX has it again.
     """
     return tuple(_shard_alike.bind(x, y))
 
@@ -180,16 +181,18 @@ def _transpose(grads: Sequence[Any], x: Any, y: Any) -> Sequence[Any]:
 def _batch(
     arrays: Sequence[Any], axes: Sequence[int | None]
 ) -> tuple[list[Any], list[int]]:
-    (size,) = {
-        x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None
-    }
-
-    def batched(x: Any, axis: int | None) -> Any:
+    sizes = set()
+    for x, axis in zip(arrays, axes, strict=True):
+        if axis is not None:
+            sizes.add(x.shape[axis])
+    (size,) = sizes
+    batched = []
+    for x, axis in zip(arrays, axes, strict=True):
         if axis is None:
-            return jnp.broadcast_to(x, (size, *x.shape))
-        return jnp.moveaxis(x, axis, 0)
-
-    return _shard_alike.bind(*map(batched, arrays, axes)), [0, 0]
+            batched.append(jnp.broadcast_to(x, (size, *x.shape)))
+        else:
+            batched.append(jnp.moveaxis(x, axis, 0))
+    return _shard_alike.bind(*batched), [0, 0]
 
 
 mlir.register_lowering(_shard_alike, _lower)
@@ -236,17 +239,16 @@ def coordination_client() -> Any:
 
 
 def reset_compilation_cache() -> None:
-    """Makes JAX look again whether it has a compilation cache, which it does once, at
-    its first compilation.
+    """Makes JAX look again whether it has a compilation cache.
 
-    It can go when `jax.config.update` of the cache's folder does the same.
+    It looks once, at its first compilation. This can go when `jax.config.update` of the
+    cache's folder does the same.
     """
     compilation_cache.reset_cache()
 
 
 def topology_devices(topology: str, **options: Any) -> list[jax.Device]:
-    """Returns devices of a TPU topology for which programs can be compiled, but not
-    run.
+    """Returns devices of a TPU topology, for which programs can be compiled only.
 
     It can go when JAX has a function outside of `jax.experimental`.
 

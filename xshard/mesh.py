@@ -6,6 +6,7 @@ on its part of the batch. Gradients are reduced over `replica` first and then ov
 partitioner.
 """
 
+import itertools
 import math
 import numbers
 import re
@@ -17,13 +18,22 @@ import numpy as np
 
 from xshard import errors, torus
 
-GROUP, SLICE, REPLICA, MODEL = AXES = ("group", "slice", "replica", "model")
+GROUP = "group"
+SLICE = "slice"
+REPLICA = "replica"
+MODEL = "model"
+AXES = (GROUP, SLICE, REPLICA, MODEL)
 # The axes that a reduction over a whole group runs over, and the axes that the rows of
 # a batch are sharded along.
 REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# Pairs of a regular expression for paths, and a spec over 'model'.
 Rules = Sequence[tuple[str, jax.P]]
+# XLA's partitioner handles the axes that `jax.shard_map` does not map.
+_AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
+# The longest group assignment that an error shows whole, in characters.
+_MAX_SHOWN = 200
 
 
 def make_mesh(
@@ -71,42 +81,43 @@ def make_mesh(
         )
     replicas = len(devices) // model
     groups = check_groups(group_assignment) or [list(range(replicas))]
-    if len(groups) * len(groups[0]) != replicas:
-        good_groups = (
-            np.arange(replicas).reshape(2 if replicas % 2 == 0 else 1, -1).tolist()
-        )
+    replicas_per_group = len(groups[0])
+    if len(groups) * replicas_per_group != replicas:
+        num_good_groups = 2 if replicas % 2 == 0 else 1
+        good_groups = np.arange(replicas).reshape(num_good_groups, -1).tolist()
         raise errors.UserError(
             f"group_assignment={_shortened(groups)} does not fit: it must hold each of "
             f"the {replicas} replicas ({len(devices)} devices / "
             f"model_parallel={model}) once, as {_shortened(good_groups)} does."
         )
-    _check_slices(slices, len(groups[0]), devices)
-    shape = (len(groups), slices, len(groups[0]) // slices, model)
-    placed = _lay_out(devices, shape)
-    return jax.sharding.Mesh(
-        placed, AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
-    )
+    _check_slices(slices, replicas_per_group, devices)
+    shape = (len(groups), slices, replicas_per_group // slices, model)
+    return jax.sharding.Mesh(_lay_out(devices, shape), AXES, axis_types=_AXIS_TYPES)
 
 
 def of_one_device(mesh: jax.sharding.Mesh, device: jax.Device) -> jax.sharding.Mesh:
     """Returns a mesh of a single device, with the axes of another mesh."""
-    return jax.sharding.Mesh(
-        np.reshape(device, [1] * mesh.devices.ndim), mesh.axis_names
-    )
+    devices = np.reshape(device, [1] * mesh.devices.ndim)
+    return jax.sharding.Mesh(devices, mesh.axis_names)
 
 
 def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
-    """Returns a mesh without devices, of `groups` groups of `replicas` replicas, for
-    tracing only.
+    """Returns a mesh without devices, for tracing only.
+
+    Args:
+      groups: the number of groups.
+      replicas: the number of replicas of each group, which form one slice.
     """
-    types = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return jax.sharding.AbstractMesh((groups, 1, replicas, 1), AXES, axis_types=types)
+    shape = (groups, 1, replicas, 1)
+    return jax.sharding.AbstractMesh(shape, AXES, axis_types=_AXIS_TYPES)
 
 
 def _shortened(groups: Any) -> str:
-    """Returns the groups as text, without the middle if the text would fill the screen."""
+    """Returns the groups as text, of which errors show at most the two ends."""
     text = repr(groups)
-    return text if len(text) <= 200 else f"{text[:80]} ... {text[-80:]}"
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:80]} ... {text[-80:]}"
 
 
 def _lay_out(
@@ -116,12 +127,13 @@ def _lay_out(
     slices = _hardware_slices(devices)
     if len(slices) == 1:
         return torus.lay_out(devices, shape)
-    inside = (shape[0], 1, *shape[2:])
-    return np.concatenate([torus.lay_out(part, inside) for part in slices], axis=1)
+    groups, _, replicas, model = shape
+    layouts = [torus.lay_out(part, (groups, 1, replicas, model)) for part in slices]
+    return np.concatenate(layouts, axis=1)
 
 
 def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Returns the devices of each hardware slice, in the order of the slices' numbers."""
+    """Returns the devices of each hardware slice, in the order of their numbers."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         slices.setdefault(slice_number(device), []).append(device)
@@ -168,9 +180,8 @@ def check_groups(groups: Any) -> list[list[int]] | None:
     """
     if groups is None:
         return None
-    sequence = list | tuple
-    is_nested = isinstance(groups, sequence) and all(
-        isinstance(g, sequence) for g in groups
+    is_nested = isinstance(groups, list | tuple) and all(
+        isinstance(group, list | tuple) for group in groups
     )
     if not is_nested or not groups:
         raise errors.UserError(
@@ -183,16 +194,18 @@ def check_groups(groups: Any) -> list[list[int]] | None:
             "The groups of group_assignment must be of one size; received "
             f"{_shortened(groups)}, of sizes {_shortened(sizes)}."
         )
-    ids = [i for group in groups for i in group]
-    are_numbers = all(
-        isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids
-    )
-    if not are_numbers or sorted(ids) != list(range(len(ids))):
+    replicas = list(itertools.chain.from_iterable(groups))
+    are_integers = all(_is_integer(replica) for replica in replicas)
+    if not are_integers or sorted(replicas) != list(range(len(replicas))):
         raise errors.UserError(
             "group_assignment must hold each replica number once, that is a "
-            f"permutation of range({len(ids)}); received {_shortened(groups)}."
+            f"permutation of range({len(replicas)}); received {_shortened(groups)}."
         )
-    return [[int(i) for i in group] for group in groups]
+    return [list(map(int, group)) for group in groups]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def num_groups(mesh: AnyMesh) -> int:
@@ -201,8 +214,9 @@ def num_groups(mesh: AnyMesh) -> int:
 
 
 def group_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the axes of the leading dimension of groups in a state's arrays: none if
-    there is one group.
+    """Returns the axes of the leading dimension of groups in a state's arrays.
+
+    There is no such dimension if there is one group.
     """
     return (GROUP,) if num_groups(mesh) > 1 else ()
 
@@ -213,8 +227,10 @@ def num_replicas(mesh: AnyMesh) -> int:
 
 
 def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the sizes of the steps in which to scatter, and to gather, over `replica`
-    if it is a whole TPU slice.
+    """Returns the sizes of the steps in which to scatter, and to gather, over
+    `replica`.
+
+    There are several steps if `replica` is a whole TPU slice.
 
     The TPU compiler (libtpu 0.0.51) keeps a reduce-scatter or an all-gather over a part
     of a slice's chips. Over all of them it turns most into an all-reduce, which sends
@@ -241,8 +257,9 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     sides = [size for size in chips.shape if size > 1]
     if len(sides) < 2:
         return one_step, one_step
-    steps = (chips.size // sides[-1], sides[-1])
-    return steps, steps if len(sides) == 2 else one_step
+    two_steps = (chips.size // sides[-1], sides[-1])
+    gather_steps = two_steps if len(sides) == 2 else one_step
+    return two_steps, gather_steps
 
 
 def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
@@ -251,10 +268,11 @@ def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
     In the mixed radix of `sizes`, the replica numbers of a group differ in one digit,
     which belongs to the step.
     """
-    places = np.arange(math.prod(sizes)).reshape(sizes)
+    replicas = np.arange(math.prod(sizes)).reshape(sizes)
     groups = []
     for digit, size in enumerate(sizes):
-        groups.append(np.moveaxis(places, digit, -1).reshape(-1, size).tolist())
+        groups_of_step = np.moveaxis(replicas, digit, -1).reshape(-1, size)
+        groups.append(groups_of_step.tolist())
     return groups
 
 
@@ -271,8 +289,9 @@ def describe(mesh: jax.sharding.Mesh) -> str:
 
 
 def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
-    """Returns the sharding of an array whose dimensions lie along these axes; without
-    axes, the array is replicated.
+    """Returns the sharding of an array whose dimensions lie along these axes.
+
+    Without axes, the array is replicated.
     """
     return jax.NamedSharding(mesh, jax.P(*spec))
 
@@ -291,8 +310,12 @@ def axes_of(spec: Iterable[Any]) -> list[str]:
 def on_replicas(
     f: Callable[..., Any], mesh: jax.sharding.Mesh, **specs: Any
 ) -> Callable[..., Any]:
-    """Maps a function over the replicas of all groups, by `jax.shard_map` with these
-    specs.
+    """Maps a function over the replicas of all groups by `jax.shard_map`.
+
+    Args:
+      f: the function of one replica.
+      mesh: the mesh.
+      **specs: `in_specs` and `out_specs`.
     """
     # `check_vma` is off: values that differ between groups always have a dimension of
     # groups, so it would find nothing, and it does not support sums over groups.
@@ -301,8 +324,7 @@ def on_replicas(
 
 
 def manual_axes(mesh: AnyMesh, axes: Sequence[str]) -> set[str]:
-    """Returns the axes to map by `jax.shard_map`, if it should map these: also all
-    others of size 1.
+    """Returns the axes to map by `jax.shard_map`: these, and all others of size 1.
 
     XLA's compiler for CPUs aborts if a network sums bfloat16 over the replicas and an
     axis is left to its partitioner.
@@ -311,23 +333,26 @@ def manual_axes(mesh: AnyMesh, axes: Sequence[str]) -> set[str]:
 
 
 def put(mesh: jax.sharding.Mesh, array: np.ndarray, spec: jax.P) -> jax.Array:
-    """Puts a host array, equal on all processes, on the devices along these axes; every
-    process must call it.
+    """Puts a host array, equal on all processes, on the devices along these axes.
+
+    Every process must call it.
     """
-    place = sharding(mesh, *spec)
-    return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+    on_mesh = sharding(mesh, *spec)
+    return jax.make_array_from_callback(array.shape, on_mesh, array.__getitem__)
 
 
 def put_whole(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Puts host arrays, equal on all processes, whole on every device; every process
-    must call it.
+    """Puts host arrays, equal on all processes, whole on every device.
+
+    Every process must call it.
     """
     return jax.tree.map(lambda x: put(mesh, np.asarray(x), jax.P()), tree)
 
 
 def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """Replicates arrays whose values this process could not read otherwise; every
-    process must call it.
+    """Replicates arrays whose values this process could not read otherwise.
+
+    Every process must call it.
     """
 
     def readable(array: jax.Array) -> jax.Array:
@@ -356,25 +381,26 @@ def tree_shardings(
     Raises:
       ValueError: if a spec does not fit its leaf.
     """
-    of_groups = group_axes(mesh)
+    leading_axes = group_axes(mesh)
 
-    def place(path: tuple[Any, ...], leaf: Any) -> jax.NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> jax.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = spec_of(name, rules)
         try:
-            _check_spec(mesh, name, leaf.shape[len(of_groups) :], spec)
+            _check_spec(mesh, name, leaf.shape[len(leading_axes) :], spec)
         except ValueError:
             if not slots:
                 raise
             spec = ()
-        return sharding(mesh, *of_groups, *spec)
+        return sharding(mesh, *leading_axes, *spec)
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
 def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
-    """Returns the spec of the first rule that matches anywhere in a leaf's path; empty
-    if none does.
+    """Returns the spec of the first rule that matches anywhere in a leaf's path.
+
+    It is empty if none does.
     """
     for pattern, spec in rules:
         if re.search(pattern, path):

@@ -356,7 +356,9 @@ def specs(
             )
         if experiment_lib.is_own(x):
             counts = isinstance(x, experiment_lib.PerReplica)
-            own = functools.partial(logical.per_replica_spec, experiment.config, mesh, counts)
+            own = functools.partial(
+                logical.per_replica_spec, experiment.config, mesh, counts
+            )
             return jax.tree.map(own, x)
         name = trees.path_name(path)
         layout = copied(name, x)

@@ -1,5 +1,4 @@
-"""TPU chips on their torus: a mesh layout in which the chips that communicate most are
-neighbors.
+"""TPU chips on their torus, laid out so that those that communicate most are neighbors.
 
 A TPU device has coordinates, and a slice is a box of them. Devices of other platforms
 stay in the given order.
@@ -37,15 +36,14 @@ def box(devices: Sequence[Any]) -> np.ndarray | None:
         chips[tuple(place)] = device
     # Equal sizes are not enough: two devices with the same coordinates would leave
     # another place empty.
-    is_full = chips.size == len(devices) and all(
-        device is not None for device in chips.flat
-    )
-    return chips if is_full else None
+    has_gaps = any(device is None for device in chips.flat)
+    if chips.size != len(devices) or has_gaps:
+        return None
+    return chips
 
 
 def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Lays devices out as an array, with neighbors along the last dimension, then along
-    the one before it.
+    """Lays devices out as an array, with neighbors along the last dimensions.
 
     Each dimension of the mesh gets a factor of each axis of the torus, so the devices
     along the last dimension form a box of neighbors. Among these layouts, the function
@@ -127,8 +125,9 @@ def _rings(kind: str, shape: _Shape) -> list[bool]:
 
 
 def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
-    """Returns the lengths of the edges of the minimum spanning tree over places, by
-    Prim's algorithm.
+    """Returns the lengths of the edges of the minimum spanning tree over places.
+
+    The algorithm is Prim's.
     """
     lengths = []
     far = np.iinfo(int).max
@@ -146,8 +145,9 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
 
 
 def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
-    """Returns the number of links from a place to each of `places`; on a ring, in the
-    shorter direction.
+    """Returns the number of links from a place to each of `places`.
+
+    On a ring, it is that in the shorter direction.
     """
     apart = np.abs(places - place)
     around = np.where(rings > 0, rings - apart, apart)
@@ -155,8 +155,10 @@ def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.n
 
 
 def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
-    """Yields all ways to split each axis of a torus into factors, one for each
-    dimension of a mesh.
+    """Yields all ways to split each axis of a torus into factors.
+
+    An axis has one factor for each dimension of a mesh. The ways are tuples with an
+    entry for each dimension, which has a factor of each axis.
     """
     if len(sizes) == 1:
         yield (room,)
@@ -181,32 +183,34 @@ def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
 
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
-    """Returns a sort key of a layout, smallest is best: by communication, then by whole
-    axes, then by axis order.
+    """Returns a sort key of a layout, of which the smallest is best.
+
+    It is ordered by communication, then by whole axes, then by the order of axes.
     """
-    costs, whole = [], []
-    strides = [1] * len(shape)
+    costs = []
+    whole_axes = []
+    strides = np.ones(len(shape), dtype=int)
     # Nothing is exchanged along the first dimension.
     for part in reversed(split[1:]):
         costs.append(_sum_cost(part, strides))
-        strides = [stride * side for stride, side in zip(strides, part, strict=True)]
-        whole_sides = [
-            side for side, size in zip(part, shape, strict=True) if side == size
-        ]
-        whole.append(-math.prod(whole_sides))
+        strides = strides * part
+        # The negative number of chips along the axes that the dimension has whole.
+        whole = [side for side, size in zip(part, shape, strict=True) if side == size]
+        whole_axes.append(-math.prod(whole))
     # Between equally good layouts, prefer larger sides along the first axes.
     sides = [[-side for side in part] for part in reversed(split)]
-    return costs, whole, sides
+    return costs, whole_axes, sides
 
 
-def _sum_cost(part: _Shape, strides: Sequence[int]) -> int:
-    """Returns the cost of a sum over a box: the data that it sends, times the links
-    that the data crosses.
+def _sum_cost(part: _Shape, strides: Sequence[int] | np.ndarray) -> int:
+    """Returns the cost of a sum over a box.
 
-    The sum is modeled as a reduce-scatter along one axis after another, starting with
-    the nearest neighbors. Each reduce-scatter leaves less data for the next one.
+    It is the data that the sum sends, times the links that the data crosses. The sum is
+    modeled as a reduce-scatter along one axis after another, starting with the nearest
+    neighbors. Each reduce-scatter leaves less data for the next one.
     """
-    cost, data = 0, math.prod(part)
+    cost = 0
+    data = math.prod(part)
     for stride, side in sorted(zip(strides, part, strict=True)):
         cost += stride * (data - data // side)
         data //= side

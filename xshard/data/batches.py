@@ -329,7 +329,8 @@ def check_train_batch(
 
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
-    """Raises ValueError, with the nearest good values, unless `parts` divides `value`."""
+    """Raises ValueError, with the nearest good values, unless `parts` divides `value`.
+    """
     if value >= 1 and value % parts == 0:
         return
     below = max(value // parts, 1) * parts

@@ -143,11 +143,11 @@ class _Iterator:
 def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
     """Iterates over examples forever, each once per epoch, in random order.
 
-    Each epoch has a new order. Batches continue across the ends of epochs. Each group g has its own order, drawn
-    from the seed, g and the epoch. The order takes 8 bytes of memory per example.
-    Sources are read ahead in threads; arrays are not. A `grain.MapDataset` is read at
-    the indices of its later epochs, so that its random transformations differ between
-    epochs. Do not shuffle it.
+    Each epoch has a new order. Batches continue across the ends of epochs. Each group g
+    has its own order, drawn from the seed, g and the epoch. The order takes 8 bytes of
+    memory per example. Sources are read ahead in threads; arrays are not. A
+    `grain.MapDataset` is read at the indices of its later epochs, so that its random
+    transformations differ between epochs. Do not shuffle it.
 
     Args:
       examples: a mapping of arrays that share their first dimension; or a source of

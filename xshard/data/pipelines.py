@@ -60,9 +60,9 @@ class Stream:
 class Streams:
     """An iterator over a process's batches that are fed by several streams.
 
-    It is a `data.BatchIterator`. Stream i of n provides rows i * batch_size / n to (i + 1) * batch_size / n of each
-    batch. Each group has its own streams. If rows of one stream are on several
-    processes, each of these runs the stream.
+    It is a `data.BatchIterator`. Stream i of n provides rows i * batch_size / n to (i +
+    1) * batch_size / n of each batch. Each group has its own streams. If rows of one
+    stream are on several processes, each of these runs the stream.
     """
 
     arrays_are_new = True
@@ -193,8 +193,8 @@ class Streams:
         received = {name: state[name] for name in expected}
         if received != expected:
             raise errors.UserError(
-                f"The checkpoint was written with {_in_words(received)}; the run now has "
-                f"{_in_words(expected)}. A resume would not continue the same run. "
+                f"The checkpoint was written with {_in_words(received)}; the run now "
+                f"has {_in_words(expected)}. A resume would not continue the same run. "
                 "Restore the earlier streams, batch size and data, or start a new run "
                 "in another directory with --init_from."
             )

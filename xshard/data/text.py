@@ -91,8 +91,8 @@ class Records:
             return file[index - begin]
         except RuntimeError as e:
             raise errors.UserError(
-                f"{self._paths[number]} is damaged at record {index - begin} ({e}); replace "
-                "it, or leave it out."
+                f"{self._paths[number]} is damaged at record {index - begin} ({e}); "
+                "replace it, or leave it out."
             ) from e
 
 
@@ -159,7 +159,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
     """Returns the function that encodes a text as tokens, followed by `END`.
 
-    The tokens are an int32 array of shape (tokens,). If a text contains `END` literally, it is encoded as ordinary bytes.
+    The tokens are an int32 array of shape (tokens,). If a text contains `END`
+    literally, it is encoded as ordinary bytes.
     """
     # A copy, so that the setting below does not change the caller's tokenizer.
     tokenizer = type(tokenizer).from_str(tokenizer.to_str())
