@@ -40,10 +40,12 @@ class Digits(xshard.Supervised):
         return jnp.mean(losses), {"accuracy": jnp.mean(_is_correct(outputs, batch))}
 
     def optimizer(self):
-        config, steps = self.config.optimizer, self.config.steps
-        warmup_steps = int(config.warmup_fraction * steps)
+        config = self.config.optimizer
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, config.learning_rate, warmup_steps, steps
+            init_value=0.0,
+            peak_value=config.learning_rate,
+            warmup_steps=int(config.warmup_fraction * self.config.steps),
+            decay_steps=self.config.steps,
         )
         adamw = optax.adamw(rate, weight_decay=config.weight_decay)
         opt = xshard.OptaxOptimizer(
@@ -67,27 +69,29 @@ class Digits(xshard.Supervised):
 
     def ensemble(self, outputs):
         # The log of the mean probability, which serves as logits.
-        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - np.log(
-            len(outputs)
-        )
+        log_probabilities = jax.nn.log_softmax(outputs)
+        log_sum = jax.nn.logsumexp(log_probabilities, axis=0)
+        return log_sum - np.log(len(outputs))
 
 
 def _check(config):
-    """Raises UserError for values that would otherwise fail deep inside a library, or
-    train nothing.
-    """
-    model, warmup = config.model, config.optimizer.warmup_fraction
-    decay = config.optimizer.average_decay
-    for key, value, fits, rule in (
-        ("max_shift", config.max_shift, 0 <= config.max_shift < 8, "from 0 to 7"),
-        ("model.channels", model.channels, model.channels >= 1, "at least 1"),
-        ("model.hidden", model.hidden, model.hidden >= 1, "at least 1"),
-        ("model.dropout", model.dropout, 0 <= model.dropout < 1, "from 0 to below 1"),
-        ("optimizer.warmup_fraction", warmup, 0 <= warmup < 1, "from 0 to below 1"),
-        ("optimizer.average_decay", decay, 0 <= decay < 1, "from 0 to below 1"),
+    """Raises UserError for values that fail inside a library, or train nothing."""
+    model = config.model
+    optimizer = config.optimizer
+    _require(0 <= config.max_shift < 8, "max_shift", config.max_shift, "from 0 to 7")
+    for name in ("channels", "hidden"):
+        _require(model[name] >= 1, f"model.{name}", model[name], "at least 1")
+    for name, value in (
+        ("model.dropout", model.dropout),
+        ("optimizer.warmup_fraction", optimizer.warmup_fraction),
+        ("optimizer.average_decay", optimizer.average_decay),
     ):
-        if not fits:
-            raise xshard.UserError(f"{key}={value!r} must be {rule}.")
+        _require(0 <= value < 1, name, value, "from 0 to below 1")
+
+
+def _require(fits, key, value, rule):
+    if not fits:
+        raise xshard.UserError(f"{key}={value!r} must be {rule}.")
 
 
 def _is_correct(outputs, batch):

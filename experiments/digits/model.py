@@ -19,12 +19,22 @@ class ConvNet(hk.Module):
         self._dropout = dropout
 
     def __call__(self, images: jax.Array, *, is_training: bool) -> jax.Array:
-        """Returns logits of shape (batch, classes) for images of shape (batch, 8, 8,
-        1).
+        """Returns the logits of images.
+
+        Args:
+          images: an array of shape (batch, 8, 8, 1).
+          is_training: whether to drop out.
+
+        Returns:
+          Logits of shape (batch, classes).
         """
-        x = jax.nn.relu(hk.Conv2D(self._channels, 3, name="conv_0")(images))
-        x = jax.nn.relu(hk.Conv2D(2 * self._channels, 3, stride=2, name="conv_1")(x))
-        x = jax.nn.relu(hk.Linear(self._hidden, name="hidden")(hk.Flatten()(x)))
+        x = hk.Conv2D(self._channels, 3, name="conv_0")(images)
+        x = jax.nn.relu(x)
+        x = hk.Conv2D(2 * self._channels, 3, stride=2, name="conv_1")(x)
+        x = jax.nn.relu(x)
+        x = hk.Flatten()(x)
+        x = hk.Linear(self._hidden, name="hidden")(x)
+        x = jax.nn.relu(x)
         if is_training and self._dropout:
             x = hk.dropout(hk.next_rng_key(), self._dropout, x)
         return hk.Linear(self._classes, name="logits")(x)

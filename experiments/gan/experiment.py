@@ -1,5 +1,4 @@
-"""A generative adversarial network for handwritten digits: two learners that train in
-turn.
+"""A generative adversarial network for handwritten digits: two learners in turn.
 
 Source: Goodfellow et al., "Generative Adversarial Networks", 2014, with the
 non-saturating generator loss.
@@ -22,10 +21,15 @@ class Gan(xshard.Experiment):
 
     def __init__(self, config):
         super().__init__(config)
-        rule = lambda name: functools.partial(self._rule, config.optimizer[name])
-        self.generator = xshard.Learner(self._generate, rule("generator"), self.config)
+        self.generator = xshard.Learner(
+            self._generate,
+            functools.partial(self._rule, config.optimizer.generator),
+            self.config,
+        )
         self.discriminator = xshard.Learner(
-            self._judge, rule("discriminator"), self.config
+            self._discriminate,
+            functools.partial(self._rule, config.optimizer.discriminator),
+            self.config,
         )
 
     def train_data(self):
@@ -35,12 +39,13 @@ class Gan(xshard.Experiment):
         return images.split()[1]
 
     def _generate(self, noise):
-        return jax.nn.sigmoid(hk.nets.MLP([*self.config.model.generator, 64])(noise))
+        network = hk.nets.MLP([*self.config.model.generator, 64])
+        return jax.nn.sigmoid(network(noise))
 
-    def _judge(self, pixels):
-        return hk.nets.MLP(
-            [*self.config.model.discriminator, 1], activation=jax.nn.leaky_relu
-        )(pixels)[:, 0]
+    def _discriminate(self, pixels):
+        sizes = [*self.config.model.discriminator, 1]
+        network = hk.nets.MLP(sizes, activation=jax.nn.leaky_relu)
+        return network(pixels)[:, 0]
 
     def _rule(self, options):
         opt = xshard.OptaxOptimizer(optax.adam(**options), name="adam")
@@ -51,68 +56,72 @@ class Gan(xshard.Experiment):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
 
     def init(self, key, batch):
-        of_generator, of_discriminator = jax.random.split(key)
+        generator_key, discriminator_key = jax.random.split(key)
         real = _pixels(batch)
+        noise = self._noise(key, len(real))
         return {
-            "generator": self.generator.init(of_generator, self._noise(key, len(real))),
-            "discriminator": self.discriminator.init(of_discriminator, real),
+            "generator": self.generator.init(generator_key, noise),
+            "discriminator": self.discriminator.init(discriminator_key, real),
         }
 
     def train_step(self, state, batch, key):
-        first, second = jax.random.split(key)
-        loss = functools.partial(self._discriminator_loss, state["generator"])
-        discriminator, judged = self.discriminator.update(
-            state["discriminator"], loss, batch, first
+        discriminator_key, generator_key = jax.random.split(key)
+        discriminator, discriminator_metrics = self.discriminator.update(
+            state["discriminator"],
+            functools.partial(self._discriminator_loss, state["generator"]),
+            batch,
+            discriminator_key,
         )
-        loss = functools.partial(self._generator_loss, discriminator)
-        generator, generated = self.generator.update(
-            state["generator"], loss, batch, second
+        generator, generator_metrics = self.generator.update(
+            state["generator"],
+            functools.partial(self._generator_loss, discriminator),
+            batch,
+            generator_key,
         )
-        new = {"generator": generator, "discriminator": discriminator}
-        return new, {"generator": generated, "discriminator": judged}
+        new_state = {"generator": generator, "discriminator": discriminator}
+        metrics = {
+            "generator": generator_metrics,
+            "discriminator": discriminator_metrics,
+        }
+        return new_state, metrics
 
     def _discriminator_loss(self, generator, state, batch, key):
         real = _pixels(batch)
         fake, _ = self.generator.apply(generator, None, self._noise(key, len(real)))
-        logits, net_state = self.discriminator.apply(
-            state, None, jnp.concatenate([real, fake])
-        )
+        pixels = jnp.concatenate([real, fake])
+        logits, net_state = self.discriminator.apply(state, None, pixels)
         is_real = jnp.repeat(jnp.array([1.0, 0.0]), len(real))
         losses = optax.sigmoid_binary_cross_entropy(logits, is_real)
         accuracy = jnp.mean((logits > 0) == (is_real > 0.5))
         return jnp.mean(losses), net_state, {"accuracy": accuracy}
 
     def _generator_loss(self, discriminator, state, batch, key):
-        fake, net_state = self.generator.apply(
-            state, None, self._noise(key, len(batch["image"]))
-        )
+        noise = self._noise(key, len(batch["image"]))
+        fake, net_state = self.generator.apply(state, None, noise)
         logits, _ = self.discriminator.apply(discriminator, None, fake)
         return jnp.mean(jax.nn.softplus(-logits)), net_state, {}
 
     def eval_step(self, state, batch, key):
-        """Returns the first two moments of real images and of equally many generated
-        ones.
-        """
+        """Returns the first two moments of real images and as many generated ones."""
         real = _pixels(batch)
-        fake, _ = self.generator.apply(
-            state["generator"], None, self._noise(key, len(real))
-        )
-        square = lambda x: x[:, :, None] * x[:, None, :]
+        noise = self._noise(key, len(real))
+        fake, _ = self.generator.apply(state["generator"], None, noise)
         return {
             "real": real,
             "fake": fake,
-            "real_2": square(real),
-            "fake_2": square(fake),
+            "real_2": real[:, :, None] * real[:, None, :],
+            "fake_2": fake[:, :, None] * fake[:, None, :],
         }
 
     def summarize(self, sums, count):
-        """Returns the Fréchet distance of two normal distributions with these moments,
-        in pixel space.
+        """Returns the Fréchet distance of normal distributions with these moments.
+
+        It is one in pixel space.
         """
-        (real, real_cov), (fake, fake_cov) = (
-            _moments(sums[name] / count, sums[f"{name}_2"] / count)
-            for name in ("real", "fake")
-        )
+        real = sums["real"] / count
+        fake = sums["fake"] / count
+        real_cov = sums["real_2"] / count - np.outer(real, real)
+        fake_cov = sums["fake_2"] / count - np.outer(fake, fake)
         if not np.isfinite(real_cov + fake_cov).all():
             return {"distance": np.nan}
         roots = np.sqrt(np.maximum(np.linalg.eigvals(real_cov @ fake_cov).real, 0))
@@ -120,23 +129,22 @@ class Gan(xshard.Experiment):
         return {"distance": np.sum((real - fake) ** 2) + spread}
 
     def predict(self, state, batch):
-        """Returns images of shape (batch, 8, 8) generated from noise; with several
-        groups, the first group's.
+        """Returns images of shape (batch, 8, 8) generated from noise.
+
+        With several groups, the images are the first group's.
         """
         fake, _ = self.generator.apply(state["generator"], None, batch["noise"])
         return jax.lax.all_gather(fake.reshape(-1, 8, 8), "group")[0]
 
     def samples(self, predict, key):
-        """Returns an image of four rows of eight generated digits, and a histogram of
-        their brightness.
-        """
-        made = np.asarray(
-            predict({"noise": np.asarray(self._noise(key, 32))}), np.float32
-        )
-        rows = np.concatenate(made.reshape(4, 8, 8, 8), axis=1)
+        """Returns an image of 32 generated digits, and a histogram of their pixels."""
+        noise = np.asarray(self._noise(key, 32))
+        fake = np.asarray(predict({"noise": noise}), np.float32)
+        # Four rows of eight digits.
+        rows = np.concatenate(fake.reshape(4, 8, 8, 8), axis=1)
         return {
             "digits": xshard.Image(np.concatenate(rows, axis=1)),
-            "brightness": xshard.Histogram(made.ravel()),
+            "brightness": xshard.Histogram(fake.ravel()),
         }
 
     def _noise(self, key, count):
@@ -145,7 +153,3 @@ class Gan(xshard.Experiment):
 
 def _pixels(batch):
     return batch["image"].reshape(len(batch["image"]), 64)
-
-
-def _moments(mean, square):
-    return mean, square - np.outer(mean, mean)

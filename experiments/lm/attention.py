@@ -1,5 +1,4 @@
-"""Causal attention by a kernel that keeps the scores on the chip, if the backend has
-one for the shape.
+"""Causal attention, by a kernel that keeps the scores on the chip if there is one.
 
 The number of scores of a head is the square of the sequence length. XLA's attention
 writes them to memory and reads them again. A kernel computes them block by block, and
@@ -22,7 +21,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from xshard import mesh as mesh_lib
 
-AUTO, XLA = KINDS = ("auto", "xla")
+AUTO = "auto"
+XLA = "xla"
+KINDS = (AUTO, XLA)
 # The block sizes of the TPU kernel. It uses the largest one that divides the sequence
 # length.
 _BLOCKS = (512, 256, 128)
@@ -57,20 +58,26 @@ def attend(
       An array of the query's shape and dtype.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    kernels: dict[str, Implementation] = {}
     # Without a run's mesh, the program may be exported for all backends at once.
     # Kernels do not support that.
-    kernels = {} if kind == XLA or mesh.empty else kernels_for(query, segments)
+    if kind != XLA and not mesh.empty:
+        kernels = kernels_for(query, segments)
     if not kernels:
         return _xla(query, key, value, segments)
     # Heads before positions is the TPU kernel's layout. XLA's attention uses it too, so
     # that both keep the same arrays for the backward pass.
-    by_head = [jnp.swapaxes(x, 1, 2) for x in (query, key, value)]
-    return jnp.swapaxes(_over_heads(mesh, kernels, *by_head, segments), 1, 2)
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    mixed = _over_heads(mesh, kernels, query, key, value, segments)
+    return jnp.swapaxes(mixed, 1, 2)
 
 
 def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
-    """Returns the kernels that support a query of shape (batch, length, heads, size),
-    by JAX's platform name.
+    """Returns the kernels that support a query, by JAX's platform name.
+
+    Args:
+      query: an array or shape of (batch, length, heads, size).
+      segments: as for `attend`.
     """
     _, length, _, size = query.shape
     kernels: dict[str, Implementation] = {}
@@ -84,8 +91,9 @@ def kernels_for(query: Any, segments: Any) -> dict[str, Implementation]:
 def _over_heads(
     mesh: Any, kernels: Mapping[str, Implementation], *inputs: Any
 ) -> jax.Array:
-    """Computes attention with the platform's kernel; if the mesh has an axis 'model',
-    each device computes its heads.
+    """Computes attention with the platform's kernel.
+
+    If the mesh has an axis 'model', each device computes its heads.
     """
     chosen = functools.partial(lax.platform_dependent, **kernels, default=_xla_of_heads)
     if mesh_lib.MODEL not in mesh.auto_axes or mesh.shape[mesh_lib.MODEL] == 1:
@@ -110,15 +118,20 @@ def _xla(
     mask = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    attend = functools.partial(jax.nn.dot_product_attention, mask=mask, is_causal=True)
-    return attend(*map(_widened, (query, key, value))).astype(query.dtype)
+    mixed = jax.nn.dot_product_attention(
+        _widened(query), _widened(key), _widened(value), mask=mask, is_causal=True
+    )
+    return mixed.astype(query.dtype)
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """Returns the array, float16 converted to float32: CPUs and TPUs lack the float16
-    product that attention requests.
+    """Returns the array, converted to float32 if it is float16.
+
+    CPUs and TPUs lack the float16 product that attention requests.
     """
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    if x.dtype == jnp.float16:
+        return x.astype(jnp.float32)
+    return x
 
 
 @jax.custom_vjp
@@ -145,13 +158,13 @@ _xla_of_heads.defvjp(_forward, _backward)
 
 
 def _of_heads(implementation: Implementation, inputs: Any) -> jax.Array:
-    """Calls an implementation that expects positions before heads, on arrays with heads
-    before positions.
+    """Calls an implementation that expects positions before heads.
+
+    The arrays, and the result, have heads before positions.
     """
     *arrays, segments = inputs
-    return jnp.swapaxes(
-        implementation(*(jnp.swapaxes(x, 1, 2) for x in arrays), segments), 1, 2
-    )
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays)
+    return jnp.swapaxes(implementation(query, key, value, segments), 1, 2)
 
 
 def _splash(
@@ -162,7 +175,10 @@ def _splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes attention with the TPU kernel; with `interpret` it runs on any backend."""
+    """Computes attention with the TPU kernel.
+
+    With `interpret` it runs on any backend.
+    """
     _, heads, length, size = query.shape
     block = next(block for block in _BLOCKS if length % block == 0)
     kernel = splash.make_splash_mha_single_device(
@@ -178,11 +194,12 @@ def _splash(
         interpret=interpret,
     )
     ids = None if segments is None else splash.SegmentIds(segments, segments)
-    wide, *others = map(_widened, (query, key, value))
+    scaled_query = _widened(query) * size**-0.5
     # The dry run recognizes causal attention, which computes half of the scores, by
     # this name.
     with jax.named_scope("causal"):
-        return jax.vmap(kernel)(wide * size**-0.5, *others, ids).astype(query.dtype)
+        mixed = jax.vmap(kernel)(scaled_query, _widened(key), _widened(value), ids)
+        return mixed.astype(query.dtype)
 
 
 def _cudnn(*inputs: Any) -> jax.Array:

@@ -1,6 +1,4 @@
-"""A language model of bytes: a transformer that learns to predict the next byte of a
-text.
-"""
+"""A language model of bytes: a transformer that predicts the next byte of a text."""
 
 import math
 
@@ -12,7 +10,9 @@ import optax
 import xshard
 from experiments.lm import attention, model, text
 
+# The bits of a nat.
 _BITS = 1 / math.log(2)
+_LOSS_SCALE_KINDS = ("dynamic", "fixed", "none")
 
 
 class LanguageModel(xshard.Supervised):
@@ -26,16 +26,17 @@ class LanguageModel(xshard.Supervised):
         return {"text": self._windows(0, "training")}
 
     def eval_data(self):
-        windows, count = self._windows(1, "held-out"), self.config.text.eval_windows
+        windows = self._windows(1, "held-out")
+        count = self.config.text.eval_windows
         if 0 < count < len(windows):
-            windows = windows[np.linspace(0, len(windows) - 1, count).astype(np.int64)]
+            chosen = np.linspace(0, len(windows) - 1, count).astype(np.int64)
+            windows = windows[chosen]
         return {"text": windows}
 
     def _windows(self, part, what):
         config = self.config.text
-        return text.windows(
-            text.read(tuple(config.files), config.held_out)[part], config.length, what
-        )
+        parts = text.read(tuple(config.files), config.held_out)
+        return text.windows(parts[part], config.length, what)
 
     def forward(self, batch, *, is_training):
         del is_training
@@ -46,26 +47,24 @@ class LanguageModel(xshard.Supervised):
         return value, {"bits_per_byte": _BITS * value}
 
     def optimizer(self):
-        config, steps = self.config.optimizer, self.config.steps
+        config = self.config.optimizer
         rate = optax.warmup_cosine_decay_schedule(
-            0.0,
-            config.learning_rate,
-            int(config.warmup_fraction * steps),
-            steps,
-            config.final_fraction * config.learning_rate,
+            init_value=0.0,
+            peak_value=config.learning_rate,
+            warmup_steps=int(config.warmup_fraction * self.config.steps),
+            decay_steps=self.config.steps,
+            end_value=config.final_fraction * config.learning_rate,
+        )
+        adamw = optax.adamw(
+            rate,
+            b1=config.b1,
+            b2=config.b2,
+            weight_decay=config.weight_decay,
+            mask=_decays,
         )
         # The norm is over all parameters, of the gradients' mean over all replicas,
         # since the rule runs after the reduction.
-        rule = optax.chain(
-            optax.clip_by_global_norm(config.clip_norm),
-            optax.adamw(
-                rate,
-                config.b1,
-                config.b2,
-                weight_decay=config.weight_decay,
-                mask=_decays,
-            ),
-        )
+        rule = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
         opt = xshard.OptaxOptimizer(
             rule, name="adamw", schedules={"learning_rate": rate}
         )
@@ -79,13 +78,12 @@ class LanguageModel(xshard.Supervised):
             return xshard.MixedPrecisionLossScaleOptimizer(
                 opt, scale.initial_loss_scale
             )
-        values = {
-            key: scale[key]
-            for key in ("initial_loss_scale", "increment_period", "multiplier")
-        }
-        return xshard.MixedPrecisionLossScaleOptimizer(
-            opt, xshard.DynamicLossScale(**values)
+        dynamic = xshard.DynamicLossScale(
+            initial_loss_scale=scale.initial_loss_scale,
+            increment_period=scale.increment_period,
+            multiplier=scale.multiplier,
         )
+        return xshard.MixedPrecisionLossScaleOptimizer(opt, dynamic)
 
     def evaluate(self, outputs, batch):
         losses = jnp.mean(_losses(outputs, batch), axis=-1)
@@ -93,9 +91,9 @@ class LanguageModel(xshard.Supervised):
 
     def ensemble(self, outputs):
         # The log of the mean probability, which serves as logits.
-        return jax.nn.logsumexp(jax.nn.log_softmax(outputs), axis=0) - math.log(
-            len(outputs)
-        )
+        log_probabilities = jax.nn.log_softmax(outputs)
+        log_sum = jax.nn.logsumexp(log_probabilities, axis=0)
+        return log_sum - math.log(len(outputs))
 
     def sharding_rules(self):
         # Parameters have a leading dimension of layers. Heads and the hidden size are
@@ -119,44 +117,68 @@ class LanguageModel(xshard.Supervised):
         Returns:
           The texts, each under a line with its prompt.
         """
-        config, length = self.config.sample, self.config.text.length
         # Each text starts with the separator, as a file in the training text follows
         # the end of the file before it.
-        texts = [[text.SEPARATOR, *prompt.encode()] for prompt in config.prompts]
-        # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from
-        # their distribution.
-        noise = np.asarray(
-            jax.random.gumbel(key, (config.length, len(texts), model.BYTES))
+        prompts = self.config.sample.prompts
+        texts = [[text.SEPARATOR, *prompt.encode()] for prompt in prompts]
+        continue_texts(
+            texts,
+            lambda rows: predict({"text": rows.astype(np.uint8)}),
+            key,
+            symbols=model.BYTES,
+            window=self.config.text.length,
+            config=self.config.sample,
         )
-        for place in range(config.length):
-            # All windows have one shape, to compile once. Causal attention ignores the
-            # zeros after a text.
-            rows = np.zeros((len(texts), length + 1), np.uint8)
-            for row, written in zip(rows, texts, strict=True):
-                row[: min(len(written), length)] = written[-length:]
-            logits = np.asarray(predict({"text": rows}), np.float32)
-            ends = [min(len(written), length) - 1 for written in texts]
-            logits = logits[np.arange(len(texts)), ends]
-            chosen = np.argmax(logits + config.temperature * noise[place], axis=-1)
-            for written, byte in zip(texts, chosen, strict=True):
-                written.append(int(byte))
-        return "\n".join(
-            f"--- {prompt!r}\n{_show(written[1:])}"
-            for prompt, written in zip(config.prompts, texts, strict=True)
-        )
+        shown = []
+        for prompt, written in zip(prompts, texts, strict=True):
+            shown.append(f"--- {prompt!r}\n{_show(written[1:])}")
+        return "\n".join(shown)
+
+
+def continue_texts(texts, predict, key, *, symbols, window, config):
+    """Appends symbols that a model draws to texts.
+
+    Args:
+      texts: lists of symbols, that is of bytes or tokens.
+      predict: takes int32 rows of shape (texts, window + 1) to logits of shape (texts,
+        window, symbols), of which each ignores what follows it.
+      key: a key of `jax.random`.
+      symbols: the number of symbols.
+      window: the largest number of symbols that the model sees.
+      config: `length`, the number of symbols to append, and `temperature`.
+    """
+    # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from
+    # their distribution.
+    noise = jax.random.gumbel(key, (config.length, len(texts), symbols))
+    noise = config.temperature * np.asarray(noise)
+    for noise_of_position in noise:
+        # All windows have one shape, to compile once.
+        rows = np.zeros((len(texts), window + 1), np.int32)
+        ends = []
+        for row, written in zip(rows, texts, strict=True):
+            seen = written[-window:]
+            row[: len(seen)] = seen
+            ends.append(len(seen) - 1)
+        logits = np.asarray(predict(rows), np.float32)
+        logits = logits[np.arange(len(texts)), ends]
+        chosen = np.argmax(logits + noise_of_position, axis=-1)
+        for written, symbol in zip(texts, chosen, strict=True):
+            written.append(int(symbol))
 
 
 def _losses(outputs, batch):
-    """Returns the cross entropy of each byte but the first, in nats, of shape (batch,
-    length).
+    """Returns the cross entropy of each byte but the first, in nats.
+
+    Its shape is (batch, length).
     """
     targets = batch["text"][:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
 
 
 def _decays(params):
-    """Returns whether weight decay applies to each parameter: to matrices, not to the
-    scales of norms.
+    """Returns whether weight decay applies to each parameter.
+
+    It applies to matrices, not to the scales of norms.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key != "scale", params
@@ -165,53 +187,102 @@ def _decays(params):
 
 def _show(written):
     """Returns bytes as text, up to the first end of a file."""
-    return printable(
-        bytes(written).split(bytes([text.SEPARATOR]))[0].decode("utf8", "replace")
-    )
+    first, *_ = bytes(written).split(bytes([text.SEPARATOR]))
+    return printable(first.decode("utf8", "replace"))
 
 
 def printable(written):
-    """Returns a text with control characters replaced, which could move a terminal's
-    cursor.
+    """Returns a text with control characters replaced.
+
+    They could move a terminal's cursor.
     """
-    return "".join(
-        c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for c in written
-    )
+    shown = ""
+    for character in written:
+        is_shown = character in "\n\t" or character.isprintable()
+        shown += character if is_shown else "\N{REPLACEMENT CHARACTER}"
+    return shown
 
 
 def _check(config):
-    """Raises UserError for values that would otherwise fail deep inside a library, or
-    train nothing.
-    """
-    network, optimizer, parts = config.model, config.optimizer, config.model_parallel
-    scale, sample = config.loss_scale, config.sample
-    size = network.width // max(1, network.heads)
-    kinds = ("dynamic", "fixed", "none")
-    for key, value, fits, rule in (
-        ("text.length", config.text.length, config.text.length >= 1, "at least 1"),
-        ("text.held_out", config.text.held_out, 0 < config.text.held_out < 1, "between 0 and 1"),
-        ("text.eval_windows", config.text.eval_windows, config.text.eval_windows >= 0,
-         "at least 1, or 0 for all"),
-        *((f"model.{name}", network[name], network[name] >= 1, "at least 1")
-          for name in ("layers", "width", "heads", "feed_forward")),
-        ("model.heads", network.heads, network.width % max(1, network.heads) == 0,
-         f"a divisor of model.width={network.width}"),
-        ("model.heads", network.heads, size % 2 == 0,
-         f"such that a head, of model.width={network.width} / heads = {size}, has an "
-         "even size: rotary positions rotate pairs"),
-        *((f"model.{name}", network[name], network[name] % parts == 0,
-           f"a multiple of model_parallel={parts}") for name in ("heads", "feed_forward")),
-        ("model.attention", network.attention, network.attention in attention.KINDS,
-         f"one of {', '.join(attention.KINDS)}"),
-        ("optimizer.warmup_fraction", optimizer.warmup_fraction,
-         0 <= optimizer.warmup_fraction < 1, "from 0 to below 1"),
-        ("optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm > 0, "above 0"),
-        ("loss_scale.kind", scale.kind, scale.kind in kinds, f"one of {', '.join(kinds)}"),
-        ("sample.prompts", sample.prompts, all(isinstance(p, str) for p in sample.prompts),
-         "a tuple of texts"),
-        ("sample.length", sample.length, sample.length >= 0, "at least 0"),
-        ("sample.temperature", sample.temperature, sample.temperature >= 0, "at least 0"),
-    ):  # fmt: skip
-        if not fits:
-            raise xshard.UserError(f"{key}={value!r} must be {rule}.")
+    """Raises UserError for values that fail inside a library, or train nothing."""
+    _check_text(config.text)
+    _check_model(config.model, config.model_parallel)
+    _check_optimizer(config.optimizer, config.loss_scale)
+    _check_sample(config.sample)
+
+
+def _check_text(config):
+    _require(config.length >= 1, "text.length", config.length, "at least 1")
+    _require(
+        0 < config.held_out < 1, "text.held_out", config.held_out, "between 0 and 1"
+    )
+    _require(
+        config.eval_windows >= 0,
+        "text.eval_windows",
+        config.eval_windows,
+        "at least 1, or 0 for all",
+    )
+
+
+def _check_model(config, model_parallel):
+    for name in ("layers", "width", "heads", "feed_forward"):
+        _require(config[name] >= 1, f"model.{name}", config[name], "at least 1")
+    size = config.width // config.heads
+    _require(
+        config.width % config.heads == 0,
+        "model.heads",
+        config.heads,
+        f"a divisor of model.width={config.width}",
+    )
+    _require(
+        size % 2 == 0,
+        "model.heads",
+        config.heads,
+        f"such that a head, of model.width={config.width} / heads = {size}, has an "
+        "even size: rotary positions rotate pairs",
+    )
+    for name in ("heads", "feed_forward"):
+        _require(
+            config[name] % model_parallel == 0,
+            f"model.{name}",
+            config[name],
+            f"a multiple of model_parallel={model_parallel}",
+        )
+    _require(
+        config.attention in attention.KINDS,
+        "model.attention",
+        config.attention,
+        f"one of {', '.join(attention.KINDS)}",
+    )
+
+
+def _check_optimizer(config, loss_scale):
+    _require(
+        0 <= config.warmup_fraction < 1,
+        "optimizer.warmup_fraction",
+        config.warmup_fraction,
+        "from 0 to below 1",
+    )
+    _require(config.clip_norm > 0, "optimizer.clip_norm", config.clip_norm, "above 0")
+    _require(
+        loss_scale.kind in _LOSS_SCALE_KINDS,
+        "loss_scale.kind",
+        loss_scale.kind,
+        f"one of {', '.join(_LOSS_SCALE_KINDS)}",
+    )
+
+
+def _check_sample(config):
+    _require(
+        all(isinstance(prompt, str) for prompt in config.prompts),
+        "sample.prompts",
+        config.prompts,
+        "a tuple of texts",
+    )
+    for name in ("length", "temperature"):
+        _require(config[name] >= 0, f"sample.{name}", config[name], "at least 0")
+
+
+def _require(fits, key, value, rule):
+    if not fits:
+        raise xshard.UserError(f"{key}={value!r} must be {rule}.")

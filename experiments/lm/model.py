@@ -26,8 +26,7 @@ _ROTARY_BASE = 10_000.0
 
 
 class Transformer(hk.Module):
-    """A transformer that returns the logits of the next byte, or token, at each
-    position.
+    """A transformer that predicts the next byte, or token, at each position.
 
     Layers are scanned, so the program is only as large as for one layer, and parameters
     have a leading dimension of layers. The embedding and the output matrix are separate
@@ -94,19 +93,18 @@ class Transformer(hk.Module):
         def layer(x: jax.Array) -> jax.Array:
             return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
 
-        x = hk.layer_stack(self._layers, name="layers")(
-            hk.remat(layer) if self._remat else layer
-        )(x)
+        if self._remat:
+            layer = hk.remat(layer)
+        x = hk.layer_stack(self._layers, name="layers")(layer)(x)
+        x = RMSNorm("norm")(x)
         head = hk.get_parameter(
             "head", (self._width, self._vocabulary), jnp.float32, jnp.zeros
         )
-        return jnp.einsum(
-            "btd,dv->btv", RMSNorm("norm")(x), head, preferred_element_type=jnp.float32
-        )
+        return jnp.einsum("btd,dv->btv", x, head, preferred_element_type=jnp.float32)
 
 
 class Layer(hk.Module):
-    """Causal attention, then the feed-forward layer, each added to the residual stream."""
+    """Causal attention, then the feed-forward layer, each added to its input."""
 
     def __init__(self, layers: int, heads: int, feed_forward: int):
         """Creates one of `layers` layers."""
@@ -119,50 +117,54 @@ class Layer(hk.Module):
         self._out_scale = 1 / math.sqrt(2 * layers)
 
     def __call__(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        """Maps an array of shape (batch, length, width) to one of the same shape;
-        `attend` is like `attention.attend`.
+        """Returns the layer's output.
+
+        Args:
+          x: an array of shape (batch, length, width).
+          attend: a function like `attention.attend`.
+
+        Returns:
+          An array of the same shape and dtype.
         """
         x = x + self._attention(RMSNorm("attention_norm")(x), attend)
         return x + self._feed_forward_layer(RMSNorm("feed_forward_norm")(x))
 
     def _attention(self, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        width, heads = x.shape[-1], self._heads
+        width = x.shape[-1]
+        heads = self._heads
         size = width // heads
         # Query, key and value are one product, so that the gradient of its input is one
         # sum over 'model', not three.
-        qkv = _product(
-            "btd,dkhe->btkhe", x, _weights("qkv", (width, 3, heads, size), width)
-        )
+        weights = _weights("qkv", (width, 3, heads, size), width)
+        qkv = _product("btd,dkhe->btkhe", x, weights)
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
         mixed = attend(rotary(query), rotary(key), value)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
         return _product("bthe,hed->btd", mixed, out)
 
     def _feed_forward_layer(self, x: jax.Array) -> jax.Array:
-        width, hidden = x.shape[-1], self._feed_forward
-        both = _product(
-            "btd,dkf->btkf", x, _weights("gate_up", (width, 2, hidden), width)
-        )
-        gate, up = (jnp.squeeze(part, 2) for part in jnp.split(both, 2, axis=2))
+        width = x.shape[-1]
+        hidden = self._feed_forward
+        weights = _weights("gate_up", (width, 2, hidden), width)
+        gate_up = _product("btd,dkf->btkf", x, weights)
+        gate, up = (jnp.squeeze(part, 2) for part in jnp.split(gate_up, 2, axis=2))
         down = _weights("down", (hidden, width), hidden, self._out_scale)
         return _product("btf,fd->btd", jax.nn.silu(gate) * up, down)
 
 
 class RMSNorm(hk.Module):
-    """Divides by the root of the mean square, in float32, and multiplies by a learned
-    scale.
+    """Divides by the root of the mean square, and multiplies by a learned scale.
+
+    Both are computed in float32.
     """
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape and dtype of `x`, normalized over its last
-        dimension.
-        """
+        """Normalizes an array over its last dimension; keeps its shape and dtype."""
         scale = hk.get_parameter("scale", x.shape[-1:], jnp.float32, jnp.ones)
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide**2, axis=-1, keepdims=True)
-        return (
-            wide * jax.lax.rsqrt(mean_square + _EPSILON) * scale.astype(jnp.float32)
-        ).astype(x.dtype)
+        normalized = wide * jax.lax.rsqrt(mean_square + _EPSILON)
+        return (normalized * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotary(x: jax.Array) -> jax.Array:
@@ -177,14 +179,15 @@ def rotary(x: jax.Array) -> jax.Array:
     Returns:
       An array of the same shape and dtype; computed in float32.
     """
-    length, half = x.shape[1], x.shape[-1] // 2
+    length = x.shape[1]
+    half = x.shape[-1] // 2
     rates = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None, None] * rates
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(
-        x.dtype
-    )
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
+    rotated = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def _weights(
@@ -196,9 +199,7 @@ def _weights(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes an einsum, and its gradients, with sums in float32 that are rounded
-    once.
-    """
+    """Computes an einsum, and its gradients, with sums in float32."""
     # If the summed dimension is sharded over 'model', CPUs also add the devices'
     # partial sums in float32, because XLA for CPUs aborts on a bfloat16 all-reduce. The
     # TPU compiler rounds partial sums first and sends half the bytes. The gradient is
@@ -215,10 +216,11 @@ def _product_forward(
 def _product_backward(
     spec: str, kept: tuple[jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    (x, w), (left, right, result) = kept, spec.replace("->", ",").split(",")
-    return _product(f"{result},{right}->{left}", grad, w), _product(
-        f"{left},{result}->{right}", x, grad
-    )
+    x, w = kept
+    left, right, result = spec.replace("->", ",").split(",")
+    x_grad = _product(f"{result},{right}->{left}", grad, w)
+    w_grad = _product(f"{left},{result}->{right}", x, grad)
+    return x_grad, w_grad
 
 
 _product.defvjp(_product_forward, _product_backward)

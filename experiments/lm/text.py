@@ -19,9 +19,16 @@ from xshard import errors
 SEPARATOR = 0
 # Folders below the standard library to leave out: installed packages, tests, generated
 # tables, and packages that some versions of Python lack.
-_LEFT_OUT = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "lib2to3")
-)  # fmt: skip
+_LEFT_OUT = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "idlelib",
+    "lib2to3",
+)
 _GENERATED = (".", "_sysconfigdata", "config-")
 
 
@@ -49,18 +56,20 @@ def read(files: tuple[str, ...], held_out: float) -> tuple[np.ndarray, np.ndarra
         whole = _join(paths)
         cut = len(whole) - round(held_out * len(whole))
         return whole[:cut], whole[cut:]
-    return _join(_side(found, held_out, False)), _join(_side(found, held_out, True))
+    train, held = _divide(found, held_out)
+    return _join(train), _join(held)
 
 
 def documents(files: tuple[str, ...], held_out: float) -> tuple[list[str], list[str]]:
-    """Returns the paths of the training files and of the held-out files. Files are
-    chosen as in `read`; none is split.
+    """Returns the paths of the training files and of the held-out files.
+
+    Files are chosen as in `read`; none is split.
 
     Raises:
       ValueError: if an entry names no file, or one of the two sets is empty.
     """
     found = _named(files)
-    train, held = (_side(found, held_out, side) for side in (False, True))
+    train, held = _divide(found, held_out)
     if not train or not held:
         raise errors.UserError(
             f"text.files={files!r} has {len(train)} files to train on and {len(held)} "
@@ -84,14 +93,25 @@ def _named(files: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _side(found: dict[str, str], held_out: float, is_held: bool) -> list[str]:
-    paths = sorted(found, key=lambda path: (found[path], path))
-    return [path for path in paths if (_fraction(found[path]) < held_out) == is_held]
+def _divide(found: dict[str, str], held_out: float) -> tuple[list[str], list[str]]:
+    """Returns the paths of the training files and of the held-out files.
+
+    Args:
+      found: the relative names of all files, by path.
+      held_out: the approximate fraction to hold out.
+    """
+    train: list[str] = []
+    held: list[str] = []
+    for path in sorted(found, key=lambda path: (found[path], path)):
+        if _fraction(found[path]) < held_out:
+            held.append(path)
+        else:
+            train.append(path)
+    return train, held
 
 
 def windows(text: np.ndarray, length: int, what: str) -> np.ndarray:
-    """Returns the text as overlapping rows of `length + 1` bytes: a view, without a
-    copy.
+    """Returns the text as overlapping rows of `length + 1` bytes, a view.
 
     Args:
       text: a one-dimensional uint8 array.
@@ -130,35 +150,38 @@ def _find(entry: str) -> dict[str, str]:
         path for path in glob.glob(entry, recursive=True) if not os.path.isdir(path)
     ]
     if not matches:
-        kind = (
-            "pattern matches no file"
-            if glob.has_magic(entry)
-            else "file does not exist"
-        )
+        kind = "file does not exist"
+        if glob.has_magic(entry):
+            kind = "pattern matches no file"
         raise errors.UserError(
             f"text.files has {entry!r}: this {kind}. It must name files, folders or "
             f"patterns such as 'books/**/*.txt', from the folder {os.getcwd()} or "
             "absolute; empty: Python's own sources."
         )
-    fixed = entry[: next(i for i in range(len(entry)) if glob.has_magic(entry[i]))]
-    root = os.path.dirname(fixed) or "."
+    # Names are relative to the part of the pattern before its first wildcard.
+    first_wildcard = next(i for i, c in enumerate(entry) if glob.has_magic(c))
+    root = os.path.dirname(entry[:first_wildcard]) or "."
     return {path: os.path.relpath(path, root) for path in matches}
 
 
 def _standard_library(root: str) -> dict[str, str]:
-    wanted = lambda name: name not in _LEFT_OUT and not name.startswith(_GENERATED)
-    return {
-        path: name
-        for path, name in _below(root, wanted).items()
-        if name.endswith(".py")
-    }
+    def is_wanted(name: str) -> bool:
+        return name not in _LEFT_OUT and not name.startswith(_GENERATED)
+
+    found = _below(root, is_wanted)
+    return {path: name for path, name in found.items() if name.endswith(".py")}
 
 
 def _below(root: str, is_wanted: Callable[[str], bool]) -> dict[str, str]:
+    """Returns the paths of all wanted files below a folder, with their relative names.
+
+    A folder that is not wanted is left out with all that is below it.
+    """
     found: dict[str, str] = {}
     for folder, folders, names in os.walk(root, onerror=_refuse):
         folders[:] = filter(is_wanted, folders)
-        for path in (os.path.join(folder, name) for name in names if is_wanted(name)):
+        for name in filter(is_wanted, names):
+            path = os.path.join(folder, name)
             found[path] = os.path.relpath(path, root)
     return found
 
@@ -184,7 +207,6 @@ def _join(paths: list[str]) -> np.ndarray:
 
 def _fraction(name: str) -> float:
     """Maps a name to a number from 0 to below 1, the same on every machine."""
-    digest = hashlib.sha256(
-        name.replace(os.sep, "/").encode("utf8", "surrogateescape")
-    ).digest()
+    encoded = name.replace(os.sep, "/").encode("utf8", "surrogateescape")
+    digest = hashlib.sha256(encoded).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,12 +1,12 @@
-"""The language model over tokens instead of bytes, with files from one or more sources
-packed into rows.
+"""The language model over tokens instead of bytes.
+
+Files from one or more sources are packed into rows.
 """
 
 import functools
 import math
 
 import grain
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,14 +31,15 @@ class Words(experiment.LanguageModel):
         if config.tokenizer:
             tokenizer = text_lib.load_tokenizer(config.tokenizer)
         else:
-            every = [path for train, _ in self._sources for path in train]
-            spread = np.linspace(
-                0, len(every) - 1, min(len(every), config.tokenizer_files)
-            )
-            files = text_lib.Files([every[int(i)] for i in spread])
-            tokenizer = text_lib.train_tokenizer(
-                (files[i] for i in range(len(files))), config.vocabulary
-            )
+            paths = []
+            for train, _ in self._sources:
+                paths += train
+            # Evenly spread over all files.
+            count = min(len(paths), config.tokenizer_files)
+            spread = np.linspace(0, len(paths) - 1, count)
+            files = text_lib.Files([paths[int(i)] for i in spread])
+            texts = (files[i] for i in range(len(files)))
+            tokenizer = text_lib.train_tokenizer(texts, config.vocabulary)
         if tokenizer.get_vocab_size() > config.vocabulary:
             raise xshard.UserError(
                 f"text.vocabulary={config.vocabulary} must be at least the "
@@ -51,45 +52,41 @@ class Words(experiment.LanguageModel):
     def _sources(self):
         """The training files and the held-out files of each source."""
         config = self.config.text
-        sources = (
-            [(name,) for name in config.files]
-            if config.weights
-            else [tuple(config.files)]
-        )
+        sources = [tuple(config.files)]
+        if config.weights:
+            sources = [(name,) for name in config.files]
         return [text.documents(source, config.held_out) for source in sources]
 
     def _rows(self, documents):
-        return text_lib.pack(
-            documents, text_lib.encoder(self._tokenizer), self.config.text.length + 1
-        )
+        encode = text_lib.encoder(self._tokenizer)
+        return text_lib.pack(documents, encode, self.config.text.length + 1)
 
     def train_batches(self, part):
         return pipelines.Streams(self._stream, self.config.text.streams, part)
 
     def _stream(self, stream):
-        rows = [
-            self._rows(stream.part(grain.MapDataset.source(text_lib.Files(train))))
-            for train, _ in self._sources
-        ]
+        rows = []
+        for train, _ in self._sources:
+            documents = grain.MapDataset.source(text_lib.Files(train))
+            rows.append(self._rows(stream.part(documents)))
         # All rows have the same length, so weights of rows are weights of tokens.
         return grain.IterDataset.mix(rows, list(self.config.text.weights) or None)
 
     def eval_data(self):
-        held_out = [path for _, held in self._sources for path in held]
-        rows = data.stack(
-            list(self._rows(grain.MapDataset.source(text_lib.Files(held_out))))
-        )
+        paths = []
+        for _, held_out in self._sources:
+            paths += held_out
+        documents = grain.MapDataset.source(text_lib.Files(paths))
+        rows = data.stack(list(self._rows(documents)))
         count = self.config.text.eval_windows
         if 0 < count < len(rows["text"]):
             chosen = np.linspace(0, len(rows["text"]) - 1, count).astype(np.int64)
             rows = {name: array[chosen] for name, array in rows.items()}
         # In a byte-level vocabulary, each letter of a token's name stands for one byte.
         # The end of a file counts as one byte, as in the byte model.
-        tokens = self._tokenizer.get_vocab()
         sizes = np.zeros(self.config.text.vocabulary, np.int32)
-        sizes[list(tokens.values())] = [
-            1 if name == text_lib.END else len(name) for name in tokens
-        ]
+        for name, token in self._tokenizer.get_vocab().items():
+            sizes[token] = 1 if name == text_lib.END else len(name)
         return {**rows, "bytes": sizes[rows["text"]]}
 
     def forward(self, batch, *, is_training):
@@ -110,12 +107,12 @@ class Words(experiment.LanguageModel):
 
     def evaluate(self, outputs, batch):
         losses, counts = _losses(outputs, batch)
-        values = {
-            "loss": losses,
-            "tokens": counts,
-            "bytes": counts * batch["bytes"][:, 1:],
+        sizes = counts * batch["bytes"][:, 1:]
+        return {
+            "loss": jnp.sum(losses, axis=-1),
+            "tokens": jnp.sum(counts, axis=-1),
+            "bytes": jnp.sum(sizes, axis=-1),
         }
-        return {name: jnp.sum(value, axis=-1) for name, value in values.items()}
 
     def summarize(self, sums, count):
         nats = sums["loss"]
@@ -123,43 +120,40 @@ class Words(experiment.LanguageModel):
         return {"loss": nats / sums["tokens"], "bits_per_byte": bits}
 
     def samples(self, predict, key):
-        """Continues each prompt of `config.sample` with text from the model, each under
-        a line with its prompt.
+        """Continues each prompt of `config.sample` with text from the model.
+
+        Returns:
+          The texts, each under a line with its prompt.
         """
-        config, length = self.config.sample, self.config.text.length
         tokenizer = self._tokenizer
         end = tokenizer.token_to_id(text_lib.END)
-        texts = [[end, *tokenizer.encode(prompt).ids] for prompt in config.prompts]
-        shape = config.length, len(texts), self.config.text.vocabulary
-        noise = np.asarray(jax.random.gumbel(key, shape))
-        for place in range(config.length):
-            rows = np.zeros((len(texts), length + 1), np.int32)
-            for row, written in zip(rows, texts, strict=True):
-                row[: min(len(written), length)] = written[-length:]
-            logits = np.asarray(
-                predict({"text": rows, "text_segment_ids": np.ones_like(rows)})
-            )
-            ends = [min(len(written), length) - 1 for written in texts]
-            logits = logits[np.arange(len(texts)), ends]
-            chosen = np.argmax(logits + config.temperature * noise[place], axis=-1)
-            for written, token in zip(texts, chosen, strict=True):
-                written.append(int(token))
-        shown = [
-            tokenizer.decode(written[1:], skip_special_tokens=False)
-            for written in texts
-        ]
-        return "\n".join(
-            f"--- {prompt!r}\n{experiment.printable(words.split(text_lib.END)[0])}"
-            for prompt, words in zip(config.prompts, shown, strict=True)
+        prompts = self.config.sample.prompts
+        texts = [[end, *tokenizer.encode(prompt).ids] for prompt in prompts]
+
+        def predict_rows(rows):
+            return predict({"text": rows, "text_segment_ids": np.ones_like(rows)})
+
+        experiment.continue_texts(
+            texts,
+            predict_rows,
+            key,
+            symbols=self.config.text.vocabulary,
+            window=self.config.text.length,
+            config=self.config.sample,
         )
+        shown = []
+        for prompt, written in zip(prompts, texts, strict=True):
+            decoded = tokenizer.decode(written[1:], skip_special_tokens=False)
+            first, *_ = decoded.split(text_lib.END)
+            shown.append(f"--- {prompt!r}\n{experiment.printable(first)}")
+        return "\n".join(shown)
 
 
 def _losses(outputs, batch):
-    """Returns the cross entropy of each token but the first, in nats, and a mask of the
-    tokens that count (1 or 0).
+    """Returns the cross entropy of each token but the first, in nats, and a mask.
 
-    A token counts if its own file predicts it: not the first token of a file, and not
-    padding. Others have loss 0.
+    The mask is 1 for tokens that count, else 0. A token counts if its own file predicts
+    it: not the first token of a file, and not padding. Others have loss 0.
     """
     counts = _counts(batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -176,7 +170,8 @@ def _counts(batch):
 
 def _check(config):
     """Raises UserError for values that would otherwise fail deep inside a library."""
-    weights, files = config.text.weights, config.text.files
+    weights = config.text.weights
+    files = config.text.files
     if weights and (len(weights) != len(files) or min(weights) <= 0):
         raise xshard.UserError(
             f"text.weights={weights!r} must have a number above 0 for each of the "

@@ -1,5 +1,4 @@
-"""An actor-critic that learns to catch a ball, in environments that are part of the
-state.
+"""An actor-critic that learns to catch a ball, with its games in the state.
 
 Sources: the game is `catch` of Osband et al., "Behaviour Suite for Reinforcement
 Learning", 2019; the update is the advantage actor-critic of Mnih et al., "Asynchronous
@@ -16,11 +15,15 @@ import optax
 
 import xshard
 
-ROWS, COLUMNS, ACTIONS = 10, 5, 3
+ROWS = 10
+COLUMNS = 5
+ACTIONS = 3
+_DISCOUNT = 0.99
+_VALUE_COST = 0.5
 
 
 class Game(NamedTuple):
-    """The positions of the ball and the paddle in each game, int32 of shape (games,)."""
+    """The positions of the ball and the paddle in games, int32 of shape (games,)."""
 
     ball_row: jax.Array
     ball_column: jax.Array
@@ -35,8 +38,9 @@ class State(NamedTuple):
 
 
 class Catch(xshard.Experiment):
-    """The game of catch: a ball falls through ten rows; the reward is 1 if the paddle
-    in the last row catches it, else -1.
+    """The game of catch: a ball falls through ten rows.
+
+    The reward is 1 if the paddle in the last row catches it, else -1.
     """
 
     def __init__(self, config):
@@ -44,9 +48,7 @@ class Catch(xshard.Experiment):
         self.agent = xshard.Learner(self._network, self._rule, self.config)
 
     def train_data(self):
-        """Returns the numbers of the games: each example stands for one of the
-        simultaneous games.
-        """
+        """Returns the numbers of the simultaneous games, which are the examples."""
         return {"game": np.arange(self.config.batch_size, dtype=np.int32)}
 
     def eval_data(self):
@@ -54,9 +56,9 @@ class Catch(xshard.Experiment):
 
     def _network(self, board):
         hidden = hk.nets.MLP(self.config.model.hidden, activate_final=True)(board)
-        return hk.Linear(ACTIONS, name="policy")(hidden), hk.Linear(1, name="value")(
-            hidden
-        )[:, 0]
+        logits = hk.Linear(ACTIONS, name="policy")(hidden)
+        value = hk.Linear(1, name="value")(hidden)[:, 0]
+        return logits, value
 
     def _rule(self):
         opt = xshard.OptaxOptimizer(optax.adam(**self.config.optimizer), name="adam")
@@ -75,67 +77,64 @@ class Catch(xshard.Experiment):
         def play(games, key):
             (logits, _), _ = self.agent.apply(state.agent, None, board(games))
             action = jax.random.categorical(key, logits)
-            after, reward, is_over = move(games, action)
-            new = begin(begin_key, len(action))
-            after = jax.tree.map(
-                lambda new, old: jnp.where(is_over, new, old), new, after
+            moved, reward, is_over = move(games, action)
+            new_games = begin(begin_key, len(action))
+            next_games = jax.tree.map(
+                lambda new, old: jnp.where(is_over, new, old), new_games, moved
             )
-            seen = {
+            transition = {
                 "board": board(games),
                 "action": action,
                 "reward": reward,
                 "over": is_over,
             }
-            return after, seen
+            return next_games, transition
 
         keys = jax.random.split(act_key, self.config.unroll)
-        games, seen = jax.lax.scan(play, state.games.value, keys)
+        games, trajectory = jax.lax.scan(play, state.games.value, keys)
         # The games come first, since micro-batches split the first dimension.
-        seen = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), {**seen})
-        seen["last"] = board(games)
-        agent, outcome = self.agent.update(state.agent, self._loss, seen, update_key)
-        reward = reward_of_a_game(seen["reward"])
-        return State(agent, xshard.PerExample(games)), {
-            "agent": outcome,
-            "reward": reward,
-        }
+        trajectory = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trajectory)
+        trajectory["last"] = board(games)
+        agent, metrics = self.agent.update(
+            state.agent, self._loss, trajectory, update_key
+        )
+        reward = reward_of_a_game(trajectory["reward"])
+        new_state = State(agent, xshard.PerExample(games))
+        return new_state, {"agent": metrics, "reward": reward}
 
     def _loss(self, state, seen, key):
         games, steps = seen["action"].shape
         boards = jnp.concatenate([seen["board"], seen["last"][:, None]], axis=1)
-        flat = boards.reshape(games * (steps + 1), -1)
-        (logits, values), net_state = self.agent.apply(state, key, flat)
+        flat_boards = boards.reshape(games * (steps + 1), -1)
+        (logits, values), net_state = self.agent.apply(state, key, flat_boards)
         logits = logits.reshape(games, steps + 1, ACTIONS)[:, :-1]
         values = values.reshape(games, steps + 1)
-        returns = jax.vmap(discounted, in_axes=(0, 0, 0))(
-            seen["reward"], seen["over"], jax.lax.stop_gradient(values[:, -1])
-        )
+        last_values = jax.lax.stop_gradient(values[:, -1])
+        returns = jax.vmap(discounted)(seen["reward"], seen["over"], last_values)
         advantage = returns - values[:, :-1]
         log_probability = -optax.softmax_cross_entropy_with_integer_labels(
             logits, seen["action"]
         )
         policy_loss = -jnp.mean(log_probability * jax.lax.stop_gradient(advantage))
-        probabilities = jax.nn.softmax(logits)
-        entropy = -jnp.mean(
-            jnp.sum(probabilities * jax.nn.log_softmax(logits), axis=-1)
+        value_loss = jnp.mean(advantage**2)
+        entropies = jnp.sum(
+            jax.nn.softmax(logits) * jax.nn.log_softmax(logits), axis=-1
         )
+        entropy = -jnp.mean(entropies)
         loss = (
-            policy_loss
-            + 0.5 * jnp.mean(advantage**2)
-            - self.config.entropy_cost * entropy
+            policy_loss + _VALUE_COST * value_loss - self.config.entropy_cost * entropy
         )
         return loss, net_state, {"entropy": entropy}
 
     def eval_step(self, state, batch, key):
-        """Returns the reward of each game when the agent always takes the most likely
-        action.
-        """
-        games, reward = begin(key, len(batch["game"])), 0.0
+        """Returns the reward of each game if the agent takes the likeliest actions."""
+        games = begin(key, len(batch["game"]))
+        total_reward = 0.0
         for _ in range(ROWS - 1):
             (logits, _), _ = self.agent.apply(state.agent, None, board(games))
-            games, gained, _ = move(games, jnp.argmax(logits, axis=-1))
-            reward += gained
-        return {"reward": reward}
+            games, reward, _ = move(games, jnp.argmax(logits, axis=-1))
+            total_reward += reward
+        return {"reward": total_reward}
 
 
 def reward_of_a_game(reward):
@@ -149,45 +148,52 @@ def reward_of_a_game(reward):
 
 def begin(key, count):
     """Returns new games, with the ball in a random column."""
-    middle = jnp.full(count, COLUMNS // 2, jnp.int32)
     return Game(
-        jnp.zeros(count, jnp.int32),
-        jax.random.randint(key, (count,), 0, COLUMNS),
-        middle,
+        ball_row=jnp.zeros(count, jnp.int32),
+        ball_column=jax.random.randint(key, (count,), 0, COLUMNS),
+        paddle=jnp.full(count, COLUMNS // 2, jnp.int32),
     )
 
 
 def move(games, action):
-    """Returns the games after an action (0 left, 1 stay, 2 right), the rewards, and
-    whether each game is over.
+    """Moves the paddles and lets the balls fall.
+
+    Args:
+      games: the games.
+      action: 0 for left, 1 to stay, 2 for right, in each game.
+
+    Returns:
+      The games after that, the rewards, and whether each game is over.
     """
     paddle = jnp.clip(games.paddle + action.astype(jnp.int32) - 1, 0, COLUMNS - 1)
     row = games.ball_row + 1
     is_over = row == ROWS - 1
-    reward = jnp.where(paddle == games.ball_column, 1.0, -1.0)
-    return (
-        Game(row, games.ball_column, paddle),
-        jnp.where(is_over, reward, 0.0),
-        is_over,
-    )
+    catch_reward = jnp.where(paddle == games.ball_column, 1.0, -1.0)
+    reward = jnp.where(is_over, catch_reward, 0.0)
+    return Game(row, games.ball_column, paddle), reward, is_over
 
 
 def board(games):
-    """Returns the agent's observation: the ball and the paddle on a board, float32 of
-    shape (games, 50).
+    """Returns the agent's observation: the ball and the paddle on a board.
+
+    It is float32 of shape (games, 50).
     """
-    ball = jax.nn.one_hot(games.ball_row * COLUMNS + games.ball_column, ROWS * COLUMNS)
-    return ball + jax.nn.one_hot((ROWS - 1) * COLUMNS + games.paddle, ROWS * COLUMNS)
+    ball = games.ball_row * COLUMNS + games.ball_column
+    paddle = (ROWS - 1) * COLUMNS + games.paddle
+    size = ROWS * COLUMNS
+    return jax.nn.one_hot(ball, size) + jax.nn.one_hot(paddle, size)
 
 
 def discounted(rewards, is_over, last_value):
-    """Returns the discounted return from each step of one game, bootstrapped with the
-    value of its last position.
+    """Returns the discounted return from each step of one game.
+
+    It is bootstrapped with the value of the last position.
     """
 
-    def back(following, step):
+    def back(next_return, step):
         reward, is_over = step
-        total = reward + 0.99 * jnp.where(is_over, 0.0, following)
-        return total, total
+        value = reward + _DISCOUNT * jnp.where(is_over, 0.0, next_return)
+        return value, value
 
-    return jax.lax.scan(back, last_value, (rewards, is_over), reverse=True)[1]
+    _, returns = jax.lax.scan(back, last_value, (rewards, is_over), reverse=True)
+    return returns

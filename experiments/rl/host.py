@@ -1,5 +1,6 @@
-"""The same agent with its games in NumPy on the host, since most environments cannot
-run on a device.
+"""The same agent with its games in NumPy on the host.
+
+Most environments cannot run on a device.
 """
 
 import numpy as np
@@ -10,8 +11,9 @@ from experiments.rl.experiment import ACTIONS, COLUMNS, ROWS
 
 
 class HostCatch(experiment.Catch):
-    """Catch, with training data from games that the agent plays on the host before some
-    of the steps.
+    """Catch, with training data from games that the agent plays on the host.
+
+    It plays before some of the steps.
     """
 
     def __init__(self, config):
@@ -29,9 +31,9 @@ class HostCatch(experiment.Catch):
         return experiment.State(self.agent.init(key, batch["last"]), games=None)
 
     def train_step(self, state, batch, key):
-        agent, outcome = self.agent.update(state.agent, self._loss, dict(batch), key)
+        agent, metrics = self.agent.update(state.agent, self._loss, dict(batch), key)
         reward = experiment.reward_of_a_game(batch["reward"])
-        return state._replace(agent=agent), {"agent": outcome, "reward": reward}
+        return state._replace(agent=agent), {"agent": metrics, "reward": reward}
 
     def predict(self, state, batch):
         """Returns the logits of the actions, of shape (games, 3)."""
@@ -40,8 +42,7 @@ class HostCatch(experiment.Catch):
 
 
 class Player:
-    """An iterator that plays `acts_every_steps` batches at a time and serves them one
-    by one.
+    """An iterator that plays many batches at a time and serves them one by one.
 
     Every process plays all games, with the same random draws, and takes its own rows of
     each batch. So the state is the same on all processes, and a run can resume on
@@ -52,22 +53,24 @@ class Player:
 
     def __init__(self, config, part):
         self.acts_every_steps = config.acts_every_steps
-        self._games, self._unroll = part.batch_size, config.unroll
+        self._games = part.batch_size
+        self._unroll = config.unroll
         self._rows = part.rows[0]
         self._random = np.random.default_rng(part.seed)
-        self._ball_row, self._ball_column, self._paddle = np.zeros(
-            (3, self._games), np.int32
-        )
+        self._ball_row = np.zeros(self._games, np.int32)
+        self._ball_column = np.zeros(self._games, np.int32)
+        self._paddle = np.zeros(self._games, np.int32)
         self._begin(np.ones(self._games, bool))
         # The batches of the last `act`, and the number already served; zeros before the
         # first `act`.
-        steps = config.acts_every_steps, self._games, self._unroll
+        batches = (self.acts_every_steps, self._games)
+        steps = (*batches, self._unroll)
         self._played = {
             "board": np.zeros((*steps, ROWS * COLUMNS), np.float32),
             "action": np.zeros(steps, np.int32),
             "reward": np.zeros(steps, np.float32),
             "over": np.zeros(steps, bool),
-            "last": np.zeros((*steps[:2], ROWS * COLUMNS), np.float32),
+            "last": np.zeros((*batches, ROWS * COLUMNS), np.float32),
         }
         self._given = 0
 
@@ -84,12 +87,10 @@ class Player:
         logits = np.asarray(predict({"board": board}), np.float32)
         # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample from
         # their distribution.
-        action = np.argmax(
-            logits + self._random.gumbel(size=(self._games, ACTIONS)), axis=-1
-        )
-        self._paddle = np.clip(
-            self._paddle + action.astype(np.int32) - 1, 0, COLUMNS - 1
-        )
+        noise = self._random.gumbel(size=(self._games, ACTIONS))
+        action = np.argmax(logits + noise, axis=-1)
+        paddle = self._paddle + action.astype(np.int32) - 1
+        self._paddle = np.clip(paddle, 0, COLUMNS - 1)
         self._ball_row = self._ball_row + 1
         over = self._ball_row == ROWS - 1
         reward = np.where(self._paddle == self._ball_column, 1.0, -1.0) * over
@@ -114,18 +115,16 @@ class Player:
 
     def __next__(self):
         # Before the first `act`, a run calls this only for shapes, so zeros will do.
-        batch = {
-            name: array[self._given][self._rows] for name, array in self._played.items()
-        }
+        batch = {}
+        for name, batches in self._played.items():
+            batch[name] = batches[self._given][self._rows]
         self._given += 1
         return batch
 
     def get_state(self):
-        games = self._ball_row, self._ball_column, self._paddle
-        random = self._random.bit_generator.state
         return {
-            "games": games,
-            "random": random,
+            "games": (self._ball_row, self._ball_column, self._paddle),
+            "random": self._random.bit_generator.state,
             "played": self._played,
             "given": self._given,
         }
@@ -133,6 +132,7 @@ class Player:
     def set_state(self, state):
         self._ball_row, self._ball_column, self._paddle = state["games"]
         self._random.bit_generator.state = state["random"]
+        # Copied, since the next `act` writes into the arrays.
         self._played = {
             name: np.array(array) for name, array in state["played"].items()
         }

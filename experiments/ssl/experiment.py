@@ -1,5 +1,4 @@
-"""Features of handwritten digits, learned without labels, and a linear classifier on
-them.
+"""Features of handwritten digits, learned without labels, and a classifier on them.
 
 Source: Grill et al., "Bootstrap Your Own Latent", 2020. A network learns to predict the
 projection that a moving average of itself computes from another view of the same image.
@@ -18,8 +17,11 @@ from experiments.digits import images
 
 
 class State(NamedTuple):
-    """The trained network (online), and the target: a moving average of its parameters,
-    with its batch statistics.
+    """The networks.
+
+    Attributes:
+      online: the trained network.
+      target: a moving average of its parameters, with its batch statistics.
     """
 
     online: xshard.LearnerState
@@ -27,8 +29,9 @@ class State(NamedTuple):
 
 
 class Byol(xshard.Experiment):
-    """An encoder with a projector and a predictor. A linear classifier measures the
-    quality of its features.
+    """An encoder with a projector and a predictor.
+
+    A linear classifier measures the quality of its features.
     """
 
     def __init__(self, config):
@@ -43,41 +46,50 @@ class Byol(xshard.Experiment):
         return {"train": train, "test": test}
 
     def _network(self, pixels, *, is_training):
-        norm = lambda x, name: hk.BatchNorm(
-            True, True, 0.9, cross_replica_axis=("slice", "replica"), name=name
-        )(x, is_training)
         size = self.config.model
-        x = jax.nn.relu(
-            norm(hk.Conv2D(size.channels, 3, name="conv_0")(pixels), "norm_0")
-        )
+
+        def norm_and_relu(x, name):
+            norm = hk.BatchNorm(
+                create_scale=True,
+                create_offset=True,
+                decay_rate=0.9,
+                cross_replica_axis=("slice", "replica"),
+                name=name,
+            )
+            return jax.nn.relu(norm(x, is_training))
+
+        x = hk.Conv2D(size.channels, 3, name="conv_0")(pixels)
+        x = norm_and_relu(x, "norm_0")
         x = hk.Conv2D(2 * size.channels, 3, stride=2, name="conv_1")(x)
-        x = hk.Flatten()(jax.nn.relu(norm(x, "norm_1")))
-        features = hk.Linear(size.features, name="features")(x)
-        hidden = jax.nn.relu(
-            norm(hk.Linear(size.hidden, name="projector")(features), "norm_2")
-        )
-        projection = hk.Linear(size.projection, name="projection")(hidden)
-        hidden = jax.nn.relu(
-            norm(hk.Linear(size.hidden, name="predictor")(projection), "norm_3")
-        )
+        x = norm_and_relu(x, "norm_1")
+        features = hk.Linear(size.features, name="features")(hk.Flatten()(x))
+
+        x = hk.Linear(size.hidden, name="projector")(features)
+        x = norm_and_relu(x, "norm_2")
+        projection = hk.Linear(size.projection, name="projection")(x)
+
+        x = hk.Linear(size.hidden, name="predictor")(projection)
+        x = norm_and_relu(x, "norm_3")
+        prediction = hk.Linear(size.projection, name="prediction")(x)
+
+        # The classifier learns from the labels; the features get no gradient from it.
+        frozen = jax.lax.stop_gradient(features)
+        logits = hk.Linear(10, name="classifier")(frozen)
         return {
             "projection": projection,
-            "prediction": hk.Linear(size.projection, name="prediction")(hidden),
-            # The classifier learns from the labels; the features get no gradient from
-            # it.
-            "logits": hk.Linear(10, name="classifier")(jax.lax.stop_gradient(features)),
+            "prediction": prediction,
+            "logits": logits,
         }
 
     def _rule(self):
         rate = optax.warmup_cosine_decay_schedule(
-            0.0,
-            self.config.optimizer.learning_rate,
-            self.config.steps // 10,
-            self.config.steps,
+            init_value=0.0,
+            peak_value=self.config.optimizer.learning_rate,
+            warmup_steps=self.config.steps // 10,
+            decay_steps=self.config.steps,
         )
-        opt = xshard.OptaxOptimizer(
-            optax.lars(rate, trust_coefficient=0.01), name="lars"
-        )
+        lars = optax.lars(rate, trust_coefficient=0.01)
+        opt = xshard.OptaxOptimizer(lars, name="lars")
         opt = xshard.CrossShardOptimizer(
             opt, slice_axis_name="slice", **self.config.reduction
         )
@@ -90,34 +102,41 @@ class Byol(xshard.Experiment):
     def train_step(self, state, batch, key):
         params, net_state = state.target
         target = state.online.replace(params=params, net_state=net_state)
-        loss = lambda online, batch, key: self._loss(online, target, batch, key)
-        online, outcome = self.online.update(state.online, loss, batch, key)
+
+        def loss(online, batch, key):
+            return self._loss(online, target, batch, key)
+
+        online, metrics = self.online.update(state.online, loss, batch, key)
         decay = self.config.target_decay
-        move = lambda old, new: decay * old + (1 - decay) * new
         # A skipped step must leave the target unchanged too.
         is_applied = online.global_step > state.online.global_step
-        moved = jax.tree.map(move, params, online.params)
-        params = jax.tree.map(
-            lambda new, old: jnp.where(is_applied, new, old), moved, params
-        )
-        return State(online, (params, online.net_state)), {"online": outcome}
+
+        def move(old, new):
+            return jnp.where(is_applied, decay * old + (1 - decay) * new, old)
+
+        params = jax.tree.map(move, params, online.params)
+        new_state = State(online, (params, online.net_state))
+        return new_state, {"online": metrics}
 
     def _loss(self, online, target, batch, key):
-        views = [self._view(k, batch["image"]) for k in jax.random.split(key)]
-        both, swapped = jnp.concatenate(views), jnp.concatenate(views[::-1])
-        outputs, net_state = self.online.apply(online, None, both, is_training=True)
-        wanted, _ = self.online.apply(target, None, swapped, is_training=True)
-        distance = -optax.cosine_similarity(
+        first_key, second_key = jax.random.split(key)
+        first = self._view(first_key, batch["image"])
+        second = self._view(second_key, batch["image"])
+        views = jnp.concatenate([first, second])
+        other_views = jnp.concatenate([second, first])
+        outputs, net_state = self.online.apply(online, None, views, is_training=True)
+        targets, _ = self.online.apply(target, None, other_views, is_training=True)
+        similarities = optax.cosine_similarity(
             outputs["prediction"],
-            jax.lax.stop_gradient(wanted["projection"]),
+            jax.lax.stop_gradient(targets["projection"]),
             epsilon=1e-6,
         )
-        labels = jnp.concatenate([batch["label"]] * 2)
-        of_classifier = optax.softmax_cross_entropy_with_integer_labels(
+        distance = jnp.mean(-similarities)
+        labels = jnp.concatenate([batch["label"], batch["label"]])
+        classifier_losses = optax.softmax_cross_entropy_with_integer_labels(
             outputs["logits"], labels
         )
-        distance, of_classifier = jnp.mean(distance), jnp.mean(of_classifier)
-        loss = self.config.distance_weight * distance + of_classifier
+        loss = self.config.distance_weight * distance + jnp.mean(classifier_losses)
         return loss, net_state, {"similarity": -distance}
 
     def _view(self, key, pixels):
