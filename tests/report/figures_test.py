@@ -2,7 +2,10 @@
 drawn.
 """
 
+import json
+
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from tests.report import samples
@@ -20,9 +23,18 @@ def read(tmp_path, *contents, **kwargs):
 
 def draw(some_runs, name):
     """Returns the traces and the layout of a chart."""
-    (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
-    figure = figures.figure(chart, some_runs).to_plotly_json()
+    figure = draw_figure(some_runs, name)
     return figure["data"], figure["layout"]
+
+
+def draw_figure(some_runs, name):
+    (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
+    figure = figures.figure(chart, some_runs)
+    # Plotly knows all properties, and it refuses wrong ones.
+    go.Figure(figure["data"], figure["layout"])
+    # The page has the figure as JSON, without numbers that are not finite.
+    json.dumps(figure, allow_nan=False)
+    return figure
 
 
 def losses(*values):
@@ -119,25 +131,24 @@ def test_each_group_has_a_curve(tmp_path):
     assert names[-1] == "evaluation, ensemble"
 
 
-def test_a_slider_changes_the_averages_and_never_the_rows(tmp_path):
+def test_smoothing_changes_the_averages_and_never_the_rows(tmp_path):
     values = [1.0, 3.0, None, 5.0]
-    traces, layout = draw(read(tmp_path, losses(*values)), "loss")
-    rows, average, cross = traces
-    (slider,) = layout["sliders"]
+    figure = draw_figure(read(tmp_path, losses(*values)), "loss")
+    rows, average, cross = figure["data"]
     assert rows["y"] == values and rows["x"] == [1, 2, 3, 4]
     assert rows["legendgroup"] == average["legendgroup"] == cross["legendgroup"]
-    assert [float(step["label"]) for step in slider["steps"]] == list(figures.WEIGHTS)
-    for step, weight in zip(slider["steps"], figures.WEIGHTS, strict=True):
-        (changed,), traces_changed = step["args"][0]["y"], step["args"][1]
+    # The trace with the number 1 is smoothed.
+    assert figure["averages"].keys() == {1}
+    levels = figure["averages"][1]
+    for w, smoothed in zip(figures.WEIGHTS, levels, strict=True):
         # An average is the weighted sum of the values so far, divided by the sum of
         # their weights.
-        w = weight
         expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
-        assert traces_changed == [1] and changed[2] is None
-        assert changed[:2] + changed[3:] == pytest.approx(expected[:2] + expected[3:])
-    assert slider["steps"][slider["active"]]["args"][0]["y"][0] == average["y"]
-    _, layout = draw(read(tmp_path / "more", samples.rows()), "loss_scale")
-    assert "sliders" not in layout
+        assert smoothed[2] is None
+        assert smoothed[:2] + smoothed[3:] == pytest.approx(expected[:2] + expected[3:])
+    assert levels[figures.FIRST_WEIGHT] == average["y"]
+    figure = draw_figure(read(tmp_path / "more", samples.rows()), "loss_scale")
+    assert not figure["averages"]
 
 
 def test_values_that_are_not_finite_are_marked(tmp_path):
@@ -195,13 +206,17 @@ def test_a_part_without_a_finite_value_stays_a_gap():
 
 def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
-    assert [trace.name for trace in figure.data] == [
+    traces = figure["data"]
+    go.Figure(traces, figure["layout"])
+    assert [trace["name"] for trace in traces] == [
         *attempts.TIME_CATEGORIES,
         attempts.DOWN,
     ]
     # Of the first attempt's 230 steps 200 count, and all 200 of the second attempt's.
-    assert figure.data[0].x[0] == pytest.approx(0.09 * 400 / (5000 + 12 + 0.11 * 200))
-    assert sum(np.array(trace.x) for trace in figure.data) == pytest.approx([1.0, 1.0])
+    expected = 0.09 * 400 / (5000 + 12 + 0.11 * 200)
+    assert traces[0]["x"][0] == pytest.approx(expected)
+    totals = sum(np.array(trace["x"]) for trace in traces)
+    assert totals == pytest.approx([1.0, 1.0])
     assert figures.bars(read(tmp_path / "more", losses(1.0))) is None
 
 
@@ -216,4 +231,4 @@ def test_names_are_escaped_for_plotly(tmp_path):
 
 
 def test_colors_are_all_different():
-    assert len({figures.colour(number) for number in range(60)}) == 60
+    assert len({figures.color(number) for number in range(60)}) == 60

@@ -43,8 +43,8 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
     """
     if importlib.util.find_spec("plotly") is None:
         raise errors.UserError(
-            "plotly is not installed, which draws the charts: pip install '.[report]', or "
-            "'xshard[report]'."
+            "plotly is not installed, which draws the charts: pip install '.[report]', "
+            "or 'xshard[report]'."
         )
     # Imported here, since it needs plotly, which is an extra.
     from xshard.report import page

@@ -1,4 +1,4 @@
-"""Computes the charts of a report and their lines; `xshard.report.figures` draws them."""
+"""The charts of a report and their lines; `xshard.report.figures` draws them."""
 
 import collections
 import dataclasses
@@ -13,9 +13,16 @@ import numpy as np
 
 from xshard.report import runs as runs_lib
 
-LEARNING, UPDATES, SPEED = "Training and evaluation", "Updates", "Speed"
+# The sections of the page that have charts, in order.
+LEARNING = "Training and evaluation"
+UPDATES = "Updates"
+SPEED = "Speed"
+SECTIONS = (LEARNING, UPDATES, SPEED)
+# The quantities of the updates, those that change in steps, and those without a chart.
 _UPDATES = ("loss_scale", "skipped", "gradient_norm", "parameter_norm", "learning_rate")
-_NO_CHART = {"global_step", "updates_per_step", "epoch", "perf/time", "perf/seconds"}
+_STEPWISE = ("loss_scale", "skipped", "learning_rate")
+_NO_CHART = ("global_step", "updates_per_step", "epoch", "perf/time", "perf/seconds")
+# The dash style of each kind of curve, in plotly's terms.
 _DASHES = {
     "training": "solid",
     "evaluation": "dash",
@@ -30,7 +37,7 @@ class Line:
     """One curve.
 
     Attributes:
-      runs: the number of its run; for a mean over seeds, the numbers of all its runs.
+      runs: the index of its run; for a mean over seeds, the indices of all its runs.
       what: the part of the run that it shows, such as 'evaluation, group 1'.
       steps: shape [rows].
       values: shape [rows]; nan for values that are not finite.
@@ -61,7 +68,14 @@ class Chart(NamedTuple):
         """The section of the page that contains it."""
         if self.name.startswith("perf/"):
             return SPEED
-        return UPDATES if without_learner(self.name) in _UPDATES else LEARNING
+        if without_learner(self.name) in _UPDATES:
+            return UPDATES
+        return LEARNING
+
+    @property
+    def has_bands(self) -> bool:
+        """Whether any of its lines is a mean of several runs."""
+        return any(line.band is not None for line in self.lines)
 
     @property
     def is_log(self) -> bool:
@@ -70,14 +84,8 @@ class Chart(NamedTuple):
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether its curves are smoothed: noisy ones are, those that change in steps
-        are not.
-        """
-        return without_learner(self.name) not in (
-            "loss_scale",
-            "skipped",
-            "learning_rate",
-        )
+        """Whether its curves are smoothed, as noisy ones are."""
+        return without_learner(self.name) not in _STEPWISE
 
 
 def without_learner(name: str) -> str:
@@ -87,44 +95,49 @@ def without_learner(name: str) -> str:
 
 def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     """Returns all charts of runs, in the order of the page."""
-    lines = collections.defaultdict(list)
-    for number, run in enumerate(runs):
-        for metric, line in _lines(number, run):
-            lines[metric].append(line)
+    lines_of_metrics = collections.defaultdict(list)
+    for index, run in enumerate(runs):
+        for metric, line in _lines(index, run):
+            lines_of_metrics[metric].append(line)
     families = seeds(runs)
-    drawn = [Chart(metric, _with_means(own, families)) for metric, own in lines.items()]
-    sections = (LEARNING, UPDATES, SPEED)
-    # In its section the loss comes first; the sort keeps the order of the others.
-    is_other = lambda chart: without_learner(chart.name) != "loss"
-    return sorted(
-        drawn, key=lambda chart: (sections.index(chart.section), is_other(chart))
-    )
+    all_charts = []
+    for metric, lines in lines_of_metrics.items():
+        all_charts.append(Chart(metric, _with_means(lines, families)))
+
+    def position(chart: Chart) -> tuple[int, bool]:
+        # In its section the loss comes first; the sort keeps the order of the others.
+        is_other = without_learner(chart.name) != "loss"
+        return SECTIONS.index(chart.section), is_other
+
+    return sorted(all_charts, key=position)
 
 
 def seeds(runs: Sequence[runs_lib.Run]) -> list[int]:
-    """Returns the number of each run's family: the configs of a family differ at most
-    in the seed.
+    """Returns the number of each run's family.
+
+    The configs of a family differ at most in the seed.
     """
     numbers: dict[str, int] = {}
     families = []
     for run in runs:
         rest = {key: value for key, value in run.config.items() if key != "seed"}
-        families.append(
-            numbers.setdefault(json.dumps(rest, sort_keys=True), len(numbers))
-        )
+        family = json.dumps(rest, sort_keys=True)
+        families.append(numbers.setdefault(family, len(numbers)))
     return families
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """Returns the exponential moving average, corrected for its bias to 0; nan stays
-    nan and enters no average.
+    """Returns the exponential moving average, corrected for its bias to 0.
+
+    nan stays nan, and enters no average.
 
     Args:
       values: shape [rows].
       weight: the weight of the earlier rows, from 0 to less than 1.
     """
     averages = []
-    total = total_weight = 0.0
+    total = 0.0
+    total_weight = 0.0
     for value in values.tolist():
         if not math.isfinite(value):
             averages.append(math.nan)
@@ -138,8 +151,9 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:
-    """Returns the numbers of the rows to draw: the smallest and the largest of each
-    part, so that no peak is lost.
+    """Returns the indices of the rows to draw.
+
+    They are the smallest and the largest of each part, so that no peak is lost.
 
     Args:
       values: shape [rows].
@@ -159,9 +173,14 @@ def thin(values: np.ndarray, parts: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
-    """Yields the curve of each group under each name, with its metric."""
-    for columns, judge, mode in (
+def _lines(index: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
+    """Yields the curve of each group under each name, with its metric.
+
+    Args:
+      index: the index of the run.
+      run: the run.
+    """
+    for columns, source, mode in (
         (run.training, "training", "lines"),
         (run.evaluation, "evaluation", "lines+markers"),
         (run.evaluation_job, "evaluation job", "markers"),
@@ -169,29 +188,38 @@ def _lines(number: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
         # All charts use the same order, since a line's position in a chart determines
         # its color.
         for name in sorted(columns, key=lambda name: _variants(name)[0]):
-            steps, values = columns[name]
             variants, metric = _variants(name)
-            is_drawn = _NO_CHART.isdisjoint((metric, without_learner(metric)))
-            if not is_drawn or re.fullmatch("perf/.*_seconds", metric):
+            if not _has_chart(metric):
                 continue
-            dash = _DASHES.get(variants or judge, "dash")
-            what = f"{judge}, {variants}" if variants else judge
+            what = f"{source}, {variants}" if variants else source
+            steps, values = columns[name]
             groups = values.shape[1]
             for group in range(groups):
-                of_group = f"{what}, group {group}" if groups > 1 else what
-                yield (
-                    metric,
-                    Line((number,), of_group, steps, values[:, group], dash, mode),
+                line = Line(
+                    runs=(index,),
+                    what=f"{what}, group {group}" if groups > 1 else what,
+                    steps=steps,
+                    values=values[:, group],
+                    dash=_DASHES.get(variants or source, "dash"),
+                    mode=mode,
                 )
+                yield metric, line
+
+
+def _has_chart(metric: str) -> bool:
+    if metric in _NO_CHART or without_learner(metric) in _NO_CHART:
+        return False
+    # The bars show how the time was spent.
+    return not re.fullmatch("perf/.*_seconds", metric)
 
 
 def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
     """Returns the lines; lines of a family of runs come after their mean."""
-    alike = collections.defaultdict(list)
+    members_of_means = collections.defaultdict(list)
     for line in lines:
-        alike[families[line.runs[0]], line.what].append(line)
+        members_of_means[families[line.runs[0]], line.what].append(line)
     drawn = []
-    for members in alike.values():
+    for members in members_of_means.values():
         mean = _mean(members)
         if mean is None:
             drawn += members
@@ -202,8 +230,9 @@ def _with_means(lines: list[Line], families: list[int]) -> list[Line]:
 
 
 def _mean(lines: list[Line]) -> Line | None:
-    """Returns the mean of several lines at the steps that all of them have; None for
-    one line, or no common step.
+    """Returns the mean of several lines at the steps that all of them have.
+
+    None for one line, or without a common step.
     """
     steps = functools.reduce(np.intersect1d, [line.steps for line in lines])
     if len(lines) == 1 or not len(steps):
@@ -222,8 +251,9 @@ def _mean(lines: list[Line]) -> Line | None:
 
 
 def _variants(name: str) -> tuple[str, str]:
-    """Splits a name such as 'ensemble/average/loss' into its variants, in alphabetic
-    order, and its metric.
+    """Splits a name such as 'ensemble/average/loss' into its variants and its metric.
+
+    The variants are in alphabetic order.
     """
     variants: set[str] = set()
     while name.startswith(("average/", "ensemble/")):

@@ -1,5 +1,6 @@
-"""Draws charts with plotly. Text from files is escaped here, since plotly interprets
-text as HTML.
+"""Charts as the data and layouts that plotly draws.
+
+Texts from files are escaped here, since plotly interprets text as HTML.
 """
 
 import collections
@@ -9,24 +10,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from xshard.metrics import formatting
 from xshard.pod import attempts
 from xshard.report import charts
 from xshard.report import runs as runs_lib
 
+# A trace of plotly: a curve, an area or marks, by the names of its properties.
+Trace = dict[str, Any]
+# The weights of the smoothing control, and the index of the one that is selected first.
 WEIGHTS = (0.0, 0.6, 0.9, 0.97, 0.99)
-# The index of the weight that is selected at first.
-_LEVEL = 1
-# The opacity of curves behind an average or a mean.
-_FAINT = 0.35
+FIRST_WEIGHT = 1
 # The number of parts of all curves of a chart together, and the fewest of any curve.
 # Two rows of each part are drawn.
-_PARTS, _FEWEST_PARTS = 2000, 100
+_PARTS = 2000
+_FEWEST_PARTS = 100
 # The most marks of one kind in a chart.
 _MARKS = 300
+# The opacity of curves behind an average or a mean.
+_FAINT = 0.35
+# The height of a chart above its horizontal axis, and of a line of the legend, in
+# pixels.
+_HEIGHT = 300
+_LEGEND_LINE = 20
 _RED = "#d62728"
+_TRANSPARENT = "rgba(0, 0, 0, 0)"
 
 
 def text(value: object) -> str:
@@ -34,129 +42,143 @@ def text(value: object) -> str:
     return html.escape(formatting.printable(str(value)))
 
 
-def colour(number: int) -> str:
-    """Returns a color that differs clearly from the colors of neighboring numbers, by
-    the golden angle; the first is blue.
+def color(number: int) -> str:
+    """Returns a color that differs clearly from those of neighboring numbers.
+
+    The hues are apart by the golden angle; the first is blue.
     """
-    return f"hsl({(215 + 137.508 * number) % 360:.0f}, 65%, {42 + 12 * (number % 2)}%)"
+    hue = (215 + 137.508 * number) % 360
+    return f"hsl({hue:.0f}, 65%, {45 + 12 * (number % 2)}%)"
 
 
-def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> go.Figure:
-    """Draws a chart, with a slider for its smoothing."""
+def num_parts(chart: charts.Chart) -> int:
+    """Returns the number of parts of each curve, of which two rows each are drawn."""
+    return max(_FEWEST_PARTS, _PARTS // len(chart.lines))
+
+
+def figure(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]:
+    """Draws a chart.
+
+    Returns:
+      `data`, the traces; `layout`; and `averages`, which for the number of each
+      smoothed trace has its values with each of `WEIGHTS`.
+    """
     families = charts.seeds(runs)
-    traces: list[dict[str, Any]] = []
-    # For the number of each smoothed trace, its averages with each weight.
+    traces: list[Trace] = []
     averages: dict[int, list[Any]] = {}
+    legend = ""
     for number, line in enumerate(chart.lines):
-        shade = colour(families[line.runs[0]] if len(runs) > 1 else number)
-        kept = charts.thin(line.values, parts(chart))
-        base = _base(line, runs, shade) | {"x": line.steps[kept].tolist()}
-        rows = base | {"y": _listed(line.values[kept])}
+        name = text(_label(line, runs))
+        if not line.is_member:
+            legend = name
+        line_color = color(families[line.runs[0]] if len(runs) > 1 else number)
+        kept = charts.thin(line.values, num_parts(chart))
+        base: Trace = {
+            "type": "scatter",
+            "mode": _mode(line),
+            "name": name,
+            # A click on a name in the legend shows or hides all traces of the line, and
+            # of the runs that a mean is of, which come after it.
+            "legendgroup": legend,
+            "line": {"color": line_color, "dash": line.dash, "width": 1.3},
+            "marker": {"color": line_color, "size": 6},
+            "x": line.steps[kept].tolist(),
+        }
+        behind = {"opacity": _FAINT, "showlegend": False}
+        rows = base | {"y": _json_values(line.values[kept])}
         if line.band is not None:
             traces.append(_band(line, line.band, base))
         if line.is_member:
-            traces.append(rows | {"opacity": _FAINT})
+            traces.append(rows | behind)
         elif chart.is_smoothed and line.mode == "lines":
-            name = f"{base['name']}, unsmoothed"
-            traces.append(rows | {"opacity": _FAINT, "name": name, "showlegend": False})
-            levels = [
-                _listed(charts.smooth(line.values, weight)[kept]) for weight in WEIGHTS
-            ]
+            traces.append(rows | behind | {"name": f"{name}, unsmoothed"})
+            levels = []
+            for weight in WEIGHTS:
+                average = charts.smooth(line.values, weight)
+                levels.append(_json_values(average[kept]))
             averages[len(traces)] = levels
-            traces.append(
-                base | {"y": levels[_LEVEL], "line": base["line"] | {"width": 2.5}}
-            )
+            thick = base["line"] | {"width": 2.5}
+            traces.append(base | {"y": levels[FIRST_WEIGHT], "line": thick})
         else:
             traces.append(rows)
         if np.isnan(line.values).any():
             traces.append(_crosses(line, base))
     layout = _layout(chart, runs)
-    if averages:
-        layout["sliders"] = [_slider(averages)]
-    return go.Figure(traces, layout)
+    # On a narrow screen each name in the legend, below the chart, has a line.
+    names = [trace for trace in traces if trace.get("showlegend", True)]
+    margin = 65 + _LEGEND_LINE * len(names)
+    layout["height"] = _HEIGHT + margin
+    layout["margin"] = {"t": 40, "r": 10, "b": margin}
+    return {"data": traces, "layout": layout, "averages": averages}
 
 
-def parts(chart: charts.Chart) -> int:
-    """Returns the number of parts of each curve of a chart; two rows of each part are
-    drawn.
+def bars(runs: Sequence[runs_lib.Run]) -> dict[str, Any] | None:
+    """Draws how the time of each run's attempts, and the time between them, was spent.
+
+    Returns:
+      As `figure`; None if it was not recorded.
     """
-    return max(_FEWEST_PARTS, _PARTS // len(chart.lines))
-
-
-def bars(runs: Sequence[runs_lib.Run]) -> go.Figure | None:
-    """Draws how the time of each run's attempts, and the time between them, was spent;
-    None if it was not recorded.
-    """
-    # For each run, the seconds of each part.
-    spent: dict[str, collections.Counter[str]] = {}
+    seconds_of_runs: dict[str, collections.Counter[str]] = {}
     for run in runs:
         for attempt in run.attempts:
-            seconds = attempt.seconds | {attempts.DOWN: attempt.down}
-            spent.setdefault(run.name, collections.Counter()).update(seconds)
-    if not spent:
+            seconds = seconds_of_runs.setdefault(text(run.name), collections.Counter())
+            seconds.update(attempt.seconds | {attempts.DOWN: attempt.down})
+    if not seconds_of_runs:
         return None
     traces = []
     for number, part in enumerate((*attempts.TIME_CATEGORIES, attempts.DOWN)):
-        shares = [
-            seconds[part] / max(seconds.total(), 1e-12) for seconds in spent.values()
-        ]
+        shares = []
+        durations = []
+        for seconds in seconds_of_runs.values():
+            shares.append(seconds[part] / max(seconds.total(), 1e-12))
+            durations.append(formatting.duration(seconds[part]))
         trace = {
             "type": "bar",
             "orientation": "h",
             "name": part,
             "x": shares,
-            "y": [text(name) for name in spent],
-            "text": [formatting.duration(seconds[part]) for seconds in spent.values()],
+            "y": list(seconds_of_runs),
+            "text": durations,
             "hovertemplate": "%{x:.1%}: %{text}",
-            "marker": {"color": colour(number)},
+            "marker": {"color": color(number)},
         }
         traces.append(trace)
     layout = {
-        "template": go.layout.Template(),
         "barmode": "stack",
-        "height": 160 + 30 * len(spent),
+        "height": 160 + 30 * len(seconds_of_runs),
+        "paper_bgcolor": _TRANSPARENT,
+        "plot_bgcolor": _TRANSPARENT,
         "xaxis": {"tickformat": ".0%"},
         "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
     }
-    return go.Figure(traces, layout)
+    return {"data": traces, "layout": layout, "averages": {}}
 
 
-def _base(
-    line: charts.Line, runs: Sequence[runs_lib.Run], shade: str
-) -> dict[str, Any]:
-    """Returns the properties that all traces of one line share."""
-    label = line.what
-    if len(runs) > 1:
-        run = runs[line.runs[0]].name
-        count = len(line.runs)
-        of_runs = f"mean of {count} runs ({run}, …)" if count > 1 else run
-        label = f"{of_runs}: {line.what}"
-    name = text(label)
-    return {
-        "type": "scatter",
-        "mode": _mode(line),
-        "name": name,
-        # A click on the name in the legend shows or hides all traces of the line.
-        "legendgroup": name,
-        "line": {"color": shade, "dash": line.dash, "width": 1.3},
-        "marker": {"color": shade, "size": 6},
-    }
+def _label(line: charts.Line, runs: Sequence[runs_lib.Run]) -> str:
+    if len(runs) == 1:
+        return line.what
+    run = runs[line.runs[0]].name
+    if len(line.runs) > 1:
+        run = f"mean of {len(line.runs)} runs ({run}, …)"
+    return f"{run}: {line.what}"
 
 
 def _mode(line: charts.Line) -> str:
-    """Returns the mode of a line; with markers if a row would be invisible, since no
-    finite row is next to it.
+    """Returns how a line is drawn: with markers if a row would be invisible.
+
+    A row is if no finite row is next to it.
     """
-    known = np.isfinite(np.pad(line.values, 1, constant_values=np.nan))
-    is_alone = known[1:-1] & ~known[:-2] & ~known[2:]
-    return "lines+markers" if line.mode == "lines" and is_alone.any() else line.mode
+    is_finite = np.isfinite(np.pad(line.values, 1, constant_values=np.nan))
+    is_alone = is_finite[1:-1] & ~is_finite[:-2] & ~is_finite[2:]
+    if line.mode == "lines" and is_alone.any():
+        return "lines+markers"
+    return line.mode
 
 
-def _band(
-    line: charts.Line, band: tuple[np.ndarray, np.ndarray], base: dict[str, Any]
-) -> dict[str, Any]:
-    """Draws the area between the smallest and the largest values of a mean's runs, with
-    the same gaps as the mean.
+def _band(line: charts.Line, band: tuple[np.ndarray, np.ndarray], base: Trace) -> Trace:
+    """Draws the area between the smallest and the largest values of a mean's runs.
+
+    It has the same gaps as the mean.
     """
     low, high = band
     x: list[Any] = []
@@ -180,40 +202,23 @@ def _band(
     }
 
 
-def _crosses(line: charts.Line, base: dict[str, Any]) -> dict[str, Any]:
-    """Marks rows that are not finite, at the height of the last finite row before each."""
-    lost = np.flatnonzero(np.isnan(line.values))
-    lost = lost[:: math.ceil(len(lost) / _MARKS)]
-    known = np.flatnonzero(np.isfinite(line.values))
-    heights = np.ones(len(lost))
-    if len(known):
+def _crosses(line: charts.Line, base: Trace) -> Trace:
+    """Marks rows that are not finite, at the height of the last finite row before."""
+    missing = np.flatnonzero(np.isnan(line.values))
+    missing = missing[:: math.ceil(len(missing) / _MARKS)]
+    finite = np.flatnonzero(np.isfinite(line.values))
+    heights = np.ones(len(missing))
+    if len(finite):
         # Rows before the first finite row are drawn at its height.
-        before = np.maximum(np.searchsorted(known, lost) - 1, 0)
-        heights = line.values[known[before]]
+        before = np.maximum(np.searchsorted(finite, missing) - 1, 0)
+        heights = line.values[finite[before]]
     return base | {
         "mode": "markers",
-        "x": line.steps[lost].tolist(),
+        "x": line.steps[missing].tolist(),
         "y": heights.tolist(),
         "marker": {"symbol": "x", "size": 9, "color": _RED},
         "showlegend": False,
         "hovertemplate": "not finite",
-    }
-
-
-def _slider(averages: dict[int, list[Any]]) -> dict[str, Any]:
-    """Returns a slider that replaces the averages of the smoothed traces, by their
-    numbers.
-    """
-    steps = []
-    for level, weight in enumerate(WEIGHTS):
-        values = [levels[level] for levels in averages.values()]
-        arguments = [{"y": values}, list(averages)]
-        steps.append({"method": "restyle", "label": f"{weight:g}", "args": arguments})
-    return {
-        "steps": steps,
-        "active": _LEVEL,
-        "currentvalue": {"prefix": "smoothing (weight of what came before): "},
-        "pad": {"t": 35},
     }
 
 
@@ -222,31 +227,43 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
     for kind in ("linear", "log"):
         change = {"yaxis.type": kind, "yaxis.autorange": True}
         buttons.append({"method": "relayout", "label": kind, "args": [change]})
-    menu = {
-        "type": "buttons",
-        "buttons": buttons,
-        "active": int(chart.is_log),
-        "direction": "left",
-        "x": 0,
-        "xanchor": "left",
-        "y": 1.02,
-        "yanchor": "bottom",
-    }
     return {
-        # An empty template: plotly's own would be as large as many charts.
-        "template": go.layout.Template(),
-        "height": 470,
-        "margin": {"t": 60, "r": 20},
+        "paper_bgcolor": _TRANSPARENT,
+        "plot_bgcolor": _TRANSPARENT,
         "hovermode": "x unified" if len(chart.lines) <= 12 else "closest",
+        "hoverlabel": {"namelength": -1},
         "showlegend": True,
-        "xaxis": {"title": {"text": "step"}},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+        },
+        "modebar": {"bgcolor": _TRANSPARENT},
+        "xaxis": {"title": {"text": "step", "standoff": 5}},
         "yaxis": {
             "type": "log" if chart.is_log else "linear",
             "rangemode": "tozero" if chart.section == charts.SPEED else "normal",
             "hoverformat": ".6~g",
             "automargin": True,
         },
-        "updatemenus": [menu],
+        "updatemenus": [
+            {
+                "type": "buttons",
+                "buttons": buttons,
+                "active": int(chart.is_log),
+                "direction": "left",
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.02,
+                "yanchor": "bottom",
+                # Gray can be read on the selected button, which is white, and on the
+                # page, which may be dark.
+                "bgcolor": _TRANSPARENT,
+                "font": {"color": "gray"},
+            }
+        ],
         "shapes": _restarts(chart, runs),
     }
 
@@ -255,27 +272,28 @@ def _restarts(
     chart: charts.Chart, runs: Sequence[runs_lib.Run]
 ) -> list[dict[str, Any]]:
     """Returns dotted lines at the first step of each attempt except the first."""
-    steps: set[int] = set()
+    steps = set()
     for line in chart.lines:
         for number in line.runs:
-            firsts = (attempt.first for attempt in runs[number].attempts[1:])
-            # An attempt that ended before its first step has no first step.
-            steps.update(first for first in firsts if first is not None)
-    dotted = {"color": "gray", "width": 1, "dash": "dot"}
-    return [
-        {
+            for attempt in runs[number].attempts[1:]:
+                # An attempt that ended before its first step has none.
+                if attempt.first is not None:
+                    steps.add(attempt.first)
+    shapes = []
+    for step in sorted(steps)[-_MARKS:]:
+        shape = {
             "type": "line",
             "yref": "paper",
             "y0": 0,
             "y1": 1,
             "x0": step,
             "x1": step,
-            "line": dotted,
+            "line": {"color": "gray", "width": 1, "dash": "dot"},
         }
-        for step in sorted(steps)[-_MARKS:]
-    ]
+        shapes.append(shape)
+    return shapes
 
 
-def _listed(values: np.ndarray) -> list[float | None]:
+def _json_values(values: np.ndarray) -> list[float | None]:
     """Returns values as JSON numbers; None for those that are not finite."""
     return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -8,13 +8,16 @@ from xshard import samples
 from xshard.report import figures
 from xshard.report import runs as runs_lib
 
-# The width of images and histograms on the page, and the height of histograms.
-_WIDTH, _HEIGHT = 480, 120
+# The width of images and histograms on the page, and the height of histograms, in
+# pixels.
+_WIDTH = 480
+_HEIGHT = 120
 
 
 def gallery(runs: Sequence[runs_lib.Run]) -> str:
-    """Returns all samples by run and name, with earlier ones behind a click; empty if
-    there are none.
+    """Returns all samples by run and name, with earlier ones behind a click.
+
+    It is empty if there are none.
     """
     parts = []
     for run in runs:
@@ -24,12 +27,15 @@ def gallery(runs: Sequence[runs_lib.Run]) -> str:
                 drawing = f"<p>step {row['step']}</p>\n{_drawing(item)}"
                 by_name.setdefault(name, []).append(drawing)
         for name, (newest, *before) in by_name.items():
-            title = figures.text(f"{run.name}: {name}" if len(runs) > 1 else name)
-            parts.append(f"<h3>{title}</h3>\n{newest}")
+            title = name
+            if len(runs) > 1:
+                title = f"{run.name}: {name}"
+            parts.append(f"<h3>{figures.text(title)}</h3>\n{newest}")
             if before:
                 earlier = "\n".join(before)
                 parts.append(
-                    f"<details><summary>{len(before)} before</summary>{earlier}</details>"
+                    f"<details><summary>{len(before)} "
+                    f"before</summary>{earlier}</details>"
                 )
     return "\n".join(parts)
 
@@ -48,16 +54,20 @@ def _drawing(item: samples.Item) -> str:
 
 
 def _bars(counts: Sequence[Any], edges: Sequence[Any]) -> str:
-    most = max(max(counts), 1)
-    bars = []
-    for place, count in enumerate(counts):
-        height = _HEIGHT * max(count, 0) / most
-        left, width = _WIDTH * place / len(counts), _WIDTH / len(counts)
-        label = figures.text(f"{edges[place]:.4g} to {edges[place + 1]:.4g}: {count}")
-        bars.append(
-            f'<rect x="{left:.1f}" y="{_HEIGHT - height:.1f}" width="{width:.1f}" height="{height:.1f}">'
+    """Returns a histogram: a bar for each count, with its edges as a tooltip."""
+    largest = max(max(counts), 1)
+    width = _WIDTH / len(counts)
+    bars = ""
+    for i, count in enumerate(counts):
+        height = _HEIGHT * max(count, 0) / largest
+        label = figures.text(f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {count}")
+        bars += (
+            f'<rect x="{width * i:.1f}" y="{_HEIGHT - height:.1f}" '
+            f'width="{width:.1f}" height="{height:.1f}">'
             f"<title>{label}</title></rect>"
         )
-    ends = figures.text(f"{edges[0]:.4g} to {edges[-1]:.4g}, {sum(counts)} values")
-    svg = f'<svg width="{_WIDTH}" height="{_HEIGHT}" fill="{figures.colour(0)}">{"".join(bars)}</svg>'
-    return f"{svg}\n<p>{ends}</p>"
+    caption = figures.text(f"{edges[0]:.4g} to {edges[-1]:.4g}, {sum(counts)} values")
+    return (
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" fill="{figures.color(0)}">'
+        f"{bars}</svg>\n<p>{caption}</p>"
+    )

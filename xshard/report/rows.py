@@ -111,7 +111,8 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str,
     if not ends_whole and number in damaged:
         damaged.remove(number)
         notes.append(
-            f"The last line of {path.name} is incomplete, or still being written. It was skipped."
+            f"The last line of {path.name} is incomplete, or still being written. It "
+            "was skipped."
         )
     if damaged:
         lines = ", ".join(map(str, damaged[:5]))
@@ -139,8 +140,8 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
         lost = len(values) - len(array)
         if lost:
             notes.append(
-                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers, or that have another number of "
-                "groups than the last one."
+                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers, or "
+                "that have another number of groups than the last one."
             )
         if len(array):
             columns[name] = Column(

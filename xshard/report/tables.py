@@ -27,13 +27,17 @@ _RATES = ("steps_per_second", "examples_per_second", "flops_per_second", "utilis
 
 
 class Cell(NamedTuple):
-    """A cell: its text, which is escaped when it is converted to HTML, its CSS class,
-    and its run's color.
+    """A cell.
+
+    Attributes:
+      content: its text, which is escaped when it is converted to HTML.
+      kind: its CSS class.
+      color: the color of its run.
     """
 
     content: str
     kind: str = ""
-    colour: str = ""
+    color: str = ""
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
@@ -43,7 +47,9 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     for row in rows:
         cells = ""
         for cell in row:
-            style = f' style="border-left-color: {cell.colour}"' if cell.colour else ""
+            style = ""
+            if cell.color:
+                style = f' style="border-left-color: {cell.color}"'
             cells += f'<td class="{cell.kind}"{style}>{figures.text(cell.content)}</td>'
         lines.append(f"<tr>{cells}</tr>")
     body = "\n".join(lines)
@@ -51,69 +57,82 @@ def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
 
 
 def comparison(runs: Sequence[runs_lib.Run]) -> str:
-    """Returns a table with a row for each run, and a column for each key in which their
-    configs differ.
+    """Returns a table with a row for each run.
+
+    It has a column for each key in which their configs differ.
     """
-    finals = [_final(run) for run in runs]
-    evaluated = _union(final for final, _ in finals)
     changed = _differing(runs)
-    names = ["run", "state", *changed, *(f"eval {name}" for name in evaluated)]
-    losses, skips = _of_learners(runs, "loss"), _of_learners(runs, "skipped")
-    names += [f"training {name}" for name in losses]
-    names += [*skips, "step", "time", "attempts", "goodput", *_RATES]
+    evaluated = _union(_final(run)[0] for run in runs)
+    trained = [*_of_learners(runs, "loss"), *_of_learners(runs, "skipped")]
+    names = ["run", "state", *changed]
+    names += [f"eval {name}" for name in evaluated]
+    for name in trained:
+        is_loss = charts.without_learner(name) == "loss"
+        names.append(f"training {name}" if is_loss else name)
+    names += ["step", "time", "attempts", "goodput", *_RATES]
+
     rows = []
-    for run, family, (final, when) in zip(
-        runs, charts.seeds(runs), finals, strict=True
-    ):
-        goodput = attempts.goodput(run.attempts)
-        of_steps = run.config.get("steps", NOTHING)
+    for run, family in zip(runs, charts.seeds(runs), strict=True):
+        final, note = _final(run)
         row = [
-            Cell(run.name, colour=figures.colour(family)),
+            Cell(run.name, color=figures.color(family)),
             Cell(run.doing, f"state {run.state}"),
-            *(_setting(run, key) for key in changed),
-            *(numbers(final.get(name, []), when) for name in evaluated),
-            *(numbers(_last(run.training.get(name))) for name in (*losses, *skips)),
-            Cell(f"{_number(run.step)} of {of_steps}"),
-            Cell(formatting.duration(goodput.seconds) if goodput else NOTHING),
-            Cell(str(len(run.attempts) or NOTHING)),
-            Cell(f"{goodput.share:.1%}" if goodput else NOTHING),
-            *(_median(run.training.get(f"perf/{name}")) for name in _RATES),
         ]
+        row += [_setting(run, key) for key in changed]
+        row += [numbers(final.get(name, []), note) for name in evaluated]
+        row += [numbers(_last(run.training.get(name))) for name in trained]
+        row.append(Cell(f"{_number(run.step)} of {run.config.get('steps', NOTHING)}"))
+        row += _time(run)
+        row += [_median(run.training.get(f"perf/{name}")) for name in _RATES]
         rows.append(row)
     return table(names, rows)
 
 
-def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
-    """Returns a quantity's names in the rows of all learners, such as `actor/loss`; the
-    quantity if no row has it.
-    """
-    names = _union(run.training for run in runs)
-    return [name for name in names if charts.without_learner(name) == quantity] or [
-        quantity
+def _time(run: runs_lib.Run) -> list[Cell]:
+    """Returns the cells on a run's time, attempts and goodput."""
+    goodput = attempts.goodput(run.attempts)
+    if goodput is None:
+        return [Cell(NOTHING), Cell(str(len(run.attempts) or NOTHING)), Cell(NOTHING)]
+    return [
+        Cell(formatting.duration(goodput.seconds)),
+        Cell(str(len(run.attempts))),
+        Cell(f"{goodput.share:.1%}"),
     ]
+
+
+def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
+    """Returns a quantity's names in the rows of all learners, such as `actor/loss`.
+
+    Or the quantity itself if no row has it.
+    """
+    names = []
+    for name in _union(run.training for run in runs):
+        if charts.without_learner(name) == quantity:
+            names.append(name)
+    return names or [quantity]
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
     """Returns the checkpoints of all runs, and the reasons why some are unknown."""
     entries = itertools.chain.from_iterable(run.checkpoints.entries for run in runs)
     evaluated = _union(entry.metrics for entry in entries)
-    parts, rows = [], []
+    parts = []
+    rows = []
     for run in runs:
-        place, own, written_with, problem = run.checkpoints
-        newest = own[-_CHECKPOINTS:]
-        shown = [
-            entry for entry in own if entry in newest or entry.best or entry.pinned
-        ]
-        note = f"{len(own)}, of which {len(shown)} are shown"
-        if problem:
-            note = f"cannot be read: {problem}"
-        if written_with:
-            versions = ", ".join(
-                f"{name} {version}" for name, version in written_with.items()
-            )
-            note += f"; written with {versions}"
-        parts.append(f"<p>{figures.text(f'{run.name}: {place}: {note}')}</p>")
-        rows += [[Cell(run.name), *_saved(entry, evaluated)] for entry in shown]
+        saved = run.checkpoints
+        newest = saved.entries[-_CHECKPOINTS:]
+        num_shown = 0
+        for entry in saved.entries:
+            if entry in newest or entry.best or entry.pinned:
+                rows.append([Cell(run.name), *_saved(entry, evaluated)])
+                num_shown += 1
+        note = f"{len(saved.entries)}, of which {num_shown} are shown"
+        if saved.problem:
+            note = f"cannot be read: {saved.problem}"
+        if saved.written_with:
+            versions = [f"{name} {v}" for name, v in saved.written_with.items()]
+            note += f"; written with {', '.join(versions)}"
+        parts.append(f"<p>{figures.text(f'{run.name}: {saved.place}: {note}')}</p>")
     if rows:
         names = ["run", "step", "committed", "size", "state", "kept", *evaluated]
         parts.append(table(names, rows))
@@ -138,16 +157,25 @@ def config(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def numbers(values: Sequence[float], after: str = "") -> Cell:
-    """Returns a cell with the numbers of all groups, or their range if there are many."""
+    """Returns a cell with the numbers of all groups.
+
+    Of many groups, it shows the range.
+
+    Args:
+      values: the numbers.
+      after: a text that follows them.
+    """
     if not values:
         return Cell(NOTHING)
-    known = [value for value in values if math.isfinite(value)]
-    lost = len(values) - len(known)
+    finite = [value for value in values if math.isfinite(value)]
+    num_not_finite = len(values) - len(finite)
     shown = " · ".join(map(_number, values))
     if len(values) > 3:
-        span = f"{_number(min(known))} to {_number(max(known))}" if known else NOTHING
-        shown = f"{span} ({len(values)} groups, {lost} not finite)"
-    return Cell(shown + after, "failed" if lost else "")
+        shown = NOTHING
+        if finite:
+            shown = f"{_number(min(finite))} to {_number(max(finite))}"
+        shown += f" ({len(values)} groups, {num_not_finite} not finite)"
+    return Cell(shown + after, "failed" if num_not_finite else "")
 
 
 def _union(names: Iterable[Iterable[str]]) -> list[str]:
@@ -161,12 +189,14 @@ def _number(value: float | None) -> str:
         return NOTHING
     if not math.isfinite(value):
         return "not finite"
-    is_whole = value == int(value) and abs(value) < 1e15
-    return f"{int(value):,}" if is_whole else f"{value:.4g}"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
 
 
 def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
-    when = size = NOTHING
+    when = NOTHING
+    size = NOTHING
     if entry.time is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry.time))
     if entry.nbytes is not None:
@@ -187,16 +217,23 @@ def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
 
 
 def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
-    """Returns the results of a run; until there are any, its last evaluation and a note
-    on its step.
+    """Returns the results of a run, and a note.
+
+    Until there are any, they are its last evaluation, and the note says its step.
     """
     if run.results and run.state in ("done", "unknown"):
         return run.results, ""
-    columns = {k: c for k, c in run.evaluation.items() if not k.startswith("perf/")}
-    last = max((int(column.steps[-1]) for column in columns.values()), default=None)
+    columns = {}
+    for name, column in run.evaluation.items():
+        if not name.startswith("perf/"):
+            columns[name] = column
+    last_step = max([int(c.steps[-1]) for c in columns.values()], default=None)
     # Metrics that the last evaluation lacks are left out.
-    newest = {name: _last(c) for name, c in columns.items() if c.steps[-1] == last}
-    return newest, f" at step {_number(last)}"
+    final = {}
+    for name, column in columns.items():
+        if column.steps[-1] == last_step:
+            final[name] = _last(column)
+    return final, f" at step {_number(last_step)}"
 
 
 def _last(column: rows_lib.Column | None) -> list[float]:
@@ -208,7 +245,9 @@ def _median(column: rows_lib.Column | None) -> Cell:
     if column is None or np.isnan(column.values).all():
         return Cell(NOTHING)
     median = float(np.nanmedian(column.values))
-    return Cell(_number(median) if median < 1e4 else formatting.scaled(median, ""))
+    if median < 1e4:
+        return Cell(_number(median))
+    return Cell(formatting.scaled(median, ""))
 
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
@@ -221,8 +260,9 @@ def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
 
 
 def _setting(run: runs_lib.Run, key: str) -> Cell:
-    """Returns a cell with a config's value as JSON, so that the text '1' differs from
-    the number 1.
+    """Returns a cell with a config's value as JSON.
+
+    In JSON the text '1' differs from the number 1.
     """
     if key not in run.config:
         return Cell(NOTHING)
