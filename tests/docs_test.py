@@ -31,7 +31,9 @@ from xshard import config as config_lib
 from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "first_experiment.md"
+README = ROOT / "README.md"
+RULES = ROOT / "docs" / "rules.md"
+TUTORIAL = ROOT / "docs" / "first_experiment.md"
 PAGES = [
     README,
     ROOT / "AGENTS.md",
@@ -100,7 +102,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
                 exec(compile(block, f"{page.name}: {block[:40]!r}", "exec"), shared)
                 out = capsys.readouterr().out
                 assert not out or following == ("text", out)
-    if page == README:
+    if page == RULES:
         assert float(shared["loss"]) < 0.01
         (rules,) = [block for language, block in blocks if language == "python"]
         assert len([line for line in rules.splitlines() if line]) <= 25

@@ -140,7 +140,7 @@ def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
 
 
 def config(runs: Sequence[runs_lib.Run]) -> str:
-    """Returns a table of the runs' configs, with the keys in which they differ first."""
+    """Returns a table of the configs, with the keys in which they differ first."""
     changed = _differing(runs)
     keys = _union([changed, *(run.config for run in runs)])
     rows = []
