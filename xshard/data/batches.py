@@ -329,7 +329,13 @@ def check_train_batch(
 
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
-    """Raises ValueError, with the nearest good values, unless `parts` divides `value`.
+    """Raises UserError, with the nearest good values, if `parts` does not divide it.
+
+    Args:
+      key: the name of the config's key.
+      value: its value.
+      parts: the number that must divide it.
+      what: the meaning of that number, for the message.
     """
     if value >= 1 and value % parts == 0:
         return
