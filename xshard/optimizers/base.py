@@ -22,10 +22,11 @@ Names and meanings follow `tf.compat.v1.train.Optimizer`.
 """
 
 import collections
+import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import haiku as hk
 import jax
@@ -38,185 +39,36 @@ from xshard.optimizers import layouts as layouts_lib
 _Rule = TypeVar("_Rule", bound="Optimizer")
 
 
-# Whether a loss is being called, whose state belongs to the caller of the rule.
-_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "in_loss", default=False
-)
+def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a rule's `compute_gradients` or `minimize`, which call losses.
 
+    The method becomes transparent to Haiku, so that the modules of a loss take the
+    names that they have without a rule. State that the method itself keeps would go to
+    the caller's module, where no phase of the rule finds it, so it is refused.
 
-def _without_state(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of a rule, which raises UserError where it keeps Haiku state itself.
-
-    The method is transparent to Haiku, because the modules of the loss take the names
-    that they have without a rule. So state of the method's own would go to the caller's
-    module, where no phase of the rule finds it.
+    Where `vmap_replicas` maps the replicas, each of them computes its gradients by
+    itself: see `_on_each_replica`.
     """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if method.__name__ == "compute_gradients" and replica_map.is_current():
             return _on_each_replica(call, self, *args, **kwargs)
-        scope = hk.experimental.current_name()
-
-        def check(context: Any) -> None:
-            if _IN_LOSS.get() or hk.experimental.current_name() != scope:
-                return
-            name = context.full_name.rpartition("/")[2]
-            raise errors.UserError(
-                f"{method.__qualname__} keeps the state {name!r}, which would go to the module that calls the rule, where no "
-                "phase finds it. Keep a value for this step's phases as an attribute, self.value = value. State that later "
-                "steps need belongs in aggregate, vote or update, or in a method of another name."
-            )
-
-        def create(make: Any, shape: Any, dtype: Any, init: Any, context: Any) -> Any:
-            check(context)
-            return make(shape, dtype, init)
-
-        def write(set_value: Any, value: Any, context: Any) -> Any:
-            check(context)
-            return set_value(value)
-
+        # An overriding method may call its loss itself.
         if args and callable(args[0]):
             args = (_as_loss(args[0]), *args[1:])
-        creating = hk.custom_creator(create, params=False, state=True)
-        with creating, hk.custom_setter(write):
+        with _refusing_state(method):
             return method(self, *args, **kwargs)
 
-    return call
-
-
-def _on_each_replica(
-    method: Callable[..., Any],
-    rule: Any,
-    loss: Any,
-    params: trees.Params,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, trees.Gradients]:
-    """Calls `compute_gradients` of a rule on each replica by itself, where
-    `vmap_replicas` maps the replicas.
-
-    The state that the loss writes, the random keys that are drawn, and the values that
-    rules keep as attributes for the phases of this step become results of that call.
-    """
-    rules = all_rules(rule)
-    specs: dict[str, jax.P] = {}
-    for each in rules:
-        for path, layout in each.held_in_shards().items():
-            specs[path] = layout.spec(mesh.REPLICA, manual=True)
-    before = skips.current_state()
-    written_before = [each._written for each in rules]
-    attributes_before = [dict(vars(each)) for each in rules]
-    kept: dict[tuple[int, str], _Kept] = {}
-
-    def with_keys(keys: Any, params: trees.Params) -> Any:
-        if keys is not None:
-            hk.replace_rng_sequence_state(keys)
-        result = method(rule, loss, params, *args, **kwargs)
-        kept.update(_kept_attributes(rules, attributes_before))
-        arrays = [one.arrays for one in kept.values()]
-        return result, arrays, hk.maybe_get_rng_sequence_state()
-
-    def of_replica(params: trees.Params, keys: Any) -> Any:
-        # A separate transform turns the state and the keys that the loss uses into
-        # arguments and results.
-        key = None if keys is None else jax.random.key(0)
-        run = hk.transform_with_state(with_keys).apply
-        results, after = run(
-            hk.get_params(), skips.by_module(before), key, keys, params
-        )
-        written = {}
-        for name, x in skips.by_name(after).items():
-            if x is not before[name]:
-                written[name] = x
-        return *results, written
-
-    def specs_of(tree: Any) -> Any:
-        return trees.rebuild(
-            tree, {path: specs.get(path, jax.P()) for path in trees.present(tree)}
-        )
-
-    def of_results(returned: Any) -> Any:
-        (_, grads), *_ = returned
-        return (jax.P(), specs_of(grads)), jax.P(), jax.P(), jax.P()
-
-    call = replica_map.per_replica(
-        of_replica, in_specs=(specs_of(params), jax.P()), out_specs=of_results
-    )
-    result, arrays, keys, written = call(params, hk.maybe_get_rng_sequence_state())
-    if keys is not None:
-        hk.replace_rng_sequence_state(keys)
-    skips.write(written)
-    for (index, name), one, of_one in zip(kept, kept.values(), arrays, strict=True):
-        setattr(rules[index], name, one.joined(of_one))
-    for each, earlier in zip(rules, written_before, strict=True):
-        # The arrays that were written are others here than on a replica.
-        if each._written is not earlier:
-            each._written = skips.merge_writes(before, skips.current_state(), earlier)
-    return result
-
-
-class _Kept(NamedTuple):
-    """An attribute of a rule that holds arrays of the step.
-
-    Attributes:
-      structure: the structure of its value.
-      leaves: the leaves of its value, with None in place of each array.
-      arrays: these arrays.
-    """
-
-    structure: Any
-    leaves: list[Any]
-    arrays: list[jax.Array]
-
-    def joined(self, arrays: Sequence[jax.Array]) -> Any:
-        """The attribute's value with other arrays."""
-        given = iter(arrays)
-        leaves = [next(given) if leaf is None else leaf for leaf in self.leaves]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _kept_attributes(
-    rules: Sequence[Any], before: Sequence[Mapping[str, Any]]
-) -> dict[tuple[int, str], _Kept]:
-    """The new attributes of rules that hold traced arrays, by the rule's number and the
-    attribute's name.
-    """
-    is_traced = lambda leaf: isinstance(leaf, jax.core.Tracer)
-    kept = {}
-    for index, (rule, old) in enumerate(zip(rules, before, strict=True)):
-        for name, value in vars(rule).items():
-            if value is old.get(name) or name == "_written":
-                continue
-            leaves, structure = jax.tree.flatten(value)
-            arrays = list(filter(is_traced, leaves))
-            if arrays:
-                others = [None if is_traced(leaf) else leaf for leaf in leaves]
-                kept[index, name] = _Kept(structure, others, arrays)
-    return kept
-
-
-def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, a loss or one that calls losses; `_IN_LOSS` is set during its
-    calls.
-    """
-
-    @functools.wraps(loss)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _IN_LOSS.set(True)
-        try:
-            return loss(*args, **kwargs)
-        finally:
-            _IN_LOSS.reset(token)
-
-    return call
+    return hk.transparent(call)
 
 
 class Optimizer(hk.Module):
     """An update rule with its state. Source: `tf.compat.v1.train.Optimizer`.
 
     Call it inside `hk.transform_with_state`: all its state is Haiku state. A custom
-    rule implements `update`. A wrapper forwards the phases to the rule that it wraps.
+    rule implements `update`. A wrapper derives from `OptimizerWrapper`, which forwards
+    the phases to the rule that it wraps.
 
     Parameters and gradients are Haiku trees, `{module: {name: array}}`. A parameter
     that is not trained, or that the loss does not depend on, has the gradient None. It
@@ -226,9 +78,12 @@ class Optimizer(hk.Module):
     ...     def update(self, grads, params):
     ...         move = lambda w, g: w if g is None else w - 0.5 * jnp.sign(g)
     ...         return jax.tree.map(move, params, grads)
-    >>> step = lambda params: SignDescent().minimize(lambda p: jnp.sum(p['m']['w'] ** 2), params)
+    >>> def step(params):
+    ...     loss = lambda params: jnp.sum(params['m']['w'] ** 2)
+    ...     return SignDescent().minimize(loss, params)
     >>> params = {'m': {'w': jnp.array([2.0, -3.0])}}
-    >>> (loss, params), _ = hk.transform_with_state(step).apply({}, {}, None, params)
+    >>> step = hk.transform_with_state(step)
+    >>> (loss, params), _ = step.apply({}, {}, None, params)
     >>> print(loss, params['m']['w'])
     13.0 [ 1.5 -2.5]
     """
@@ -237,22 +92,22 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
+    # The two attributes have values in the class, since a subclass may call its methods
+    # before this class's constructor.
     # The state that losses wrote since the last step. A skipped step restores it.
-    _written: skips.Writes = skips.NO_WRITES
-    # The loss of the last call of `compute_gradients`: the replica's own, unscaled,
-    # until a rule around this one reduces it.
+    _loss_writes: skips.Writes = skips.NO_WRITES
+    # The value of the last call of `compute_gradients`: the replica's, unscaled, until
+    # a rule around this one reduces it.
     _loss: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keeps this rule's name out of the names of modules that a loss creates, in
-        overriding methods too.
-        """
+        """Treats methods of a subclass that call losses as this class's own."""
         super().__init_subclass__(**kwargs)
-        for name in {"compute_gradients", "minimize"} & vars(cls).keys():
-            setattr(cls, name, hk.transparent(_without_state(vars(cls)[name])))
+        for name in ("compute_gradients", "minimize"):
+            if name in vars(cls):
+                setattr(cls, name, _calls_losses(vars(cls)[name]))
 
-    @hk.transparent
-    @_without_state
+    @_calls_losses
     def compute_gradients(
         self,
         loss: gradients.Loss | Sequence[gradients.Loss],
@@ -289,7 +144,8 @@ class Optimizer(hk.Module):
         Returns:
           `(value, grads)`, or `((value, aux), grads)` with `has_aux`. The value is
           unscaled. For several losses the value is their sum, and aux is a list with
-          one entry for each loss.
+          one entry for each loss. A gradient has its parameter's shape and dtype; for
+          several losses it is float32 or wider.
 
         Raises:
           ValueError: for an invalid option, an unknown name or a mismatched shape.
@@ -297,25 +153,26 @@ class Optimizer(hk.Module):
         trees.check_params(params)
         gradients.check_options(gate_gradients, aggregation_method)
         trained = trees.select(trees.as_arrays(params), var_list)
-        before = skips.current_state()
-        value, aux, grads = _as_loss(gradients.value_and_grad)(
-            loss,
-            params,
-            trained,
-            aggregation_method=aggregation_method,
-            grad_loss=grad_loss,
-            has_aux=has_aux,
-        )
-        self._written = skips.merge_writes(before, skips.current_state(), self._written)
+        state_before = skips.current_state()
+        with _loss_is_called():
+            value, aux, grads = gradients.value_and_grad(
+                loss,
+                params,
+                trained,
+                aggregation_method=aggregation_method,
+                grad_loss=grad_loss,
+                has_aux=has_aux,
+            )
+        self._keep_writes(state_before, self._loss_writes)
         self._loss = value
         if colocate_gradients_with_ops:
             grads = gradients.colocate(grads, trained)
         grads = gradients.gate(grads, gate_gradients)
-        return ((value, aux) if has_aux else value), trees.rebuild(params, grads)
+        result = (value, aux) if has_aux else value
+        return result, trees.rebuild(params, grads)
 
     def init(self, params: trees.Params, var_list: trees.VarList = None) -> None:
-        """Creates the state of this rule and of the rules that it holds, without a
-        loss.
+        """Creates the state of this rule and all rules that it holds, without a loss.
 
         Args:
           params: a Haiku tree of floating-point arrays.
@@ -334,8 +191,9 @@ class Optimizer(hk.Module):
         """
         if not hk.running_init():
             raise ValueError(
-                "Optimizer.init creates state: call it in hk.transform_with_state(...).init. In a step, apply "
-                "provides the state."
+                "Optimizer.init creates state: call it in "
+                "hk.transform_with_state(...).init. In a step, apply provides the "
+                "state."
             )
         trees.check_params(params)
         trained = trees.select(trees.as_arrays(params), var_list)
@@ -359,10 +217,11 @@ class Optimizer(hk.Module):
           name: a scope's name for profiles; the optimizer's name by default.
 
         Returns:
-          The new parameters, or `(params, global_step)` if `global_step` is given. A
-          vote against the step leaves both unchanged, bit by bit. It also restores the
-          state that `aggregate` and `update` wrote, and the state that losses wrote
-          since the last step, in this trace and through this rule.
+          The new parameters, or `(params, global_step)` if `global_step` is given. They
+          have the shapes and dtypes of the old ones. A vote against the step leaves
+          both unchanged, bit by bit. It also restores the state that `aggregate` and
+          `update` wrote, and the state that losses wrote since the last step, in this
+          trace and through this rule.
 
         Raises:
           ValueError: if the gradients do not have the parameters' structure and shapes,
@@ -370,7 +229,9 @@ class Optimizer(hk.Module):
             `aggregate` or `vote`.
         """
         done = self.apply(grads, params, global_step, name)
-        return done.params if global_step is None else (done.params, done.global_step)
+        if global_step is None:
+            return done.params
+        return done.params, done.global_step
 
     @hk.transparent
     def apply(
@@ -380,22 +241,22 @@ class Optimizer(hk.Module):
         global_step: Any = None,
         name: str | None = None,
     ) -> phases.Applied:
-        """Does the same as `apply_gradients`, and also returns the aggregated
-        gradients.
-        """
+        """Does what `apply_gradients` does; also returns the aggregated gradients."""
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
         # From here on all trees are plain dicts. `rebuild` below restores the caller's
         # structure.
-        old = trees.as_arrays(params)
-        grads = trees.conjugate(grads, old)
+        old_params = trees.as_arrays(params)
+        directions = trees.conjugate(grads, old_params)
+        rules = all_rules(self)
+        step = phases.Step(rules, _required_phases(rules))
         with jax.named_scope(name or self.get_name()):
-            rules = all_rules(self)
-            done = phases.Step(rules, _duties(rules)).apply(grads, old)
-        whole = trees.rebuild(params, trees.leaves_by_path(done.params))
-        count = None if global_step is None else skips.count(done.applied, global_step)
-        return done._replace(params=whole, global_step=count)
+            done = step.apply(directions, old_params)
+        new_params = trees.rebuild(params, trees.leaves_by_path(done.params))
+        if global_step is not None:
+            global_step = skips.count(done.applied, global_step)
+        return done._replace(params=new_params, global_step=global_step)
 
     @hk.transparent
     def minimize(
@@ -416,61 +277,83 @@ class Optimizer(hk.Module):
         """
         value, grads = self.compute_gradients(loss, params, has_aux=has_aux, **kwargs)
         result = self.apply_gradients(grads, params, global_step, name)
-        return (value, result) if global_step is None else (value, *result)
+        if global_step is None:
+            return value, result
+        return value, *result
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: computes the group's gradients from each replica's. All collectives
-        are here.
+        """Phase 1: computes the group's gradients from each replica's.
+
+        All collectives are here.
         """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Phase 2: returns whether to update: True, or a boolean scalar that is equal
-        on all replicas of a group.
+        """Phase 2: returns whether to update.
+
+        Args:
+          grads: the aggregated gradients, in dicts.
+
+        Returns:
+          True, or a boolean scalar that is equal on all replicas of a group.
         """
         del grads
         return True
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Phase 3: returns the new parameters. Creates the rule's state while
-        `hk.running_init()`.
+        """Phase 3: computes the new parameters, and writes the rule's state.
+
+        While `hk.running_init()` it creates that state.
+
+        Args:
+          grads: the aggregated gradients, in dicts, with None for a parameter without
+            one. A complex gradient is conjugated, so that the rule descends along it.
+          params: the parameters, in dicts.
+
+        Returns:
+          The new parameters, with the structure, shapes and dtypes of `params`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not implement update(grads, params)."
         )
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Returns how this rule itself shards parameters and slots over the replicas,
-        or None if it does not.
+        """Returns how this rule itself shards parameters and slots over the replicas.
+
+        None if it does not.
         """
         del params
         return None
 
     def held_in_shards(self) -> layouts_lib.Layouts:
-        """Returns the layouts of the parameters of which this rule lets each replica
-        hold only a shard, by path.
+        """Returns the layouts of parameters that are sharded between steps, by path.
+
+        Of these parameters this rule lets each replica hold only a shard.
         """
         return {}
 
     def restore_unless_applied(self, applied: Any) -> None:
-        """Restores the state that losses wrote since the last step, if this step is not
-        applied.
+        """Restores the state that losses wrote since the last step, if it is skipped.
+
+        Args:
+          applied: whether this step is applied: True, or a boolean scalar.
         """
-        # Cleared, so that the next step restores only what losses write after this one.
-        losses, self._written = self._written, skips.NO_WRITES
-        skips.restore_unless_applied(applied, losses)
+        writes = self._loss_writes
+        # The next step restores only what losses write after this one.
+        self._loss_writes = skips.NO_WRITES
+        skips.restore_unless_applied(applied, writes)
 
     def get_name(self) -> str:
         """The module's name."""
         return self.name
 
     def get_slot(self, var: str, name: str) -> Any:
-        """The slot of a parameter, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
+        """A parameter's slot, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
         del var, name
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The sorted names that `get_slot` accepts. Empty before the state is created."""
+        """The sorted names that `get_slot` takes. Empty before the state is created."""
         return []
 
     def state_by_name(self) -> dict[str, Any]:
@@ -482,10 +365,39 @@ class Optimizer(hk.Module):
         arrays = self.state_by_name()
         return [arrays[name] for name in sorted(arrays)]
 
+    def _keep_writes(self, before: skips.State, earlier: skips.Writes) -> None:
+        """Keeps, for a skipped step, the writes of losses since `before`.
+
+        Args:
+          before: the state before these losses.
+          earlier: the writes of losses that were called before them, since the last
+            step.
+        """
+        self._loss_writes = skips.writes_since(before, earlier)
+
 
 class OptimizerWrapper(Optimizer):
-    """A rule that wraps another: forwards every phase and query to `opt`. A subclass
-    sets `opt`.
+    """A rule that wraps another, and forwards every phase and query to it.
+
+    A subclass sets `opt`, and overrides the phases that it changes.
+
+    Attributes:
+      opt: the wrapped rule.
+
+    >>> class Halved(xshard.OptimizerWrapper):
+    ...     def __init__(self, opt):
+    ...         super().__init__()
+    ...         self.opt = opt
+    ...     def aggregate(self, grads):
+    ...         return jax.tree.map(lambda g: g / 2, self.opt.aggregate(grads))
+    >>> def step(params):
+    ...     opt = Halved(xshard.OptaxOptimizer(optax.sgd(1.0)))
+    ...     return opt.minimize(lambda params: jnp.sum(params['m']['w']), params)
+    >>> params = {'m': {'w': jnp.array([2.0, -3.0])}}
+    >>> step = hk.transform_with_state(step)
+    >>> (loss, params), _ = step.apply({}, {}, None, params)
+    >>> print(loss, params['m']['w'])
+    -1.0 [ 1.5 -3.5]
     """
 
     opt: Optimizer
@@ -493,7 +405,7 @@ class OptimizerWrapper(Optimizer):
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`."""
+        """Forwards to the wrapped rule."""
         return self.opt.compute_gradients(loss, params, **kwargs)
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
@@ -522,8 +434,9 @@ class OptimizerWrapper(Optimizer):
 
 
 def all_rules(opt: Optimizer) -> list[Optimizer]:
-    """The rule and all rules that it holds, in attributes, lists and dicts, outermost
-    first.
+    """The rule and all rules that it holds, outermost first.
+
+    It may hold them in attributes, and in lists, tuples and dicts there.
     """
     rules: list[Optimizer] = []
     # A container may contain itself, and two rules may hold the same third rule.
@@ -549,19 +462,211 @@ def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
     return [rule for rule in all_rules(opt) if isinstance(rule, kind)]
 
 
-def _duties(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
-    """Pairs of a rule that the first one holds and a phase that it overrides, which
-    each step must call.
+def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
+    """The phases that each step must call, although only the outermost rule is called.
+
+    Args:
+      rules: the outermost rule, then all rules that it holds.
+
+    Returns:
+      Pairs of a rule that the outermost one holds, and the name of a phase that it
+      overrides. Its effect would be lost if the rules around it did not call it.
     """
-    handed_on = {
+    # A rule with one of these has no such phase of its own.
+    forwarding = {
         Optimizer.aggregate,
         Optimizer.vote,
         OptimizerWrapper.aggregate,
         OptimizerWrapper.vote,
     }
-    required_phases = []
+    required = []
     for rule in rules[1:]:
         for phase in ("aggregate", "vote"):
-            if getattr(type(rule), phase) not in handed_on:
-                required_phases.append((rule, phase))
-    return required_phases
+            if getattr(type(rule), phase) not in forwarding:
+                required.append((rule, phase))
+    return required
+
+
+# Whether a loss is being called, whose state belongs to the caller of the rule.
+_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "in_loss", default=False
+)
+
+
+@contextlib.contextmanager
+def _loss_is_called() -> Iterator[None]:
+    """Declares that losses are called in its body, which may keep Haiku state."""
+    token = _IN_LOSS.set(True)
+    try:
+        yield
+    finally:
+        _IN_LOSS.reset(token)
+
+
+def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which may keep Haiku state."""
+
+    @functools.wraps(loss)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _loss_is_called():
+            return loss(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _refusing_state(method: Callable[..., Any]) -> Iterator[None]:
+    """Raises UserError if a method that is called in its body keeps Haiku state itself.
+
+    Losses may keep state, and so may modules and other methods that it calls.
+    """
+    scope = hk.experimental.current_name()
+
+    def check(context: Any) -> None:
+        is_of_method = hk.experimental.current_name() == scope
+        if _IN_LOSS.get() or not is_of_method:
+            return
+        name = context.full_name.rpartition("/")[2]
+        raise errors.UserError(
+            f"{method.__qualname__} keeps the state {name!r}, which would go to the "
+            "module that calls the rule, where no phase finds it. Keep a value for "
+            "this step's phases as an attribute, self.value = value. State that later "
+            "steps need belongs in aggregate, vote or update, or in a method of "
+            "another name."
+        )
+
+    def create(make: Any, shape: Any, dtype: Any, init: Any, context: Any) -> Any:
+        check(context)
+        return make(shape, dtype, init)
+
+    def write(set_value: Any, value: Any, context: Any) -> Any:
+        check(context)
+        return set_value(value)
+
+    creating = hk.custom_creator(create, params=False, state=True)
+    with creating, hk.custom_setter(write):
+        yield
+
+
+def _on_each_replica(
+    method: Callable[..., Any],
+    rule: Optimizer,
+    loss: Any,
+    params: trees.Params,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, trees.Gradients]:
+    """Calls `compute_gradients` of a rule on each replica by itself.
+
+    Where `vmap_replicas` maps the replicas, XLA would otherwise compute a loss for all
+    replicas of a device together, which is slow for some losses: see
+    `replica_map.per_replica`.
+
+    That function traces the call as a separate program, whose arrays leave it only as
+    results. So three things that the call changes become results too, and are put in
+    place afterwards: the random keys that are still to be drawn, the Haiku state that
+    losses write, and the values that rules keep as attributes for later phases of this
+    step.
+    """
+    rules = all_rules(rule)
+    layouts: dict[str, layouts_lib.Layout] = {}
+    for each in rules:
+        layouts.update(each.held_in_shards())
+    state_before = skips.current_state()
+    writes_before = [each._loss_writes for each in rules]
+    attributes_before = [dict(vars(each)) for each in rules]
+
+    def compute(keys: Any, params: trees.Params) -> Any:
+        """Computes gradients: returns these, arrays of attributes, and random keys."""
+        if keys is not None:
+            hk.replace_rng_sequence_state(keys)
+        result = method(rule, loss, params, *args, **kwargs)
+        arrays = []
+        for _, _, value in _attributes_of_trace(rules, attributes_before):
+            arrays.append(_traced_leaves(value))
+        return result, arrays, hk.maybe_get_rng_sequence_state()
+
+    def of_replica(params: trees.Params, keys: Any) -> Any:
+        # A separate transform turns the state and the keys that the loss uses into
+        # arguments and results. Its key only makes it draw keys: `compute` replaces it.
+        key = None if keys is None else jax.random.key(0)
+        apply = hk.transform_with_state(compute).apply
+        state = skips.by_module(state_before)
+        results, new_state = apply(hk.get_params(), state, key, keys, params)
+        written = {}
+        for name, x in skips.by_name(new_state).items():
+            if x is not state_before[name]:
+                written[name] = x
+        return *results, written
+
+    def specs_of(tree: Any) -> Any:
+        """How parameters, or their gradients, lie on the replicas."""
+        specs = {}
+        for path in trees.present(tree):
+            specs[path] = jax.P()
+            if path in layouts:
+                specs[path] = layouts[path].spec(mesh.REPLICA, manual=True)
+        return trees.rebuild(tree, specs)
+
+    def specs_of_results(results: Any) -> Any:
+        (_, grads), _, _, _ = results
+        return (jax.P(), specs_of(grads)), jax.P(), jax.P(), jax.P()
+
+    call = replica_map.per_replica(
+        of_replica,
+        in_specs=(specs_of(params), jax.P()),
+        out_specs=specs_of_results,
+    )
+    result, arrays, keys, written = call(params, hk.maybe_get_rng_sequence_state())
+    if keys is not None:
+        hk.replace_rng_sequence_state(keys)
+    skips.write(written)
+    attributes = _attributes_of_trace(rules, attributes_before)
+    for (each, name, value), new in zip(attributes, arrays, strict=True):
+        setattr(each, name, _with_traced_leaves(value, new))
+    for each, earlier in zip(rules, writes_before, strict=True):
+        if each._loss_writes is not earlier:
+            # The rule kept the arrays that losses wrote within the call. Their results
+            # are in Haiku's state now.
+            each._keep_writes(state_before, earlier)
+    return result
+
+
+def _attributes_of_trace(
+    rules: Sequence[Optimizer], before: Sequence[Mapping[str, Any]]
+) -> list[tuple[Optimizer, str, Any]]:
+    """The attributes that rules have set since, and that hold traced arrays.
+
+    Args:
+      rules: the rules.
+      before: the attributes that each of them had before.
+
+    Returns:
+      Triples of a rule, the attribute's name and its value.
+    """
+    found = []
+    for rule, old in zip(rules, before, strict=True):
+        for name, value in vars(rule).items():
+            # `_on_each_replica` handles the writes of losses by themselves.
+            if name == "_loss_writes" or value is old.get(name):
+                continue
+            if _traced_leaves(value):
+                found.append((rule, name, value))
+    return found
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _traced_leaves(value: Any) -> list[jax.Array]:
+    """The traced arrays in a tree, in the order of its leaves."""
+    return [leaf for leaf in jax.tree.leaves(value) if _is_traced(leaf)]
+
+
+def _with_traced_leaves(value: Any, arrays: Sequence[jax.Array]) -> Any:
+    """The tree, with other arrays in place of its `_traced_leaves`."""
+    leaves, structure = jax.tree.flatten(value)
+    remaining = iter(arrays)
+    new = [next(remaining) if _is_traced(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, new)

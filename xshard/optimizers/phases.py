@@ -1,4 +1,14 @@
-"""The three phases of a step, on whole arrays or on global arrays in shards."""
+"""The three phases of a step, on each replica's copies or on global arrays in shards.
+
+Both forms begin alike: the rules aggregate and vote, and a skipped step restores the
+state that losses and `aggregate` wrote. They differ in the update:
+
+* Where no rule shards it, each replica updates its copies of all arrays. That needs no
+  collectives, so a conditional skips it.
+* Where a rule returns a partition, the replicas update global arrays, each its shard.
+  That may need collectives, which must not be conditional. So the update always runs,
+  and a skipped step selects the old arrays.
+"""
 
 import contextlib
 import contextvars
@@ -22,8 +32,11 @@ _UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def update_key(key: jax.Array | None) -> Iterator[None]:
-    """Lets the updates of rules in its body draw their random keys from a key that is
-    equal on all replicas of a group.
+    """Lets the updates of rules in its body draw their random keys from another key.
+
+    Args:
+      key: a key that is equal on all replicas of a group, so that they update alike;
+        None for the keys of the caller.
     """
     token = _UPDATE_KEY.set(key)
     try:
@@ -40,11 +53,10 @@ class Applied(NamedTuple):
       applied: whether the step was applied: True, or a boolean scalar.
       global_step: the number of updates applied; None if the caller gave no
         `global_step`.
-      grads: the aggregated gradients, with None for a parameter without one; None as a
-        whole if not known.
+      grads: the aggregated gradients, with None for a parameter without one; None for
+        all if they are not known.
       new_params: the new parameters again, whole or sharded as `grads` are.
-      partition: the partition that `grads` and `new_params` are this replica's shards
-        of; None if they are whole.
+      partition: how `grads` and `new_params` are sharded; None if they are whole.
     """
 
     params: trees.Params
@@ -65,154 +77,175 @@ class Step:
 
         Args:
           rules: the outermost rule, then all rules that it holds.
-          required_phases: pairs of a rule and the name of its phase ('aggregate' or 'vote') that
-            each step must call.
+          required_phases: pairs of a rule and the name of its phase ('aggregate' or
+            'vote') that the step must call.
         """
         self._rule = rules[0]
         self._rules = rules
         self._required_phases = required_phases
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
-        """Aggregates, votes and updates; on global arrays in shards, if a rule returns
-        a partition.
+        """Aggregates, votes and updates.
+
+        Args:
+          grads: the gradients, in dicts.
+          params: the parameters, in dicts.
+
+        Returns:
+          The result, without a `global_step`.
         """
-        before = skips.current_state()
+        state_before = skips.current_state()
         partition = self._partition(params)
         if partition is None:
-            applied, grads, new = self._on_whole(grads, params)
-            done = Applied(new, applied, None, grads, new, None)
+            done = self._apply_locally(grads, params)
         else:
-            done = self._on_shards(grads, params, partition)
-        self._check_equal(before, done)
+            done = self._apply_in_shards(grads, params, partition)
+        self._check_equal(state_before, done)
         return done
 
-    def _check_equal(self, before: skips.State, done: Applied) -> None:
-        """Raises UserError if `vmap_replicas` maps the replicas and the step depends on
-        a replica's own values.
-        """
-        arrays = {}
-        if done.applied is not True:
-            arrays["its vote"] = done.applied
-        arrays |= {repr(path): x for path, x in trees.present(done.params).items()}
-        modules = {rule.module_name for rule in self._rules}
-        for key, (_, x) in skips.merge_writes(
-            before, skips.current_state(), {}
-        ).items():
-            module, name = key
-            # Each slice keeps its own rounding errors.
-            if module in modules and not name.startswith(f"{layouts_lib.ERROR}/"):
-                arrays[f"{name!r} in the state of {module}"] = x
-
-        def error(name: str) -> Exception:
-            return errors.UserError(
-                f"{self._rule.name} computes {name} from a value of a replica's own: its loss, its part of the batch, its key or "
-                "its index. Each replica would make another update. Make the value equal where the rule takes it, as with "
-                "jax.lax.pmean(value, 'replica') in compute_gradients; or use it only before the sum of gradients."
-            )
-
-        replica_map.check_equal(arrays, error)
-
     def _partition(self, params: trees.Params) -> shards.Partition | None:
+        """How the step is sharded: by the outermost rule that shards it."""
         for rule in self._rules:
             partition = rule.partition(params)
             if partition is not None:
                 return partition
         return None
 
-    def _on_whole(
-        self, grads: trees.Gradients, params: trees.Params
-    ) -> tuple[Any, trees.Gradients, trees.Params]:
-        """Returns whether the step is applied, the aggregated gradients and the new
-        parameters.
-        """
-        grads, applied = _with_own_keys(self._decide)(grads)
-        self._settle(applied)
-        update = _with_own_keys(self._update, _UPDATE_KEY.get())
+    def _apply_locally(self, grads: trees.Gradients, params: trees.Params) -> Applied:
+        """Lets each replica update its copy of all arrays."""
+        grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
+        self._restore_loss_writes(applied)
+        update = _with_separate_keys(self._update, _UPDATE_KEY.get())
         if applied is True or hk.running_init():
-            return applied, grads, update(grads, params)
-        return (
-            applied,
-            grads,
-            hk.cond(applied, update, lambda _, old: old, grads, params),
+            new = update(grads, params)
+        else:
+            # A skipped step computes nothing. `hk.cond` also returns the old state for
+            # it.
+            keep = lambda _, old: old
+            new = hk.cond(applied, update, keep, grads, params)
+        return Applied(
+            params=new,
+            applied=applied,
+            global_step=None,
+            grads=grads,
+            new_params=new,
+            partition=None,
         )
 
-    def _on_shards(
+    def _apply_in_shards(
         self, grads: trees.Gradients, params: trees.Params, partition: shards.Partition
     ) -> Applied:
-        """Does the same on global arrays, whose shards lie on the replicas; XLA
-        partitions what the rules compute.
-        """
-        lie: Callable[..., Any] = lambda layout, x: replica_map.lying(
-            x, partition.spec(layout)
-        )
+        """Updates global arrays in shards; XLA partitions what the rules compute."""
+
+        def constrain(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
+            return replica_map.lying(x, partition.spec(layout))
+
         trained = trees.present(grads)
         old = trees.leaves_by_path(params)
-        moved = partition.map(lie, {path: old[path] for path in trained})
+        old_shards = partition.map(constrain, {path: old[path] for path in trained})
         with shards.in_effect(partition):
-            grads, applied = _with_own_keys(self._decide)(grads)
-        self._settle(applied)
-        before = skips.current_state()
-        update = _with_own_keys(self._update, _UPDATE_KEY.get())
-        updated = trees.leaves_by_path(update(grads, trees.replace(params, moved)))
-        # The update may contain collectives, so it always runs, and a skipped step
-        # selects the old values.
-        new = {}
+            grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
+        self._restore_loss_writes(applied)
+
+        state_before = skips.current_state()
+        update = _with_separate_keys(self._update, _UPDATE_KEY.get())
+        updated = update(grads, trees.replace(params, old_shards))
+        updated = trees.leaves_by_path(updated)
+        new_shards = {}
         for path in trained:
-            new[path] = skips.select(applied, updated[path], moved[path])
-        written = skips.merge_writes(before, skips.current_state(), skips.NO_WRITES)
-        skips.restore_unless_applied(applied, written)
-        new = partition.map(lie, new)
-        whole = trees.replace(params, partition.gather_global(new))
+            new_shards[path] = skips.select(applied, updated[path], old_shards[path])
+        skips.restore_unless_applied(applied, skips.writes_since(state_before))
+
+        new_shards = partition.map(constrain, new_shards)
         return Applied(
-            whole, applied, None, grads, trees.rebuild(params, new), partition
+            params=trees.replace(params, partition.gather_global(new_shards)),
+            applied=applied,
+            global_step=None,
+            grads=grads,
+            new_params=trees.rebuild(params, new_shards),
+            partition=partition,
         )
 
-    def _decide(self, grads: trees.Gradients) -> tuple[trees.Gradients, Any]:
-        """Runs the first two phases: returns the aggregated gradients, and whether to
-        apply them.
+    def _aggregate_and_vote(
+        self, grads: trees.Gradients
+    ) -> tuple[trees.Gradients, Any]:
+        """Runs the first two phases.
+
+        A step that is voted against restores what `aggregate` wrote, but keeps what
+        `vote` wrote, such as a lower loss scale.
+
+        Returns:
+          The aggregated gradients, and whether to apply them.
         """
-        before = skips.current_state()
-        with self._all_reached():
+        state_before = skips.current_state()
+        with self._requiring_phases():
             grads = self._rule.aggregate(grads)
-            written = skips.merge_writes(before, skips.current_state(), skips.NO_WRITES)
+            writes = skips.writes_since(state_before)
             applied = self._rule.vote(grads)
         _check_vote(self._rule, applied)
-        skips.restore_unless_applied(applied, written)
+        skips.restore_unless_applied(applied, writes)
         return grads, applied
 
+    def _restore_loss_writes(self, applied: Any) -> None:
+        for rule in self._rules:
+            rule.restore_unless_applied(applied)
+
     def _update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Returns the rule's new parameters, once it is known that they can take the
-        place of the old ones.
-        """
+        """Runs the third phase, and checks its result."""
         new = self._rule.update(grads, params)
         _check_updated(self._rule, params, new)
         return new
 
-    def _settle(self, applied: Any) -> None:
-        for rule in self._rules:
-            rule.restore_unless_applied(applied)
-
     @contextlib.contextmanager
-    def _all_reached(self) -> Iterator[None]:
-        """Raises ValueError on exit unless each rule in `required_phases` has had its phase
-        called meanwhile.
-        """
-        reached: set[tuple[int, str]] = set()
+    def _requiring_phases(self) -> Iterator[None]:
+        """Raises ValueError unless its body calls the required phases."""
+        called: set[tuple[int, str]] = set()
 
         def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
-            reached.add((id(context.module), context.method_name))
+            called.add((id(context.module), context.method_name))
             return method(*args, **kwargs)
 
         with hk.intercept_methods(note):
             yield
         for rule, phase in self._required_phases:
-            if (id(rule), phase) not in reached:
-                holder = type(self._rule).__name__
-                raise ValueError(
-                    f"{holder} holds {rule.name}, but its own {phase} does not call that of {rule.name}, which "
-                    f"would have no effect. Derive {holder} from OptimizerWrapper, which forwards {phase} to "
-                    f"`opt`, or call it in its {phase}(grads)."
-                )
+            if (id(rule), phase) in called:
+                continue
+            holder = type(self._rule).__name__
+            raise ValueError(
+                f"{holder} holds {rule.name}, but its own {phase} does not call that "
+                f"of {rule.name}, which would have no effect. Derive {holder} from "
+                f"OptimizerWrapper, which forwards {phase} to `opt`, or call it in its "
+                f"{phase}(grads)."
+            )
+
+    def _check_equal(self, state_before: skips.State, done: Applied) -> None:
+        """Raises UserError if the step depends on a value that differs by replica.
+
+        Where `vmap_replicas` maps the replicas, JAX shows that. Elsewhere it does
+        nothing.
+        """
+        arrays = {}
+        if done.applied is not True:
+            arrays["its vote"] = done.applied
+        for path, x in trees.present(done.params).items():
+            arrays[repr(path)] = x
+        modules = {rule.module_name for rule in self._rules}
+        for (module, name), (_, x) in skips.writes_since(state_before).items():
+            # Each slice keeps its own rounding errors.
+            is_rounding_error = name.startswith(f"{layouts_lib.ERROR}/")
+            if module in modules and not is_rounding_error:
+                arrays[f"{name!r} in the state of {module}"] = x
+
+        def error(name: str) -> Exception:
+            return errors.UserError(
+                f"{self._rule.name} computes {name} from a value of a replica's own: "
+                "its loss, its part of the batch, its key or its index. Each replica "
+                "would make another update. Make the value equal where the rule takes "
+                "it, as with jax.lax.pmean(value, 'replica') in compute_gradients; or "
+                "use it only before the sum of gradients."
+            )
+
+        replica_map.check_equal(arrays, error)
 
 
 def _check_vote(rule: Any, applied: Any) -> None:
@@ -221,49 +254,64 @@ def _check_vote(rule: Any, applied: Any) -> None:
         return
     if getattr(applied, "shape", None) != () or applied.dtype != bool:
         raise errors.UserError(
-            f"The vote of {rule.name} is {applied!r}: it must be True, or a boolean array of shape (), which says whether to apply "
-            "the step. Does a vote lack a return statement?"
+            f"The vote of {rule.name} is {applied!r}: it must be True, or a boolean "
+            "array of shape (), which says whether to apply the step. Does a vote lack "
+            "a return statement?"
         )
 
 
 def _check_updated(rule: Any, old: trees.Params, new: Any) -> None:
-    """Raises UserError unless an update returns arrays of the paths, shapes and types
-    of the parameters.
+    """Raises UserError unless an update's result can replace the old parameters.
+
+    It must have arrays of the same paths, shapes and dtypes.
     """
-    wanted, given = trees.leaves_by_path(old), trees.leaves_by_path(new)
-    for path in sorted(wanted.keys() | given.keys()):
-        if given.get(path) is None:
-            problem = f"lacks {path!r}"
-        elif path not in wanted:
-            problem = f"has {path!r}, which is no parameter"
-        elif _kind(given[path]) != _kind(wanted[path]):
-            shape, dtype = _kind(given[path])
-            old_shape, old_dtype = _kind(wanted[path])
-            problem = f"has {path!r} as {dtype} of shape {shape}, but the parameter is {old_dtype} of shape {old_shape}"
-        else:
-            continue
-        raise errors.UserError(
-            f"The update of {rule.name} must return the new parameters in the tree of the old ones, with their shapes and "
-            f"types; what it returned {problem}."
+    old_leaves = trees.leaves_by_path(old)
+    new_leaves = trees.leaves_by_path(new)
+    for path in sorted(old_leaves.keys() | new_leaves.keys()):
+        problem = _problem_of_updated(path, old_leaves, new_leaves)
+        if problem:
+            raise errors.UserError(
+                f"The update of {rule.name} must return the new parameters in the tree "
+                "of the old ones, with their shapes and types; what it returned "
+                f"{problem}."
+            )
+
+
+def _problem_of_updated(path: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Why the array of a path cannot replace the old one; empty if it can."""
+    if new.get(path) is None:
+        return f"lacks {path!r}"
+    if path not in old:
+        return f"has {path!r}, which is no parameter"
+    shape = jnp.shape(new[path])
+    dtype = jnp.result_type(new[path])
+    old_shape = jnp.shape(old[path])
+    old_dtype = jnp.result_type(old[path])
+    if (shape, dtype) != (old_shape, old_dtype):
+        return (
+            f"has {path!r} as {dtype} of shape {shape}, but the parameter is "
+            f"{old_dtype} of shape {old_shape}"
         )
+    return ""
 
 
-def _kind(x: Any) -> tuple[tuple[int, ...], Any]:
-    return jnp.shape(x), jnp.result_type(x)
-
-
-def _with_own_keys(
-    f: Callable[..., Any], given: jax.Array | None = None
+def _with_separate_keys(
+    f: Callable[..., Any], key: jax.Array | None = None
 ) -> Callable[..., Any]:
-    """The function with a separate stream of random keys, so the number that it draws
-    does not affect later keys.
+    """The function with random keys of its own.
+
+    However many keys it draws, the caller's later keys are the same.
 
     Args:
       f: the function.
-      given: the key from which it draws, in place of the caller's next one.
+      key: the key from which it draws; by default the caller's next one, if the caller
+        has keys.
     """
-    own = hk.maybe_next_rng_key()
-    key = own if given is None else given
+    # The caller's next key is drawn in either case, so that its later keys do not
+    # depend on whether another is given.
+    next_key = hk.maybe_next_rng_key()
+    if key is None:
+        key = next_key
     if key is None:
         return f
 

@@ -1,5 +1,7 @@
-"""Skipped steps: how they restore state that was written outside the conditional
-update.
+"""Skipped steps: how they restore state that was written before the vote.
+
+Only the phase `update` is conditional. Losses and the phase `aggregate` have written
+Haiku state by the time of the vote. A skipped step selects the old arrays again.
 """
 
 import functools
@@ -15,14 +17,18 @@ from xshard.optimizers import slots
 
 # Arrays of Haiku state, by module and name.
 State = Mapping[tuple[str, str], Any]
-# The state that a loss wrote, by module and name: the array before, and the array that
-# it wrote.
+# State that was written, by module and name: the array before, and the array that was
+# written.
 Writes = Mapping[tuple[str, str], tuple[Any, Any]]
 NO_WRITES: Writes = types.MappingProxyType({})
 
 
 class _AnyModule(hk.Module):
-    """Reads and writes the state of any module, by its name."""
+    """Reads and writes the state of any module, by its name.
+
+    Haiku's functions read and write only the state of the current module. A module that
+    takes the name of another one stands for that one.
+    """
 
     def __init__(self) -> None:
         # A name that no other module has: reserving a name in use could change the
@@ -41,11 +47,19 @@ class _AnyModule(hk.Module):
 
 
 def all_for(*votes: Any) -> Any:
-    """Combines votes on a step. The result stays the constant True if all are, so that
-    the update is unconditional.
+    """Whether all votes are for a step.
+
+    Args:
+      *votes: each True or a boolean scalar.
+
+    Returns:
+      A boolean scalar; or the constant True if all votes are, so that the update is
+      unconditional.
     """
     scalars = [vote for vote in votes if vote is not True]
-    return functools.reduce(jnp.logical_and, scalars) if scalars else True
+    if not scalars:
+        return True
+    return functools.reduce(jnp.logical_and, scalars)
 
 
 def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -57,19 +71,21 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
         applied.
       old: the array before the step.
     """
-    return new if applied is True else jnp.where(applied, new, old)
+    if applied is True:
+        return new
+    return jnp.where(applied, new, old)
 
 
 def current_state() -> State:
     """All current state arrays."""
     # Inside hk.scan and similar loops, `hk.get_current_state` returns the arrays from
-    # before the loop.
+    # before the loop. So only the modules' names are taken from there.
     modules = _AnyModule()
-    return {
-        (module, name): array
-        for module in hk.get_current_state()
-        for name, array in modules.read(module).items()
-    }
+    state = {}
+    for module in hk.get_current_state():
+        for name, array in modules.read(module).items():
+            state[module, name] = array
+    return state
 
 
 def by_module(state: State) -> dict[str, dict[str, Any]]:
@@ -80,13 +96,13 @@ def by_module(state: State) -> dict[str, dict[str, Any]]:
     return modules
 
 
-def by_name(state: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+def by_name(modules: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
     """The inverse of `by_module`."""
-    return {
-        (module, name): x
-        for module, arrays in state.items()
-        for name, x in arrays.items()
-    }
+    state = {}
+    for module, arrays in modules.items():
+        for name, array in arrays.items():
+            state[module, name] = array
+    return state
 
 
 def write(state: State) -> None:
@@ -96,17 +112,17 @@ def write(state: State) -> None:
         modules.write(module, name, array)
 
 
-def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
-    """Returns the changes between two states, merged with the changes that other losses
-    made before.
+def writes_since(before: State, earlier: Writes = NO_WRITES) -> Writes:
+    """Returns the state that was written since, together with earlier writes.
+
+    An array that was created since is not among them.
 
     Args:
-      before: the state before a loss.
-      after: the state after it.
-      earlier: the changes of other losses since the last step.
+      before: the state at that time.
+      earlier: writes from before that time, such as those of other losses of this step.
     """
-    changes = dict(earlier)
-    for key, new in after.items():
+    writes = dict(earlier)
+    for key, new in current_state().items():
         old = before.get(key)
         if old is None or old is new:
             continue
@@ -117,20 +133,24 @@ def merge_writes(before: State, after: State, earlier: Writes) -> Writes:
             # first of them.
             if last is old:
                 old = first
-        changes[key] = (old, new)
-    return changes
+        writes[key] = (old, new)
+    return writes
 
 
-def restore_unless_applied(applied: Any, losses: Writes) -> None:
-    """Restores the state that losses wrote, if the step is not applied.
+def restore_unless_applied(applied: Any, writes: Writes) -> None:
+    """Restores the state that was written, if the step is not applied.
 
     State that something else has overwritten since stays. So does state that was
     written in another trace, such as in the body of a loop.
+
+    Args:
+      applied: True, or a boolean scalar.
+      writes: what was written.
     """
     if applied is True or hk.running_init():
         return
     modules = _AnyModule()
-    for (module, name), (old, new) in losses.items():
+    for (module, name), (old, new) in writes.items():
         if modules.read(module)[name] is new:
             modules.write(module, name, select(applied, new, old))
 
@@ -139,20 +159,25 @@ def check_count(global_step: Any) -> None:
     """Raises ValueError unless a global step is None or an integer scalar."""
     if global_step is not None and not is_integer_scalar(global_step):
         raise ValueError(
-            "global_step must be an integer scalar, such as jnp.int32(0), which counts the updates applied; "
-            f"received {global_step!r}."
+            "global_step must be an integer scalar, such as jnp.int32(0), which counts "
+            f"the updates applied; received {global_step!r}."
         )
 
 
 def is_integer_scalar(x: Any) -> bool:
-    """Returns whether `x` is a Python integer or an integer array without dimensions."""
-    is_array = jax.tree_util.all_leaves([x]) and not isinstance(x, str | bool)
-    if not is_array or jnp.shape(x) != ():
+    """Returns whether `x` is a Python integer or an integer array of shape ()."""
+    is_leaf = jax.tree_util.all_leaves([x])
+    if not is_leaf or isinstance(x, str | bool) or jnp.shape(x) != ():
         return False
     return jnp.issubdtype(jnp.result_type(x), jnp.integer)
 
 
 def count(applied: Any, global_step: Any) -> jax.Array:
-    """The number of updates applied, after a step."""
+    """The number of updates applied, after a step.
+
+    Args:
+      applied: whether the step was applied: True, or a boolean scalar.
+      global_step: the number before it, an integer scalar.
+    """
     global_step = jnp.asarray(global_step)
     return global_step + jnp.asarray(applied, global_step.dtype)

@@ -1,5 +1,7 @@
-"""Haiku trees of parameters and gradients: paths, selection, and checks whose errors
-name the leaf.
+"""Haiku trees of parameters and gradients: paths, selection, and checks.
+
+A path names a leaf, such as 'mlp/linear_0/w', in the names of slots, in checkpoints and
+in error messages.
 """
 
 import difflib
@@ -18,18 +20,24 @@ VarList = Sequence[str] | Callable[[str, str], bool] | None
 
 
 def widen(x: Any) -> jax.Array:
-    """`x` in float32 if its type is narrower, so that scaling and summing lose nothing."""
+    """`x` in float32 if its type is narrower, to scale and sum it without loss."""
     x = jnp.asarray(x)
     # Decided by size: bfloat16, float16 and all 8-bit types are narrower. float64 and
     # complex types stay.
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    if x.dtype.itemsize < 4:
+        return x.astype(jnp.float32)
+    return x
 
 
 def strong(x: Any, dtype: Any = None) -> jax.Array:
-    """An array with a strong type, `dtype` or its own. A weak type, as a Python number
-    has, adapts to other operands.
+    """An array with a strong type.
 
-    A weakly typed state would make jit compile the second step again.
+    A weak type, as a Python number has, adapts to other operands. A weakly typed state
+    would make jit compile the second step again.
+
+    Args:
+      x: an array or a number.
+      dtype: the type; x's own by default.
     """
     x = jnp.asarray(x)
     # The type of a random key is always strong.
@@ -45,7 +53,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 def join(*paths: str) -> str:
     """Joins paths with slashes; empty ones are skipped."""
-    return "/".join(filter(None, paths))
+    return "/".join(path for path in paths if path)
 
 
 def endings(path: str) -> list[str]:
@@ -55,19 +63,24 @@ def endings(path: str) -> list[str]:
 
 
 def plain(tree: Any) -> Any:
-    """The tree with a dict for each mapping. JAX may not know the keys of others, such
-    as Haiku's FlatMap.
+    """The tree with a dict for each mapping.
+
+    JAX may not know the keys of other mappings, such as Haiku's FlatMap. None stays a
+    leaf.
     """
     if isinstance(tree, Mapping):
         return {key: plain(node) for key, node in tree.items()}
-    is_mapping = lambda node: isinstance(node, Mapping)
-    # None stays a leaf. Mappings inside other containers, such as a list, also become
-    # dicts.
-    return jax.tree.map(
-        lambda node: plain(node) if is_mapping(node) else node,
-        tree,
-        is_leaf=lambda node: node is None or is_mapping(node),
-    )
+
+    def is_leaf(node: Any) -> bool:
+        return node is None or isinstance(node, Mapping)
+
+    def plain_node(node: Any) -> Any:
+        # A mapping inside another container, such as a list.
+        if isinstance(node, Mapping):
+            return plain(node)
+        return node
+
+    return jax.tree.map(plain_node, tree, is_leaf=is_leaf)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -76,31 +89,37 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def present(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree that are not None, such as the gradients of trained
-    parameters, by their paths.
+    """The leaves of a tree that are not None, by their paths.
+
+    Those of a tree of gradients belong to the trained parameters.
     """
-    return {
-        path: leaf for path, leaf in leaves_by_path(tree).items() if leaf is not None
-    }
+    leaves = leaves_by_path(tree)
+    return {path: leaf for path, leaf in leaves.items() if leaf is not None}
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree with the structure of `tree` and the given leaves, by path; None where no
-    leaf is given.
+    """A tree with the structure of another, and other leaves.
+
+    Args:
+      tree: the other tree.
+      leaves: the leaves by path; None for a path that is not among them.
     """
-    old, structure = jax.tree.flatten(tree, is_leaf=_is_absent)
-    # Another kind of mapping may order its leaves differently from a dict. Numbering
-    # the leaves finds their places.
-    places = leaves_by_path(jax.tree.unflatten(structure, range(len(old))))
+    old, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+    # The order of leaves is that of the tree's own containers, which may differ from
+    # that of the dicts of `leaves_by_path`. Numbered leaves show which path is where.
+    numbers = leaves_by_path(jax.tree.unflatten(structure, range(len(old))))
     new: list[Any] = [None] * len(old)
-    for path, place in places.items():
-        new[place] = leaves.get(path)
+    for path, number in numbers.items():
+        new[number] = leaves.get(path)
     return jax.tree.unflatten(structure, new)
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree, with each given leaf that is not None in place of its own leaf of that
-    path.
+    """The tree, with other leaves at some paths.
+
+    Args:
+      tree: the tree.
+      leaves: the new leaves by path. One that is None replaces nothing.
     """
     new = leaves_by_path(tree)
     for path, leaf in leaves.items():
@@ -121,10 +140,10 @@ def after(x: jax.Array, tree: Any) -> Any:
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """The sum of the squares of all elements of all arrays, in float32 or wider. None
-    leaves are ignored.
+    """The sum of the squares of all elements of all arrays, in float32 or wider.
+
+    None leaves are ignored. A complex element counts with its magnitude.
     """
-    # The magnitude, so that complex elements count as real numbers.
     squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)]
     return sum(squares, start=jnp.zeros((), jnp.float32))
 
@@ -133,16 +152,15 @@ def as_arrays(params: Params) -> Params:
     """The parameters in dicts, with Python numbers converted to arrays."""
 
     def to_array(x: Any) -> Any:
-        return (
-            jnp.asarray(x, jnp.result_type(x)) if isinstance(x, float | complex) else x
-        )
+        if isinstance(x, float | complex):
+            return jnp.asarray(x, jnp.result_type(x))
+        return x
 
     return jax.tree.map(to_array, plain(params))
 
 
 def conjugate(grads: Gradients, params: Params) -> Gradients:
-    """The directions of conjugate ascent, in dicts: the gradients, with complex ones
-    conjugated.
+    """The directions of steepest ascent, in dicts: gradients, complex ones conjugated.
 
     `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including
     optax's, descend along dL/dx + i dL/dy.
@@ -155,58 +173,63 @@ def conjugate(grads: Gradients, params: Params) -> Gradients:
 
 
 def check_params(params: Params) -> None:
-    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays with
-    distinct paths.
+    """Raises ValueError unless `params` is a Haiku tree of floating-point arrays.
+
+    Their paths must be distinct.
     """
     if not isinstance(params, Mapping) or not params:
         raise ValueError(
-            "params must be a Haiku tree {module: {name: array}} with at least one array; received "
-            f"{type(params).__name__}: {str(params)[:80]}."
+            "params must be a Haiku tree {module: {name: array}} with at least one "
+            f"array; received {type(params).__name__}: {str(params)[:80]}."
         )
     _check_paths(params, "parameters")
     for path, leaf in leaves_by_path(params).items():
         dtype = None if leaf is None else jnp.result_type(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                f"The parameter '{path}' is {dtype}; parameters must be floating-point arrays. Keep "
-                "counters and tables in Haiku state."
+                f"The parameter '{path}' is {dtype}; parameters must be floating-point "
+                "arrays. Keep counters and tables in Haiku state."
             )
 
 
 def check_gradients(grads: Gradients, params: Params) -> None:
-    """Raises ValueError unless `grads` has the structure and shapes of `params`; None
-    is allowed.
+    """Raises ValueError unless `grads` has the structure and shapes of `params`.
+
+    Gradients may be None, but not all of them.
     """
     _check_paths(grads, "gradients")
-    wanted = leaves_by_path(params)
+    param_leaves = leaves_by_path(params)
     paths = leaves_by_path(grads).keys()
-    missing = sorted(wanted.keys() - paths)
-    unknown = sorted(paths - wanted.keys())
+    missing = sorted(param_leaves.keys() - paths)
+    unknown = sorted(paths - param_leaves.keys())
     if missing or unknown:
         raise ValueError(
-            "The gradients must have the structure of the parameters, with None where a parameter is "
-            f"not trained; missing: {missing[:5] or 'none'}, unknown: {unknown[:5] or 'none'}."
+            "The gradients must have the structure of the parameters, with None where "
+            f"a parameter is not trained; missing: {missing[:5] or 'none'}, unknown: "
+            f"{unknown[:5] or 'none'}."
         )
     trained = present(grads)
     for path, grad in trained.items():
-        _check_gradient(path, grad, wanted[path])
+        _check_gradient(path, grad, param_leaves[path])
     if not trained:
         raise ValueError(
-            f"There is no gradient for any of {sorted(wanted)[:5]}: all are None. Check var_list, and that the "
-            "loss depends on the parameters that it is called with."
+            f"There is no gradient for any of {sorted(param_leaves)[:5]}: all are "
+            "None. Check var_list, and that the loss depends on the parameters that it "
+            "is called with."
         )
 
 
 def _check_gradient(path: str, grad: Any, param: Any) -> None:
     if jnp.shape(grad) != jnp.shape(param):
         raise ValueError(
-            f"The gradient of '{path}' has shape {jnp.shape(grad)} and its parameter {jnp.shape(param)}; they "
-            "must be equal."
+            f"The gradient of '{path}' has shape {jnp.shape(grad)} and its parameter "
+            f"{jnp.shape(param)}; they must be equal."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
         raise ValueError(
-            f"The gradient of '{path}' is {jnp.result_type(grad)} and its parameter {jnp.result_type(param)}: "
-            "its imaginary part would be lost. Take its real part, or make the parameter complex."
+            f"The gradient of '{path}' is {jnp.result_type(grad)} and its parameter "
+            f"{jnp.result_type(param)}: its imaginary part would be lost. Take its "
+            "real part, or make the parameter complex."
         )
 
 
@@ -217,19 +240,24 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
       params: a Haiku tree.
       var_list: paths such as 'mlp/linear_0/w', a predicate of module and name, or None
         for all.
+
+    Raises:
+      ValueError: if `var_list` is neither of these, names a path that is not in
+        `params`, or selects nothing.
     """
     leaves = leaves_by_path(params)
     if var_list is None:
         return leaves
     if isinstance(var_list, str):
         raise ValueError(
-            f"var_list must be a sequence of names or a predicate; received {var_list!r}."
+            "var_list must be a sequence of names or a predicate; received "
+            f"{var_list!r}."
         )
     if callable(var_list):
-        # A module's name may contain slashes, a parameter's does not, so the last slash
-        # separates them.
         chosen = set()
         for path in leaves:
+            # A module's name may contain slashes, a parameter's does not, so the last
+            # slash separates them.
             module, _, name = path.rpartition("/")
             if var_list(module, name):
                 chosen.add(path)
@@ -249,13 +277,15 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
 
 
 def unfrozen(params: Params, pattern: str) -> list[str] | None:
-    """The paths that do not match a regular expression, for `var_list`; None (all
-    parameters) without one.
+    """The paths that do not match a regular expression, for `var_list`.
 
     Args:
       params: a Haiku tree.
       pattern: the expression, searched for anywhere in a path; an empty one stands for
         none.
+
+    Returns:
+      The paths; None (all parameters) without an expression.
 
     Raises:
       UserError: if the expression is invalid, or is found in no path or in all of them.
@@ -276,35 +306,40 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
         )
     if not others:
         raise errors.UserError(
-            f"frozen={pattern!r} matches the paths of all parameters, such as {sorted(leaves)[:3]}: leave at least "
-            "one to be trained, or leave out frozen if the step never updates this learner."
+            f"frozen={pattern!r} matches the paths of all parameters, such as "
+            f"{sorted(leaves)[:3]}: leave at least one to be trained, or leave out "
+            "frozen if the step never updates this learner."
         )
     return others
 
 
 def _near(name: str, leaves: Mapping[str, Any]) -> list[str]:
     """The paths most like a name, or some paths if none is like it."""
-    return difflib.get_close_matches(name, leaves, cutoff=0.3) or sorted(leaves)[:3]
+    near = difflib.get_close_matches(name, leaves, cutoff=0.3)
+    return near or sorted(leaves)[:3]
 
 
-def _is_absent(x: Any) -> bool:
+def _is_none(x: Any) -> bool:
     return x is None
 
 
 def _leaves_with_path(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    return jax.tree_util.tree_leaves_with_path(plain(tree), is_leaf=_is_absent)
+    return jax.tree_util.tree_leaves_with_path(plain(tree), is_leaf=_is_none)
 
 
 def _check_paths(tree: Any, of_what: str) -> None:
-    """Raises ValueError if two leaves have one path, such as 'c' in module 'a/b' and
-    'b/c' in module 'a'.
+    """Raises ValueError if two leaves have one path.
+
+    'c' in module 'a/b' and 'b/c' in module 'a' do.
     """
     seen: dict[str, str] = {}
     for path, _ in _leaves_with_path(tree):
-        name, keys = path_name(path), jax.tree_util.keystr(path)
+        name = path_name(path)
+        keys = jax.tree_util.keystr(path)
         if name in seen:
             raise ValueError(
-                f"Two {of_what} have the path '{name}': {seen[name]} and {keys}. Slots and checkpoints name "
-                "them by their paths, so each must have its own: rename a module or a parameter."
+                f"Two {of_what} have the path '{name}': {seen[name]} and {keys}. Slots "
+                "and checkpoints name them by their paths, so each must have its own: "
+                "rename a module or a parameter."
             )
         seen[name] = keys
