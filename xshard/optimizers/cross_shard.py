@@ -26,8 +26,8 @@ from xshard.optimizers import (
 from xshard.optimizers import optax as optax_optimizer
 
 NOTHING_BETWEEN_SLICES = (
-    "slice_dtype='int8' with one slice: there is nothing to send between slices, so rounding would only "
-    "lose precision. Leave it 'float32', or use several slices."
+    "slice_dtype='int8' with one slice: there is nothing to send between slices, so "
+    "rounding would only lose precision. Leave it 'float32', or use several slices."
 )
 
 _DTYPES = ("float32", "bfloat16")
@@ -35,8 +35,9 @@ _ARITHMETIC = ("float", "exact", "exact_wide")
 
 
 class Reduction(enum.StrEnum):
-    """The ways to combine gradients across replicas. Source:
-    `tf.compat.v1.losses.Reduction`.
+    """How gradients are combined across replicas.
+
+    Source: `tf.compat.v1.losses.Reduction`.
     """
 
     SUM = "sum"
@@ -47,35 +48,17 @@ class Reduction(enum.StrEnum):
 _OF_TENSORFLOW = {"weighted_sum": Reduction.SUM, "weighted_mean": Reduction.MEAN}
 
 
-# The rules that were made within `recording`.
-_MADE: contextvars.ContextVar[list["CrossShardOptimizer"]] = contextvars.ContextVar(
-    "made"
-)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list["CrossShardOptimizer"]]:
-    """Yields a list that receives each CrossShardOptimizer that is made in its body."""
-    made: list[CrossShardOptimizer] = []
-    token = _MADE.set(made)
-    try:
-        yield made
-    finally:
-        _MADE.reset(token)
-
-
 class CrossShardOptimizer(base.OptimizerWrapper):
     """Sums gradients over the replicas of a group, then lets `opt` update.
 
-    `compute_gradients` returns each replica's own gradients, so you can clip them
-    before one bad replica affects the others; `apply_gradients` sums them. As in
-    TensorFlow, 'mean' multiplies by 1 / group size in `compute_gradients`. To bound the
-    norm of the mean by 1, clip each replica's gradients to 1 / group size. The factor
-    is applied in float32 after differentiation, so half precision neither overflows in
-    the sum nor loses small gradients. The returned value is the replica's own loss,
-    without the factor.
+    `compute_gradients` returns each replica's gradients, so you can clip them before
+    one bad replica affects the others; `apply_gradients` sums them. As in TensorFlow,
+    'mean' multiplies by 1 / group size in `compute_gradients`. To bound the norm of the
+    mean by 1, clip each replica's gradients to 1 / group size. The factor is applied in
+    float32 after differentiation, so half precision neither overflows in the sum nor
+    loses small gradients. The returned value is the replica's loss, without the factor.
 
-    Gradients from another source must also be each replica's own. Under
+    Gradients from another source must also be each replica's. Under
     `jax.shard_map(check_vma=True)`, `jax.grad` sums the gradients of parameters that do
     not vary over the axis, and this rule rejects them. With check_vma=False `jax.grad`
     does not sum them, and the rule cannot detect an earlier sum.
@@ -86,6 +69,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     diverge, so do not return their parameters and state from shard_map as replicated:
     give them a leading dimension.
 
+    State, only with `slice_dtype='int8'`: `error/<path>` for each trained parameter,
+    the rounding errors of earlier sums, in float32. Its shape is the parameter's, after
+    a leading dimension of slices.
+
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
     >>> def step(params, x):
@@ -95,7 +82,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     >>> params, x = {'linear': {'w': jnp.zeros(())}}, jnp.arange(4.)
     >>> _, state = step.init(None, params, x)
     >>> mesh = jax.sharding.Mesh(jax.devices()[:4], ('replica',))
-    >>> @jax.shard_map(mesh=mesh, in_specs=(jax.P(), jax.P(), jax.P('replica')), out_specs=jax.P())
+    >>> in_specs = jax.P(), jax.P(), jax.P('replica')
+    >>> @jax.shard_map(mesh=mesh, in_specs=in_specs, out_specs=jax.P())
     ... def sharded_step(params, state, x):
     ...     (_, params), state = step.apply({}, state, None, params, x)
     ...     return params, state
@@ -165,18 +153,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
-        for argument, value in (
-            ("shard_update", shard_update),
-            ("shard_params", shard_params),
-        ):
-            if not isinstance(value, bool):
-                raise errors.UserError(
-                    f"{argument} must be True or False; received {value!r}."
-                )
+        _check_bool("shard_update", shard_update)
+        _check_bool("shard_params", shard_params)
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
-        self._layouts: layouts.Layouts | None = None
-        self._is_in_run = False
         self.scatter_steps = scatter_steps
         self.gather_steps = gather_steps
         self.sharding_rules = sharding_rules
@@ -184,82 +164,97 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
         self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
         self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
-        self._needs_run = (
-            _check_choice("arithmetic", arithmetic, _ARITHMETIC) != "float"
-        )
+        arithmetic = _check_choice("arithmetic", arithmetic, _ARITHMETIC)
         self.group_assignment = mesh.check_groups(group_assignment)
-        made = _MADE.get(None)
-        if made is not None:
-            made.append(self)
+        # A run changes these by `bind_mesh`.
+        self._is_in_run = False
+        self._needs_run = arithmetic != "float"
+        self._layouts: layouts.Layouts | None = None
         self._check_axes()
+        recorded = _RECORDED.get(None)
+        if recorded is not None:
+            recorded.append(self)
 
     def bind_mesh(
-        self, on: jax.sharding.Mesh, rules: mesh.Rules, held: Any = None
+        self,
+        device_mesh: jax.sharding.Mesh,
+        sharding_rules: mesh.Rules,
+        param_layouts: layouts.Layouts | None = None,
     ) -> None:
-        """Sets `sharding_rules`, and the steps in which a mesh of
-        `xshard.mesh.make_mesh` scatters and gathers.
+        """Sets what the mesh of a run decides: called by a run's `Learner`.
+
+        That is `sharding_rules`, and the steps in which sums are scattered and gathered
+        along the torus of the chips.
 
         Args:
-          on: the mesh.
-          rules: the new `sharding_rules`.
-          held: with `shard_params`, the layouts of parameters and slots, from
-            `xshard.optimizers.gathering.layouts_of`.
+          device_mesh: a mesh of `xshard.mesh.make_mesh`.
+          sharding_rules: the experiment's rules.
+          param_layouts: with `shard_params`, the layouts of the parameters and their
+            slots, from `xshard.optimizers.gathering.layouts_of`.
+
+        Raises:
+          UserError: if logical replicas cannot shard the update.
         """
-        if self.shard_update and not isinstance(on, jax.sharding.Mesh):
+        if self.shard_update and not isinstance(device_mesh, jax.sharding.Mesh):
             raise errors.UserError(
-                f"{self.name} shards its update, which logical replicas cannot: they share devices, and make the same update on "
-                "each of these. Set shard_update and shard_params to False, or config.logical_replicas to 0."
+                f"{self.name} shards its update, which logical replicas cannot: they "
+                "share devices, and make the same update on each of these. Set "
+                "shard_update and shard_params to False, or config.logical_replicas to "
+                "0."
             )
-        self._layouts = held
         self._is_in_run = True
         self._needs_run = False
-        self.sharding_rules = rules
+        self._layouts = param_layouts
+        self.sharding_rules = sharding_rules
         if self.axis_name == mesh.REPLICA:
-            self.scatter_steps, self.gather_steps = mesh.torus_steps(on)
+            self.scatter_steps, self.gather_steps = mesh.torus_steps(device_mesh)
 
     def _check_axes(self) -> None:
-        if not isinstance(self.axis_name, str) or not isinstance(
-            self.slice_axis_name, str | None
-        ):
+        has_axis = isinstance(self.axis_name, str)
+        if not has_axis or not isinstance(self.slice_axis_name, str | None):
             raise errors.UserError(
-                "axis_name must be the name of one axis, and slice_axis_name another or None; received "
-                f"{self.axis_name!r} and {self.slice_axis_name!r}."
+                "axis_name must be the name of one axis, and slice_axis_name another "
+                f"or None; received {self.axis_name!r} and {self.slice_axis_name!r}."
             )
         if self.slice_axis_name == self.axis_name:
             raise errors.UserError(
-                f"axis_name and slice_axis_name must be two different axes; received {self.axis_name!r} twice."
+                "axis_name and slice_axis_name must be two different axes; received "
+                f"{self.axis_name!r} twice."
             )
         if self.slice_axis_name is None and self.slice_dtype != "float32":
             raise errors.UserError(
-                f"slice_dtype={self.slice_dtype!r} is for sums over slices; give slice_axis_name too."
+                f"slice_dtype={self.slice_dtype!r} is for sums over slices; give "
+                "slice_axis_name too."
             )
         if self.slice_axis_name is not None and self.group_assignment is not None:
             raise errors.UserError(
-                "group_assignment and slice_axis_name exclude each other: give groups a mapped axis of "
-                "their own."
+                "group_assignment and slice_axis_name exclude each other: give groups "
+                "a mapped axis of their own."
             )
         for inner in base.rules_of_type(self.opt, CrossShardOptimizer):
             if inner.axis_name in (self.axis_name, self.slice_axis_name):
                 raise ValueError(
-                    f"opt already reduces over the axis {inner.axis_name!r} ({inner.name}): the gradients "
-                    "would be summed twice. Use one CrossShardOptimizer for each axis."
+                    f"opt already reduces over the axis {inner.axis_name!r} "
+                    f"({inner.name}): the gradients would be summed twice. Use one "
+                    "CrossShardOptimizer for each axis."
                 )
-            if inner._scatters() and self._scatters():
+            if inner._may_scatter() and self._may_scatter():
                 raise ValueError(
-                    f"opt already scatters gradients ({inner.name}); set shard_update and "
-                    "slice_axis_name on one CrossShardOptimizer."
+                    f"opt already scatters gradients ({inner.name}); set shard_update "
+                    "and slice_axis_name on one CrossShardOptimizer."
                 )
 
-    def _scatters(self) -> bool:
+    def _may_scatter(self) -> bool:
         return self.shard_update or self.slice_axis_name is not None
 
     def compute_gradients(
         self, loss: Any, params: trees.Params, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`: each replica's own, times 1 / group
-        size for 'mean'.
+        """Implements `Optimizer.compute_gradients`.
+
+        The gradients are each replica's, times 1 / group size for 'mean', in float32 or
+        wider then.
         """
-        summands = self._group_size() * self._num_slices()
         for axis in self._mapped_axes():
             # Otherwise jax.grad would sum the gradients over the axis, and `aggregate`
             # would sum them again.
@@ -267,168 +262,215 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
             rule.reduce_loss(self._reduce_loss)
-        if self.reduction is Reduction.MEAN and summands > 1:
-            grads = jax.tree.map(lambda g: trees.widen(g) / summands, grads)
+        count = self._num_summands()
+        if self.reduction is Reduction.MEAN and count > 1:
+            grads = jax.tree.map(lambda g: trees.widen(g) / count, grads)
         return value, grads
 
     def _reduce_loss(self, loss: jax.Array) -> jax.Array:
-        """The loss whose gradients `aggregate` returns: the mean over the group and all
-        slices, or the sum.
+        """The loss whose gradients `aggregate` returns.
+
+        The mean over the group and all slices, or the sum.
         """
         mapped = self._mapped_axes()
         if not mapped:
             return loss
-        groups = self.group_assignment
-        total = lax.psum(trees.widen(loss), tuple(mapped), axis_index_groups=groups)
-        count = self._group_size() * self._num_slices()
-        return total / count if self.reduction is Reduction.MEAN else total
+        total = lax.psum(
+            trees.widen(loss),
+            axis_name=tuple(mapped),
+            axis_index_groups=self.group_assignment,
+        )
+        if self.reduction is Reduction.MEAN:
+            return total / self._num_summands()
+        return total
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Implements `Optimizer.aggregate`: sums over the group and all slices, in
-        float32 or wider.
+        """Implements `Optimizer.aggregate`: sums over the group and all slices.
+
+        The sums are float32 or wider, whatever type they are sent in. With a sharded
+        update they are global arrays, of which each replica holds a shard.
         """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self._needs_run:
             raise ValueError(
-                "An exact arithmetic needs a run with logical_replicas, which splits its step at the sums. In a custom "
-                "step use 'float'."
+                "An exact arithmetic needs a run with logical_replicas, which splits "
+                "its step at the sums. In a custom step use 'float'."
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
-        lost = self._lost(grads)
-        if replica_map.is_current():
-            totals, lost = self._reduce_mapped(grads, lost)
-        else:
-            totals, lost = self._reduce(grads, lost)
-        for path, error in lost.items():
+        rounding_errors = self._rounding_errors(grads)
+        try:
+            if replica_map.is_current():
+                sums, rounding_errors = self._reduce_mapped(grads, rounding_errors)
+            else:
+                sums, rounding_errors = self._reduce(grads, rounding_errors)
+        except NotImplementedError as e:
+            raise ValueError(
+                f"group_assignment={self.group_assignment} needs jax.shard_map(..., "
+                "check_vma=False): JAX has no sums over groups where it checks which "
+                "values vary, nor under vmap."
+            ) from e
+        for path, error in rounding_errors.items():
             hk.set_state(f"{layouts.ERROR}/{path}", error)
-        return totals
+        return sums
 
-    def _lost(self, grads: trees.Gradients) -> dict[str, jax.Array]:
-        """The rounding error of each gradient that earlier steps left."""
-        lost: dict[str, jax.Array] = {}
+    def _rounding_errors(self, grads: trees.Gradients) -> dict[str, jax.Array]:
+        """The errors of rounding to int8 that earlier steps left, by path.
+
+        Empty with another `slice_dtype`.
+        """
+        rounding_errors: dict[str, jax.Array] = {}
         if self.slice_dtype != "int8":
-            return lost
+            return rounding_errors
         existing = slots.state_of(self)
         for path, grad in trees.present(grads).items():
             name = f"{layouts.ERROR}/{path}"
             if not hk.running_init() and name not in existing:
                 raise slots.missing_error(self.name, path)
-            lost[path] = hk.get_state(name, [1, *grad.shape], jnp.float32, jnp.zeros)
-        return lost
-
-    def _mapped_axes(self) -> list[str]:
-        names = (self.axis_name, self.slice_axis_name)
-        return [name for name in names if name is not None and axes.size(name) > 1]
-
-    def _reduce(
-        self, grads: trees.Gradients, lost: dict[str, jax.Array]
-    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """The whole sums and their new rounding errors, given the old errors."""
-        for axis in self._mapped_axes():
-            axes.check_varying(grads, axis)
-        self._check_slices()
-        try:
-            if self._num_slices() == 1:
-                return self._sum(grads), lost
-            # Each replica sends only its shard to the other slices.
-            partition = self._make_partition(grads)
-            scattered, lost = self._scatter(partition, grads, lost)
-            gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
-            # The program does not show that what is gathered in steps is equal.
-            return replica_map.equal_on_replicas(partition.map(gather, scattered)), lost
-        except NotImplementedError as e:
-            raise ValueError(
-                f"group_assignment={self.group_assignment} needs jax.shard_map(..., check_vma=False): JAX has "
-                "no sums over groups where it checks which values vary, nor under vmap."
-            ) from e
+            # Each slice has errors of its own. State is created for one slice.
+            shape = [1, *grad.shape]
+            rounding_errors[path] = hk.get_state(name, shape, jnp.float32, jnp.zeros)
+        return rounding_errors
 
     def _reduce_mapped(
-        self, grads: trees.Gradients, lost: dict[str, jax.Array]
+        self, grads: trees.Gradients, rounding_errors: dict[str, jax.Array]
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """Does the same as `_reduce` where replicas are mapped by `vmap_replicas`: the
-        sums are global arrays.
+        """Calls `_reduce` on each replica, where `vmap_replicas` maps them.
 
-        With `shard_update` each lies in shards on the replicas. The gradient of a
-        parameter that is held in shards does so already, and is summed over
-        `axis_name`.
+        The sums are global arrays: in shards on the replicas with `shard_update`, and
+        whole otherwise.
         """
         partition = self._make_partition(grads)
         summands = trees.present(grads)
-        of_shards = {}
-        of_summands = {}
+        summand_specs = {}
+        shard_specs = {}
         for path in summands:
             layout = partition.layouts[path]
-            of_shards[path] = partition.spec(layout, manual=True)
-            of_summands[path] = of_shards[path] if layout.shards_param else jax.P()
-        of_lost = {path: jax.P(None, *of_shards[path]) for path in lost}
-        of_sums: Any = jax.P()
-        reduce = self._reduce
-        if self.shard_update and partition.count > 1:
-            of_sums = of_shards
-            reduce = functools.partial(self._scatter, partition)
+            shard_specs[path] = partition.spec(layout, manual=True)
+            # The gradient of a parameter that is held in shards lies in shards already:
+            # it is summed over `axis_name`. Any other is a replica's.
+            summand_specs[path] = jax.P()
+            if layout.shards_param:
+                summand_specs[path] = shard_specs[path]
+        error_specs = {}
+        for path in rounding_errors:
+            # The leading dimension is that of slices.
+            error_specs[path] = jax.P(None, *shard_specs[path])
+        keeps_shards = self.shard_update and partition.count > 1
         call = replica_map.per_replica(
-            reduce, in_specs=(of_summands, of_lost), out_specs=(of_sums, of_lost)
+            functools.partial(self._reduce, keeps_shards=keeps_shards),
+            in_specs=(summand_specs, error_specs),
+            out_specs=(shard_specs if keeps_shards else jax.P(), error_specs),
         )
-        sums, lost = call(summands, lost)
-        return trees.replace(grads, sums), lost
+        sums, rounding_errors = call(summands, rounding_errors)
+        return trees.replace(grads, sums), rounding_errors
 
-    def _scatter(
+    def _reduce(
         self,
-        partition: shards.Partition,
         grads: trees.Gradients,
-        lost: dict[str, jax.Array],
+        rounding_errors: dict[str, jax.Array],
+        *,
+        keeps_shards: bool = False,
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """This replica's shards of the sums over all slices, and the new rounding
-        errors.
+        """Sums gradients over the group and all slices, on one replica.
+
+        Args:
+          grads: the replica's gradients.
+          rounding_errors: the errors of earlier sums over slices, by path.
+          keeps_shards: whether to return only the replica's shards of the sums.
+
+        Returns:
+          The sums, and their rounding errors.
         """
+        for axis in self._mapped_axes():
+            axes.check_varying(grads, axis)
+        has_slices = self._num_slices() > 1
+        if self.slice_dtype == "int8" and not has_slices and not hk.running_init():
+            raise ValueError(NOTHING_BETWEEN_SLICES)
+        if not has_slices and not keeps_shards:
+            return self._sum(grads), rounding_errors
+
+        # Within a slice each replica receives its shard of the sums, and sends only
+        # that to the other slices.
+        partition = self._make_partition(grads)
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         sums = partition.map(scatter, grads)
-        if self.slice_axis_name is None or self._num_slices() == 1:
-            return sums, lost
-        if self.slice_dtype == "int8":
-            sums, lost = int8.all_reduce_tree(sums, lost, self.slice_axis_name)
-            # All arrays are sent in one message, so the program does not show which of
-            # them are equal on all replicas.
-            declare = replica_map.equal_on_replicas
-            return partition.map(
-                lambda at, x: declare(x) if at.dim is None else x, sums
-            ), lost
-        psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
-        return jax.tree.map(
-            lambda x: shards.summed(psum, x, self.slice_dtype), sums
-        ), lost
+        if has_slices:
+            sums, rounding_errors = self._sum_over_slices(
+                partition, sums, rounding_errors
+            )
+        if keeps_shards:
+            return sums, rounding_errors
+        gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
+        # The program does not show that what is gathered in steps is equal.
+        sums = replica_map.equal_on_replicas(partition.map(gather, sums))
+        return sums, rounding_errors
 
-    def _check_slices(self) -> None:
-        if (
-            self._num_slices() == 1
-            and self.slice_dtype == "int8"
-            and not hk.running_init()
-        ):
-            raise ValueError(NOTHING_BETWEEN_SLICES)
+    def _sum(self, grads: trees.Gradients) -> trees.Gradients:
+        """The sums over the group, whole."""
+        if self._group_size() == 1:
+            return grads
+        psum = functools.partial(
+            lax.psum,
+            axis_name=self.axis_name,
+            axis_index_groups=self.group_assignment,
+        )
+        if self.reduce_dtype == "float32":
+            # One psum of the whole tree, so that XLA needs one collective for all
+            # gradients.
+            return psum(grads)
+        return jax.tree.map(lambda x: shards.summed(psum, x, self.reduce_dtype), grads)
+
+    def _sum_over_slices(
+        self,
+        partition: shards.Partition,
+        sums: trees.Gradients,
+        rounding_errors: dict[str, jax.Array],
+    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+        """The sums of shards over all slices, and their rounding errors."""
+        assert self.slice_axis_name is not None
+        if self.slice_dtype != "int8":
+            psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
+            add = lambda x: shards.summed(psum, x, self.slice_dtype)
+            return jax.tree.map(add, sums), rounding_errors
+
+        sums, rounding_errors = int8.all_reduce_tree(
+            sums, rounding_errors, self.slice_axis_name
+        )
+
+        def declare(layout: layouts.Layout, x: jax.Array) -> jax.Array:
+            # All arrays are sent in one message, so the program does not show that
+            # those without shards are equal on all replicas.
+            if layout.dim is None:
+                return replica_map.equal_on_replicas(x)
+            return x
+
+        return partition.map(declare, sums), rounding_errors
 
     def held_in_shards(self) -> layouts.Layouts:
-        """Implements `Optimizer.held_in_shards`: the parameters in shards with
-        `shard_params`, in a run.
-        """
-        held = self._layouts or {}
-        return {path: layout for path, layout in held.items() if layout.shards_param}
+        """Implements `Optimizer.held_in_shards`: with `shard_params`, in a run."""
+        all_layouts = self._layouts or {}
+        return {path: at for path, at in all_layouts.items() if at.shards_param}
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
-        """Implements `Optimizer.partition`: shards with `shard_update` and more than
-        one replica.
+        """Implements `Optimizer.partition`.
+
+        Parameters and slots are in shards with `shard_update` and more than one
+        replica.
         """
         if not self.shard_update:
             return None
         if self.shard_params and self._layouts is None:
             raise ValueError(
-                "shard_params needs a run, whose Learner gathers the parameters. In a custom step use shard_update."
+                "shard_params needs a run, whose Learner gathers the parameters. In a "
+                "custom step use shard_update."
             )
         if hk.running_init() or self._group_size() == 1:
             return None
         if self.group_assignment is not None:
             raise ValueError(
-                "shard_update and group_assignment exclude each other: give groups a mapped axis of their own."
+                "shard_update and group_assignment exclude each other: give groups a "
+                "mapped axis of their own."
             )
         if replica_map.is_current():
             return self._make_partition(params)
@@ -436,48 +478,55 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         # its values.
         if not self._is_in_run:
             raise ValueError(
-                "shard_update needs the replicas to be mapped by xshard.vmap_replicas, so that XLA can partition the update. "
-                "Something else maps them here, as jax.shard_map does: use xshard.vmap_replicas with the same specs, or set "
-                "shard_update=False."
+                "shard_update needs the replicas to be mapped by xshard.vmap_replicas, "
+                "so that XLA can partition the update. Something else maps them here, "
+                "as jax.shard_map does: use xshard.vmap_replicas with the same specs, "
+                "or set shard_update=False."
             )
         return None
 
-    def _sum(self, grads: trees.Gradients) -> trees.Gradients:
-        """The sums over the group."""
-        if self._group_size() == 1:
-            return grads
-        groups, dtype = self.group_assignment, self.reduce_dtype
-        psum = functools.partial(
-            lax.psum, axis_name=self.axis_name, axis_index_groups=groups
-        )
-        if dtype == "float32":
-            # One psum of the whole tree, so that XLA needs one collective for all
-            # gradients.
-            return psum(grads)
-        return jax.tree.map(lambda x: shards.summed(psum, x, dtype), grads)
-
-    def _layouts_of(self, tree: Any, count: int) -> layouts.Layouts:
-        return self._layouts or layouts.of_params(tree, count, self.sharding_rules)
-
     def _make_partition(self, tree: Any) -> shards.Partition:
+        """How a tree with the parameters' paths and shapes is sharded over a slice."""
         if axes.is_tracked(self.axis_name):
             raise ValueError(
-                "shard_update and slice_axis_name need jax.shard_map(..., check_vma=False): gathered arrays "
-                "are equal on all replicas, but JAX's check cannot infer that."
+                "shard_update and slice_axis_name need jax.shard_map(..., "
+                "check_vma=False): gathered arrays are equal on all replicas, but "
+                "JAX's check cannot infer that."
             )
+        count = self._group_size()
+        param_layouts = self._layouts
+        if not param_layouts:
+            param_layouts = layouts.of_params(tree, count, self.sharding_rules)
         return shards.Partition(
-            self._layouts_of(tree, self._group_size()),
-            self._group_size(),
+            param_layouts,
+            count,
             self.axis_name,
             scatter_steps=self.scatter_steps,
             gather_steps=self.gather_steps,
         )
 
-    def _num_slices(self) -> int:
-        return 1 if self.slice_axis_name is None else axes.size(self.slice_axis_name)
+    def _mapped_axes(self) -> list[str]:
+        """The axes to sum over that have more than one replica or slice."""
+        names = (self.axis_name, self.slice_axis_name)
+        return [name for name in names if name is not None and axes.size(name) > 1]
+
+    def _num_summands(self) -> int:
+        """The number of replicas whose gradients are summed."""
+        return self._group_size() * self._num_slices()
 
     def _group_size(self) -> int:
+        """The number of replicas in a group, of one slice."""
         return axes.group_size(self.axis_name, self.group_assignment)
+
+    def _num_slices(self) -> int:
+        if self.slice_axis_name is None:
+            return 1
+        return axes.size(self.slice_axis_name)
+
+
+def _check_bool(argument: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise errors.UserError(f"{argument} must be True or False; received {value!r}.")
 
 
 def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -486,3 +535,20 @@ def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
             f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
         )
     return str(value)
+
+
+# The list of `recording`, if it is active.
+_RECORDED: contextvars.ContextVar[list[CrossShardOptimizer]] = contextvars.ContextVar(
+    "recorded"
+)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[CrossShardOptimizer]]:
+    """Yields a list that receives each CrossShardOptimizer that is made in its body."""
+    recorded: list[CrossShardOptimizer] = []
+    token = _RECORDED.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _RECORDED.reset(token)

@@ -1,5 +1,7 @@
-"""Sums in int8 for slow networks, with error feedback: each rounding error is added to
-the next sum.
+"""Sums in int8 for slow networks, with error feedback.
+
+Each device rounds its summand to int8, keeps the rounding error, and adds it to its
+next summand. So errors do not add up over steps.
 
 Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014 (error
 feedback); Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016,
@@ -20,23 +22,32 @@ BLOCK = 256
 
 
 def all_reduce_tree(
-    sums: trees.Gradients, lost: Mapping[str, jax.Array], axis_name: str
+    sums: trees.Gradients, rounding_errors: Mapping[str, jax.Array], axis_name: str
 ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
     """Applies `all_reduce` to the arrays of a tree.
 
     Args:
       sums: the arrays.
-      lost: the rounding error of each array that is not None, by path, with a leading
-        dimension for the slice.
+      rounding_errors: the rounding error of each array that is not None, by path, with
+        a leading dimension of 1: a slice's part of the dimension of slices.
       axis_name: the mapped axis.
+
+    Returns:
+      The tree of sums, and the new rounding errors.
     """
     leaves = trees.leaves_by_path(sums)
-    arrays = [leaves[path] for path in lost]
-    before = [error[0] for error in lost.values()]
-    totals, after = all_reduce(arrays, before, axis_name)
-    errors = {path: error[None] for path, error in zip(lost, after, strict=True)}
-    errors = varying.marked(varying.SLICES_ERROR, errors)
-    return trees.replace(sums, dict(zip(lost, totals, strict=True))), errors
+    paths = list(rounding_errors)
+    totals, new_errors = all_reduce(
+        arrays=[leaves[path] for path in paths],
+        errors=[rounding_errors[path][0] for path in paths],
+        axis_name=axis_name,
+    )
+    total_of = dict(zip(paths, totals, strict=True))
+    error_of = {
+        path: error[None] for path, error in zip(paths, new_errors, strict=True)
+    }
+    error_of = varying.marked(varying.SLICES_ERROR, error_of)
+    return trees.replace(sums, total_of), error_of
 
 
 def all_reduce(
@@ -59,45 +70,57 @@ def all_reduce(
       rounding errors (at most half a 127th of the largest magnitude of a block; 0 where
       an array is not finite).
     """
-    all_codes, all_scales, lost = [], [], []
+    local_codes = []
+    local_scales = []
+    new_errors = []
     for array, error in zip(arrays, errors, strict=True):
         wanted = array.astype(jnp.float32) + error
         codes, scales = quantize(wanted)
         rounding = wanted - dequantize(codes, scales, array.shape)
         # An error that is not finite would spoil its block of every later sum, so it is
         # dropped.
-        lost.append(
-            jnp.where(jnp.isfinite(rounding), rounding, jnp.zeros_like(rounding))
-        )
-        all_codes.append(codes)
-        all_scales.append(scales)
+        is_finite = jnp.isfinite(rounding)
+        new_errors.append(jnp.where(is_finite, rounding, jnp.zeros_like(rounding)))
+        local_codes.append(codes)
+        local_scales.append(scales)
+
     # All arrays share one message, since many small messages would cost more.
-    message = jnp.concatenate(all_codes), jnp.concatenate(all_scales)
-    codes, scales = lax.all_gather(message, axis_name)
+    message = (jnp.concatenate(local_codes), jnp.concatenate(local_scales))
+    all_codes, all_scales = lax.all_gather(message, axis_name)
     # Each device adds the same numbers in the same order, so all of them get the same
     # bits.
-    total = jnp.sum(codes.astype(jnp.float32) * scales, axis=0)
+    total = jnp.sum(all_codes.astype(jnp.float32) * all_scales, axis=0)
+
+    # Now the blocks of all arrays lie one after the other.
     sums = []
     begin = 0
-    for array, codes in zip(arrays, all_codes, strict=True):
+    for array, codes in zip(arrays, local_codes, strict=True):
         end = begin + len(codes)
         elements = jnp.ravel(total[begin:end])[: array.size]
         sums.append(elements.reshape(array.shape).astype(array.dtype))
         begin = end
-    return sums, lost
+    return sums, new_errors
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to codes, int8 of shape (blocks, BLOCK), and scales, float32 of
-    shape (blocks, 1).
+    """Rounds a float32 array to int8, in blocks that have a scale each.
+
+    Args:
+      x: the array, of any shape.
+
+    Returns:
+      The codes, int8 of shape (blocks, BLOCK), the last of them padded; and the scales,
+      float32 of shape (blocks, 1).
     """
-    blocks = jnp.pad(jnp.ravel(x), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    padding = -x.size % BLOCK
+    blocks = jnp.pad(jnp.ravel(x), (0, padding)).reshape(-1, BLOCK)
     # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the
     # CPU.
     magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
     scales = jnp.max(magnitudes, axis=1, keepdims=True) / 127
     # A block of zeros has the scale 0. Any other divisor gives its codes of 0.
-    codes = jnp.round(blocks / jnp.where(scales == 0, jnp.ones_like(scales), scales))
+    divisors = jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    codes = jnp.round(blocks / divisors)
     # A block with a non-finite element has a non-finite scale, which makes the whole
     # block non-finite for any codes.
     codes = jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes))
@@ -107,6 +130,14 @@ def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def dequantize(
     codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Restores a quantized array of this shape, up to rounding."""
+    """Restores a quantized array, up to rounding.
+
+    Args:
+      codes: the codes of `quantize`.
+      scales: its scales.
+      shape: the array's shape.
+    """
     elements = jnp.ravel(codes.astype(jnp.float32) * scales)
-    return elements[: math.prod(shape)].reshape(shape)
+    # Without the padding of the last block.
+    elements = elements[: math.prod(shape)]
+    return elements.reshape(shape)

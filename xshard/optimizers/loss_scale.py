@@ -27,7 +27,13 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class LossScale(hk.Module):
-    """A loss scale with its state. Source: `tf.mixed_precision.experimental.LossScale`."""
+    """A loss scale with its state.
+
+    Call it inside `hk.transform_with_state`. A custom scale implements both methods,
+    and keeps what it needs as Haiku state.
+
+    Source: `tf.mixed_precision.experimental.LossScale`.
+    """
 
     def __call__(self) -> jax.Array:
         """The current scale, a float32 scalar."""
@@ -36,9 +42,12 @@ class LossScale(hk.Module):
     def update(self, grads: trees.Gradients) -> Any:
         """Adapts the scale to a step's gradients.
 
+        It is called in each step, while `hk.running_init()` too, where it creates its
+        state.
+
         Args:
           grads: unscaled gradients, aggregated over the group, so that all its replicas
-            decide alike.
+            decide alike. Parameters without a gradient have None.
 
         Returns:
           Whether to apply the gradients: True, or a boolean scalar.
@@ -47,8 +56,11 @@ class LossScale(hk.Module):
 
 
 class FixedLossScale(LossScale):
-    """A constant scale. As in TensorFlow, gradients are applied without a check that
-    they are finite.
+    """A constant scale.
+
+    As in TensorFlow, gradients are applied without a check that they are finite.
+
+    Source: `tf.mixed_precision.experimental.FixedLossScale`.
 
     >>> scale = hk.transform(lambda: FixedLossScale(128)())
     >>> print(scale.apply({}, None))
@@ -85,8 +97,8 @@ class DynamicLossScale(LossScale):
     `multiplier`, down to at least 1. After `increment_period` finite steps in a row the
     scale is multiplied by `multiplier`, unless the product is not finite in float32.
 
-    State: `current_loss_scale` (float32), and `good_steps` (int32), the number of
-    finite steps since the scale was last lowered or due to be raised.
+    State, both scalars: `current_loss_scale` (float32), and `good_steps` (int32), the
+    number of finite steps since the scale was last lowered or due to be raised.
 
     Source: `tf.mixed_precision.experimental.DynamicLossScale`.
 
@@ -127,7 +139,8 @@ class DynamicLossScale(LossScale):
         self.initial_loss_scale = _check_scale("initial_loss_scale", initial_loss_scale)
         if not _is_number(increment_period, numbers.Integral) or increment_period < 1:
             raise errors.UserError(
-                f"increment_period must be an integer of at least 1; received {increment_period!r}."
+                "increment_period must be an integer of at least 1; received "
+                f"{increment_period!r}."
             )
         self.increment_period = int(increment_period)
         self.multiplier = _check_scale("multiplier", multiplier)
@@ -149,20 +162,26 @@ class DynamicLossScale(LossScale):
         finite = all_finite(grads)
         due = good_steps >= self.increment_period
         multiplier = jnp.asarray(self.multiplier, jnp.float32)
+
         raised = scale * multiplier
         kept_or_raised = jnp.where(due & jnp.isfinite(raised), raised, scale)
         lowered = jnp.maximum(scale / multiplier, jnp.ones_like(scale))
-        hk.set_state("current_loss_scale", jnp.where(finite, kept_or_raised, lowered))
-        hk.set_state(
-            "good_steps",
-            jnp.where(finite & ~due, good_steps, jnp.zeros_like(good_steps)),
-        )
+        new_scale = jnp.where(finite, kept_or_raised, lowered)
+        hk.set_state("current_loss_scale", new_scale)
+
+        # The count begins anew even if the raised scale would not be finite.
+        is_counted = finite & ~due
+        new_count = jnp.where(is_counted, good_steps, jnp.zeros_like(good_steps))
+        hk.set_state("good_steps", new_count)
         return finite
 
 
 class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
-    """Scales the loss that `opt` differentiates, and skips steps whose gradients are
-    not finite.
+    """Scales the loss that `opt` differentiates, and skips non-finite gradients.
+
+    `compute_gradients` returns the unscaled loss and unscaled gradients, in float32 or
+    wider, so you can clip and log them as usual. A step whose gradients are not finite
+    is skipped if the scale is dynamic; a fixed scale does not check them.
 
     It nests with `CrossShardOptimizer` in either order. The vote inspects the gradients
     after they are aggregated over the group, so one replica's overflow skips the step
@@ -201,36 +220,41 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.rules_of_type(self.opt, MixedPrecisionLossScaleOptimizer):
+        inner = base.rules_of_type(self.opt, MixedPrecisionLossScaleOptimizer)
+        if inner:
             raise ValueError(
-                f"opt already scales losses ({inner.name}): two scales would multiply, and each "
-                "would blame the other's overflows. Use one MixedPrecisionLossScaleOptimizer."
+                f"opt already scales losses ({inner[0].name}): two scales would "
+                "multiply, and each would blame the other's overflows. Use one "
+                "MixedPrecisionLossScaleOptimizer."
             )
         self.loss_scale = get(loss_scale)
 
     def compute_gradients(
         self, loss: Any, params: trees.Params, *, grad_loss: Any = None, **kwargs: Any
     ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`: unscaled gradients of the scaled
-        loss, in float32 or wider.
+        """Implements `Optimizer.compute_gradients`.
+
+        The gradients are those of the scaled loss, unscaled in float32 or wider.
         """
         scale = self.loss_scale()
         # Scaling `grad_loss` rather than the loss keeps the returned value unscaled.
+        scaled: Any
         if isinstance(grad_loss, list | tuple):
-            scaled: Any = [_times(weight, scale) for weight in grad_loss]
+            scaled = [_times(weight, scale) for weight in grad_loss]
         else:
             scaled = _times(grad_loss, scale)
         value, grads = self.opt.compute_gradients(
             loss, params, grad_loss=scaled, **kwargs
         )
-        return value, jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
+        unscaled = jax.tree.map(lambda g: _divide(trees.widen(g), scale), grads)
+        return value, unscaled
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Implements `Optimizer.vote`: adapts the scale, and rejects gradients that are
-        not finite.
-        """
+        """Implements `Optimizer.vote`: adapts the scale, which decides on the step."""
         # Both are called in every step, since each may update its state.
-        return skips.all_for(self.loss_scale.update(grads), self.opt.vote(grads))
+        scale_vote = self.loss_scale.update(grads)
+        inner_vote = self.opt.vote(grads)
+        return skips.all_for(scale_vote, inner_vote)
 
     def get_name(self) -> str:
         """The name of the wrapped optimizer, as in TensorFlow."""
@@ -246,6 +270,9 @@ def get(identifier: Any) -> LossScale:
 
     Args:
       identifier: a `LossScale`, a number of at least 1, or 'dynamic'.
+
+    Raises:
+      ValueError: if it is none of these.
     """
     if isinstance(identifier, LossScale):
         return identifier
@@ -253,20 +280,22 @@ def get(identifier: Any) -> LossScale:
         return FixedLossScale(identifier)
     if identifier != "dynamic":
         raise ValueError(
-            "loss_scale must be a LossScale, a number of at least 1, or 'dynamic'; received "
-            f"{identifier!r}."
+            "loss_scale must be a LossScale, a number of at least 1, or 'dynamic'; "
+            f"received {identifier!r}."
         )
     return DynamicLossScale()
 
 
 def all_finite(grads: trees.Gradients) -> jax.Array:
-    """Returns whether all elements of all gradients are finite, a boolean scalar; True,
-    as in TensorFlow, if there are none.
+    """Returns whether all elements of all gradients are finite, a boolean scalar.
+
+    As in TensorFlow it is True if there are none.
     """
     return shards.holds_for_all(lambda grad: jnp.all(jnp.isfinite(grad)), grads)
 
 
 def _times(weight: Any, scale: jax.Array) -> jax.Array:
+    """A loss's weight, 1 if it is None, times the scale."""
     if weight is None:
         return scale
     weight = trees.widen(weight)
@@ -277,7 +306,9 @@ def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(grad):
         # Complex division squares the divisor, and the square of the scale may overflow
         # float32.
-        return lax.complex(_divide(grad.real, scale), _divide(grad.imag, scale))
+        real = _divide(grad.real, scale)
+        imag = _divide(grad.imag, scale)
+        return lax.complex(real, imag)
     return grad / scale.astype(grad.dtype)
 
 
@@ -286,13 +317,14 @@ def _is_number(x: Any, kind: type) -> bool:
 
 
 def _check_scale(argument: str, value: Any) -> float:
-    """`value` as a float; UserError unless it is a number from 1 to float32's largest."""
+    """The value as a float.
+
+    UserError unless it is a number from 1 to float32's largest.
+    """
     if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
-        shown = (
-            "not a number"
-            if isinstance(value, float) and math.isnan(value)
-            else repr(value)
-        )
+        shown = repr(value)
+        if isinstance(value, float) and math.isnan(value):
+            shown = "not a number"
         raise errors.UserError(
             f"{argument} must be a number of at least 1; received {shown}."
         )

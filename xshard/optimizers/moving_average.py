@@ -1,5 +1,4 @@
-"""Moving averages of the parameters, which often predict better than the parameters
-themselves.
+"""Moving averages of the parameters, which often predict better than these.
 
 Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging",
 1992. The weights are exponential, as in `tf.train.ExponentialMovingAverage`.
@@ -37,8 +36,9 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
     or inside them. With a sharded update, each replica holds the averages of its
     shards.
 
-    State: `average/<path>` for each trained parameter, in float32 or wider, and with
-    `num_updates='count'` also `num_updates`, int32.
+    State: `average/<path>` for each trained parameter, of its shape, in float32 or
+    wider; and with `num_updates='count'` also `num_updates`, an int32 scalar. The
+    function `averages` returns the averages as a tree of parameters.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
 
@@ -77,40 +77,41 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        for inner in base.rules_of_type(self.opt, MovingAverageOptimizer):
+        inner = base.rules_of_type(self.opt, MovingAverageOptimizer)
+        if inner:
             raise ValueError(
-                f"opt already keeps averages of its parameters ({inner.name}): 'average' would be the "
-                "name of two slots. Use one MovingAverageOptimizer."
+                f"opt already keeps averages of its parameters ({inner[0].name}): "
+                "'average' would be the name of two slots. Use one "
+                "MovingAverageOptimizer."
             )
         self.average_decay = _check_decay(average_decay)
         self.num_updates = _check_num_updates(num_updates)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Implements `Optimizer.update`; then moves the averages towards the new
-        parameters.
-        """
+        """Implements `Optimizer.update`; moves averages towards the new parameters."""
         new_params = self.opt.update(grads, params)
         count = self._next_count()
-        new = trees.leaves_by_path(new_params)
-        trained = list(trees.present(grads))
+        trained = trees.present(grads).keys()
         if hk.running_init():
-            first = trees.leaves_by_path(params)
+            old = trees.leaves_by_path(params)
             for path in trained:
-                slots_lib.create(f"{SLOT}/{path}", trees.widen(first[path]))
+                slots_lib.create(_state_name(path), trees.widen(old[path]))
             return new_params
+        new = trees.leaves_by_path(new_params)
         for path in trained:
-            if not self._has(path):
+            if not self._has_average(path):
                 raise slots_lib.missing_error(self.name, path)
-            average = hk.get_state(f"{SLOT}/{path}")
+            average = hk.get_state(_state_name(path))
             rate = self._rate(count, average.dtype)
             change = rate * (average - new[path].astype(average.dtype))
-            hk.set_state(f"{SLOT}/{path}", average - change)
+            hk.set_state(_state_name(path), average - change)
         return new_params
 
-    def _has(self, path: str) -> bool:
-        return f"{SLOT}/{path}" in slots_lib.state_of(self)
+    def _has_average(self, path: str) -> bool:
+        return _state_name(path) in slots_lib.state_of(self)
 
     def _next_count(self) -> Any:
+        """The number of updates applied, including this one; None if not counted."""
         if self.num_updates != "count":
             return self.num_updates
         count = hk.get_state("num_updates", [], jnp.int32, jnp.zeros) + 1
@@ -119,18 +120,21 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return count
 
     def _rate(self, count: Any, dtype: Any) -> jax.Array:
-        """1 - decay."""
+        """1 - decay, after this number of updates."""
         rate = jnp.asarray(1 - self.average_decay, dtype)
         if count is None:
             return rate
         # Equal to 1 - (1 + n) / (10 + n), without the subtraction's loss of precision.
-        return jnp.maximum(rate, 9 / (10 + jnp.asarray(count).astype(dtype)))
+        early_rate = 9 / (10 + jnp.asarray(count).astype(dtype))
+        return jnp.maximum(rate, early_rate)
 
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`; the slot 'average' is the average."""
         if name != SLOT:
             return self.opt.get_slot(var, name)
-        return hk.get_state(f"{SLOT}/{var}") if self._has(var) else None
+        if not self._has_average(var):
+            return None
+        return hk.get_state(_state_name(var))
 
     def get_slot_names(self) -> list[str]:
         """Implements `Optimizer.get_slot_names`; they include 'average'."""
@@ -141,7 +145,9 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
 
 def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
-    """The averages, as a tree with the parameters' structure.
+    """The averages, as a tree with the parameters' structure and shapes.
+
+    They are float32 or wider.
 
     Args:
       state: the state of a `MovingAverageOptimizer`: the entry of the Haiku state under
@@ -151,18 +157,25 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
     """
 
     def average(path: tuple[Any, ...], param: Any) -> Any:
-        name = f"{SLOT}/{trees.path_name(path)}"
-        return state[name] if name in state else trees.widen(param)
+        name = _state_name(trees.path_name(path))
+        if name in state:
+            return state[name]
+        return trees.widen(param)
 
     return jax.tree_util.tree_map_with_path(average, params)
+
+
+def _state_name(path: str) -> str:
+    """The name of a parameter's average in the state."""
+    return f"{SLOT}/{path}"
 
 
 def _check_decay(value: Any) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1:
         raise errors.UserError(
-            "average_decay must be a number of at least 0 and below 1, such as 0.999; received "
-            f"{value!r}."
+            "average_decay must be a number of at least 0 and below 1, such as 0.999; "
+            f"received {value!r}."
         )
     return float(value)
 
@@ -171,7 +184,7 @@ def _check_num_updates(value: Any) -> Any:
     is_count = isinstance(value, str) and value == "count"
     if value is not None and not is_count and not skips.is_integer_scalar(value):
         raise ValueError(
-            "num_updates must be an integer scalar, 'count' for one of the optimizer's own, or None; "
-            f"received {value!r}."
+            "num_updates must be an integer scalar, 'count' for one of the optimizer's "
+            f"own, or None; received {value!r}."
         )
     return value
