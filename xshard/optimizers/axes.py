@@ -1,5 +1,7 @@
-"""The mapped axes around the call of a rule: their sizes, and whether arrays vary over
-them.
+"""The mapped axes around the call of a rule: sizes, and which arrays vary over them.
+
+An axis may be mapped by `jax.shard_map`, with or without check_vma, by `jax.vmap` or by
+`jax.pmap`. Only with check_vma=True does JAX track which arrays vary over it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +18,9 @@ from xshard.optimizers import trees
 
 
 def size(axis_name: str) -> int:
-    """The number of replicas along an axis; 1 while state is created, and where no axis
-    is mapped.
+    """The number of replicas along an axis.
+
+    It is 1 while state is created, and where no axis is mapped.
 
     Raises:
       ValueError: if axes of devices are mapped, but not this one.
@@ -27,11 +30,13 @@ def size(axis_name: str) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        mapped = jax.sharding.get_abstract_mesh().manual_axes
-    if mapped:
+        # JAX's error for a name that is not mapped.
+        pass
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
         raise ValueError(
-            f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped axes "
-            f"here are {mapped}; pass axis_name=, or map {axis_name!r}."
+            f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped "
+            f"axes here are {manual}; pass axis_name=, or map {axis_name!r}."
         )
     # JAX has no public function that lists the axes that vmap or pmap map.
     names = jax_internals.mapped_axis_names()
@@ -40,47 +45,55 @@ def size(axis_name: str) -> int:
         # seeds.
         logging.log_first_n(
             logging.WARNING,
-            "CrossShardOptimizer reduces over the axis %r, which is not mapped here: assuming one replica. "
-            "These axes are mapped: %s. If the replicas are along one of them, pass axis_name=, or their "
-            "gradients are not summed.",
+            "CrossShardOptimizer reduces over the axis %r, which is not mapped here: "
+            "assuming one replica. These axes are mapped: %s. If the replicas are "
+            "along one of them, pass axis_name=, or their gradients are not summed.",
             1,
             axis_name,
             names,
         )
-        return 1
-    logging.log_first_n(
-        logging.WARNING,
-        "CrossShardOptimizer is used where no axis %r is mapped: assuming one replica.",
-        1,
-        axis_name,
-    )
+    else:
+        logging.log_first_n(
+            logging.WARNING,
+            "CrossShardOptimizer is used where no axis %r is mapped: assuming one "
+            "replica.",
+            1,
+            axis_name,
+        )
     return 1
 
 
 def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
-    """The number of replicas in a group along an axis; 1 while state is created, and
-    where no axis is mapped.
+    """The number of replicas in a group along an axis.
+
+    It is 1 while state is created, and where no axis is mapped.
 
     Args:
       axis_name: the axis.
       groups: the replica numbers of each group along it; None if all replicas are one
         group.
+
+    Raises:
+      ValueError: if the groups are not for this number of replicas.
     """
     replicas = size(axis_name)
     if groups is None or hk.running_init():
         return replicas
-    if replicas != len(groups) * len(groups[0]):
+    grouped = len(groups) * len(groups[0])
+    if replicas != grouped:
         raise ValueError(
-            f"group_assignment={groups} is for {len(groups) * len(groups[0])} replicas, but the axis "
+            f"group_assignment={groups} is for {grouped} replicas, but the axis "
             f"{axis_name!r} has {replicas}; it must hold each replica once."
         )
     return len(groups[0])
 
 
 def is_tracked(axis_name: str) -> bool:
-    """Returns whether JAX tracks which arrays vary over an axis, as `jax.shard_map`
-    with check_vma=True does.
+    """Returns whether JAX tracks which arrays vary over an axis.
+
+    `jax.shard_map` with check_vma=True does.
     """
+    # The replica's number varies wherever JAX tracks that.
     return axis_name in _varies_over(lax.axis_index(axis_name))
 
 
@@ -103,20 +116,23 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
 
 
 def check_varying(grads: trees.Gradients, axis_name: str) -> None:
-    """Raises ValueError if a gradient does not vary over an axis, since a sum would
-    count it once per replica.
+    """Raises ValueError if a gradient does not vary over an axis.
+
+    A sum over the axis would count it once for each replica.
     """
     if not is_tracked(axis_name):
         return
     for path, grad in trees.present(grads).items():
-        if axis_name not in _varies_over(grad):
-            raise ValueError(
-                f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so it is not a replica's "
-                "own, and a sum over the replicas would count it once for each. With check_vma=True jax.grad "
-                "has already summed it, if the parameters do not vary. Take the gradients from "
-                "compute_gradients, or differentiate with respect to jax.lax.pcast(params, "
-                f"{axis_name!r}, to='varying')."
-            )
+        if axis_name in _varies_over(grad):
+            continue
+        raise ValueError(
+            f"The gradient of '{path}' does not vary over the axis {axis_name!r}, so "
+            "it is not a replica's own, and a sum over the replicas would count it "
+            "once for each. With check_vma=True jax.grad has already summed it, if the "
+            "parameters do not vary. Take the gradients from compute_gradients, or "
+            "differentiate with respect to jax.lax.pcast(params, "
+            f"{axis_name!r}, to='varying')."
+        )
 
 
 def _varies_over(x: Any) -> frozenset[str]:

@@ -13,8 +13,11 @@ _SCALE = "update_scale"
 
 
 class BackOffState(NamedTuple):
-    """The factor, 1 at first. Named like the state of `optax.inject_hyperparams`, so
-    that a run logs it.
+    """The factor, 1 at first.
+
+    Attributes:
+      hyperparams: `{'update_scale': factor}`, a float32 scalar. The name is that of the
+        state of `optax.inject_hyperparams`, so that a run logs the factor.
     """
 
     hyperparams: dict[str, jax.Array]
@@ -22,6 +25,14 @@ class BackOffState(NamedTuple):
 
 def with_back_off(transformation: Any) -> optax.GradientTransformation:
     """Returns a transformation that multiplies the updates of another by the factor.
+
+    Args:
+      transformation: an `optax.GradientTransformation`, or another object with its two
+        functions `init(params)` and `update(grads, state, params)`.
+
+    Returns:
+      A transformation whose state is a pair: that of `transformation`, and a
+      `BackOffState`.
 
     >>> from xshard.optimizers import back_off
     >>> rule = back_off.with_back_off(optax.adam(1e-3))
@@ -38,7 +49,8 @@ def with_back_off(transformation: Any) -> optax.GradientTransformation:
     ) -> tuple[Any, BackOffState]:
         del params
         scale = state.hyperparams[_SCALE]
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype), updates), state
+        scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)
+        return scaled, state
 
     # optax.chain unpacks tuples, and `transformation` may be another object with these
     # two methods.

@@ -1,4 +1,4 @@
-"""The parameters that a loss depends on."""
+"""The parameters that a loss depends on, as its differentiation shows."""
 
 from collections.abc import Callable, Container
 from typing import Any
@@ -9,7 +9,7 @@ from xshard.optimizers import trees
 
 
 class DependenceTracker:
-    """Records the parameters that values depend on, as their differentiation shows.
+    """Records the parameters that losses depend on.
 
     A parameter counts if JAX propagates a derivative to it. Those behind
     `lax.stop_gradient`, or used only in computations that do not affect the value, do
@@ -25,20 +25,26 @@ class DependenceTracker:
         self.paths: set[str] = set()
 
     def watch(self, params: trees.Params, paths: Container[str]) -> trees.Params:
-        """The same parameters. Each of those in `paths` is recorded when a backward
-        pass reaches it.
+        """The same parameters, of which a backward pass records those that it reaches.
+
+        Args:
+          params: a Haiku tree.
+          paths: the paths of the parameters to record.
         """
         leaves = trees.leaves_by_path(params)
         for path in leaves:
             if path in paths:
-                leaves[path] = self._identity(path)(leaves[path])
+                identity = self._recording_identity(path)
+                leaves[path] = identity(leaves[path])
         return trees.rebuild(params, leaves)
 
-    def _identity(self, path: str) -> Callable[[Any], Any]:
-        """A function that returns its argument, and whose backward pass records the
-        path.
-        """
-        same = jax.custom_vjp(lambda x: x)
+    def _recording_identity(self, path: str) -> Callable[[Any], Any]:
+        """A function that returns its argument; its backward pass records a path."""
+        identity = jax.custom_vjp(lambda x: x)
+
+        def forward(x: Any) -> tuple[Any, None]:
+            # With `symbolic_zeros` the argument comes in a wrapper.
+            return x.value, None
 
         def backward(_: None, cotangent: Any) -> tuple[Any]:
             # JAX represents a derivative that it knows to be zero as a symbol.
@@ -46,5 +52,5 @@ class DependenceTracker:
                 self.paths.add(path)
             return (cotangent,)
 
-        same.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
-        return same
+        identity.defvjp(forward, backward, symbolic_zeros=True)
+        return identity

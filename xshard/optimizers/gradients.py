@@ -1,4 +1,4 @@
-"""Differentiation of one loss or of several: the body of `Optimizer.compute_gradients`."""
+"""Differentiation of one loss or of several, for `Optimizer.compute_gradients`."""
 
 import dataclasses
 import functools
@@ -19,13 +19,13 @@ Loss = Callable[[trees.Params], Any]
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Losses of one function at several inputs, computed one after the other by
-    `lax.scan`.
+    """Losses of one function at several inputs, computed one after the other.
 
-    The program is as large as for one input, and only one input's activations are alive
-    at a time. Gradients are summed in float32 or wider, into a running sum.
-    AggregationMethod.EXPERIMENTAL_TREE sums them in pairs instead, which keeps one more
-    gradient alive each time that the number of inputs doubles.
+    They are the iterations of a `lax.scan`. So the program is as large as for one
+    input, and only one input's activations are alive at a time. Gradients are summed in
+    float32 or wider, into a running sum. AggregationMethod.EXPERIMENTAL_TREE sums them
+    in pairs instead, which keeps one more gradient alive each time that the number of
+    inputs doubles.
 
     Attributes:
       loss: a function of the parameters and one input.
@@ -36,7 +36,8 @@ class MicroBatches:
     ...     loss = lambda params, x: jnp.sum(params['m']['w'] * x) / 4
     ...     return opt.compute_gradients(xshard.MicroBatches(loss, x), params)
     >>> mean_loss = hk.transform_with_state(mean_loss)
-    >>> (value, grads), _ = mean_loss.apply({}, {}, None, {'m': {'w': jnp.ones(())}}, jnp.arange(4.))
+    >>> params = {'m': {'w': jnp.ones(())}}
+    >>> (value, grads), _ = mean_loss.apply({}, {}, None, params, jnp.arange(4.))
     >>> print(value, grads['m']['w'])
     1.5 1.5
     """
@@ -51,10 +52,11 @@ GATE_GRAPH = 2
 
 
 class AggregationMethod:
-    """The ways in which `Optimizer.compute_gradients` sums the gradients of several
-    losses.
+    """The ways in which the gradients of several losses are summed.
 
-    Source: `tf.AggregationMethod`. All of them sum in float32 or wider.
+    An argument of `Optimizer.compute_gradients`. All of them sum in float32 or wider.
+
+    Source: `tf.AggregationMethod`.
 
     Attributes:
       ADD_N: computes all gradients, in any order, then adds them one by one. The
@@ -72,53 +74,50 @@ class AggregationMethod:
 
 
 def method(name: str) -> int:
-    """The constant of `AggregationMethod` with this name; UserError if there is none."""
+    """The constant of `AggregationMethod` with a name; UserError if there is none."""
     names = [name for name in vars(AggregationMethod) if name.isupper()]
     if name not in names:
         raise errors.UserError(
-            f"aggregation_method={name!r} must be one of {', '.join(names)}; for micro-batches "
-            "EXPERIMENTAL_TREE adds in pairs, the others to a running sum."
+            f"aggregation_method={name!r} must be one of {', '.join(names)}; for "
+            "micro-batches EXPERIMENTAL_TREE adds in pairs, the others to a running "
+            "sum."
         )
     return int(getattr(AggregationMethod, name))
 
 
 def check_options(gate_gradients: Any, aggregation_method: Any) -> None:
     """Raises ValueError unless both options are among the constants above."""
-    if isinstance(gate_gradients, bool) or gate_gradients not in (
-        GATE_NONE,
-        GATE_OP,
-        GATE_GRAPH,
-    ):
+    # A bool equals 0 or 1, but means no constant.
+    gates = (GATE_NONE, GATE_OP, GATE_GRAPH)
+    if isinstance(gate_gradients, bool) or gate_gradients not in gates:
         raise ValueError(
             "gate_gradients must be one of Optimizer.GATE_NONE, Optimizer.GATE_OP, "
             f"Optimizer.GATE_GRAPH; received {gate_gradients!r}."
         )
-    if isinstance(aggregation_method, bool) or aggregation_method not in (
-        None,
-        0,
-        1,
-        2,
-    ):
+    methods = (None, 0, 1, 2)
+    if isinstance(aggregation_method, bool) or aggregation_method not in methods:
         raise ValueError(
-            "aggregation_method must be None or one of AggregationMethod.ADD_N, .EXPERIMENTAL_TREE, "
-            f".EXPERIMENTAL_ACCUMULATE_N; received {aggregation_method!r}."
+            "aggregation_method must be None or one of AggregationMethod.ADD_N, "
+            ".EXPERIMENTAL_TREE, .EXPERIMENTAL_ACCUMULATE_N; received "
+            f"{aggregation_method!r}."
         )
 
 
 def check_loss(loss: Any) -> None:
-    """Raises ValueError unless a loss is a function, a sequence of functions or
-    `MicroBatches`.
-    """
+    """Raises ValueError unless a loss is of a type that `value_and_grad` takes."""
+    functions: Sequence[Any]
     if isinstance(loss, MicroBatches):
-        functions: Sequence[Any] = [loss.loss]
+        functions = [loss.loss]
+    elif isinstance(loss, Sequence):
+        functions = loss
     else:
-        functions = loss if isinstance(loss, Sequence) else [loss]
+        functions = [loss]
     for function in functions:
         if not callable(function):
             raise ValueError(
-                "loss must be a function of the parameters, a list of such functions, or MicroBatches; "
-                f"received {_shown(function)}. A value does not record how it was computed: pass "
-                "lambda params: ... in its place."
+                "loss must be a function of the parameters, a list of such functions, "
+                f"or MicroBatches; received {_shown(function)}. A value does not "
+                "record how it was computed: pass lambda params: ... in its place."
             )
 
 
@@ -131,7 +130,16 @@ def value_and_grad(
     grad_loss: Any,
     has_aux: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Differentiates with respect to the parameters in `trained`, {path: array}.
+    """Differentiates with respect to some of the parameters.
+
+    Args:
+      loss: a function of the parameters, a sequence of such functions, or
+        micro-batches.
+      params: all parameters.
+      trained: those to differentiate with respect to, {path: array}.
+      aggregation_method: a constant of `AggregationMethod`, or None.
+      grad_loss: the gradient with respect to the loss; 1 if None.
+      has_aux: whether a loss returns `(value, aux)`.
 
     Returns:
       `(value, aux, {path: gradient})`. Only parameters that a loss depends on have a
@@ -140,59 +148,65 @@ def value_and_grad(
       micro-batches aux is stacked.
     """
     check_loss(loss)
-    reached = dependence.DependenceTracker()
+    tracker = dependence.DependenceTracker()
+    # Evaluates and differentiates one loss, given the loss and its weight.
     evaluate = functools.partial(
-        _evaluate_one, params=params, trained=trained, reached=reached, has_aux=has_aux
+        _evaluate_one, params=params, trained=trained, tracker=tracker, has_aux=has_aux
     )
-    value, aux, grads = _evaluate_all(
-        evaluate, loss, trained, aggregation_method, grad_loss
-    )
+    adds_in_pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
+    if isinstance(loss, MicroBatches):
+        weight = _weight(grad_loss)
+        value, aux, grads = _scan(evaluate, loss, weight, trained, adds_in_pairs)
+    elif callable(loss):
+        value, aux, grads = evaluate(loss, _weight(grad_loss))
+    else:
+        weights = _weights(grad_loss, len(loss))
+        value, aux, grads = _add_up(evaluate, loss, weights, aggregation_method)
+    if hk.running_init():
+        return value, aux, grads
     # A parameter that no loss depends on gets no gradient. With a gradient of zeros, a
     # rule with weight decay would still change it.
-    if not hk.running_init():
-        grads = {path: grad for path, grad in grads.items() if path in reached.paths}
+    grads = {path: grad for path, grad in grads.items() if path in tracker.paths}
     return value, aux, grads
 
 
-def _evaluate_all(
+def _add_up(
     evaluate: Callable[..., Any],
-    loss: Loss | Sequence[Loss] | MicroBatches,
-    trained: dict[str, Any],
+    losses: Sequence[Loss],
+    weights: Sequence[jax.Array | None],
     aggregation_method: int | None,
-    grad_loss: Any,
-) -> tuple[Any, Any, dict[str, Any]]:
-    in_pairs = aggregation_method == AggregationMethod.EXPERIMENTAL_TREE
-    if isinstance(loss, MicroBatches):
-        return _scan(evaluate, loss, _weight(grad_loss), trained, in_pairs)
-    if callable(loss):
-        return evaluate(loss, _weight(grad_loss))
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The sums of the values and of the gradients of several losses, and each aux."""
     in_turn = aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
+    # Pairs of a value and of gradients. In turn, there is only the sum so far.
     summands: list[Any] = []
     auxes = []
-    for function, weight in zip(loss, _weights(grad_loss, len(loss)), strict=True):
+    for loss, weight in zip(losses, weights, strict=True):
         # In turn, each loss waits for the sum so far, so that only one of them holds
         # activations at a time.
-        value, aux, grads = evaluate(
-            function, weight, wait_for=(summands,) if in_turn else ()
-        )
+        wait_for = (summands,) if in_turn else ()
+        value, aux, grads = evaluate(loss, weight, wait_for=wait_for)
+        auxes.append(aux)
         summands.append(_widen((value, grads)))
         if in_turn:
             summands = [_add_in_order(summands)]
-        auxes.append(aux)
-    value, total = _add_pairs(summands) if in_pairs else _add_in_order(summands)
-    return value, auxes, total
+    if aggregation_method == AggregationMethod.EXPERIMENTAL_TREE:
+        value, grads = _add_in_pairs(summands)
+    else:
+        value, grads = _add_in_order(summands)
+    return value, auxes, grads
 
 
 def colocate(grads: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gives each gradient its parameter's sharding."""
-    return {
-        path: jax_internals.shard_alike(trained[path], grad)[1]
-        for path, grad in grads.items()
-    }
+    colocated = {}
+    for path, grad in grads.items():
+        _, colocated[path] = jax_internals.shard_alike(trained[path], grad)
+    return colocated
 
 
 def gate(grads: dict[str, Any], gate_gradients: int) -> dict[str, Any]:
-    """Puts optimization barriers over no gradient, each one, or all of them together."""
+    """Puts optimization barriers over no gradient, each one, or all together."""
     if gate_gradients == GATE_OP:
         return {path: lax.optimization_barrier(grad) for path, grad in grads.items()}
     if gate_gradients == GATE_GRAPH:
@@ -206,17 +220,30 @@ def _evaluate_one(
     *,
     params: trees.Params,
     trained: dict[str, Any],
-    reached: dependence.DependenceTracker,
+    tracker: dependence.DependenceTracker,
     has_aux: bool,
     wait_for: tuple[Any, ...] = (),
 ) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the value, aux and gradients of one loss.
+
+    Args:
+      loss: the loss.
+      weight: the gradient with respect to it; 1 if None.
+      params: all parameters.
+      trained: those to differentiate with respect to, by path.
+      tracker: records those of them that the loss depends on.
+      has_aux: whether the loss returns `(value, aux)`.
+      wait_for: arrays that are computed before the loss is.
+    """
+
     def objective(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
         arguments = trees.replace(params, trained)
         if wait_for:
             # Without the barrier XLA may run all forward passes first, and keep all
             # their activations alive.
             arguments, _ = lax.optimization_barrier((arguments, wait_for))
-        value, aux = _value_and_aux(loss(reached.watch(arguments, trained)), has_aux)
+        out = loss(tracker.watch(arguments, trained))
+        value, aux = _value_and_aux(out, has_aux)
         return _weighted_sum(value, weight), (value, aux)
 
     (_, (value, aux)), grads = hk.value_and_grad(objective, has_aux=True)(trained)
@@ -224,48 +251,54 @@ def _evaluate_one(
 
 
 def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Splits the return value of a loss; raises ValueError if it does not match
-    `has_aux`.
-    """
-    is_pair = isinstance(out, tuple) and len(out) == 2
-    if has_aux and not is_pair:
-        raise ValueError(
-            "With has_aux=True a loss must return (value, aux), a tuple of two; it returned "
-            f"{_shown(out)}. Return both, or leave out has_aux."
-        )
-    value, aux = out if has_aux else (out, None)
+    """Splits what a loss returns; ValueError if it does not match `has_aux`."""
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                "With has_aux=True a loss must return (value, aux), a tuple of two; it "
+                f"returned {_shown(out)}. Return both, or leave out has_aux."
+            )
+        value, aux = out
+    else:
+        value = out
+        aux = None
     if not jax.tree_util.all_leaves([value]):
         raise ValueError(
-            f"A loss must return an array; it returned {_shown(value)}. If it returns (value, aux), pass "
-            "has_aux=True."
+            f"A loss must return an array; it returned {_shown(value)}. If it returns "
+            "(value, aux), pass has_aux=True."
         )
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(
-            f"A loss must be a floating-point number; it is {value.dtype}. Of a complex one take the real "
-            "part or the absolute value."
+            f"A loss must be a floating-point number; it is {value.dtype}. Of a "
+            "complex one take the real part or the absolute value."
         )
     return value, aux
 
 
 def _shown(x: Any) -> str:
+    """An argument or a result, for messages."""
     if isinstance(x, jax.Array | np.ndarray):
         return f"an array of the shape {x.shape}"
     return f"{type(x).__name__}: {str(x)[:80]}"
 
 
 def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """The scalar to differentiate. It may overflow, because only its derivative, the
-    weight, is used.
+    """The scalar to differentiate.
+
+    It may overflow, because only its derivative, the weight, is used.
     """
     shape = () if weight is None else weight.shape
     if value.shape != shape:
+        given = "none" if weight is None else shape
         raise ValueError(
-            f"The loss has shape {value.shape} and grad_loss {'none' if weight is None else shape}; "
-            "a loss must be a scalar, or grad_loss must have the shape of the loss."
+            f"The loss has shape {value.shape} and grad_loss {given}; a loss must be a "
+            "scalar, or grad_loss must have the shape of the loss."
         )
     value = trees.widen(value)
-    return value if weight is None else jnp.sum(value * weight.astype(value.dtype))
+    if weight is None:
+        return value
+    return jnp.sum(value * weight.astype(value.dtype))
 
 
 def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
@@ -284,7 +317,10 @@ def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
 
 
 def _weight(grad_loss: Any) -> jax.Array | None:
-    return None if grad_loss is None else trees.widen(grad_loss)
+    """`grad_loss` for one loss, in float32 or wider."""
+    if grad_loss is None:
+        return None
+    return trees.widen(grad_loss)
 
 
 def _scan(
@@ -292,13 +328,14 @@ def _scan(
     loss: MicroBatches,
     weight: jax.Array | None,
     trained: dict[str, Any],
-    in_pairs: bool,
+    adds_in_pairs: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
+    """The sums over micro-batches of values and of gradients, and all aux, stacked."""
     counts = {jnp.shape(x)[:1] for x in jax.tree.leaves(loss.inputs)}
     if len(counts) != 1 or counts <= {(), (0,)}:
         raise ValueError(
-            "The inputs of MicroBatches must be arrays of one leading dimension of at least 1; received "
-            f"{jax.tree.map(jnp.shape, loss.inputs)}."
+            "The inputs of MicroBatches must be arrays of one leading dimension of at "
+            f"least 1; received {jax.tree.map(jnp.shape, loss.inputs)}."
         )
     ((count,),) = counts
     # The initial carry must vary over the same mapped axes as the gradients, so it is
@@ -310,42 +347,57 @@ def _scan(
         value, aux, grads = evaluate(lambda params: loss.loss(params, x), weight)
         return _widen(grads), (trees.widen(value), aux)
 
-    def add(total: Any, x: Any) -> tuple[Any, Any]:
-        grads, out = of_input(x)
-        return jax.tree.map(jnp.add, total, grads), out
-
-    if in_pairs:
-        total, (values, aux) = _sum_in_pairs(of_input, zeros, loss.inputs, count)
+    if adds_in_pairs:
+        total, outputs = _sum_in_pairs(of_input, zeros, loss.inputs, count)
     else:
-        total, (values, aux) = hk.scan(add, zeros, loss.inputs)
+
+        def add(total: Any, x: Any) -> tuple[Any, Any]:
+            grads, output = of_input(x)
+            return jax.tree.map(jnp.add, total, grads), output
+
+        total, outputs = hk.scan(add, zeros, loss.inputs)
+    values, aux = outputs
     return jnp.sum(values, axis=0), aux, total
 
 
 def _sum_in_pairs(
     f: Callable[[Any], tuple[Any, Any]], zeros: Any, xs: Any, count: int
 ) -> tuple[Any, Any]:
-    """The sum of `f(x)[0]` in pairs, and all `f(x)[1]`, stacked."""
+    """Applies a function to several inputs, and sums its first results in pairs.
+
+    Args:
+      f: a function of one input, which returns a tree to sum and another output.
+      zeros: zeros like the tree to sum.
+      xs: the inputs, stacked.
+      count: their number.
+
+    Returns:
+      The sum, and the other outputs, stacked.
+    """
     if count == 1:
-        total, out = f(jax.tree.map(lambda x: x[0], xs))
-        return total, jax.tree.map(lambda x: jnp.asarray(x)[None], out)
+        total, output = f(jax.tree.map(lambda x: x[0], xs))
+        return total, jax.tree.map(lambda x: jnp.asarray(x)[None], output)
+
     # The largest power of 2 below the count, so that the first part is a complete
     # binary tree.
     first = 1 << (count - 1).bit_length() - 1
     if count == 2 * first:
         # Nested loops, so that the program contains `f` only once.
         def add(total: Any, half: Any) -> tuple[Any, Any]:
-            part, out = _sum_in_pairs(f, zeros, half, first)
-            return jax.tree.map(jnp.add, total, part), out
+            part, outputs = _sum_in_pairs(f, zeros, half, first)
+            return jax.tree.map(jnp.add, total, part), outputs
 
         halves = jax.tree.map(lambda x: x.reshape(2, first, *x.shape[1:]), xs)
-        total, out = hk.scan(add, zeros, halves)
-        return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), out)
-    total, out = _sum_in_pairs(f, zeros, jax.tree.map(lambda x: x[:first], xs), first)
-    rest, more = _sum_in_pairs(
-        f, zeros, jax.tree.map(lambda x: x[first:], xs), count - first
-    )
-    outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, more)
-    return jax.tree.map(jnp.add, total, rest), outs
+        total, outputs = hk.scan(add, zeros, halves)
+        return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), outputs)
+
+    first_xs = jax.tree.map(lambda x: x[:first], xs)
+    total, outputs = _sum_in_pairs(f, zeros, first_xs, first)
+    other_xs = jax.tree.map(lambda x: x[first:], xs)
+    other_total, other_outputs = _sum_in_pairs(f, zeros, other_xs, count - first)
+    concatenate = lambda a, b: jnp.concatenate([a, b])
+    outputs = jax.tree.map(concatenate, outputs, other_outputs)
+    return jax.tree.map(jnp.add, total, other_total), outputs
 
 
 def _widen(tree: Any) -> Any:
@@ -353,13 +405,16 @@ def _widen(tree: Any) -> Any:
 
 
 def _add_in_order(summands: list[Any]) -> Any:
+    """The sum of trees, added one by one."""
     return jax.tree.map(lambda *xs: functools.reduce(jnp.add, xs), *summands)
 
 
-def _add_pairs(summands: list[Any]) -> Any:
+def _add_in_pairs(summands: list[Any]) -> Any:
+    """The sum of trees, of which neighbours are added, then neighbouring sums."""
     while len(summands) > 1:
-        pairs = [
-            _add_in_order(summands[i : i + 2]) for i in range(0, len(summands) - 1, 2)
-        ]
-        summands = pairs + summands[2 * len(pairs) :]
+        sums = []
+        for i in range(0, len(summands), 2):
+            # The last one may have no neighbour.
+            sums.append(_add_in_order(summands[i : i + 2]))
+        summands = sums
     return summands[0]
