@@ -17,13 +17,12 @@ from xshard.optimizers import slots as slots_lib
 
 
 class OptaxOptimizer(base.Optimizer):
-    """Applies an optax transformation, and keeps its state as Haiku state under stable
-    names.
+    """Applies an optax transformation, and keeps its state as Haiku state.
 
     The name of a state array is its path in optax's state, such as
-    '0/mu/mlp/linear_0/w'. Parameters narrower than float32 are updated in float32 and
-    rounded once. Their slots are float32 too, unless the transformation itself sets
-    another type (such as with `mu_dtype`).
+    '0/mu/mlp/linear_0/w'. Checkpoints have it under this name. Parameters narrower than
+    float32 are updated in float32 and rounded once. Their slots are float32 too, unless
+    the transformation itself sets another type (such as with `mu_dtype`).
 
     A transformation whose update needs the loss, as `value=`, is given that of
     `compute_gradients`, unscaled: within a `CrossShardOptimizer` the mean over the
@@ -70,25 +69,25 @@ class OptaxOptimizer(base.Optimizer):
         """
         if not is_transformation(transformation):
             raise ValueError(
-                "transformation must have init(params) and update(grads, state, params), as optax's "
-                f"have; received {transformation!r}."
+                "transformation must have init(params) and update(grads, state, "
+                f"params), as optax's have; received {transformation!r}."
             )
         super().__init__(name=name)
-        self.transformation = (
-            back_off.with_back_off(transformation) if backs_off else transformation
-        )
+        if backs_off:
+            transformation = back_off.with_back_off(transformation)
+        self.transformation = transformation
         self.schedules = _check_schedules(schedules or {})
-        # A rule that is constructed for a step has its state already, and was checked
-        # when that was created.
-        self._creates_state = hk.running_init()
-        self._is_checked = not self._creates_state
         self._needs_loss = _needs_loss(self.transformation)
+        # Whether the update was tried. That is done once, when the state is created.
+        self._is_checked = False
         # The paths of the slots, or None as long as no update has determined them.
         self._known_slots: list[str] | None = None
 
     def reduce_loss(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
-        """Applies a function to the loss of `compute_gradients`, if the transformation
-        needs the loss.
+        """Changes the loss that the update is given, if the transformation needs it.
+
+        Args:
+          reduce: computes the loss from that of `compute_gradients`.
         """
         if self._needs_loss and self._loss is not None:
             self._loss = reduce(self._loss)
@@ -101,39 +100,44 @@ class OptaxOptimizer(base.Optimizer):
         """
         wide = jax.tree.map(trees.widen, params)
         present = set(trees.present(grads))
-        hide, restore = slots_lib.hidden(params, present)
-        trained = hide(wide)
+        # The transformation sees only the parameters that have a gradient, so that a
+        # norm over all of them leaves out the others.
+        mask = slots_lib.Mask(params, present)
+        trained = mask.hide(wide)
         if hk.running_init():
-            self._make_state(trained)
+            self._create_state(trained)
             return params
+
         old_state = self._get_state(present, wide)
-        state = slots_lib.map_all(hide, params, old_state)
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), hide(grads), trained)
+        state = slots_lib.map_slots(mask.hide, params, old_state)
+        narrow = lambda g, p: g.astype(p.dtype)
+        gradients = jax.tree.map(narrow, mask.hide(grads), trained)
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self._update(gradients, state, trained)
-        new = restore(wide, optax.apply_updates(trained, updates))
-        self._set_state(slots_lib.map_all(restore, params, old_state, state), old_state)
+            updates, state = self._call_update(gradients, state, trained)
+        new = mask.restore(wide, optax.apply_updates(trained, updates))
+        state = slots_lib.map_slots(mask.restore, params, old_state, state)
+        self._set_state(state, old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
-    def _update(self, grads: Any, state: Any, params: Any) -> Any:
+    def _call_update(self, grads: Any, state: Any, params: Any) -> Any:
         """The transformation's own update, given the loss if it needs that."""
         if not self._needs_loss:
             return self.transformation.update(grads, state, params)
         loss = self._loss
-        if loss is None and self._creates_state:
+        if loss is None and hk.running_init():
             # State is created without a loss, and any number has its type.
             loss = jnp.zeros(())
         if loss is None:
             raise errors.UserError(
-                f"The update of {self.name} needs the loss of this step: call compute_gradients of the rule, or minimize, which "
-                "keep it, before apply_gradients."
+                f"The update of {self.name} needs the loss of this step: call "
+                "compute_gradients of the rule, or minimize, which keep it, before "
+                "apply_gradients."
             )
         return self.transformation.update(grads, state, params, value=loss)
 
     def state(self, params: trees.Params) -> Any:
-        """Returns the transformation's state in optax's own structure, such as a tuple
-        with a `ScaleByAdamState`.
+        """Returns the state in optax's structure, with tuples like `ScaleByAdamState`.
 
         Functions of optax that read a state, such as `optax.tree.get`, take it.
 
@@ -144,7 +148,8 @@ class OptaxOptimizer(base.Optimizer):
 
         >>> def step(params):
         ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
-        ...     params = opt.minimize(lambda p: jnp.sum(p['linear']['w'] ** 2), params)[1]
+        ...     loss = lambda params: jnp.sum(params['linear']['w'] ** 2)
+        ...     _, params = opt.minimize(loss, params)
         ...     return optax.tree.get(opt.state(params), 'count')
         >>> params = {'linear': {'w': jnp.ones(2)}}
         >>> step = hk.transform_with_state(step)
@@ -156,15 +161,20 @@ class OptaxOptimizer(base.Optimizer):
         return self._get_state(set(trees.leaves_by_path(wide)), wide)
 
     def get_slot(self, var: str, name: str) -> Any:
-        """Implements `Optimizer.get_slot`. If several slots share a name, pass the
-        slot's path instead.
+        """Implements `Optimizer.get_slot`.
 
-        If a slot holds several arrays for each parameter, `var` is the parameter's path
-        and the array's own.
+        Args:
+          var: the parameter's path. If the slot holds several arrays for each
+            parameter, it is followed by the array's path in the parameter's entry.
+          name: the slot's name, or its path if several slots share a name.
+
+        Raises:
+          ValueError: if several slots of this parameter have the name.
         """
         paths = self._slot_paths()
         named = [path for path in paths if name in trees.endings(path)]
         if name in named:
+            # The whole path of one slot may also end the path of another.
             named = [name]
         existing = slots_lib.state_of(self)
         slots = [path for path in named if trees.join(path, var) in existing]
@@ -172,11 +182,14 @@ class OptaxOptimizer(base.Optimizer):
             raise ValueError(
                 f"Several slots are named {name!r}; give the path of one: {slots}."
             )
-        return hk.get_state(trees.join(slots[0], var)) if slots else None
+        if not slots:
+            return None
+        return hk.get_state(trees.join(slots[0], var))
 
     def get_slot_names(self) -> list[str]:
-        """Implements `Optimizer.get_slot_names`. Slots that share a name are listed by
-        their paths.
+        """Implements `Optimizer.get_slot_names`.
+
+        Slots that share a name are listed by their paths.
         """
         paths = self._slot_paths()
         counts = collections.Counter(_last_word(path) for path in paths)
@@ -187,24 +200,28 @@ class OptaxOptimizer(base.Optimizer):
         return sorted(names)
 
     def _slot_paths(self) -> list[str]:
-        """The paths in optax's state of the slots that have arrays in the Haiku state."""
+        """The paths of the slots that have arrays in the Haiku state."""
         names = slots_lib.state_of(self)
-        if self._known_slots is None and names:
-            self._known_slots = slots_lib.of_any(self.transformation)
-            if self._known_slots is None:
-                raise ValueError(
-                    f"The slots of {self.name} are known only after it has updated in this step, because its "
-                    "transformation's first state depends on the parameters. Ask after apply_gradients."
-                )
+        if not names:
+            return []
+        known = self._known_slots
+        if known is None:
+            known = slots_lib.find_paths(self.transformation)
+        if known is None:
+            raise ValueError(
+                f"The slots of {self.name} are known only after it has updated in this "
+                "step, because its transformation's first state depends on the "
+                "parameters. Ask after apply_gradients."
+            )
         slots = []
-        for path in self._known_slots or []:
+        for path in known:
             # If optax's whole state is one slot, its path is empty.
             beginning = f"{path}/" if path else ""
             if any(name.startswith(beginning) for name in names):
                 slots.append(path)
         return slots
 
-    def _make_state(self, params: trees.Params) -> None:
+    def _create_state(self, params: trees.Params) -> None:
         with jax.numpy_dtype_promotion("standard"):
             state = self.transformation.init(params)
         self._known_slots = [path for path, _ in slots_lib.find(state, params)]
@@ -215,19 +232,23 @@ class OptaxOptimizer(base.Optimizer):
             slots_lib.create(name, trees.strong(leaf))
 
     def _check_update(self, params: trees.Params, state: Any) -> None:
-        """Raises ValueError if the update needs more than gradients, state and
-        parameters, or changes a shape.
+        """Tries an update on shapes.
+
+        Raises ValueError if it needs more than gradients, state, parameters and the
+        loss, or changes a shape.
         """
         is_lookahead = lambda node: isinstance(node, optax.LookaheadState)
         nodes = jax.tree.leaves(state, is_leaf=is_lookahead)
         if any(is_lookahead(node) for node in nodes):
             raise ValueError(
-                f"{self.name} cannot use optax.lookahead, which takes optax.LookaheadParams for parameters. "
-                "Use optax.contrib.schedule_free, or a MovingAverageOptimizer."
+                f"{self.name} cannot use optax.lookahead, which takes "
+                "optax.LookaheadParams for parameters. Use "
+                "optax.contrib.schedule_free, or a MovingAverageOptimizer."
             )
         try:
             with jax.numpy_dtype_promotion("standard"):
-                updates, _ = hk.eval_shape(self._update, params, state, params)
+                # The parameters stand for gradients, which have their shapes.
+                updates, _ = hk.eval_shape(self._call_update, params, state, params)
         except Exception as e:
             missing = _missing_arguments(e)
             if missing is None:
@@ -236,19 +257,21 @@ class OptaxOptimizer(base.Optimizer):
                 return
             transformation, arguments = missing
             raise ValueError(
-                f"{self.name} cannot use {transformation}: its update needs {arguments}, but a rule is given "
-                "only gradients, parameters and the loss. Use a transformation that needs only these, such as "
-                "optax.adam, or optax.lbfgs with linesearch=None; or subclass Optimizer, and let its "
-                "compute_gradients keep the values that its update needs as attributes, equal on all replicas, as by "
-                "jax.lax.pmean."
+                f"{self.name} cannot use {transformation}: its update needs "
+                f"{arguments}, but a rule is given only gradients, parameters and the "
+                "loss. Use a transformation that needs only these, such as optax.adam, "
+                "or optax.lbfgs with linesearch=None; or subclass Optimizer, and let "
+                "its compute_gradients keep the values that its update needs as "
+                "attributes, equal on all replicas, as by jax.lax.pmean."
             ) from e
         leaves = trees.leaves_by_path(params)
         for path, update in trees.leaves_by_path(updates).items():
             if path in leaves and update.shape != leaves[path].shape:
                 raise ValueError(
-                    f"{self.name} cannot use its transformation: its update of '{path}' has the shape "
-                    f"{update.shape}, and the parameter {leaves[path].shape}. A transformation of per-example "
-                    "gradients, such as optax.contrib.dpsgd, cannot use the gradients of a loss."
+                    f"{self.name} cannot use its transformation: its update of "
+                    f"'{path}' has the shape {update.shape}, and the parameter "
+                    f"{leaves[path].shape}. A transformation of per-example gradients, "
+                    "such as optax.contrib.dpsgd, cannot use the gradients of a loss."
                 )
 
     def _get_state(self, present: set[str], params: trees.Params) -> Any:
@@ -256,40 +279,44 @@ class OptaxOptimizer(base.Optimizer):
 
         Args:
           present: the paths of the parameters that have a gradient.
-          params: the parameters.
+          params: the parameters, in float32 or wider.
         """
         shapes = self._state_shapes(params)
-        trained = self._trained(present, slots_lib.names_by_parameter(shapes, params))
+        needed = slots_lib.names_by_parameter(shapes, params)
+        trained = self._trained(present, needed)
         if len(trained) < len(trees.leaves_by_path(params)):
-            hide, _ = slots_lib.hidden(params, trained)
-            shapes = self._state_shapes(hide(params))
+            mask = slots_lib.Mask(params, trained)
+            shapes = self._state_shapes(mask.hide(params))
         slots = slots_lib.find(shapes, params)
         self._known_slots = [path for path, _ in slots]
-        in_slots: set[str] = set()
+        names_in_slots: set[str] = set()
         for path, slot in slots:
-            in_slots.update(
-                trees.join(path, name) for name in trees.leaves_by_path(slot)
-            )
+            for name in trees.leaves_by_path(slot):
+                names_in_slots.add(trees.join(path, name))
 
-        def get(path: tuple[Any, ...], wanted: Any) -> jax.Array:
+        def get(path: tuple[Any, ...], shape: Any) -> jax.Array:
             name = trees.path_name(path)
-            leaf = hk.get_state(name)
-            if name not in in_slots and leaf.shape != wanted.shape:
+            array = hk.get_state(name)
+            # A slot has its parameter's shape, which does not depend on the others.
+            if name not in names_in_slots and array.shape != shape.shape:
                 raise ValueError(
-                    f"The state '{name}' of {self.name} has the shape {leaf.shape}, but for the gradients "
-                    f"of this step it would have {wanted.shape}: it belongs to all parameters together, as "
-                    "with optax.flatten. In each step, give a gradient to the same parameters as when "
-                    "the state was created, or use a transformation that keeps a slot for each parameter."
+                    f"The state '{name}' of {self.name} has the shape {array.shape}, "
+                    "but for the gradients of this step it would have "
+                    f"{shape.shape}: it belongs to all parameters together, as with "
+                    "optax.flatten. In each step, give a gradient to the same "
+                    "parameters as when the state was created, or use a transformation "
+                    "that keeps a slot for each parameter."
                 )
-            return leaf
+            return array
 
         return jax.tree_util.tree_map_with_path(get, shapes)
 
     def _trained(
         self, present: set[str], needed: Mapping[str, Sequence[str]]
     ) -> set[str]:
-        """The paths of the parameters that are trained: their slots exist, or they have
-        a gradient and need none.
+        """The paths of the parameters that are trained.
+
+        Their slots exist, or they have a gradient and need no slots.
 
         Args:
           present: the paths of the parameters that have a gradient.
@@ -316,30 +343,24 @@ class OptaxOptimizer(base.Optimizer):
         return trained
 
     def _state_shapes(self, params: trees.Params) -> Any:
+        """The shapes of the state that the transformation would begin with."""
         with jax.numpy_dtype_promotion("standard"):
             return jax.eval_shape(self.transformation.init, params)
 
     def _set_state(self, state: Any, old_state: Any) -> None:
+        """Writes the new state, in the types of the old one."""
         # None stands for no array, as in optax's own states.
-        new, old = trees.present(state), trees.present(old_state)
+        new = trees.present(state)
+        old = trees.present(old_state)
         changed = sorted(new.keys() ^ old.keys())
         if changed:
             raise errors.UserError(
-                f"The update of {self.name} turned the state {changed[0]!r} from None to an array, or the other way: the "
-                "arrays of a rule's state must be the same in each step."
+                f"The update of {self.name} turned the state {changed[0]!r} from None "
+                "to an array, or the other way: the arrays of a rule's state must be "
+                "the same in each step."
             )
         for name, x in old.items():
             hk.set_state(name, trees.strong(new[name], x.dtype))
-
-
-def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
-    is_mapping = isinstance(schedules, Mapping)
-    if not is_mapping or not all(map(callable, schedules.values())):
-        raise errors.UserError(
-            "schedules must be functions of a count by name, as {'learning_rate': optax.cosine_decay_schedule(1e-3, "
-            f"1000)}}; received {schedules!r}. Do not pass a constant, which is not logged: it is in the config."
-        )
-    return dict(schedules)
 
 
 def is_transformation(x: Any) -> bool:
@@ -348,22 +369,41 @@ def is_transformation(x: Any) -> bool:
 
 
 def as_optimizer(opt: Any) -> base.Optimizer:
-    """`opt` itself, or an `OptaxOptimizer` around it. ValueError if it is not a rule or
-    a transformation.
+    """`opt` itself, or an `OptaxOptimizer` around it.
+
+    Raises:
+      ValueError: if it is neither a rule nor a transformation.
     """
     if isinstance(opt, base.Optimizer):
         return opt
+    # The class of a transformation has the same functions, but is none.
     if isinstance(opt, type) or not is_transformation(opt):
         raise ValueError(
-            "opt must be an xshard Optimizer or an optax transformation, such as optax.adam(1e-3); "
-            f"received {opt!r}."
+            "opt must be an xshard Optimizer or an optax transformation, such as "
+            f"optax.adam(1e-3); received {opt!r}."
         )
     return OptaxOptimizer(opt)
 
 
+def _check_schedules(schedules: Any) -> dict[str, Callable[[Any], Any]]:
+    is_mapping = isinstance(schedules, Mapping)
+    if not is_mapping or not all(map(callable, schedules.values())):
+        raise errors.UserError(
+            "schedules must be functions of a count by name, as {'learning_rate': "
+            f"optax.cosine_decay_schedule(1e-3, 1000)}}; received {schedules!r}. Do "
+            "not pass a constant, which is not logged: it is in the config."
+        )
+    return dict(schedules)
+
+
+def _last_word(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
 def _needs_loss(transformation: Any) -> bool:
-    """Returns whether an update lacks an argument `value`, tried on a tree of one
-    number.
+    """Returns whether an update needs the loss, as its argument `value`.
+
+    It is tried without one, on the shapes of a tree of one number.
     """
     params = {"module": {"name": jnp.zeros(())}}
     try:
@@ -372,24 +412,28 @@ def _needs_loss(transformation: Any) -> bool:
             hk.eval_shape(transformation.update, params, state, params)
     except Exception as e:
         missing = _missing_arguments(e)
-        return missing is not None and "'value'" in missing[1]
+        if missing is None:
+            return False
+        _, arguments = missing
+        return "'value'" in arguments
     return False
 
 
-def _last_word(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:
-    """The transformation and the arguments that its update lacks, if missing arguments
-    caused the error.
+    """What an update lacks, if missing arguments caused its error.
+
+    Returns:
+      The transformation's name and the arguments, in quotes.
     """
+    # Python's own error for a call.
     missing = re.search(r"([\w.<>]*update\w*)\(\) missing .* arguments?: (.*)", str(e))
     if isinstance(e, TypeError) and missing:
-        return missing[1].partition(".")[0], missing[2]
+        function, arguments = missing.groups()
+        return function.partition(".")[0], arguments
     # Some updates declare a default value and then reject it with this message.
     missing = re.match(r"(\w+) must be provided", str(e))
     if isinstance(e, ValueError) and missing:
         *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-        return frame.f_code.co_qualname.partition(".")[0], f"'{missing[1]}'"
+        function = frame.f_code.co_qualname
+        return function.partition(".")[0], f"'{missing[1]}'"
     return None

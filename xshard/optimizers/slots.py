@@ -1,9 +1,12 @@
-"""The state arrays of rules, and the slots in an optax state: their paths, and the
-parameter of each of their arrays.
+"""The state arrays of rules, and the slots in the state of an optax transformation.
+
+A slot is a node of that state with one entry for each parameter, such as Adam's `mu`.
+An entry is an array, or in some transformations a tree of arrays. The name of an array
+joins the slot's path in the state, the parameter's path, and its path in the entry.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import haiku as hk
@@ -16,23 +19,9 @@ from xshard.optimizers import trees
 
 def state_of(module: hk.Module) -> dict[str, Any]:
     """The current arrays of a module's state, by name without the module's."""
+    prefix = f"{module.module_name}/"
     arrays = module.state_dict()
-    return {
-        name.removeprefix(f"{module.module_name}/"): x for name, x in arrays.items()
-    }
-
-
-def _mirrors(params: trees.Params, node: Any) -> bool:
-    """Returns whether a node of optax's state has one entry for each parameter, so that
-    it is a slot.
-    """
-    if not isinstance(node, Mapping):
-        return False
-    try:
-        jax.tree.map(lambda _, entry: None, params, node)
-    except ValueError:
-        return False
-    return True
+    return {name.removeprefix(prefix): x for name, x in arrays.items()}
 
 
 def create(name: str, first: jax.Array) -> None:
@@ -40,35 +29,37 @@ def create(name: str, first: jax.Array) -> None:
 
     It is a copy, because several slots may begin with one array or with a parameter,
     and a donated tree must not contain one buffer twice.
+
+    Args:
+      name: its name.
+      first: its first value.
     """
-    hk.get_state(name, first.shape, first.dtype, lambda *_: jnp.array(first, copy=True))
+    copy = lambda *_: jnp.array(first, copy=True)
+    hk.get_state(name, first.shape, first.dtype, copy)
 
 
 def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
-    """The slots in optax's state, by path."""
-    return _find(state, functools.partial(_mirrors, params))
+    """The slots in optax's state, with their paths."""
+    return _find(state, functools.partial(_is_slot, params))
 
 
-def _find(state: Any, is_slot: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_slot)
-    return [(trees.path_name(path), node) for path, node in nodes if is_slot(node)]
+def find_paths(transformation: Any) -> list[str] | None:
+    """The paths of the slots in a transformation's state, for any parameters.
 
-
-def of_any(transformation: Any) -> list[str] | None:
-    """The paths of the slots in a transformation's state, for any parameters; None if
-    they depend on these.
+    None if they depend on the parameters.
     """
     found: list[str] = []
 
     def init(params: Any) -> tuple[()]:
+        """Finds the slots in the state for these parameters; returns an empty one."""
         with jax.numpy_dtype_promotion("standard"):
             state = jax.eval_shape(lambda: transformation.init(params))
-        slots = _find(state, lambda node: isinstance(node, type(params)))
-        found.extend(path for path, _ in slots)
+        is_slot = lambda node: isinstance(node, type(params))
+        found.extend(path for path, _ in _find(state, is_slot))
         return ()
 
-    # optax calls `init` with a placeholder for any tree of parameters. There is no
-    # state to map here.
+    # `tree_map_params` calls `init` with a placeholder that stands for any tree of
+    # parameters. Only that call is wanted: the state that it maps is empty.
     try:
         optax.tree_utils.tree_map_params(init, lambda x: x, ())
     except Exception:
@@ -78,20 +69,32 @@ def of_any(transformation: Any) -> list[str] | None:
     return found
 
 
-def map_all(f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any) -> Any:
-    """Applies `f` to each slot; all other nodes come from the last tree."""
-    is_slot = functools.partial(_mirrors, params)
+def map_slots(
+    f: Callable[..., Any], params: trees.Params, state: Any, *rest: Any
+) -> Any:
+    """Applies a function to the slots of states.
 
-    def each(*nodes: Any) -> Any:
-        return f(*nodes) if is_slot(nodes[0]) else nodes[-1]
+    Args:
+      f: a function of a slot of `state`, and of the same slot of each of `rest`.
+      params: the parameters.
+      state: a state of a transformation.
+      *rest: other states of it.
 
-    return jax.tree.map(each, state, *rest, is_leaf=is_slot)
+    Returns:
+      A state with the results. All other nodes come from the last given state.
+    """
+    is_slot = functools.partial(_is_slot, params)
+
+    def map_node(*nodes: Any) -> Any:
+        if is_slot(nodes[0]):
+            return f(*nodes)
+        return nodes[-1]
+
+    return jax.tree.map(map_node, state, *rest, is_leaf=is_slot)
 
 
 def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]:
-    """The names of the slot arrays of each parameter in optax's state, by the
-    parameter's path.
-    """
+    """The names of each parameter's slot arrays in optax's state, by its path."""
     names: dict[str, list[str]] = {path: [] for path in trees.leaves_by_path(params)}
     structure: Any = jax.tree.structure(params)
     for slot_path, slot in find(state, params):
@@ -104,34 +107,72 @@ def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]
     return names
 
 
-def hidden(params: trees.Params, shown: set[str]) -> tuple[Any, Any]:
-    """Two functions: `hide` masks the entries of all parameters but `shown`; `restore`
-    puts the old entries back.
+class Mask:
+    """Hides the entries of some parameters from an optax transformation.
 
     optax skips each entry that is an `optax.MaskedNode`, which is also how
     `optax.masked` leaves entries out.
     """
-    is_shown = trees.rebuild(
-        params, {path: path in shown for path in trees.leaves_by_path(params)}
-    )
 
-    def hide(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda keep, x: x if keep else optax.MaskedNode(), is_shown, tree
-        )
+    def __init__(self, params: trees.Params, shown: Container[str]):
+        """Creates a mask for trees with one entry for each parameter.
 
-    def restore(old: Any, new: Any) -> Any:
-        return jax.tree.map(lambda keep, x, y: y if keep else x, is_shown, old, new)
+        Args:
+          params: the parameters.
+          shown: the paths of those whose entries are not hidden.
+        """
+        paths = trees.leaves_by_path(params)
+        self._is_shown = trees.rebuild(params, {path: path in shown for path in paths})
 
-    return hide, restore
+    def hide(self, tree: Any) -> Any:
+        """The tree without the hidden entries."""
+
+        def mask(is_shown: bool, x: Any) -> Any:
+            return x if is_shown else optax.MaskedNode()
+
+        return jax.tree.map(mask, self._is_shown, tree)
+
+    def restore(self, old: Any, new: Any) -> Any:
+        """The tree `new`, with the entries of `old` where they were hidden."""
+
+        def choose(is_shown: bool, old: Any, new: Any) -> Any:
+            return new if is_shown else old
+
+        return jax.tree.map(choose, self._is_shown, old, new)
 
 
 def missing_error(rule: str, path: str) -> ValueError:
-    """The error for a parameter that has a gradient now, but had none when the rule's
-    state was created.
+    """The error for a parameter that has a gradient, but no slots.
+
+    It had no gradient when the rule's state was created.
+
+    Args:
+      rule: the rule's name.
+      path: the parameter's path.
     """
     return ValueError(
-        f"The parameter '{path}' has a gradient, but {rule} has no slot for it: its gradient was None "
-        "when the state was created. To train it, name it in var_list while hk.running_init() too, and "
-        "create the state anew. Otherwise give it the gradient None."
+        f"The parameter '{path}' has a gradient, but {rule} has no slot for it: its "
+        "gradient was None when the state was created. To train it, name it in "
+        "var_list while hk.running_init() too, and create the state anew. Otherwise "
+        "give it the gradient None."
     )
+
+
+def _is_slot(params: trees.Params, node: Any) -> bool:
+    """Returns whether a node of optax's state has one entry for each parameter."""
+    if not isinstance(node, Mapping):
+        return False
+    try:
+        # Raises unless the parameters' structure is a prefix of the node's.
+        jax.tree.map(lambda param, entry: None, params, node)
+    except ValueError:
+        return False
+    return True
+
+
+def _find(state: Any, is_slot: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    slots = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_slot):
+        if is_slot(node):
+            slots.append((trees.path_name(path), node))
+    return slots
