@@ -16,7 +16,7 @@ from xshard.optimizers import optax as optax_optimizer
 NORMS = ("gradient_norm", "parameter_norm")
 
 # The prefix of a gradient's path in the name of the scope that counts its non-finite
-# elements.
+# elements. A replay of the step finds the gradient by it.
 GRADIENT = "gradient_of:"
 
 # The folder of `optax.inject_hyperparams` in its state.
@@ -24,8 +24,9 @@ _HYPERPARAMETERS = "hyperparams"
 
 
 class SkipNonfinite(base.OptimizerWrapper):
-    """Skips each step with a gradient that is not finite, as a dynamic loss scale does.
-    It has no state.
+    """Skips each step with a gradient that is not finite.
+
+    A dynamic loss scale does so too. This rule has no state.
     """
 
     def __init__(self, opt: base.Optimizer):
@@ -34,7 +35,8 @@ class SkipNonfinite(base.OptimizerWrapper):
 
     def vote(self, grads: trees.Gradients) -> Any:
         """Implements `Optimizer.vote`."""
-        return skips.all_for(loss_scale.all_finite(grads), self.opt.vote(grads))
+        finite = loss_scale.all_finite(grads)
+        return skips.all_for(finite, self.opt.vote(grads))
 
     def get_name(self) -> str:
         """The wrapped rule's name."""
@@ -47,26 +49,36 @@ def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
 
 
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
-    """Raises UserError unless a rule, made by `where`, reduces over all replicas of a
-    mesh with options that fit it.
+    """Raises UserError unless a rule reduces over all replicas of a mesh.
+
+    Its options must fit the mesh too.
+
+    Args:
+      where: what returned the rule, for messages.
+      opt: the rule.
+      mesh: the run's mesh.
     """
     rules = reducing(opt)
-    over = {axis for rule in rules for axis in (rule.axis_name, rule.slice_axis_name)}
+    reduced_axes = set()
+    for rule in rules:
+        reduced_axes |= {rule.axis_name, rule.slice_axis_name}
     wanted = {mesh_lib.REPLICA: "axis_name"}
     if mesh_lib.num_slices(mesh) > 1:
         wanted[mesh_lib.SLICE] = "slice_axis_name"
     for axis, argument in wanted.items():
-        if axis not in over:
+        if axis not in reduced_axes:
+            names = " around ".join(rule.name for rule in base.all_rules(opt))
             raise errors.UserError(
-                f"{where} returned {' around '.join(rule.name for rule in base.all_rules(opt))}, which does not "
-                f"reduce over the axis '{axis}': replicas would drift apart. Wrap it in a "
+                f"{where} returned {names}, which does not reduce over the axis "
+                f"'{axis}': replicas would drift apart. Wrap it in a "
                 f"CrossShardOptimizer with {argument}='{axis}'."
             )
     for rule in rules:
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
-                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a run's state is sharded over "
-                f"'{mesh_lib.REPLICA}'. Set shard_update on the CrossShardOptimizer over that axis."
+                f"{rule.name} shards its update over the axis '{rule.axis_name}'; a "
+                f"run's state is sharded over '{mesh_lib.REPLICA}'. Set shard_update "
+                "on the CrossShardOptimizer over that axis."
             )
         if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
@@ -75,48 +87,69 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
 def check_shards_params(
     opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: bool
 ) -> None:
-    """Raises UserError if replicas cannot hold shards of the parameters that a rule
-    updates.
+    """Raises UserError if replicas cannot hold shards of a rule's parameters.
 
     Args:
       opt: the rule.
       mesh: the run's mesh.
-      clips: whether the learner clips a replica's own gradients before they are summed.
+      clips: whether the learner clips each replica's gradients before they are summed.
     """
-    why = ""
-    if clips:
-        why = (
-            "clip_gradients: no replica has its own gradients, because differentiating a network returns their sum. Clip the "
-            "sum in the rule, as optax.clip_by_global_norm does"
-        )
-    elif type(opt).apply_gradients is not base.Optimizer.apply_gradients:
-        why = f"{type(opt).__name__}, which overrides apply_gradients. Implement update instead"
-    for rule in base.all_rules(opt):
-        if not type(rule).compute_gradients.__module__.startswith("xshard."):
-            why = (
-                f"{type(rule).__name__}, which overrides compute_gradients: there, a replica has shards of the parameters and "
-                "of gradients that are summed already, so a norm or a clip would be another one. Implement update instead"
-            )
-        elif not type(rule).aggregate.__module__.startswith("xshard."):
-            why = (
-                f"{type(rule).__name__}, which overrides aggregate: what it is given is no replica's own gradient, because "
-                "differentiating a network returns the sum. Implement update instead, which gets the sum"
-            )
-    if why:
+    del mesh
+    obstacle = _obstacle_to_shards(opt, clips)
+    if obstacle:
         raise errors.UserError(
-            f"reduction.shard_params=True cannot be used with {why}; or set reduction.shard_params to False."
+            f"reduction.shard_params=True cannot be used with {obstacle}; or set "
+            "reduction.shard_params to False."
         )
+
+
+def _obstacle_to_shards(opt: base.Optimizer, clips: bool) -> str:
+    """What keeps a rule's parameters from being in shards, and a remedy; else empty."""
+    # The innermost rule first.
+    for rule in reversed(base.all_rules(opt)):
+        kind = type(rule)
+        if not kind.compute_gradients.__module__.startswith("xshard."):
+            return (
+                f"{kind.__name__}, which overrides compute_gradients: there, a replica "
+                "has shards of the parameters and of gradients that are summed "
+                "already, so a norm or a clip would be another one. Implement update "
+                "instead"
+            )
+        if not kind.aggregate.__module__.startswith("xshard."):
+            return (
+                f"{kind.__name__}, which overrides aggregate: what it is given is no "
+                "replica's own gradient, because differentiating a network returns the "
+                "sum. Implement update instead, which gets the sum"
+            )
+    if clips:
+        return (
+            "clip_gradients: no replica has its own gradients, because differentiating "
+            "a network returns their sum. Clip the sum in the rule, as "
+            "optax.clip_by_global_norm does"
+        )
+    if _overrides_apply_gradients(opt):
+        return (
+            f"{type(opt).__name__}, which overrides apply_gradients. Implement update "
+            "instead"
+        )
+    return ""
+
+
+def _overrides_apply_gradients(opt: base.Optimizer) -> bool:
+    return type(opt).apply_gradients is not base.Optimizer.apply_gradients
 
 
 def check_skips(opt: base.Optimizer) -> None:
-    """Raises UserError if a rule overrides `apply_gradients`, which `SkipNonfinite`
-    around it would not call.
+    """Raises UserError if a rule cannot be wrapped in `SkipNonfinite`.
+
+    The wrapper would not call the rule's `apply_gradients`, if it overrides that.
     """
-    if type(opt).apply_gradients is not base.Optimizer.apply_gradients:
+    if _overrides_apply_gradients(opt):
         raise errors.UserError(
-            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, which overrides apply_gradients: skipping "
-            "calls `Optimizer.apply_gradients`, and would not call the override. Implement vote and update "
-            "instead, or set on_nonfinite to 'stop' or 'warn'."
+            f"on_nonfinite='skip' cannot be used with {type(opt).__name__}, which "
+            "overrides apply_gradients: skipping calls `Optimizer.apply_gradients`, "
+            "and would not call the override. Implement vote and update instead, or "
+            "set on_nonfinite to 'stop' or 'warn'."
         )
 
 
@@ -127,32 +160,40 @@ def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
 
 
 def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
-    """The values of all rules' schedules for the next update, by name; by rule and name
-    if two share a name.
+    """The values of all rules' schedules for the next update.
 
     Args:
       opt: the rule.
       updates: the number of updates applied, used as the count if a transformation
         keeps none.
+
+    Returns:
+      The values by name; by rule and name if two share a name.
     """
     values = []
     for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
-        count = updates
-        for path, x in sorted(slots.state_of(rule).items(), reverse=True):
-            # If there are several counts, the one whose path is first remains.
-            if path.rpartition("/")[2] == "count" and skips.is_integer_scalar(x):
-                count = x
-        # optax also calls schedules with standard type promotion.
-        with jax.numpy_dtype_promotion("standard"):
-            values += [
-                (rule.name, name, f(count)) for name, f in rule.schedules.items()
-            ]
+        count = _count(rule, updates)
+        for name, schedule in rule.schedules.items():
+            # optax also calls schedules with standard type promotion.
+            with jax.numpy_dtype_promotion("standard"):
+                values.append((rule.name, name, schedule(count)))
     return _by_shortest_name(values)
 
 
+def _count(rule: optax_optimizer.OptaxOptimizer, updates: Any) -> Any:
+    """The number of updates that a transformation counts; `updates` if it does not.
+
+    If there are several counts, it is the one whose path is first.
+    """
+    for path, x in sorted(slots.state_of(rule).items()):
+        name = path.rpartition("/")[2]
+        if name == "count" and skips.is_integer_scalar(x):
+            return x
+    return updates
+
+
 def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]:
-    """The scalars that `optax.inject_hyperparams` keeps, with their values in the last
-    update.
+    """The scalars that `optax.inject_hyperparams` keeps, as the last update used them.
 
     Args:
       opt: the rule.
@@ -163,51 +204,67 @@ def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]
       The scalars by name; if two share a name, by their paths in the rules' state.
     """
     values = []
-    paths = trees.leaves_by_path(params).keys()
+    param_paths = trees.leaves_by_path(params).keys()
     for rule in base.rules_of_type(opt, optax_optimizer.OptaxOptimizer):
         for path, x in sorted(slots.state_of(rule).items()):
-            *place, folder, name = f"{rule.name}/{path}".split("/")
-            is_injected = folder == _HYPERPARAMETERS and paths.isdisjoint(
-                trees.endings(path)
-            )
-            if is_injected and not x.shape:
-                values.append(("/".join(place), name, x))
+            *prefix, folder, name = f"{rule.name}/{path}".split("/")
+            is_slot = not param_paths.isdisjoint(trees.endings(path))
+            if folder == _HYPERPARAMETERS and x.shape == () and not is_slot:
+                values.append(("/".join(prefix), name, x))
     return _by_shortest_name(values)
 
 
 def _by_shortest_name(values: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Maps (place, name, value) to values by name, or by place and name if two share a
-    name.
+    """Maps triples of a prefix, a name and a value to the values by name.
+
+    If two share a name, it is preceded by the prefix.
     """
     counts = collections.Counter(name for _, name, _ in values)
-    return {
-        name if counts[name] == 1 else f"{place}/{name}": x for place, name, x in values
-    }
+    by_name = {}
+    for prefix, name, x in values:
+        full_name = name if counts[name] == 1 else f"{prefix}/{name}"
+        by_name[full_name] = x
+    return by_name
 
 
 def apply(
     opt: base.Optimizer, grads: Any, params: Any, global_step: Any
 ) -> phases.Applied:
-    """Applies gradients. A rule that overrides `apply_gradients` returns only its
-    result.
+    """Applies gradients by the rule's `apply_gradients`, which it may override.
+
+    Args:
+      opt: the rule.
+      grads: the gradients.
+      params: the parameters.
+      global_step: an integer scalar that counts the updates applied.
     """
-    if type(opt).apply_gradients is base.Optimizer.apply_gradients:
+    if not _overrides_apply_gradients(opt):
         return opt.apply(grads, params, global_step)
-    # The override does not expose its aggregated gradients.
+    # The override returns neither the aggregated gradients nor its vote.
     params, global_step = opt.apply_gradients(grads, params, global_step)
-    return phases.Applied(params, None, global_step, None, None, None)
+    return phases.Applied(
+        params=params,
+        applied=None,
+        global_step=global_step,
+        grads=None,
+        new_params=None,
+        partition=None,
+    )
 
 
 def count_nonfinite(applied: phases.Applied) -> jax.Array:
-    """Counts the non-finite elements of each gradient, in float32; 0 for a parameter
-    without a gradient.
+    """Counts the non-finite elements of each gradient.
 
-    The counts have the type of the norms of the same arrays, so that one reduction sums
-    both over the replicas.
+    Returns:
+      A float32 vector with a number for each parameter, in the order of their paths; 0
+      for a parameter without a gradient. It is empty if the gradients are not known.
+      The type is that of the norms of the same arrays, so that one reduction sums both
+      over the replicas.
     """
     if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)
-    zero, one = jnp.float32(0), jnp.float32(1)
+    zero = jnp.float32(0)
+    one = jnp.float32(1)
     numbers = dict.fromkeys(trees.leaves_by_path(applied.grads), zero)
     for path, grad in trees.present(applied.grads).items():
         # The scope's name tells in the program which gradient an operation counts.
@@ -217,16 +274,23 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
 
 
 def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`shares` and `squares`, as the learner's `_Update` defines them, of the gradients
-    and of the new parameters.
+    """The squared norms of the gradients and of the new parameters.
+
+    Returns:
+      `(local_sq_norms, sq_norms)`, both by the names of `NORMS`. A squared norm is
+      the mean of its local part over the replicas, if there is one, plus its entry of
+      `sq_norms`, which is equal on all replicas of a group. There are local parts only
+      of arrays in shards. Both are empty if the gradients are not known.
     """
-    shares: dict[str, Any] = {}
-    squares: dict[str, Any] = {}
+    local_sq_norms: dict[str, Any] = {}
+    sq_norms: dict[str, Any] = {}
     if applied.grads is None:
-        return shares, squares
+        return local_sq_norms, sq_norms
     for name, tree in zip(NORMS, (applied.grads, applied.new_params), strict=True):
         if applied.partition is None:
-            squares[name] = trees.sum_of_squares(tree)
+            sq_norms[name] = trees.sum_of_squares(tree)
         else:
-            shares[name], squares[name] = applied.partition.sums_of_squares(tree)
-    return shares, squares
+            local, whole = applied.partition.sums_of_squares(tree)
+            local_sq_norms[name] = local
+            sq_norms[name] = whole
+    return local_sq_norms, sq_norms
