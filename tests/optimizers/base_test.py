@@ -1,5 +1,6 @@
-"""Tests of the contract of Optimizer: gradients, gates, subsets of parameters, names,
-invalid input.
+"""Tests of the contract of Optimizer.
+
+Gradients, gates, subsets of parameters, names, invalid input.
 """
 
 import collections
@@ -16,7 +17,9 @@ from xshard import errors
 from xshard.optimizers import base, cross_shard, gradients, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
-W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
+W0 = "mlp/linear_0/w"
+B0 = "mlp/linear_0/b"
+W1 = "mlp/linear_1/w"
 
 
 def adam(**kwargs):
@@ -87,7 +90,8 @@ def test_grad_loss_weights_the_gradients(opt):
     weight = jnp.asarray(np.random.default_rng(2).normal(size=(16, 4)), jnp.float32)
     value, grads = compute(per_example, opt, grad_loss=weight)
     assert value.shape == (16, 4)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     expected = jax.grad(lambda p: jnp.sum(per_example(p, x) * weight))(params)
     harness.assert_equal(grads["mlp/linear_0"], expected["mlp/linear_0"])
 
@@ -199,7 +203,8 @@ def test_var_list_leaves_other_parameters_and_their_slots_unchanged(opt, var_lis
         return rule.apply_gradients(grads, params), grads
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x, False)
     (params, _), state = step.apply({}, state, None, params, x, False)
     (new, grads), new_state = step.apply({}, state, None, params, x, True)
@@ -233,7 +238,8 @@ def barriers(gate, opt):
         lambda p: harness.loss(p, x), p, gate_gradients=gate
     )
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     text = (
         jax.jit(lambda p, s, x: step.apply({}, s, None, p, x))
@@ -320,7 +326,8 @@ def test_colocated_gradients_have_their_parameters_sharding():
 
 
 def test_minimize_updates_and_increments_the_global_step():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
 
     def step(params, x, global_step):
         loss = lambda p: (harness.loss(p, x), jnp.int32(7))
@@ -406,7 +413,8 @@ def test_a_skipped_step_restores_all_haiku_state_of_a_custom_rule():
         Averaged(adam()), "dynamic"
     )
     step = harness.transform_step(make)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     (_, params, _), state = step.apply({}, state, None, params, x)
     (_, new, _), skipped = step.apply({}, state, None, params, x * jnp.nan)
@@ -461,7 +469,8 @@ def test_a_rule_may_have_no_slots():
 def test_slots_of_narrow_parameters_are_float32():
     make = lambda: loss_scale.MixedPrecisionLossScaleOptimizer(adam(), "dynamic")
     step = harness.transform_step(make)
-    params, x = harness.params(jnp.bfloat16), harness.batch(jnp.bfloat16)
+    params = harness.params(jnp.bfloat16)
+    x = harness.batch(jnp.bfloat16)
     _, state = step.init(None, params, x)
     (_, new, _), new_state = step.apply({}, state, None, params, x)
     assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {jnp.dtype(jnp.bfloat16)}
@@ -578,7 +587,8 @@ def test_an_unused_parameter_keeps_its_value_and_its_existing_slots(shard_update
         return loss_scale.MixedPrecisionLossScaleOptimizer(cross, "dynamic")
 
     step = harness.transform_step(make, first_layer)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     assert state["adam"][f"0/mu/{W1}"].shape == (4, 2)
     (_, new, n), after = harness.sharded(step, make, 4)(params, state, x)
@@ -603,7 +613,8 @@ def test_a_loss_is_traced_once():
         return both_rules().compute_gradients(loss, params)
 
     step = hk.transform_with_state(step)
-    params, key = {"m": {"w": jnp.ones(2)}}, jax.random.key(1)
+    params = {"m": {"w": jnp.ones(2)}}
+    key = jax.random.key(1)
     _, state = step.init(key, params)
     (value, _), _ = step.apply({}, state, key, params)
     assert calls == [True, False]
@@ -632,9 +643,7 @@ def complex_loss(p, x):
 
 
 def in_pairs(params):
-    """Returns the same parameters, with the complex one split into its real and
-    imaginary parts.
-    """
+    """Returns the same parameters, with real and imaginary parts of the complex one."""
     w = params["m"]["w"]
     return {"m": {"u": jnp.real(w), "v": jnp.imag(w), "b": params["m"]["b"]}}
 
@@ -665,7 +674,8 @@ def test_a_complex_parameter_trains_like_its_real_and_imaginary_parts(micro):
 
         step = hk.transform_with_state(step)
         _, state = step.init(None, params, jnp.ones(3), 0)
-        values, n = [], jnp.int32(0)
+        values = []
+        n = jnp.int32(0)
         for scale in (1.0, 1.0, np.nan, 1.0):
             x = jnp.full(3, scale)
             (value, params, n), state = step.apply({}, state, None, params, x, n)
@@ -816,8 +826,9 @@ def test_an_invalid_loss_is_refused(loss, options, match):
 
 
 class Halved(base.OptimizerWrapper):
-    """Halves gradients in an overridden compute_gradients that it does not mark as
-    hk.transparent.
+    """Halves gradients in an overriding compute_gradients.
+
+    It does not mark that as hk.transparent.
     """
 
     def __init__(self, opt):
@@ -844,8 +855,9 @@ def test_a_custom_compute_gradients_does_not_rename_state():
 
 
 class Polyak(base.Optimizer):
-    """Keeps the loss as state where it computes gradients, by Haiku's functions or in a
-    method of its own.
+    """Keeps the loss as state where it computes gradients.
+
+    By Haiku's functions or in a method of its own.
     """
 
     def __init__(self, in_a_method):

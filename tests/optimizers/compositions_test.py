@@ -1,5 +1,6 @@
-"""Tests that any composition of rules trains sharded as it does replicated, or is
-refused by name.
+"""Tests that any composition of rules trains sharded as it does replicated.
+
+Or it is refused by name.
 """
 
 import functools
@@ -164,7 +165,8 @@ def test_any_composition_trains_sharded_as_it_does_replicated(seed):
             # Sums are in another order, and the rules divide by norms and by roots of
             # second moments.
             harness.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
-        before, after = sharded[written.BAD_STEP - 1], sharded[written.BAD_STEP]
+        before = sharded[written.BAD_STEP - 1]
+        after = sharded[written.BAD_STEP]
         harness.assert_equal(after[:2], before[:2])
         # A voting rule, if there is one, counts the steps that it leaves out.
         kept = {m for m in after[2] if m not in ("votes",) and "scale" not in m}
@@ -175,7 +177,7 @@ def test_any_composition_trains_sharded_as_it_does_replicated(seed):
 
 
 def two_networks(params, x, shard_update):
-    """Updates each of two networks once, with one rule, and returns their parameters."""
+    """Updates each of two networks once, with one rule; returns their parameters."""
     adam = by_optax(optax.adam(0.1), "adam")
     opt = cross_shard.CrossShardOptimizer(adam, "sum", shard_update=shard_update)
     new = {}
@@ -188,7 +190,8 @@ def two_networks(params, x, shard_update):
 
 
 def test_one_rule_may_update_two_networks():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     ends = []
     for shard_update in (False, True):
         step = hk.transform_with_state(
@@ -218,11 +221,14 @@ def muon_and_adafactor(shard_update):
 
 @pytest.mark.sample(0.4)
 def test_rules_that_mix_elements_train_sharded_as_they_do_replicated():
-    """Starts replicated, continues with 4 and then 8 shards, and ends replicated; each
-    stage skips a step.
+    """Starts replicated, continues with 4 and then 8 shards, and ends replicated.
+
+    Each stage skips a step.
     """
     with jax.enable_x64(True):
-        x, wanted, got = harness.batch(np.float64), None, None
+        x = harness.batch(np.float64)
+        wanted = None
+        got = None
         for replicas, shard_update in ((4, False), (4, True), (8, True), (4, False)):
             wanted = written.train(
                 lambda: muon_and_adafactor(False), x, 4, wanted and wanted[-1]
@@ -275,8 +281,9 @@ def test_a_held_rule_whose_phase_is_not_called_is_refused(phase, shard_update):
 
 
 def assert_equal_in_shards(make):
-    """Asserts that a rule, made by whether it shards its update, trains alike either
-    way.
+    """Asserts that a rule trains alike in shards and replicated.
+
+    It is made by a function of whether it shards its update.
     """
     with jax.enable_x64(True):
         x = harness.batch(np.float64)
@@ -337,8 +344,9 @@ def test_only_trained_parameters_get_slots():
 
 
 def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
-    """Returns the results of `step_of(rule, params, x)` for each input, and the state
-    (None if not sharded).
+    """Returns the results of `step_of(rule, params, x)` for each input, and the state.
+
+    The state is None if the rule does not shard its update.
     """
     rules = hk.transform_with_state(lambda params, x: step_of(make(), params, x))
     _, state = rules.init(key, params, inputs[0])
@@ -347,7 +355,8 @@ def run_sharded(make, step_of, params, inputs, replicas=4, key=None):
         return [rules.apply({}, state, key, params, x)[0] for x in inputs], None
     update = lambda state, x: rules.apply({}, state, key, params, x)
     run = harness.vmapped(update, jax.P(), jax.P(), replicas)
-    results, state = [], harness.placed(state, params, replicas)
+    results = []
+    state = harness.placed(state, params, replicas)
     for x in inputs:
         out, state = run(state, x)
         results.append(out)
@@ -379,7 +388,8 @@ def test_a_skipped_step_restores_state_that_the_loss_wrote(shard_update):
     run = harness.vmapped(
         lambda state, x: rules.apply({}, state, None, x), jax.P(), jax.P(), 4
     )
-    counts, state = [], harness.placed(state, PARAMS, 4)
+    counts = []
+    state = harness.placed(state, PARAMS, 4)
     for x in (1.0, np.nan, 1.0):
         n, state = run(state, x)
         counts.append(int(n))
@@ -407,9 +417,7 @@ def test_a_sharded_step_draws_the_random_keys_of_a_replicated_one(x):
 
 
 def each_leaf(f):
-    """Returns a rule without state that computes each new parameter as `f(parameter,
-    gradient)`.
-    """
+    """Returns a rule without state; `f(parameter, gradient)` is a new parameter."""
 
     class Each(base.Optimizer):
         def update(self, grads, params):

@@ -1,6 +1,4 @@
-"""Tests that every optimizer of the table, wrapped by both rules, keeps the same
-contract.
-"""
+"""Tests that every optimizer of the table, in both rules, keeps the same contract."""
 
 import dataclasses
 from typing import Any
@@ -18,8 +16,14 @@ STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A few steps in float64 on 8 replicas: their inputs and outputs, and the jitted
-    step.
+    """A few steps in float64 on 8 replicas.
+
+    Attributes:
+      step: the transformed step.
+      apply: the step on all replicas, jitted.
+      inputs: the arguments of each step.
+      compile_counts: the number of compilations until after each step.
+      outputs: the results of each step.
     """
 
     step: Any
@@ -33,10 +37,13 @@ class Run:
 def run(request):
     with jax.enable_x64(True):
         step = table.make_step(request.param)
-        params, x = harness.params(np.float64), harness.batch(np.float64)
+        params = harness.params(np.float64)
+        x = harness.batch(np.float64)
         _, state = step.init(None, params, x)
         apply = jax.jit(harness.replicated(step))
-        inputs, outputs, compile_counts = [], [], []
+        inputs = []
+        outputs = []
+        compile_counts = []
         everywhere = jax.NamedSharding(harness.mesh(), jax.P())
         params, state, n, x = jax.device_put(
             (params, state, jnp.int32(0), x), everywhere
@@ -67,7 +74,8 @@ def test_the_table_is_complete():
 def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
     name, run = run
     transformation = table.bare(name)
-    params, x = harness.params(np.float64), harness.batch(np.float64)
+    params = harness.params(np.float64)
+    x = harness.batch(np.float64)
 
     @jax.jit
     def bare(params, state):
@@ -96,7 +104,8 @@ def test_eight_replicas_follow_the_bare_optimizer_on_the_whole_batch(run):
 def test_a_sharded_run_matches_a_replicated_one(run):
     name, run = run
     make = table.make_optimizer(name, shard_update=True)
-    step, inputs = harness.transform_step(make), jax.device_get(run.inputs[0])
+    step = harness.transform_step(make)
+    inputs = jax.device_get(run.inputs[0])
     # 4 divides a dimension of every array. With 8 replicas each of them holds the (3,
     # 4) array and the vector of 4 whole. A few rules are enough to test that.
     also_with_eight = (

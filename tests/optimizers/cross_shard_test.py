@@ -1,6 +1,4 @@
-"""Tests of CrossShardOptimizer: the arrays that it sums, the replicas that it sums
-over, and the types.
-"""
+"""Tests of CrossShardOptimizer: what it sums, over which replicas, in which types."""
 
 import functools
 
@@ -26,8 +24,9 @@ def linear_loss(params, x):
 def run_replicas(
     make_optimizer, x, *, steps=1, replicas=8, loss=linear_loss, dtype=np.float32
 ):
-    """Returns each replica's `(value, w, global_step), state` after some steps on its
-    own x.
+    """Returns each replica's `(value, w, global_step), state` after some steps.
+
+    Each replica has its own x.
     """
     step = harness.transform_step(make_optimizer, loss)
     params = {"m": {"w": jnp.zeros((), dtype)}}
@@ -71,8 +70,9 @@ def test_the_value_is_the_replicas_own_loss():
 
 
 def compute_and_apply(reduction, change):
-    """Returns each replica's parameter after a step with `change(grads)`, and its
-    gradient before the change.
+    """Returns each replica's parameter after a step with `change(grads)`.
+
+    And its gradient before the change.
     """
 
     def step(params, x):
@@ -114,7 +114,8 @@ def test_shard_map_with_and_without_vma_checks_agree(check_vma):
     step = harness.transform_step(
         lambda: LossScaled(CrossShard(optax.adam(0.1)), "dynamic")
     )
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     run = jax.jit(harness.replicated(step, check_vma=check_vma))
     (value, new, n), state = run(params, state, x)
@@ -137,7 +138,8 @@ def test_groups_under_vma_checks_are_refused_with_a_remedy():
     step = harness.transform_step(
         lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1], [2, 3]])
     )
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     with pytest.raises(ValueError, match="check_vma=False"):
         harness.replicated(step, check_vma=True, replicas=4)(params, state, x)
@@ -194,7 +196,8 @@ def test_replicas_of_a_group_stay_equal_bit_by_bit():
         CrossShard(optax.adam(0.1), group_assignment=groups), "dynamic"
     )
     step = harness.transform_step(make)
-    params, x = harness.params(), harness.batch().reshape(8, 2, 3)
+    params = harness.params()
+    x = harness.batch().reshape(8, 2, 3)
     _, state = step.init(None, params, x[0])
     run = jax.jit(harness.per_replica(step))
     params, state, n = harness.stack((params, state, jnp.int32(0)))
@@ -308,7 +311,8 @@ def test_groups_without_a_mapped_axis_are_refused():
     step = harness.transform_step(
         lambda: CrossShard(optax.sgd(1.0), group_assignment=[[0, 1]])
     )
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     with pytest.raises(
         ValueError, match="is for 2 replicas, but the axis 'replica' has 1"
@@ -346,8 +350,9 @@ def test_without_a_mapped_axis_there_is_one_replica_and_one_warning(caplog):
 
 
 def plain_gradients(reduction, mark, check_vma):
-    """Returns the parameters after a step with gradients from jax.grad, and after one
-    with compute_gradients.
+    """Returns the parameters after a step, by two ways to compute gradients.
+
+    By jax.grad, and by compute_gradients.
     """
 
     def step(params, x):

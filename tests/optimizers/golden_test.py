@@ -1,5 +1,6 @@
-"""Tests that names, types and shapes of optimizer state do not change: they are the
-keys of a checkpoint.
+"""Tests that names, types and shapes of optimizer state do not change.
+
+The names are the keys of a checkpoint.
 
 After an intended change run: python -m tests.optimizers.golden_test --regenerate
 """

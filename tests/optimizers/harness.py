@@ -1,4 +1,4 @@
-"""A small network and ways to run a step of it, shared by the tests of the optimizers."""
+"""A small network and ways to run a step of it, for the tests of the optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +30,9 @@ def compile_count() -> int:
 
 
 def params(dtype: Any = np.float32) -> dict[str, dict[str, jax.Array]]:
-    """Returns the parameters of a two-layer network: two matrices and a vector, with
-    paths of three parts.
+    """Returns the parameters of a two-layer network: two matrices and a vector.
+
+    Their paths have three parts.
     """
     rng = np.random.default_rng(0)
     shapes = {"mlp/linear_0": {"b": (4,), "w": (3, 4)}, "mlp/linear_1": {"w": (4, 2)}}
@@ -62,8 +63,9 @@ def loss(variables: Any, x: jax.Array) -> jax.Array:
 def transform_step(
     make_optimizer: Callable[[], Any], loss_fn: Any = loss
 ) -> hk.TransformedWithState:
-    """Transforms `step(params, x, global_step)`, which returns `(value, params,
-    global_step)`.
+    """Transforms a step of an optimizer.
+
+    It is `step(params, x, global_step)`, which returns `(value, params, global_step)`.
     """
 
     def step(variables: Any, x: Any, global_step: Any = 0) -> Any:
@@ -80,8 +82,9 @@ def mesh(replicas: int = REPLICAS) -> jax.sharding.Mesh:
 
 
 def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:
-    """Returns `f(params, state, x, global_step)`, which returns `((value, params,
-    global_step), state)`.
+    """Returns `f(params, state, x, global_step)`, which runs a step.
+
+    It returns `((value, params, global_step), state)`.
     """
     return lambda p, s, x, n=0: step.apply({}, s, None, p, x, n)
 
@@ -89,8 +92,9 @@ def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:
 def replicated(
     step: hk.TransformedWithState, *, check_vma: bool = False, replicas: int = REPLICAS
 ) -> Callable[..., Any]:
-    """As `one_device`, with x split over the replicas, all else replicated, and the
-    value averaged.
+    """As `one_device`, with x split over the replicas, and all else replicated.
+
+    The value is averaged.
     """
 
     def local(p: Any, s: Any, x: Any, n: Any) -> Any:
@@ -111,8 +115,9 @@ def replicated(
 def per_replica(
     step: hk.TransformedWithState, replicas: int = REPLICAS
 ) -> Callable[..., Any]:
-    """As `one_device`, but all arrays have a leading dimension of replicas, which shows
-    every replica's copy.
+    """As `one_device`, but all arrays have a leading dimension of replicas.
+
+    So every replica's copy is shown.
     """
 
     def local(*args: Any) -> Any:
@@ -132,7 +137,7 @@ def per_replica(
 
 
 def vmapped(f: Any, in_specs: Any, out_specs: Any, replicas: int = REPLICAS) -> Any:
-    """Returns a function of one replica, mapped by `xshard.vmap_replicas` and jitted."""
+    """Returns a function of a replica, mapped by `xshard.vmap_replicas` and jitted."""
     on_all = xshard.vmap_replicas(
         f, mesh(replicas), in_specs=in_specs, out_specs=out_specs
     )
@@ -191,7 +196,8 @@ def assert_equal(actual: Any, expected: Any) -> None:
         jax.tree.leaves(expected),
         strict=True,
     ):
-        a, b = _plain(a), _plain(b)
+        a = _plain(a)
+        b = _plain(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         assert a.tobytes() == b.tobytes(), (path, a, b)
 

@@ -15,8 +15,9 @@ MAX = float(np.finfo(np.float32).max)
 
 
 def run_scale(finite_steps, state=None, **kwargs):
-    """Returns the scale and the good steps after each step, given whether each step is
-    finite.
+    """Returns the scale and the good steps after each step.
+
+    `finite_steps` says of each step whether its gradient is finite.
     """
 
     def step(grad):
@@ -38,17 +39,19 @@ def run_scale(finite_steps, state=None, **kwargs):
 
 
 def tensorflow_rule(finite_steps, scale, period, multiplier):
-    """Returns the scale and the good steps after each step, by the rule of TensorFlow's
-    DynamicLossScale.
-    """
-    scale, good, history = np.float32(scale), 0, []
+    """Returns what `run_scale` does, by the rule of TensorFlow's DynamicLossScale."""
+    scale = np.float32(scale)
+    good = 0
+    history = []
     for finite in finite_steps:
         if not finite:
-            scale, good = max(scale / np.float32(multiplier), np.float32(1)), 0
+            scale = max(scale / np.float32(multiplier), np.float32(1))
+            good = 0
         elif good + 1 >= period:
             with np.errstate(over="ignore"):
                 raised = scale * np.float32(multiplier)
-            scale, good = (raised if np.isfinite(raised) else scale), 0
+            scale = raised if np.isfinite(raised) else scale
+            good = 0
         else:
             good += 1
         history.append((float(scale), good))
@@ -169,7 +172,8 @@ def test_the_value_is_unscaled_even_if_the_scaled_value_overflows():
     step = harness.transform_step(
         lambda: dynamic(), lambda p, x: jnp.sum(p["m"]["w"]).astype(x.dtype)
     )
-    params, x = {"m": {"w": jnp.full((3,), 2.0)}}, jnp.zeros((), jnp.float16)
+    params = {"m": {"w": jnp.full((3,), 2.0)}}
+    x = jnp.zeros((), jnp.float16)
     _, state = step.init(None, params, x)
     (value, params, _), _ = step.apply({}, state, None, params, x)
     assert value.dtype == jnp.float16 and float(value) == 6.0
@@ -194,7 +198,8 @@ def test_a_tiny_float16_gradient_survives():
 
 def test_a_skipped_step_leaves_every_leaf_unchanged():
     step = harness.transform_step(dynamic)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     apply = jax.jit(harness.one_device(step))
     (_, params, n), state = apply(params, state, x, 3)
@@ -217,7 +222,8 @@ def test_a_fixed_scale_skips_no_step():
     step = harness.transform_step(
         lambda: loss_scale.MixedPrecisionLossScaleOptimizer(optax.sgd(0.1), 128)
     )
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     assert not jax.tree.leaves(state)
     (_, new, n), _ = step.apply({}, state, None, params, x * jnp.inf, 0)
@@ -226,7 +232,8 @@ def test_a_fixed_scale_skips_no_step():
 
 def test_state_is_strongly_typed_and_steps_do_not_recompile():
     step = harness.transform_step(dynamic)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     entry = state["dynamic_loss_scale"]
     assert (
@@ -242,7 +249,8 @@ def test_state_is_strongly_typed_and_steps_do_not_recompile():
 
 
 def test_gradients_are_scaled_and_unscaled_exactly():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
 
     def compute(opt, **kwargs):
         return hk.testing.transform_and_run(
@@ -276,7 +284,8 @@ def test_names_and_slots_follow_tensorflow():
 
 
 def test_several_losses_share_the_scale_and_the_vote():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
 
     def step(params, x):
         halves = [
@@ -306,8 +315,9 @@ def test_several_losses_share_the_scale_and_the_vote():
 
 
 def counting_loss(p, x):
-    """Returns the loss; keeps the sum of all inputs in Haiku's state, and a count in
-    the state of a module.
+    """Returns the loss.
+
+    Keeps the sum of all inputs in Haiku's state, and a count in the state of a module.
     """
     seen = hk.get_state("seen", [], jnp.float32, jnp.zeros)
     hk.set_state("seen", seen + jnp.sum(x))
@@ -362,7 +372,8 @@ def loss_state(state):
 )
 def test_a_skipped_step_restores_state_that_the_loss_wrote(make, way):
     step = hk.transform_with_state(lambda p, x, n: way(make(), x, p, n))
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x, 0)
     run = jax.jit(lambda p, s, x, n: step.apply({}, s, None, p, x, n))
     (_, params, n), state = run(params, state, x, jnp.int32(0))
@@ -380,7 +391,8 @@ def test_a_skipped_step_restores_state_that_the_loss_wrote(make, way):
 def test_a_skip_in_one_group_keeps_the_loss_state_of_the_other():
     make = lambda: scale_outside(group_assignment=[[0, 2], [1, 3]])
     step = hk.transform_with_state(lambda p, x, n: minimized(make(), x, p, n))
-    params, x = harness.params(), harness.batch().reshape(4, 4, 3)
+    params = harness.params()
+    x = harness.batch().reshape(4, 4, 3)
     _, state = step.init(None, params, x[0], 0)
     run = jax.jit(harness.per_replica(step, 4))
     stacked = harness.stack((params, state), 4)
@@ -395,8 +407,9 @@ def test_a_skip_in_one_group_keeps_the_loss_state_of_the_other():
 
 
 def many_steps(way, **kwargs):
-    """Transforms several steps in an hk.scan, which return `(params, number of updates
-    after each step)`.
+    """Transforms several steps in an hk.scan.
+
+    They return the parameters, and the number of updates after each step.
     """
 
     def many(params, xs):
@@ -414,7 +427,8 @@ def many_steps(way, **kwargs):
 
 @pytest.mark.parametrize("way", [minimized, in_micro_batches])
 def test_a_skipped_step_in_a_loop_restores_the_state_before_it(way):
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(way)
     _, state = many.init(None, params, xs)
@@ -431,7 +445,8 @@ def test_a_skipped_step_in_a_loop_restores_the_state_before_it(way):
 
 
 def test_a_skipped_step_in_a_loop_restores_sharded_slots():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     xs = jnp.stack([x, x.at[0, 0].set(jnp.inf), 2 * x])
     many = many_steps(minimized, shard_update=True)
     _, state = many.init(None, params, xs)
@@ -456,7 +471,8 @@ def test_state_written_after_the_loss_survives_a_skipped_step():
         return opt.apply_gradients(grads, p, 0)[1]
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     n, after = step.apply({}, state, None, params, x * jnp.inf)
     assert int(n) == 0 and float(after["~"]["seen"]) == 7

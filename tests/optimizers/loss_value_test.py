@@ -38,9 +38,10 @@ def both_rules(name, options):
 
 
 def on_the_whole_batch(name, weight):
-    """Returns the parameters after some steps of the transformation alone, in float64."""
+    """Returns the parameters after steps of the transformation alone, in float64."""
     transformation = RULES[name]()
-    params, x = harness.params(np.float64), harness.batch(np.float64)
+    params = harness.params(np.float64)
+    x = harness.batch(np.float64)
 
     @jax.jit
     def step(params, state):
@@ -59,12 +60,14 @@ def on_the_whole_batch(name, weight):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RULES)
 def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
-    replicas, options = 4, MODES[mode]
+    replicas = 4
+    options = MODES[mode]
     with jax.enable_x64(True):
         make = lambda: both_rules(name, options)
         step = harness.transform_step(make)
         run = harness.sharded(step, make, replicas)
-        params, x = harness.params(np.float64), harness.batch(np.float64)
+        params = harness.params(np.float64)
+        x = harness.batch(np.float64)
         _, state = step.init(None, params, x)
         count = 0
         for _ in range(STEPS):
@@ -77,7 +80,8 @@ def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
 
 
 def test_the_loss_of_micro_batches_is_their_sum():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     make = lambda: optax_optimizer.OptaxOptimizer(optax.polyak_sgd(0.5))
 
     def step(p, parts):

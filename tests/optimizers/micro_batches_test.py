@@ -11,7 +11,8 @@ from tests.optimizers import harness
 from xshard.optimizers import base, cross_shard, gradients, loss_scale
 
 Method = gradients.AggregationMethod
-TREE, RUNNING = Method.EXPERIMENTAL_TREE, Method.EXPERIMENTAL_ACCUMULATE_N
+TREE = Method.EXPERIMENTAL_TREE
+RUNNING = Method.EXPERIMENTAL_ACCUMULATE_N
 
 
 def computed(loss, params, **options):
@@ -26,7 +27,8 @@ def computed(loss, params, **options):
 @pytest.mark.parametrize("method", [None, TREE, RUNNING])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
 def test_micro_batches_match_a_list_of_losses(method, count):
-    params, x = harness.params(), harness.batch(examples=4 * count).reshape(count, 4, 3)
+    params = harness.params()
+    x = harness.batch(examples=4 * count).reshape(count, 4, 3)
     losses = [lambda p, i=i: (harness.loss(p, x[i]), i) for i in range(count)]
     wanted = computed(losses, params, has_aux=True, aggregation_method=method)
     loss = gradients.MicroBatches(
@@ -42,9 +44,7 @@ def test_micro_batches_match_a_list_of_losses(method, count):
 
 
 def rounding(method, count=4096):
-    """Returns the error of the sum of `count` float32 gradients, each of which is one
-    number.
-    """
+    """Returns the error of the sum of `count` float32 gradients of one number each."""
     x = jnp.asarray(np.random.default_rng(0).uniform(size=count), jnp.float32)
     loss = gradients.MicroBatches(lambda p, x: p["m"]["w"] * x, x)
     run = jax.jit(lambda p: computed(loss, p, aggregation_method=method)[1]["m"]["w"])
@@ -94,7 +94,8 @@ def test_both_rules_treat_micro_batches_as_one_step(method, check_vma):
         return opt.minimize(parts, params, n, aggregation_method=method)
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     run = jax.jit(harness.replicated(step, check_vma=check_vma))
     (value, new, n), after = run(params, state, x)

@@ -1,5 +1,6 @@
-"""Tests of averages of the parameters: TensorFlow's formula, in every place of a chain,
-whole and sharded.
+"""Tests of averages of the parameters.
+
+TensorFlow's formula, in every place of a chain, whole and sharded.
 """
 
 import functools
@@ -19,7 +20,9 @@ from xshard.optimizers import optax as optax_optimizer
 
 Averaged = moving_average.MovingAverageOptimizer
 NAME = "MovingAverageOptimizer"
-W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
+W0 = "mlp/linear_0/w"
+B0 = "mlp/linear_0/b"
+W1 = "mlp/linear_1/w"
 DECAY = 0.8
 PLACES = ["inside", "between", "outside", "scale inside"]
 
@@ -29,9 +32,7 @@ def adam():
 
 
 def nest(place, shard_update=False, **kwargs):
-    """Wraps Adam in both rules and the averages, with the loss scale inside the
-    reduction or around it.
-    """
+    """Wraps Adam in both rules and the averages."""
     average = functools.partial(Averaged, average_decay=DECAY, **kwargs)
     scale = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
     reduce = functools.partial(
@@ -41,11 +42,9 @@ def nest(place, shard_update=False, **kwargs):
         return reduce(average(scale(adam())))
     if place == "inside":
         return scale(reduce(average(adam())))
-    return (
-        scale(average(reduce(adam())))
-        if place == "between"
-        else average(scale(reduce(adam())))
-    )
+    if place == "between":
+        return scale(average(reduce(adam())))
+    return average(scale(reduce(adam())))
 
 
 def averages_of(state):
@@ -64,14 +63,16 @@ def follow(make, steps=5, var_list=None):
     """Returns the parameters and the states, at first and after each step."""
 
     def step(params, x):
-        return make().minimize(lambda p: harness.loss(p, x), params, var_list=var_list)[
-            1
-        ]
+        loss = lambda p: harness.loss(p, x)
+        _, params = make().minimize(loss, params, var_list=var_list)
+        return params
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
-    history, states = [params], [state]
+    history = [params]
+    states = [state]
     apply = jax.jit(step.apply)
     for _ in range(steps):
         params, state = apply({}, state, None, params, x)
@@ -110,7 +111,8 @@ def test_averages_match_the_incremental_update_of_optax():
 
 
 def test_averages_do_not_change_the_parameters():
-    averaged, bare = follow(lambda: Averaged(adam(), DECAY)), follow(adam)
+    averaged = follow(lambda: Averaged(adam(), DECAY))
+    bare = follow(adam)
     harness.assert_equal(averaged[0], bare[0])
     harness.assert_equal(averaged[1][-1]["opt"], bare[1][-1]["opt"])
 
@@ -143,11 +145,13 @@ def test_a_parameter_that_is_no_longer_trained_keeps_its_average():
         opt = Averaged(adam(), DECAY)
         return opt.minimize(lambda p: harness.loss(p, x), params, var_list=[W0])[1]
 
-    params, state = history[-1], states[-1]
+    params = history[-1]
+    state = states[-1]
     _, after = hk.transform_with_state(step).apply(
         {}, state, None, params, harness.batch()
     )
-    before, after = averages_of(state), averages_of(after)
+    before = averages_of(state)
+    after = averages_of(after)
     harness.assert_equal((after[B0], after[W1]), (before[B0], before[W1]))
     assert np.all(after[B0] != by_path(params)[B0])
 
@@ -158,7 +162,8 @@ def test_a_parameter_that_is_no_longer_trained_keeps_its_average():
 def test_a_skipped_step_changes_no_bit(place, shard_update):
     make = functools.partial(nest, place, shard_update, num_updates="count")
     step = harness.transform_step(make)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     run = harness.sharded(step, make, 4)
     (_, params, n), state = run(params, state, x)
@@ -180,7 +185,8 @@ def test_sharded_averages_match_replicated_ones_in_every_place(place, replicas):
     for shard_update in (False, True):
         make = functools.partial(nest, place, shard_update)
         step = harness.transform_step(make)
-        params, x = harness.params(), harness.batch()
+        params = harness.params()
+        x = harness.batch()
         _, state = step.init(None, params, x)
         run = harness.sharded(step, make, replicas)
         for _ in range(4):
@@ -226,7 +232,8 @@ def test_averages_between_two_reductions_with_the_outer_one_sharded():
 
 def test_narrow_parameters_have_float32_averages():
     step = harness.transform_step(lambda: Averaged(adam(), 0.999))
-    params, x = harness.params(jnp.bfloat16), harness.batch(jnp.bfloat16)
+    params = harness.params(jnp.bfloat16)
+    x = harness.batch(jnp.bfloat16)
     _, state = step.init(None, params, x)
     (_, new, _), after = step.apply({}, state, None, params, x)
     assert {leaf.dtype for leaf in jax.tree.leaves(after[NAME])} == {
@@ -239,7 +246,8 @@ def test_narrow_parameters_have_float32_averages():
 
 def test_initial_averages_share_no_memory_with_the_parameters():
     step = harness.transform_step(lambda: Averaged(adam(), DECAY))
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     # Donating one buffer twice is an error.
     donating = jax.jit(harness.one_device(step), donate_argnums=(0, 1))

@@ -1,5 +1,4 @@
-"""Tests of failures that occur when common building blocks are combined, and that
-xshard avoids.
+"""Tests of failures of common building blocks, combined, that xshard avoids.
 
 Each test but that of the common vote reproduces the failure first, so it fails when the
 other library fixes it.
@@ -16,12 +15,15 @@ from tests.optimizers import harness
 from xshard.optimizers import cross_shard, loss_scale
 
 PARAMS = {"m": {"w": jnp.ones(())}}
-BAD, GOOD = {"m": {"w": jnp.inf}}, {"m": {"w": jnp.ones(())}}
+BAD = {"m": {"w": jnp.inf}}
+GOOD = {"m": {"w": jnp.ones(())}}
 
 
 def run_peer(transformation, grads):
     """Returns the parameter after each gradient, with optax alone."""
-    params, state, history = PARAMS, transformation.init(PARAMS), []
+    params = PARAMS
+    state = transformation.init(PARAMS)
+    history = []
     with jax.numpy_dtype_promotion("standard"):
         for grad in grads:
             updates, state = transformation.update(grad, state, params)
@@ -40,7 +42,8 @@ def run_here(transformation, grads):
 
     step = hk.transform_with_state(step)
     _, state = step.init(None, PARAMS, GOOD)
-    params, history = PARAMS, []
+    params = PARAMS
+    history = []
     for grad in grads:
         params, state = step.apply({}, state, None, params, grad)
         history.append(float(params["m"]["w"]))
@@ -125,16 +128,19 @@ def test_loss_scales_differ_between_replicas_only_in_jmp():
         def step(params, x, scale_outside=scale_outside):
             scale = loss_scale.DynamicLossScale()
             scaled = lambda opt: loss_scale.MixedPrecisionLossScaleOptimizer(opt, scale)
-            shard, sgd = cross_shard.CrossShardOptimizer, optax.sgd(1.0)
+            shard = cross_shard.CrossShardOptimizer
+            sgd = optax.sgd(1.0)
             opt = scaled(shard(sgd)) if scale_outside else shard(scaled(sgd))
             opt.minimize(lambda p: jnp.sum(p["m"]["w"] * x), params)
             return scale()
 
         step = hk.transform_with_state(step)
         _, state = step.init(None, PARAMS, 1.0)
-        here = lambda x, step=step, state=state: step.apply({}, state, None, PARAMS, x)[
-            0
-        ][None]
+
+        def here(x, step=step, state=state):
+            scale, _ = step.apply({}, state, None, PARAMS, x)
+            return scale[None]
+
         scales = jax.shard_map(
             here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )(bad_on_one)
@@ -143,7 +149,8 @@ def test_loss_scales_differ_between_replicas_only_in_jmp():
 
 def test_a_float16_mean_overflows_in_pmean_but_not_in_xshard():
     x = jnp.full((4,), 3e4, jnp.float16)
-    mesh, spec = harness.mesh(4), jax.P("replica")
+    mesh = harness.mesh(4)
+    spec = jax.P("replica")
     peer = jax.shard_map(
         lambda x: jax.lax.pmean(x, "replica")[None],
         mesh=mesh,

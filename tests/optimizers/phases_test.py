@@ -13,13 +13,15 @@ PARAMS = {"m": {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}}
 
 
 class Returning(xshard.OptaxOptimizer):
-    """A rule whose update returns what `change` makes of the new parameters, and whose
-    vote returns `decision`.
+    """A rule with any update and vote.
+
+    The update returns what `change` makes of the new parameters.
     """
 
     def __init__(self, change=lambda params: params, decision=True):
         super().__init__(optax.sgd(0.1), name="returning")
-        self._change, self._decision = change, decision
+        self._change = change
+        self._decision = decision
 
     def update(self, grads, params):
         return self._change(super().update(grads, params))

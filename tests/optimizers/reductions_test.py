@@ -1,5 +1,6 @@
-"""Tests of the arrays sent between replicas and slices: their sizes, their types and
-the cost of rounding.
+"""Tests of the arrays sent between replicas and slices.
+
+Their sizes, their types and the cost of rounding.
 """
 
 import functools
@@ -29,8 +30,7 @@ def make_mesh():
 
 
 def runner(make_optimizer, *, by_vmap=False):
-    """Returns the jitted `run(state, grads)` on a mesh of slices, and the initial
-    state.
+    """Returns the jitted `run(state, grads)` on a mesh of slices, and the first state.
 
     `jax.vmap` maps the replicas if asked for, or if a rule shards its update.
     """
@@ -58,8 +58,9 @@ def runner(make_optimizer, *, by_vmap=False):
 
 
 def on_replicas(local, sharding, by_vmap, spec):
-    """Maps a step of a rule's state and of numbers, whose first result has a spec under
-    `jax.shard_map`.
+    """Maps a step of a rule's state and of numbers over the replicas.
+
+    Under `jax.shard_map` its first result lies by `spec`.
     """
     if by_vmap:
         return xshard.vmap_replicas(
@@ -82,8 +83,9 @@ def options(**more):
 
 
 def reduced(**more):
-    """Returns the gradients' sum over all replicas, and asserts that it is equal on all
-    of them bit by bit.
+    """Returns the gradients' sum over all replicas.
+
+    Asserts that it is equal on all of them bit by bit.
     """
     run, state = runner(
         lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more)
@@ -121,7 +123,7 @@ def test_the_error_of_each_type_is_within_its_rounding_bound(more, bound, shard_
 
 
 def test_sums_that_are_gathered_in_steps_are_equal_under_vmap_too():
-    """JAX cannot see that what is gathered in steps is equal, so the rule declares it."""
+    # JAX cannot see that what is gathered in steps is equal, so the rule declares it.
     steps = options(scatter_steps=(2, 2), gather_steps=(2, 2))
     make = lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **steps)
     run, state = runner(make, by_vmap=True)
@@ -130,8 +132,9 @@ def test_sums_that_are_gathered_in_steps_are_equal_under_vmap_too():
 
 
 def collectives_of(**more):
-    """Returns the collectives of a step: `(operation, elements, type, number of devices
-    that take part)`.
+    """Returns the collectives of a step.
+
+    Each is `(operation, elements, type, number of devices that take part)`.
     """
     run, state = runner(
         lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), "sum", **more)
@@ -144,7 +147,8 @@ def collectives_of(**more):
     # the names of axes of the mesh.
     pattern = re.compile(
         r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?replica_groups = '
-        r"(?:dense<[^>]*> : tensor<\d+x(\d+)xi64>|#stablehlo\.replica_group_mesh_axes<(.*?)>,)"
+        r"(?:dense<[^>]*> : tensor<\d+x(\d+)xi64>"
+        r"|#stablehlo\.replica_group_mesh_axes<(.*?)>,)"
         r".*?[)>] : \(tensor<((?:\d+x)*)(\w+)>\) ->",
         re.DOTALL,
     )
@@ -196,7 +200,8 @@ def test_bfloat16_halves_the_bytes_of_a_sum_without_slices():
         step = harness.transform_step(
             lambda: cross_shard.CrossShardOptimizer(optax.sgd(1.0), reduce_dtype=dtype)
         )
-        params, x = harness.params(), harness.batch()
+        params = harness.params()
+        x = harness.batch()
         _, state = step.init(None, params, x)
         traced = jax.jit(harness.replicated(step)).trace(params, state, x)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -211,7 +216,9 @@ def test_int8_rounding_errors_are_added_to_later_sums():
             optax.sgd(1.0), "sum", **options(slice_dtype="int8")
         )
     )
-    wanted, total, steps = np.sum(np.asarray(GRADS, np.float64), axis=0), 0, 50
+    wanted = np.sum(np.asarray(GRADS, np.float64), axis=0)
+    total = 0
+    steps = 50
     for _ in range(steps):
         new, state = run(state, GRADS)
         total = total - np.asarray(new["m"]["w"][0], np.float64)
@@ -329,23 +336,24 @@ def test_incompatible_options_are_refused_at_construction(more, match):
         construct(**more)()
 
 
-def test_int8_with_one_slice_is_refused():
-    step = harness.transform_step(
-        functools.partial(
-            cross_shard.CrossShardOptimizer,
-            optax.sgd(1.0),
-            **options(slice_dtype="int8"),
-        )
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_int8_with_one_slice_is_refused(shard_update):
+    make = lambda: cross_shard.CrossShardOptimizer(
+        optax.sgd(1.0), **options(slice_dtype="int8", shard_update=shard_update)
     )
-    params, x = harness.params(), harness.batch()
+    step = harness.transform_step(make)
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     mesh = jax.make_mesh((1, 8), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    run = jax.shard_map(
+    map_replicas = xshard.vmap_replicas
+    if not shard_update:
+        map_replicas = functools.partial(jax.shard_map, check_vma=False)
+    run = map_replicas(
         lambda p, s, x: step.apply({}, s, None, p, x)[0][1],
         mesh=mesh,
         in_specs=(jax.P(), jax.P(), jax.P(AXES)),
         out_specs=jax.P(),
-        check_vma=False,
     )
     with pytest.raises(ValueError, match="'int8' with one slice.*Leave it 'float32'"):
         run(params, state, x)

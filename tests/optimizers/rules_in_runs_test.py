@@ -29,7 +29,7 @@ OF_THE_HARNESS = ("partition",)
 
 
 class Ruled(toy.Wide):
-    """Trains by a rule of the table, with a dynamic loss scale that skips some steps."""
+    """Trains by a rule of the table; a dynamic loss scale skips some steps."""
 
     def optimizer(self):
         return table.make_optimizer(

@@ -1,5 +1,6 @@
-"""Tests that the rows of a run log the scheduled values that each update used, whatever
-wraps the rule.
+"""Tests that the rows of a run log the scheduled values that each update used.
+
+Whatever wraps the rule.
 """
 
 import haiku as hk
@@ -22,7 +23,7 @@ def rate(count):
 
 
 class Scheduled(toy.Wide):
-    """Declares its schedules, inside all the wrappers; some of its steps are skipped."""
+    """Declares its schedules inside all wrappers; some of its steps are skipped."""
 
     def optimizer(self):
         opt = xshard.OptaxOptimizer(
@@ -63,8 +64,9 @@ class Injected(toy.Wide):
 
 
 class Slow(toy.Wide):
-    """Updates every second step; one of its schedules has the name of a metric of the
-    loss.
+    """Updates every second step.
+
+    One of its schedules has the name of a metric of the loss.
     """
 
     def optimizer(self):
@@ -113,7 +115,8 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 )
 def test_rows_log_the_values_that_each_update_used(tmp_path, changes):
     logged = training(tmp_path, "Scheduled", overflow_above=1.9, **changes)
-    before, skips = 0, 0
+    before = 0
+    skips = 0
     for row in logged:
         # A schedule counts the updates before the step, and a skipped step is no
         # update.
@@ -128,7 +131,8 @@ def test_rows_log_the_values_that_each_update_used(tmp_path, changes):
 
 @pytest.mark.sample(0.4)
 def test_schedules_add_no_state_and_no_collective(tmp_path):
-    programs, states = [], []
+    programs = []
+    states = []
     for name in ("Scheduled", "Silent"):
         run = loop.Run(make_config(name), str(tmp_path / name))
         compiled = run.train_step.lower(run._target, run.batches.shapes()).compile()
@@ -170,10 +174,10 @@ def test_invalid_schedules_are_refused_before_a_run(tmp_path):
 
 def test_two_rules_and_two_transformations_get_distinct_names():
     def make():
+        inject = optax.inject_hyperparams
         two = optax.chain(
-            optax.inject_hyperparams(optax.clip)(1.0), optax.inject_hyperparams(optax.sgd)(0.1),
-            optax.inject_hyperparams(optax.sgd)(0.2),
-        )  # fmt: skip
+            inject(optax.clip)(1.0), inject(optax.sgd)(0.1), inject(optax.sgd)(0.2)
+        )
         return xshard.OptaxOptimizer(two, name="two", schedules={"a": rate, "b": rate})
 
     def step(params):
@@ -197,7 +201,8 @@ class _Both(xshard.OptimizerWrapper):
 
     def __init__(self, first, second):
         super().__init__()
-        self.opt, self.second = first, second
+        self.opt = first
+        self.second = second
 
     def update(self, grads, params):
         return self.second.update(grads, self.opt.update(grads, params))

@@ -1,5 +1,6 @@
-"""Tests of slots: the parameters that have them, their contents, their names and their
-memory.
+"""Tests of slots.
+
+The parameters that have them, their contents, their names and their memory.
 """
 
 import re
@@ -16,7 +17,9 @@ from tests.optimizers import harness, table
 from xshard.optimizers import cross_shard, loss_scale, moving_average
 from xshard.optimizers import optax as optax_optimizer
 
-W0, B0, W1 = "mlp/linear_0/w", "mlp/linear_0/b", "mlp/linear_1/w"
+W0 = "mlp/linear_0/w"
+B0 = "mlp/linear_0/b"
+W1 = "mlp/linear_1/w"
 # W0 is frozen.
 TRAINED = [B0, W1]
 STEPS = 3
@@ -43,9 +46,7 @@ def averaged(opt):
 
 
 def transform(make, var_list=None):
-    """Transforms a step `f(params, x, global_step)` that trains the parameters in
-    `var_list`.
-    """
+    """Transforms a step `f(params, x, global_step)` that trains some parameters."""
 
     def step(params, x, global_step=0):
         loss = lambda p: harness.loss(p, x)
@@ -82,11 +83,13 @@ def gradients(params, number, frozen=True):
 
 
 def assert_follows_optax(make, part_of=None):
-    """Asserts that a rule that trains all but W0 gives the same bits as optax on the
-    trained sub-tree.
+    """Asserts that a rule that trains all but W0 gives the bits of optax.
+
+    That is given the trained sub-tree.
     """
     params = harness.params()
-    bare, subtree = (part_of or make)(), without_w0(params)
+    bare = (part_of or make)()
+    subtree = without_w0(params)
     rule = applying(lambda: by_optax(make()))
     _, state = rule.init(None, gradients(params, 0), params)
     with jax.numpy_dtype_promotion("standard"):
@@ -123,6 +126,19 @@ LABELS = {"mlp/linear_0": {"w": "adam", "b": "adam"}, "mlp/linear_1": {"w": "sgd
 MASK = {"mlp/linear_0": {"w": True, "b": False}, "mlp/linear_1": {"w": True}}
 
 
+def are_matrices(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def labels_by_shape(params):
+    return jax.tree.map(lambda x: "sgd" if x.ndim > 1 else "adam", params)
+
+
+def adamw_of_a_schedule():
+    schedule = optax.linear_schedule(0.1, 0.0, 5)
+    return optax.inject_hyperparams(optax.adamw)(schedule)
+
+
 def partitioned(labels):
     return optax.partition(
         {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)}, labels
@@ -133,22 +149,23 @@ def partitioned(labels):
     "make",
     [
         lambda part=lambda tree: tree: partitioned(part(LABELS)),
-        lambda part=None: partitioned(lambda p: jax.tree.map(lambda x: "sgd" if x.ndim > 1 else "adam", p)),
+        lambda part=None: partitioned(labels_by_shape),
         lambda part=lambda tree: tree: optax.masked(optax.adam(0.1), part(MASK)),
-        lambda part=None: optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        lambda part=None: optax.masked(optax.adam(0.1), are_matrices),
         lambda part=None: optax.flatten(optax.adam(0.1)),
         lambda part=None: optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(0.1)),
         lambda part=None: optax.MultiSteps(optax.lamb(0.1), 2),
-        lambda part=None: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.0, 5)),
+        lambda part=None: adamw_of_a_schedule(),
     ],
-)  # fmt: skip
+)
 def test_composed_transformations_follow_optax_without_frozen_ones(make):
     assert_follows_optax(make, lambda: make(without_w0))
 
 
 def test_a_frozen_parameter_has_no_state_in_any_rule():
     step = transform(lambda: averaged(both_rules(adam())), TRAINED)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     names = {name for arrays in state.values() for name in arrays if "/" in name}
     slots = {
@@ -167,11 +184,13 @@ def test_a_frozen_parameter_has_no_state_in_any_rule():
 def test_sharded_slots_match_replicated_ones(make, replicas):
     sharded_rule = lambda: averaged(both_rules(by_optax(make(0.1)), shard_update=True))
     plain = transform(lambda: averaged(both_rules(by_optax(make(0.1)))), TRAINED)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = plain.init(None, params, x)
     run = harness.sharded(transform(sharded_rule, TRAINED), sharded_rule, replicas)
     replicated = jax.jit(harness.replicated(plain, replicas=replicas))
-    result, wanted = (params, state), (params, state)
+    result = (params, state)
+    wanted = (params, state)
     for _ in range(STEPS):
         (_, new, _), after = run(*result, x)
         result = new, after
@@ -185,7 +204,8 @@ def test_sharded_slots_match_replicated_ones(make, replicas):
 def test_frozen_parameters_have_no_slots_in_groups():
     groups = [[0, 2], [1, 3]]
     step = transform(lambda: both_rules(adam(), group_assignment=groups), TRAINED)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     args = harness.stack((params, state), 4)
     run = jax.jit(harness.per_replica(step, replicas=4))
@@ -206,7 +226,8 @@ def test_a_rule_may_train_one_parameter_after_another():
         return params
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     slots = {f"0/{slot}/{path}" for slot in ("mu", "nu") for path in (W0, B0)}
     assert state["opt"].keys() == {"0/count", *slots}
@@ -217,7 +238,8 @@ def test_a_rule_may_train_one_parameter_after_another():
 
 
 def test_a_gradient_for_a_parameter_without_a_slot_is_refused_by_name():
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = transform(adam, TRAINED).init(None, params, x)
     with pytest.raises(
         ValueError, match=f"'{W0}' has a gradient, but opt has no slot .*var_list"
@@ -244,7 +266,8 @@ def test_a_flattened_slot_needs_the_same_parameters_in_each_step():
 @pytest.mark.parametrize("name", table.NAMES)
 def test_slot_names_and_slots_are_the_same_before_and_after_an_update(name):
     make = table.make_optimizer(name)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
 
     def look(update):
         opt = make()
@@ -312,7 +335,8 @@ def test_a_module_may_have_the_name_of_a_slot():
 
 def test_slots_that_depend_on_module_names_are_known_after_an_update():
     labels = lambda p: {module: "sgd" if p[module] else "adam" for module in p}
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
 
     def step(params, early):
         opt = by_optax(partitioned(labels))
@@ -338,7 +362,8 @@ def test_slots_that_depend_on_module_names_are_known_after_an_update():
 @pytest.mark.parametrize("name", sorted(table.OPTIMIZERS))
 def test_each_array_of_the_initial_state_has_its_own_buffer(name, jitted):
     step = transform(lambda: averaged(table.make_optimizer(name)()))
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     init = jax.jit(step.init) if jitted else step.init
     _, state = init(None, params, x)
     # Donating one buffer twice is an error.
@@ -350,9 +375,11 @@ def test_each_array_of_the_initial_state_has_its_own_buffer(name, jitted):
 TAKES_MORE = {
     "scale_by_zoom_linesearch: .*'grad' and 'value_fn'": lambda: optax.lbfgs(),
     "hutchinson.*: .*'obj_fn'": lambda: contrib.sophia(0.1),
-    "sam: .*'grad_fn'": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+    "sam: .*'grad_fn'": lambda: contrib.sam(
+        optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True
+    ),
     "optax.lookahead": lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("requirement", TAKES_MORE)
@@ -384,7 +411,8 @@ def test_init_does_not_need_the_mapped_axis_that_an_update_uses():
 
     summing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     step = transform(lambda: by_optax(summing))
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     (_, new, _), _ = harness.replicated(step)(params, state, x)
     grads = jax.grad(harness.loss)(params, x)
@@ -399,7 +427,8 @@ def test_an_error_in_a_transformation_is_raised_unchanged():
 
     broken = optax.stateless(lambda grads, params: helper(grads))
     step = transform(lambda: by_optax(broken))
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     with pytest.raises(
         TypeError, match="helper.*missing 1 required positional argument: 'rate'"

@@ -102,20 +102,22 @@ TAKES_PER_EXAMPLE_GRADIENTS = {
     "contrib.differentially_private_aggregate",
 }
 NOT_AN_OPTIMIZER = {
-    "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every", "apply_if_finite",
-    "centralize", "chain", "clip", "clip_by_block_rms", "clip_by_global_norm", "conditionally_mask",
-    "conditionally_transform", "ema", "flatten", "freeze", "identity", "inject_hyperparams",
+    "adaptive_grad_clip", "add_decayed_weights", "add_noise", "apply_every",
+    "apply_if_finite", "centralize", "chain", "clip", "clip_by_block_rms",
+    "clip_by_global_norm", "conditionally_mask", "conditionally_transform", "ema",
+    "flatten", "freeze", "identity", "inject_hyperparams",
     "inject_stateful_hyperparams", "keep_params_nonnegative", "lookahead", "masked",
-    "measure_with_ema", "multi_transform", "named_chain", "normalize_by_update_norm", "partition",
-    "scale", "selective_transform", "set_to_zero", "snapshot", "stateless",
-    "stateless_with_tree_map", "trace", "with_extra_args_support", "zero_nans", "contrib.normalize",
-    "contrib.schedule_free", "contrib.split_real_and_imaginary",
+    "measure_with_ema", "multi_transform", "named_chain", "normalize_by_update_norm",
+    "partition", "scale", "selective_transform", "set_to_zero", "snapshot", "stateless",
+    "stateless_with_tree_map", "trace", "with_extra_args_support", "zero_nans",
+    "contrib.normalize", "contrib.schedule_free", "contrib.split_real_and_imaginary",
 }  # fmt: skip
 
 
 def public_list() -> set[str]:
-    """Returns the names of all public optax functions that return a transformation,
-    except `scale_by_*`.
+    """Returns the names of all public optax functions that return a transformation.
+
+    Except `scale_by_*`.
     """
     names = set()
     for prefix, module in (("", optax), ("contrib.", contrib)):
@@ -134,8 +136,9 @@ def bare(name: str) -> Any:
 
 
 def make_optimizer(name: str, **options: Any) -> Callable[[], Any]:
-    """Returns a constructor of one optimizer in both rules; `options` are for
-    CrossShardOptimizer.
+    """Returns a constructor of one optimizer in both rules.
+
+    The options are for CrossShardOptimizer.
     """
     _, place, wrap = WRAPPED.get(name, (name, "", None))
 

@@ -1,6 +1,4 @@
-"""Rules written by hand that hold other rules, and how tests train with a rule,
-replicated or in shards.
-"""
+"""Rules written by hand that hold other rules, and how tests train with a rule."""
 
 import haiku as hk
 import jax
@@ -20,8 +18,9 @@ def path_name(path):
 
 
 class ByLayer(base.Optimizer):
-    """Applies one rule to the first layer and another to the rest; not an
-    OptimizerWrapper.
+    """Applies one rule to the first layer and another to the rest.
+
+    It is not an OptimizerWrapper.
     """
 
     def __init__(self, first, rest, name):
@@ -67,8 +66,9 @@ class Lookahead(base.OptimizerWrapper):
 
 
 def train(make, x, replicas, start=None):
-    """Returns `(params, update count, state)` after each of STEPS steps; `start` is
-    such a triple or None.
+    """Returns `(params, update count, state)` after each of STEPS steps.
+
+    The rule is replicated or in shards, as it says. `start` is such a triple or None.
     """
     transformed = harness.transform_step(make)
     params = harness.params(np.float64)

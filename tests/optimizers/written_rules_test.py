@@ -1,5 +1,6 @@
-"""Tests that rules written by hand, as research has them, train in shards as they do
-replicated.
+"""Tests that rules written by hand train in shards as they do replicated.
+
+They are rules as research has them.
 """
 
 import functools
@@ -51,8 +52,9 @@ class SharpnessAware(Wrapper):
 
 
 class Sophia(xshard.Optimizer):
-    """Liu et al., 2023: divides by a moving average of the Hessian's diagonal, as
-    Hutchinson estimates it.
+    """Liu et al., 2023: divides by a moving average of the Hessian's diagonal.
+
+    Hutchinson's estimate of it.
     """
 
     curvature = None
@@ -75,7 +77,8 @@ class Sophia(xshard.Optimizer):
         curvature = self.curvature or jax.tree.map(jnp.zeros_like, params)
 
         def step(path, p, g, h):
-            momentum, hessian = slot(f"m/{path}", p), slot(f"h/{path}", p)
+            momentum = slot(f"m/{path}", p)
+            hessian = slot(f"h/{path}", p)
             if hk.running_init():
                 return p
             momentum = 0.9 * momentum + 0.1 * g
@@ -88,8 +91,9 @@ class Sophia(xshard.Optimizer):
 
 
 class Shampoo(xshard.Optimizer):
-    """Gupta et al., 2018: a factor for each dimension, of which the update takes the
-    inverse fourth roots.
+    """Gupta et al., 2018: a factor for each dimension.
+
+    The update takes their inverse fourth roots.
     """
 
     def update(self, grads, params):
@@ -115,9 +119,7 @@ class Shampoo(xshard.Optimizer):
 
 
 class BoundedByEarlier(Wrapper):
-    """State before the sum: clips each replica's own gradients to the size of earlier
-    sums.
-    """
+    """State before the sum: clips a replica's gradients to the size of earlier sums."""
 
     def aggregate(self, grads):
         sizes = each(lambda path, g: slot(f"size/{path}", g, jnp.ones), grads)
@@ -134,8 +136,9 @@ class BoundedByEarlier(Wrapper):
 
 
 class ProjectedGradients(xshard.OptaxOptimizer):
-    """Yu et al., 2020 (PCGrad): of two tasks, each gradient loses what is against the
-    other.
+    """Yu et al., 2020 (PCGrad): two tasks.
+
+    Each gradient loses what is against the other.
     """
 
     def compute_gradients(self, loss, params, **kwargs):
@@ -154,8 +157,9 @@ class ProjectedGradients(xshard.OptaxOptimizer):
 
 
 class Private(xshard.OptaxOptimizer):
-    """Abadi et al., 2016 (DP-SGD): clips what jax.vmap makes of parts of the gradient,
-    and adds equal noise.
+    """Abadi et al., 2016 (DP-SGD): clips parts of the gradient, and adds noise.
+
+    The parts are those of a jax.vmap, and the noise is equal on all replicas.
     """
 
     def compute_gradients(self, loss, params, **kwargs):
@@ -274,6 +278,9 @@ class Feedback(Wrapper):
 def test_errors_of_a_replicas_own_gradients_are_refused_by_name():
     make = lambda: Feedback(reduced(by_optax(optax.adam(0.1)), True))
     with jax.enable_x64(True):
-        match = "feedback computes 'lost/mlp/linear_0/b' in the state of feedback from a value of a rep"
+        match = (
+            "feedback computes 'lost/mlp/linear_0/b' in the state of feedback from a "
+            "value of a rep"
+        )
         with pytest.raises(errors.UserError, match=match):
             written.train(make, harness.batch(np.float64), 4)

@@ -92,13 +92,21 @@ class Optimizer(hk.Module):
     GATE_OP = gradients.GATE_OP
     GATE_GRAPH = gradients.GATE_GRAPH
 
-    # The two attributes have values in the class, since a subclass may call its methods
-    # before this class's constructor.
-    # The state that losses wrote since the last step. A skipped step restores it.
-    _loss_writes: skips.Writes = skips.NO_WRITES
-    # The value of the last call of `compute_gradients`: the replica's, unscaled, until
-    # a rule around this one reduces it.
-    _loss: Any = None
+    def __init__(self, name: str | None = None):
+        """Creates a rule without state.
+
+        Args:
+          name: the module's name; by default the class's, in snake case.
+        """
+        super().__init__(name=name)
+        # The state that losses wrote since the last step. A skipped step restores it.
+        self._loss_writes: skips.Writes = skips.NO_WRITES
+        # The value of the last call of `compute_gradients`: the replica's, unscaled,
+        # until a rule around this one reduces it.
+        self._loss: Any = None
+
+    # The constructor of rules that are dataclasses, as Haiku's modules may be.
+    __post_init__ = __init__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Treats methods of a subclass that call losses as this class's own."""

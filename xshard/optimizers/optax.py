@@ -110,8 +110,8 @@ class OptaxOptimizer(base.Optimizer):
 
         old_state = self._get_state(present, wide)
         state = slots_lib.map_slots(mask.hide, params, old_state)
-        narrow = lambda g, p: g.astype(p.dtype)
-        gradients = jax.tree.map(narrow, mask.hide(grads), trained)
+        cast = lambda g, p: g.astype(p.dtype)
+        gradients = jax.tree.map(cast, mask.hide(grads), trained)
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
             updates, state = self._call_update(gradients, state, trained)
