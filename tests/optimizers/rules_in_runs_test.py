@@ -1,5 +1,6 @@
-"""Tests that the rules of optax's list train in a run's groups, slices and shards as
-they do replicated.
+"""Tests that the rules of optax's list train in a run as they do replicated.
+
+The run has groups, slices and shards.
 """
 
 import dataclasses

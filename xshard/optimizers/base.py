@@ -206,6 +206,8 @@ class Optimizer(hk.Module):
         trees.check_params(params)
         trained = trees.select(trees.as_arrays(params), var_list)
         zeros = {path: jnp.zeros_like(leaf) for path, leaf in trained.items()}
+        # While state is created, a rule's update creates that of each parameter with a
+        # gradient, whatever its value.
         self.apply_gradients(trees.rebuild(params, zeros), params)
 
     def apply_gradients(
@@ -256,6 +258,7 @@ class Optimizer(hk.Module):
         # From here on all trees are plain dicts. `rebuild` below restores the caller's
         # structure.
         old_params = trees.as_arrays(params)
+        # `jax.grad` conjugates the gradients of complex parameters.
         directions = trees.conjugate(grads, old_params)
         rules = all_rules(self)
         step = phases.Step(rules, _required_phases(rules))

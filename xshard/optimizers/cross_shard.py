@@ -260,8 +260,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # would sum them again.
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        # An update that needs the loss must get the same one on all replicas.
         for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
             rule.reduce_loss(self._reduce_loss)
+        # Here rather than in `aggregate`, as TensorFlow does.
         count = self._num_summands()
         if self.reduction is Reduction.MEAN and count > 1:
             grads = jax.tree.map(lambda g: trees.widen(g) / count, grads)

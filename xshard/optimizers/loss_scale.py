@@ -157,6 +157,7 @@ class DynamicLossScale(LossScale):
 
     def update(self, grads: trees.Gradients) -> jax.Array:
         """Adapts the scale; returns whether all gradients are finite."""
+        # The scale of this step, with which its loss was multiplied.
         scale = self()
         good_steps = hk.get_state("good_steps", [], jnp.int32, jnp.zeros) + 1
         finite = all_finite(grads)
@@ -313,6 +314,7 @@ def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _is_number(x: Any, kind: type) -> bool:
+    # In Python a bool is an integer, but it is no scale.
     return isinstance(x, kind) and not isinstance(x, bool)
 
 

@@ -89,14 +89,17 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`; moves averages towards the new parameters."""
+        # The averages follow the new parameters, so the wrapped rule updates first.
         new_params = self.opt.update(grads, params)
         count = self._next_count()
         trained = trees.present(grads).keys()
         if hk.running_init():
             old = trees.leaves_by_path(params)
             for path in trained:
+                # In a narrow type, a small change of an average would be rounded away.
                 slots_lib.create(_state_name(path), trees.widen(old[path]))
             return new_params
+        # A parameter without a gradient keeps its average.
         new = trees.leaves_by_path(new_params)
         for path in trained:
             if not self._has_average(path):

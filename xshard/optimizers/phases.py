@@ -138,8 +138,11 @@ class Step:
         """Updates global arrays in shards; XLA partitions what the rules compute."""
 
         def constrain(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
+            """A global array, declared to lie in shards on the replicas."""
             return replica_map.lying(x, partition.spec(layout))
 
+        # With parameters in shards like the gradients, each device computes only its
+        # shard of what an update computes by elements.
         trained = trees.present(grads)
         old = trees.leaves_by_path(params)
         old_shards = partition.map(constrain, {path: old[path] for path in trained})
@@ -147,6 +150,7 @@ class Step:
             grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
         self._restore_loss_writes(applied)
 
+        # The update always runs. A skipped step selects the old arrays and state.
         state_before = skips.current_state()
         update = _with_separate_keys(self._update, _UPDATE_KEY.get())
         updated = update(grads, trees.replace(params, old_shards))
