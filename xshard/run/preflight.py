@@ -283,13 +283,13 @@ def _check_equal(
       traced: the traced step.
     """
     inputs = jax.tree.leaves(
-        (_labeled(state, varying.OF_STATE), _labeled(batch, varying.OF_BATCH))
+        (_labeled(state, varying.Cause.STATE), _labeled(batch, varying.Cause.BATCH))
     )
     differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, inputs)
     several = _several(mesh)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), own, axes in zip(leaves, declared, differing, strict=True):
-        if not (axes - own) & several:
+    for (path, leaf), own, variation in zip(leaves, declared, differing, strict=True):
+        if not (variation.axes - own) & several:
             continue
         kind, _, name = trees.path_name(path).partition("/")
         if kind == "metrics" and jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -302,7 +302,7 @@ def _check_equal(
             continue
         why = (
             f"{name!r}, of type {leaf.dtype}, which differs between the replicas: on each of them it depends on "
-            f"{varying.because(axes)}"
+            f"{varying.because(variation)}"
         )
         for learner in state_lib.learners(state):
             if name.removeprefix(f"{learner}/").startswith("net_state/"):
@@ -328,11 +328,11 @@ def _check_rules(
     """Raises UserError if a rule's update depends on a replica's own values; see
     `rule_values`.
     """
-    others = _labeled(state, varying.OF_STATE)
+    others = _labeled(state, varying.Cause.STATE)
     of_state = state_lib.map_learners(
         lambda _, x: _labeled(x, rule_values.LEARNER), others
     )
-    inputs = jax.tree.leaves((of_state, _labeled(batch, varying.OF_BATCH)))
+    inputs = jax.tree.leaves((of_state, _labeled(batch, varying.Cause.BATCH)))
     # Supervised has a method that makes its rule; other experiments make theirs where
     # they like.
     maker = getattr(experiment, "optimizer", experiment.train_step)
@@ -341,9 +341,9 @@ def _check_rules(
     )
 
 
-def _labeled(tree: Any, note: str) -> Any:
-    """Returns a tree with the note in place of each leaf."""
-    return jax.tree.map(lambda _: note, tree)
+def _labeled(tree: Any, label: Any) -> Any:
+    """Returns a tree with the label in place of each leaf."""
+    return jax.tree.map(lambda _: label, tree)
 
 
 def _long(mesh: jax.sharding.Mesh) -> varying.Axes:
@@ -428,8 +428,9 @@ def _check_prediction(
     """
     differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), axes in zip(leaves, differing, strict=True):
-        if not axes & _several(mesh):
+    for (path, leaf), variation in zip(leaves, differing, strict=True):
+        axes = variation.axes & _several(mesh)
+        if not axes:
             continue
         name = trees.path_name(path) or "outputs"
         among = "replicas"
@@ -437,7 +438,7 @@ def _check_prediction(
             "It depends on the replica's index, or on per-replica state: make it equal with a collective, such as "
             "jax.lax.pmean(x, ('slice', 'replica'))."
         )
-        if mesh_lib.GROUP in axes & _several(mesh):
+        if mesh_lib.GROUP in axes:
             among = "groups"
             fix = "Return the outputs of all groups, as jax.lax.all_gather(outputs, 'group') does."
         raise errors.UserError(
