@@ -139,7 +139,7 @@ class Step:
 
         def constrain(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
             """A global array, declared to lie in shards on the replicas."""
-            return replica_map.lying(x, partition.spec(layout))
+            return replica_map.constrain(x, partition.spec(layout))
 
         # With parameters in shards like the gradients, each device computes only its
         # shard of what an update computes by elements.
