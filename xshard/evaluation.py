@@ -202,7 +202,7 @@ def _jitted(
     everywhere = mesh_lib.sharding(mesh)
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
-    mapped = step.evaluation_on_replicas(experiment, replicas.mesh)
+    mapped = functools.partial(step.evaluation_of_replica, experiment, replicas.mesh)
     return logical.Program(
         validation.describe_method(experiment.eval_step),
         mapped,

@@ -6,6 +6,7 @@ the function's first call.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -150,7 +151,7 @@ def _note_of_whole_arrays(
     whole = []
     total = 0
     for name, learner in state_lib.learners(state).items():
-        if not learner.rules.shards_update:
+        if not learner.meta.shards_update:
             continue
         for path, x in trees.leaves_by_path(learner.params).items():
             spec = mesh_lib.spec_of(path, experiment.sharding_rules())
@@ -174,7 +175,7 @@ def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
         floats = [
             path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
-        if learner.rules.averages_module is None or not floats:
+        if learner.meta.averages_module is None or not floats:
             continue
         whose = f" of {name}" if name else ""
         yield (
@@ -219,7 +220,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
-        mapped = step.on_replicas(experiment, replicas.mesh)
+        mapped = functools.partial(step.step_of_replica, experiment, replicas.mesh)
         what = validation.describe_method(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
     watched_step = step.make_watched_step(experiment, mesh)

@@ -276,7 +276,7 @@ def _partings(
     """
     groups, slices, replicas = held.shape[:3]
     places = list(np.ndindex(slices, replicas))
-    is_own = [axis in cell.own for axis in mesh_lib.REPLICAS]
+    is_own = [axis in cell.differing_axes for axis in mesh_lib.REPLICAS]
     for group in range(groups):
         alike: dict[Any, list[tuple[int, ...]]] = {}
         for place in places:

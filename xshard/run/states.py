@@ -96,8 +96,7 @@ class States:
             if fits
             else self.target
         )
-        older = lambda: state_lib.abstract_state(*self._args, all_slots=True)
-        return self.manager.restore(target, step, may_hold=older)
+        return self.manager.restore(target, step)
 
 
 def _must_be_finite(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
