@@ -202,7 +202,9 @@ def _jitted(
     everywhere = mesh_lib.sharding(mesh)
     if replicas is None:
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
-    mapped = functools.partial(step.evaluation_of_replica, experiment, replicas.mesh)
+    mapped = lambda state, *_: step.evaluation_of_replica(
+        experiment, replicas.mesh, state
+    )
     return logical.Program(
         validation.describe_method(experiment.eval_step),
         mapped,

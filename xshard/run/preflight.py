@@ -6,7 +6,6 @@ the function's first call.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -220,7 +219,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
-        mapped = functools.partial(step.step_of_replica, experiment, replicas.mesh)
+        mapped = lambda state, _: step.step_of_replica(experiment, replicas.mesh, state)
         what = validation.describe_method(experiment.train_step)
         return logical.Program(what, mapped, replicas, donate_argnums=0)
     watched_step = step.make_watched_step(experiment, mesh)

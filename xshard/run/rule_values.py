@@ -14,8 +14,8 @@ from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
 
-# Labels of values of the program: what each replica has of its own along an axis and has
-# not been reduced over that, and a shard of an array that lies along an axis.
+# Labels of values of the program: what each replica has of its own along an axis and
+# has not been reduced over that, and a shard of an array that lies along an axis.
 _OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
 _SHARD = {axis: f"a shard along {axis}" for axis in mesh_lib.REPLICAS}
 # The label of an input that is state of a learner.
