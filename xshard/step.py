@@ -469,9 +469,9 @@ def _check_observed(
         logged = f"{{{name!r}: outcome}}" if name else "outcome"
         raise errors.UserError(
             f"{where} returned metrics without those of the learner {learner!r}: "
-            "return the outcome of its update under the name of its state, as in state, "
-            "outcome = learner.update(...); return state, "
-            f"{logged}. The run reads from it whether the step is finite."
+            "return the outcome of its update under the name of its state, as in "
+            f"state, outcome = learner.update(...); return state, {logged}. The run "
+            "reads from it whether the step is finite."
         )
 
 
