@@ -93,17 +93,17 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
     """Prints whether two runs are the same so far, as `xshard.bisect` does; returns 0
     if they are, else 1.
     """
-    from xshard.replay import divergence  # Imported here, since it imports JAX.
+    from xshard.replay import comparison  # Imported here, since it imports JAX.
 
-    runs = [divergence.read(directory) for directory in directories]
-    divergence_found = divergence.find_divergence(*runs)
+    runs = [comparison.read(directory) for directory in directories]
+    divergence_found = comparison.find_divergence(*runs)
     logged = [max(run.rows) for run in runs]
     if as_json:
         by_fingerprints = bool(divergence_found.states or divergence_found.same_state)
         found = {**divergence_found._asdict(), "by_fingerprints": by_fingerprints}
         print(jsonfile.dumps({**found, "logged": logged}, indent=2))
     else:
-        print(divergence.describe(divergence_found))
+        print(comparison.describe(divergence_found))
         if logged[0] != logged[1]:
             ends = [
                 f"{name} to step {step}"

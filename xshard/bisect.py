@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from xshard import cli
-from xshard.replay import divergence
+from xshard.replay import comparison
 
 
 @cli.program
@@ -20,12 +20,12 @@ def main(argv: Sequence[str]) -> int:
     parser = cli.parser("bisect", __doc__)
     for name in ("RUN_A", "RUN_B"):
         parser.add_argument(name, help="a run's work directory")
-    options = vars(parser.parse_args(argv))
-    text, are_alike = divergence.report(
-        *(divergence.read(directory) for directory in options.values())
-    )
+    options = parser.parse_args(argv)
+    first = comparison.read(options.RUN_A)
+    second = comparison.read(options.RUN_B)
+    text, are_equal = comparison.report(first, second)
     print(text)
-    return 0 if are_alike else 1
+    return 0 if are_equal else 1
 
 
 if __name__ == "__main__":

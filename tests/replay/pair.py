@@ -16,14 +16,16 @@ class Pair(xshard.Experiment):
 
     def __init__(self, config):
         super().__init__(config)
-        rule = lambda: xshard.CrossShardOptimizer(
-            optax.sgd(0.1), slice_axis_name="slice"
-        )
-        network = lambda x: hk.Linear(1)(x)[:, 0]
-        names = ("first", "second")
         self.learners = {
-            name: xshard.Learner(network, rule, self.config) for name in names
+            "first": xshard.Learner(self._network, self._rule, self.config),
+            "second": xshard.Learner(self._network, self._rule, self.config),
         }
+
+    def _network(self, x):
+        return hk.Linear(1)(x)[:, 0]
+
+    def _rule(self):
+        return xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
 
     def train_data(self):
         return toy.Toy(self.config).train_data()
@@ -39,10 +41,13 @@ class Pair(xshard.Experiment):
 
     def train_step(self, state, batch, key):
         losses = {"first": self._error, "second": self._logarithm}
-        updated = {}
+        states = {}
+        metrics = {}
         for name, learner in self.learners.items():
-            updated[name] = learner.update(state[name], losses[name], batch, key)
-        return tuple({name: x[i] for name, x in updated.items()} for i in range(2))
+            states[name], metrics[name] = learner.update(
+                state[name], losses[name], batch, key
+            )
+        return states, metrics
 
     def _error(self, state, batch, key):
         outputs, net_state = self.learners["first"].apply(state, key, batch["x"])

@@ -5,7 +5,6 @@ and loss scale.
 """
 
 import inspect
-import itertools
 import pathlib
 from typing import NamedTuple
 
@@ -22,10 +21,11 @@ from tests import toy
 from xshard import data, loop
 from xshard.replay import diagnosis, replayer
 
-EXAMPLES, LAYERS, WIDTH = 128, 3, 6
-FLOAT32, FLOAT16 = (
-    f"params=float32,compute={x},output=float32" for x in ("float32", "float16")
-)
+EXAMPLES = 128
+LAYERS = 3
+WIDTH = 6
+FLOAT32 = "params=float32,compute=float32,output=float32"
+FLOAT16 = "params=float32,compute=float16,output=float32"
 
 
 class Layers(toy.Toy):
@@ -101,18 +101,23 @@ def _kernel(x, flag):
     def add(x, flag, out):
         out[...] = x[...] + jnp.log(1 - 2 * flag[...])
 
-    return pallas.pallas_call(add, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(
-        x, flag
-    )
+    out_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(add, out_shape=out_shape)(x, flag)
 
 
 _kernel.defvjp(lambda x, flag: (_kernel(x, flag), None), lambda _, grad: (grad, None))
 
 
 KINDS = (
-    "zero_over_zero", "inf_minus_inf", "logarithm", "power", "root_gradient", "bad_example", "forward_overflow",
+    "zero_over_zero",
+    "inf_minus_inf",
+    "logarithm",
+    "power",
+    "root_gradient",
+    "bad_example",
+    "forward_overflow",
     "gradient_overflow",
-)  # fmt: skip
+)
 # Kinds that are not drawn at random.
 OTHERS = ("by_platform", "within_jit", "masked")
 
@@ -194,9 +199,8 @@ def line(kind: str) -> str:
     """Returns the source line of a kind of fault, in the form that a report prints."""
     source, begin = inspect.getsourcelines(Layers._fault)
     (case,) = (number for number, text in enumerate(source) if f'"{kind}"' in text)
-    return (
-        f"{pathlib.Path(__file__).relative_to(pathlib.Path.cwd())}:{begin + case + 1}"
-    )
+    file = pathlib.Path(__file__).relative_to(pathlib.Path.cwd())
+    return f"{file}:{begin + case + 1}"
 
 
 def place(fault: Fault) -> tuple[int, list[int]]:
@@ -208,6 +212,7 @@ def place(fault: Fault) -> tuple[int, list[int]]:
     numbers = data.order({"x": np.zeros(EXAMPLES)}, config.seed, groups)
     orders = [numbers(group, np.arange(EXAMPLES)).tolist() for group in range(groups)]
     places = [order.index(fault.example) for order in orders]
+    # The step's number, counted from 0.
     step = min(places) // size
     rows = [
         group * size + at % size
@@ -228,14 +233,16 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
     if repeated.number != step or finding is None:
         return [f"step {repeated.number} for {step}, {finding}"]
     size = fault.groups * get_config(fault).batch_size // replicas
-    numbers = [
-        run.examples(repeated.number, repeated.batch, group)
-        for group in finding.rows or []
-    ]
+    found_rows = []
+    found_examples = []
+    for of_cause in finding.rows or []:
+        found_rows += of_cause
+        found_examples += run.examples(repeated.number, repeated.batch, of_cause)
+    # What was found, and what was planted.
     checks = {
         "replicas": (finding.replicas, sorted({row // size for row in rows})),
-        "rows": (sorted(itertools.chain(*finding.rows or [])), rows),
-        "examples": (sorted(itertools.chain(*numbers)), [fault.example] * len(rows)),
+        "rows": (sorted(found_rows), rows),
+        "examples": (sorted(found_examples), [fault.example] * len(rows)),
         "reproduced": (run.difference(repeated), None),
     }
     if fault.kind == "bad_example":
@@ -245,11 +252,11 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
         is_backward = fault.kind in ("root_gradient", "gradient_overflow")
         checks["backward"] = (finding.first.backward, is_backward)
     checks |= _cure_checks(fault, finding)
-    return [
-        f"{name}: {actual!r} for {expected!r}"
-        for name, (actual, expected) in checks.items()
-        if actual != expected
-    ]
+    differences = []
+    for name, (actual, expected) in checks.items():
+        if actual != expected:
+            differences.append(f"{name}: {actual!r} for {expected!r}")
+    return differences
 
 
 def _cure_checks(

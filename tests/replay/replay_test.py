@@ -18,7 +18,7 @@ from tests.replay import planted
 from xshard import loop
 from xshard.pod import status
 from xshard.replay import __main__ as program
-from xshard.replay import cause, diagnosis, replayer
+from xshard.replay import diagnosis, replayer
 
 KINDS = {
     "zero_over_zero": {},
@@ -117,13 +117,11 @@ def test_a_finite_step_is_reproduced_with_its_norms(directory, capsys):
     output = replay(directory, capsys, "--step=4")
     assert "1 rows compared: reproduced, bit for bit" in output
     assert "Every value that reaches a result of the step is finite." in output
-    (row,) = [
-        row for row in replayer.Replayer(str(directory)).rows.items() if row[0] == 4
-    ]
+    row = replayer.Replayer(str(directory)).rows[4]
     norms = [line.split() for line in output.splitlines() if "mlp/~/" in line]
     total = np.sqrt(sum(float(norm) ** 2 for norm, _, path in norms))
     # The table prints four digits.
-    np.testing.assert_allclose(total, row[1]["gradient_norm"], rtol=1e-3)
+    np.testing.assert_allclose(total, row["gradient_norm"], rtol=1e-3)
     assert "tests/toy.py:" in output
 
 
@@ -159,7 +157,9 @@ def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
     directory, tmp_path, capsys
 ):
     def change(row):
-        return row | {"loss": 0.5, "fingerprint/params": "0"} if "loss" in row else row
+        if "loss" not in row:
+            return row
+        return {**row, "loss": 0.5, "fingerprint/params": "0"}
 
     copy = rewrite(directory, tmp_path, change)
     last = status.Status("host")
@@ -198,16 +198,14 @@ def test_a_step_outside_the_run_is_refused(directory, tmp_path, capsys):
     assert "--step=9: the run in" in message(directory, "--step=9")
     assert "steps 1 to 6" in message(directory, "--step=0")
     fine = rewrite(directory, tmp_path, lambda row: {**row, "skipped": 0})
-    assert "metrics.jsonl are finite, and no step was skipped: give --step" in message(
-        fine
-    )
+    text = "metrics.jsonl are finite, and no step was skipped: give --step"
+    assert text in message(fine)
 
     def change(row):
-        return {
-            **row,
-            "skipped": 0,
-            **({"eval/error": None} if "eval/error" in row else {}),
-        }
+        row = {**row, "skipped": 0}
+        if "eval/error" in row:
+            row["eval/error"] = None
+        return row
 
     bad = message(rewrite(directory, tmp_path, change))
     assert "The evaluation after step 6 is not finite (eval/error)" in bad
@@ -224,10 +222,8 @@ def test_the_update_that_leaves_a_nonfinite_state_is_found_between_rows(
     assert "step 4: the loss is nan" in capsys.readouterr().err
     output = replay(tmp_path, capsys)
     assert "step 3, repeated from the first state" in output
-    assert (
-        "first not finite: " in output
-        and "reaches      the state 'params/linear/b'" in output
-    )
+    assert "first not finite: " in output
+    assert "reaches      the state 'params/linear/b'" in output
     output = replay(tmp_path, capsys, "--step=4")
     assert "not finite before the step: the state 'params/linear/w' is " in output
     assert "an earlier step: --step=3 analyzes the one before" in output
@@ -243,10 +239,8 @@ def test_a_fault_in_one_of_two_learners_is_named(tmp_path, capsys):
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     output = replay(tmp_path, capsys)
     assert "step 1, repeated from the first state" in output
-    assert (
-        "first not finite: log gives nan\n  line         tests/replay/pair.py:"
-        in output
-    )
+    place = "  line         tests/replay/pair.py:"
+    assert f"first not finite: log gives nan\n{place}" in output
     # The logarithm's derivative is finite, and the fault does not reach the other
     # learner.
     assert "reaches      the loss of second\n" in output
@@ -263,10 +257,8 @@ def test_a_step_that_skipped_only_the_first_of_two_updates_is_found(tmp_path, ca
     # The metrics of the step are those of its second update, which was applied.
     output = replay(tmp_path, capsys)
     assert "step 2, repeated from the first state" in output
-    assert (
-        "first not finite: div gives inf\n  line         tests/replay/pair.py:"
-        in output
-    )
+    place = "  line         tests/replay/pair.py:"
+    assert f"first not finite: div gives inf\n{place}" in output
     assert "all metrics of the step were finite" not in output
 
 
@@ -310,21 +302,17 @@ def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
     output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Dividing)
     (line,) = (begin + i for i, text in enumerate(source) if "x / (1 - steps)" in text)
-    assert (
-        f"first not finite: div gives inf\n  line         tests/replay/replay_test.py:{line}\n"
-        in output
-    )
+    place = f"  line         tests/replay/replay_test.py:{line}\n"
+    assert f"first not finite: div gives inf\n{place}" in output
 
 
 def test_examples_that_fail_only_together_are_blamed_together():
     heavy = {3, 5}
-    blamed = cause.blame_examples(
-        lambda rows: heavy <= set(rows.tolist()), [np.arange(8)]
-    )
+    needs_both = lambda rows: heavy <= set(rows.tolist())
+    blamed = diagnosis.blame_examples(needs_both, [np.arange(8)])
     assert blamed == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    blamed = cause.blame_examples(
-        lambda rows: bool(heavy & set(rows.tolist())), np.split(np.arange(8), 2)
-    )
+    needs_one = lambda rows: bool(heavy & set(rows.tolist()))
+    blamed = diagnosis.blame_examples(needs_one, np.split(np.arange(8), 2))
     assert blamed == [[3], [5]]
 
 

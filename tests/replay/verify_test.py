@@ -8,14 +8,12 @@ import pathlib
 import re
 import shutil
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests import forks
 from xshard import errors
 from xshard.replay import __main__ as program
-from xshard.replay import comparison, replayer, verify
+from xshard.replay import comparison, verify
 
 FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 
@@ -28,9 +26,14 @@ def environment(monkeypatch):
 
 
 def verified(capsys, *flags):
-    """Verifies a resume after 6 steps; returns the exit code and the standard output."""
+    """Verifies a resume after 6 steps; returns the exit code and what is printed."""
     code = program.main(["--verify_resume=6", *FLAGS, *flags])
     return code, capsys.readouterr().out
+
+
+def line(pattern, output):
+    """Returns the match of a whole line of the output; None if there is none."""
+    return re.search(f"^{pattern}$", output, re.MULTILINE)
 
 
 def test_a_pure_experiment_resumes_to_the_same_bits(tmp_path, capsys):
@@ -52,13 +55,10 @@ def test_on_other_devices_values_agree_within_the_tolerance(capsys):
     places = "--verify_devices=4", "--verify_processes=2", "--verify_tolerance=1e-5"
     code, output = verified(capsys, *flags, *places)
     assert code == 0 and len(output.splitlines()) == 1, output
-    assert output.startswith(
-        "the same within 1e-05: 6 undisturbed steps, and 6 killed at step 4 and"
-    )
-    assert (
-        "from step 2 on 4 devices of 2 processes; 9 rows, 7 arrays (the largest difference in an array is"
-        in output
-    )
+    begin = "the same within 1e-05: 6 undisturbed steps, and 6 killed at step 4 and"
+    assert output.startswith(begin)
+    assert "from step 2 on 4 devices of 2 processes; 9 rows, 7 arrays" in output
+    assert "7 arrays (the largest difference in an array is" in output
     # The bits differ.
     assert 0 < float(re.search(r"in an array is (\S+) of its", output)[1]) < 1e-5
 
@@ -71,76 +71,15 @@ def test_a_dependence_on_the_number_of_devices_is_named(capsys):
         "--verify_devices=2",
     )
     code, output = verified(capsys, *flags)
-    assert (
-        code == program.NOT_REPRODUCED
-        and "not the same within 0.001: 6 undisturbed steps" in output
-    )
+    assert code == program.NOT_REPRODUCED
+    assert "not the same within 0.001: 6 undisturbed steps" in output
     # The restored state is the same, so the first difference is in a value that was
     # drawn later.
-    assert re.search(
-        r"^row of step +3, (loss|gradient_norm): ", output, re.MULTILINE
-    ), output
-    assert re.search(r"^array +params/linear/b$", output, re.MULTILINE), output
-    assert (
-        "kind         the number of devices: an undisturbed run on 2 devices" in output
-    )
-    shutil.rmtree(re.search(r"^runs +(\S+)$", output, re.MULTILINE)[1])
-
-
-def test_the_gap_between_arrays_is_relative_to_the_largest_value():
-    x = np.array([1.0, -4.0], np.float32)
-    assert (
-        comparison._gap(x, x.copy()) == 0
-        and comparison._gap(x, x + np.float32([0.5, 0])) == 0.125
-    )
-    assert comparison._gap(np.float32([np.nan]), np.float32([np.nan])) == 0
-    others = (
-        x.astype(int),
-        x[:1],
-        np.float32([1, np.nan]),
-        np.float32([1, np.inf]),
-        x.astype("f8"),
-    )
-    assert [comparison._gap(x, other) for other in others] == [np.inf] * 5
-    assert comparison._gap(np.int32([1]), np.int32([2])) == np.inf
-    half = jnp.bfloat16([1.0, 4.0])
-    assert (
-        comparison._gap(np.asarray(half), np.asarray(half + jnp.bfloat16([0.5, 0])))
-        == 0.125
-    )
-
-
-def test_rows_are_compared_within_a_tolerance():
-    row = lambda step, loss, text="ab", **more: {
-        "step": step, "loss": loss, "fingerprint/params": text, "skipped": 0, **more,
-    }  # fmt: skip
-    first = [row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.0])]
-    same = lambda second, restored=1: comparison.first_row(
-        *comparison._without_near(first, second, 1e-2, restored)
-    )
-    # Gaps are relative to the column's largest value. Step 2 begins with the restored
-    # state, whose fingerprint must be equal.
-    assert (
-        same([row(1, 2.0), row(2, 1.01), row(3, 0.519, "cd", eval=[8.0, 0.07])]) is None
-    )
-    assert same([row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.09])])[:2] == (
-        3,
-        "eval",
-    )
-    assert same([row(1, 2.0), row(2, 1.0), row(3, 0.53, eval=[8.0, 0.0])])[:2] == (
-        3,
-        "loss",
-    )
-    assert same([first[0], row(2, 1.0, "cd"), first[2]])[:2] == (
-        2,
-        "fingerprint/params",
-    )
-    assert same([first[0], {**first[1], "skipped": 1}, first[2]])[:2] == (2, "skipped")
-    assert same([row(1, 2.01), *first[1:]])[:2] == (1, "loss")
-    assert same(first[:2])[0] == 3 and same([*first, row(4, 1.0)])[0] == 4
-    assert comparison._near({"a": {"b": 1.0}, "c": "x"}, {"a": {"b": 1.001}, "c": "y"}, 1e-2) == {
-        "a": {"b": 1.0}, "c": "y",
-    }  # fmt: skip
+    assert line("row of step +3, (loss|gradient_norm): .*", output), output
+    assert line("array +params/linear/b", output), output
+    kind = "kind         the number of devices: an undisturbed run on 2 devices"
+    assert kind in output
+    shutil.rmtree(line(r"runs +(\S+)", output)[1])
 
 
 KINDS = {
@@ -166,24 +105,17 @@ def test_an_impure_experiment_is_named_by_its_kind(name, capsys):
     kind, step = KINDS[name]
     code, output = verified(capsys, f"--config.experiment=tests.impure.{name}")
     assert code == program.NOT_REPRODUCED
-    assert re.search(rf"^kind +{re.escape(kind)}", output, re.MULTILINE), output
-    assert re.search(
-        rf"^row of step +{step}, \w+: \S+ \| \S+$", output, re.MULTILINE
-    ), output
-    assert ("killed at step 4 and resumed from step 2" in output) == (step == 3)
-    assert (
-        re.search(r"^array +params/linear/b$", output, re.MULTILINE) is not None
-    ) == (step == 3)
-    assert ("has a different batch (undisturbed: examples " in output) == (
-        name == "Counting"
-    )
+    assert line(f"kind +{re.escape(kind)}.*", output), output
+    assert line(rf"row of step +{step}, \w+: \S+ \| \S+", output), output
+    is_resumed = step == 3
+    assert ("killed at step 4 and resumed from step 2" in output) == is_resumed
+    assert bool(line("array +params/linear/b", output)) == is_resumed
+    has_other_batch = "has a different batch (undisturbed: examples " in output
+    assert has_other_batch == (name == "Counting")
     # The runs are kept for inspection.
-    folder = pathlib.Path(re.search(r"^runs +(\S+)$", output, re.MULTILINE)[1])
-    assert {path.name for path in folder.iterdir()} > {
-        "whole",
-        "resumed",
-        "resumed.log",
-    }
+    folder = pathlib.Path(line(r"runs +(\S+)", output)[1])
+    files = {path.name for path in folder.iterdir()}
+    assert files > {"whole", "resumed", "resumed.log"}
     shutil.rmtree(folder)
 
 
@@ -200,19 +132,17 @@ def test_an_impure_experiment_is_named_by_its_kind(name, capsys):
     ],
 )
 def test_kinds_that_need_no_batches_are_named(row, array, kind, monkeypatch):
-    equal, differing = (
-        comparison.Comparison(None),
-        comparison.Comparison(row and replayer.Difference(*row), array),
-    )
+    equal = comparison.Comparison(None)
+    difference = comparison.Difference(*row) if row else None
+    differing = comparison.Comparison(difference, array)
     monkeypatch.setattr(verify._Runs, "train", lambda *_, **__: None)
     monkeypatch.setattr(comparison, "compare", lambda *_: equal)
     runs = verify._Runs(FLAGS, 6)
     runs.folder.rmdir()
     assert runs.diagnose_resume(2, differing).startswith(kind)
     # If undisturbed runs differ, the kind is impurity instead.
-    monkeypatch.setattr(
-        comparison, "compare", lambda *_: comparison.Comparison(None, "params/w")
-    )
+    unequal = comparison.Comparison(None, "params/w")
+    monkeypatch.setattr(comparison, "compare", lambda *_: unequal)
     assert runs.diagnose_resume(2, differing).startswith("impure")
 
 
@@ -220,10 +150,8 @@ def test_a_failed_run_shows_its_output(capfd):
     assert program.main(["--verify_resume=6", *FLAGS, "--config.micro_batches=3"]) == 1
     error = capfd.readouterr().err
     assert "error: batch_size=8 must be a positive multiple" in error
-    assert (
-        "exited with 1; its output is above. It should have made 6 steps and exited with 0"
-        in error
-    )
+    assert "exited with 1; its output is above. " in error
+    assert "It should have made 6 steps and exited with 0" in error
     shutil.rmtree(re.search(r"in (\S+)/whole exited", error)[1])
 
 
@@ -253,11 +181,15 @@ def test_an_impossible_verification_is_refused_before_a_run(
     ("place", "message"),
     [
         ((0, 1, 0.1), "--verify_devices=0 must be a number of devices from 1"),
-        ((3, 2, 0.1), "--verify_devices=3 must be a number of devices from 1 that --verify_processes=2 divides"),
+        (
+            (3, 2, 0.1),
+            "--verify_devices=3 must be a number of devices from 1 that "
+            "--verify_processes=2 divides",
+        ),
         ((2, 1, 0.0), "--verify_tolerance=0.0 must be a number between 0 and 1"),
         ((2, 1, float("nan")), "--verify_tolerance=nan must"),
     ],
-)  # fmt: skip
+)
 def test_impossible_devices_and_tolerances_are_refused(place, message, monkeypatch):
     monkeypatch.setattr(
         verify.tempfile, "mkdtemp", lambda **_: pytest.fail("created a directory")
@@ -274,12 +206,8 @@ def test_impossible_devices_and_tolerances_are_refused(place, message, monkeypat
 def test_arguments_without_a_run_exit_with_the_usage(capsys):
     devices = ["runs/digits", "--verify_devices=2"]
     processes = ["--verify_resume=6", *FLAGS, "--verify_processes=2"]
-    for arguments in (
-        [],
-        ["runs/digits", "--config=tests/impure.py"],
-        devices,
-        processes,
-    ):
+    unknown = ["runs/digits", "--config=tests/impure.py"]
+    for arguments in ([], unknown, devices, processes):
         with pytest.raises(SystemExit, match="2"):
             program.main(arguments)
         assert "usage: python -m xshard.replay" in capsys.readouterr().err
@@ -292,25 +220,3 @@ def test_the_kill_comes_after_a_checkpoint_and_before_the_end():
         for step, saved in kills:
             assert saved < step < steps and saved and saved % (steps // 3) == 0
     assert len(kills) > 20
-
-
-def test_the_first_difference_of_rows_is_found():
-    same = {"step": 1, "loss": 2.0, "fingerprint/params": "ab"}
-    row = {"step": 2, "loss": 2.0, "fingerprint/params": "cd"}
-    first_row = comparison.first_row
-    assert first_row([same, row], [same, dict(row)]) is None
-    # A state that differs is named before the values computed from it.
-    other = {**row, "loss": 3.0, "fingerprint/params": "ef"}
-    assert first_row([same, row], [same, other]) == (
-        2,
-        "fingerprint/params",
-        "cd",
-        "ef",
-    )
-    assert first_row([same, row], [same, {**row, "loss": None}]) == (
-        2,
-        "loss",
-        2.0,
-        None,
-    )
-    assert first_row([same], [same, row])[:2] == (2, "fingerprint/params")

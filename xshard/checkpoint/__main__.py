@@ -48,6 +48,7 @@ from xshard.checkpoint import (
     writer,
 )
 from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files as metadata_lib
 from xshard.checkpoint import place as place_lib
@@ -143,26 +144,14 @@ def diff(store: str, a: str, b: str | None) -> Rows:
     """
     places = (store, a) if b is None else (f"{store}@{a}", f"{store}@{b}")
     first, second = map(place_lib.find, places)
-    of_first = metadata_lib.read_array_metas(first)
-    of_second = metadata_lib.read_array_metas(second)
     rows: Rows = []
-    in_both = {}
-    for path in sorted(of_first.keys() | of_second.keys()):
-        array, other = of_first.get(path), of_second.get(path)
-        if array is not None and other is not None and array.kind == other.kind:
-            in_both[path] = array
+    for path, left, right in diff_lib.differing_arrays(first, second):
+        if left is None or right is None:
+            difference: Any = "only in one checkpoint, or of another shape or type"
         else:
-            reason = "only in one checkpoint, or of another shape or type"
-            rows.append({"path": path, "largest difference": reason})
-    # The arrays are read and compared one by one, so that both checkpoints together may
-    # exceed the memory.
-    lefts = array_reader.read_arrays(first, in_both)
-    others = {path: of_second[path] for path in in_both}
-    rights = array_reader.read_arrays(second, others)
-    for (path, left), (_, right) in zip(lefts, rights, strict=True):
-        if left.tobytes() != right.tobytes():
-            rows.append({"path": path, "largest difference": _gap(left, right)})
-    return sorted(rows, key=lambda row: row["path"])
+            difference = _gap(left, right)
+        rows.append({"path": path, "largest difference": difference})
+    return rows
 
 
 def pin(store: store_lib.Store, step: int) -> Rows:

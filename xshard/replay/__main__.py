@@ -19,14 +19,19 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from xshard import cli, errors
 from xshard.files import jsonfile, workdir
 from xshard.pod import notice, origin
 
 NOT_REPRODUCED = 4
-_OF_VERIFY = ("verify_resume", "verify_devices", "verify_processes", "verify_tolerance")
+# The flags of this program that are not flags of `xshard.main`.
+_VERIFY_FLAGS = (
+    "verify_resume",
+    "verify_devices",
+    "verify_processes",
+    "verify_tolerance",
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,19 +43,22 @@ def _parser() -> argparse.ArgumentParser:
         "--cpu_devices",
         type=int,
         default=0,
-        help="the number of virtual devices to split the CPU into; by default as many as the run had",
+        help="the number of virtual devices to split the CPU into; by default as many "
+        "as the run had",
     )
     parser.add_argument(
         "--verify_resume",
         type=int,
         metavar="N",
-        help="check that a run of N steps ends with the same bits when interrupted; add the flags of xshard.main",
+        help="check that a run of N steps ends with the same bits when interrupted; "
+        "add the flags of xshard.main",
     )
     parser.add_argument(
         "--verify_devices",
         type=int,
         metavar="M",
-        help="resume on M virtual devices of the CPU, and compare within --verify_tolerance",
+        help="resume on M virtual devices of the CPU, and compare within "
+        "--verify_tolerance",
     )
     parser.add_argument(
         "--verify_processes",
@@ -63,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         "--verify_tolerance",
         type=float,
         default=1e-3,
-        help="the largest difference, as a fraction of the largest number of the array; at least two roundings of the dtype",
+        help="the largest difference, as a fraction of the largest number of the "
+        "array; at least two roundings of the dtype",
     )
     return parser
 
@@ -79,13 +88,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             parser.error(
                 "--verify_processes needs --verify_devices, of all of them together"
             )
-        return options, cli.without_flags(argv, _OF_VERIFY)
+        # What this parser does not know, and --cpu_devices, is for the runs.
+        return options, cli.without_flags(argv, _VERIFY_FLAGS)
     if options.verify_devices is not None:
         parser.error("--verify_devices is for --verify_resume")
-    if unknown or options.run is None:
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}" if unknown else "give a RUN"
-        )
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.run is None:
+        parser.error("give a RUN")
     return options, []
 
 
@@ -97,30 +107,42 @@ def main(argv: Sequence[str]) -> int:
         raise errors.UserError(
             f"--cpu_devices={options.cpu_devices} must be at least 1."
         )
-    devices = options.cpu_devices
-    config: dict[str, Any] = {}
-    if options.verify_resume is None:
-        devices = devices or _devices_of(options.run)
-        config = jsonfile.read_if_exists(workdir.Workdir(options.run).config) or {}
-    origin.set_up_cpu(config, devices)
-    # Imported here, since their imports initialize the devices.
-    from xshard.replay import report, verify
-
     if options.verify_resume is not None:
-        elsewhere = None
-        if options.verify_devices is not None:
-            places = options.verify_devices, options.verify_processes
-            elsewhere = verify.ResumeDevices(*places, options.verify_tolerance)
-        is_reproduced = verify.verify(flags, options.verify_resume, print, elsewhere)
+        is_reproduced = _verify(options, flags)
     else:
-        is_reproduced = report.replay(options.run, options.step, print)
+        is_reproduced = _replay(options)
     return notice.DONE if is_reproduced else NOT_REPRODUCED
 
 
-def _devices_of(directory: str) -> int:
+def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:
+    origin.set_up_cpu({}, options.cpu_devices)
+    # Imported here, since its imports initialize the devices.
+    from xshard.replay import verify
+
+    resume_devices = None
+    if options.verify_devices is not None:
+        resume_devices = verify.ResumeDevices(
+            devices=options.verify_devices,
+            processes=options.verify_processes,
+            tolerance=options.verify_tolerance,
+        )
+    return verify.verify(flags, options.verify_resume, print, resume_devices)
+
+
+def _replay(options: argparse.Namespace) -> bool:
+    files = workdir.Workdir(options.run)
+    config = jsonfile.read_if_exists(files.config) or {}
+    origin.set_up_cpu(config, options.cpu_devices or _num_devices(files))
+    # Imported here, since its imports initialize the devices.
+    from xshard.replay import report
+
+    return report.replay(options.run, options.step, print)
+
+
+def _num_devices(files: workdir.Workdir) -> int:
     """Returns the number of devices that a run had, of any kind; 0 if unknown."""
-    content = jsonfile.read_if_exists(workdir.Workdir(directory).origin) or {}
-    match = re.match(r"(\d+) ", str(content.get("devices", "")))
+    origin_of_run = jsonfile.read_if_exists(files.origin) or {}
+    match = re.match(r"(\d+) ", str(origin_of_run.get("devices", "")))
     return int(match[1]) if match else 0
 
 

@@ -1,48 +1,301 @@
-"""Compares two runs with the same flags: their rows, results, and the arrays of their
-last checkpoints.
+"""Compares two runs.
+
+The rows of a run have fingerprints of the state that a step begins with, so the rows of
+any two runs tell in which step they diverge, and whether their states, or only what was
+computed from these, differ. Of two runs that have ended, the arrays of the last
+checkpoints and the results are compared, too.
 """
 
-import hashlib
 import itertools
 import pathlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from xshard.checkpoint import array_reader, metadata_files
+from xshard import config as config_lib
+from xshard import errors
+from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile, workdir
+from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
-from xshard.metrics import writers
-from xshard.replay import replayer
 from xshard.stored import fingerprint
 
 
-class Comparison(NamedTuple):
-    """The first difference between two runs.
+class Difference(NamedTuple):
+    """A value that differs between two rows of the same step.
 
     Attributes:
-      row: the first number of a row that differs; None if none does.
+      step: the step.
+      column: the name of the value.
+      first: the value in the first row; None if it is missing or not finite.
+      second: the value in the second row, likewise.
+    """
+
+    step: int
+    column: str
+    first: Any
+    second: Any
+
+
+def differing(
+    names: Iterable[str], here: rows_lib.Row, there: rows_lib.Row
+) -> list[str]:
+    """Returns those of some names under which two rows have different values.
+
+    Fingerprints come first: they are of the state that the step begins with, and the
+    other values are computed from it.
+    """
+    found = [name for name in names if here.get(name) != there.get(name)]
+    return sorted(found, key=lambda name: not name.startswith(fingerprint.PREFIX))
+
+
+# Any two runs, as `python -m xshard.bisect` compares them.
+
+
+class Run(NamedTuple):
+    """The rows of a run, and its recorded facts.
+
+    Attributes:
+      directory: its work directory.
+      rows: its rows of training by step, without values that may differ between runs
+        with the same bits.
+      evaluations: its rows of evaluations by step, likewise.
+      facts: the values of its config and its origin by name.
+    """
+
+    directory: pathlib.Path
+    rows: dict[int, rows_lib.Row]
+    evaluations: dict[int, rows_lib.Row]
+    facts: dict[str, Any]
+
+
+class Divergence(NamedTuple):
+    """The point where two runs begin to differ.
+
+    Attributes:
+      alike: the last logged step up to which nothing differs; 0 if there is none.
+      step: the first logged step with a difference; None if there is none.
+      states: the kinds of arrays, such as 'params', that differ in the state that
+        `step` began with; empty if none differs, or if its rows have no fingerprints.
+      values: the logged values of `step` that differ.
+      same_state: the last step whose fingerprints show that it began with the same
+        state; 0 if there is none.
+    """
+
+    alike: int
+    step: int | None
+    states: list[str]
+    values: list[str]
+    same_state: int
+
+
+def read(directory: str) -> Run:
+    """Reads a run; nothing is written.
+
+    Raises:
+      UserError: if there is no run, or if it has logged nothing.
+    """
+    files = workdir.Workdir(directory)
+    config = jsonfile.read_if_exists(files.config)
+    if config is None:
+        raise errors.UserError(
+            f"{directory} holds no {files.config.name}: give the work directory of a "
+            "run."
+        )
+    rows, evaluations = writers.by_step(files.metrics)
+    if not rows:
+        raise errors.UserError(
+            f"{files.metrics} has no rows of training, to be compared."
+        )
+    # The identity differs between any two runs, so it explains nothing.
+    config.pop(workdir.IDENTITY, None)
+    origin = jsonfile.read_if_exists(files.origin) or {}
+    facts = {f"config.{name}": x for name, x in config_lib.flatten(config).items()}
+    facts |= {f"origin.{name}": x for name, x in origin.items()}
+    return Run(files.path, rows, evaluations, facts)
+
+
+def find_divergence(first: Run, second: Run) -> Divergence:
+    """Returns where two runs begin to differ, among the steps that both have logged.
+
+    Raises:
+      UserError: if there are no such steps.
+    """
+    # The runs may log at different intervals.
+    steps = sorted(first.rows.keys() & second.rows.keys())
+    if not steps:
+        logged = [f"{min(run.rows)} to {max(run.rows)}" for run in (first, second)]
+        raise errors.UserError(
+            f"{first.directory} and {second.directory} have logged no step in common "
+            f"({logged[0]}; {logged[1]}): compare runs with the same log_every_steps, "
+            "or with one that divides the other's."
+        )
+    alike = 0
+    same_state = 0
+    for step in steps:
+        here = first.rows[step]
+        there = second.rows[step]
+        # The runs may log different values, too.
+        common = [name for name in here if name in there]
+        states = []
+        values = []
+        for name in differing(common, here, there):
+            if name.startswith(fingerprint.PREFIX):
+                kind = name.removeprefix(fingerprint.PREFIX)
+                states += _differing_groups(kind, here[name], there[name])
+            else:
+                values.append(name)
+        # Rows between those of fingerprint_every_steps have no fingerprints, and show
+        # nothing about the state.
+        if not states and any(name.startswith(fingerprint.PREFIX) for name in common):
+            same_state = step
+        if states or values:
+            return Divergence(alike, step, states, values, same_state)
+        alike = step
+    return Divergence(alike, None, [], [], same_state)
+
+
+def _differing_groups(name: str, here: Any, there: Any) -> list[str]:
+    """Returns the name of a difference; or, with several groups of replicas, the name
+    with each group that differs.
+    """
+    are_groups = isinstance(here, list) and isinstance(there, list)
+    if not are_groups or len(here) != len(there):
+        return [name]
+    names = []
+    for group, (x, y) in enumerate(zip(here, there, strict=True)):
+        if x != y:
+            names.append(f"{name} of group {group}")
+    return names
+
+
+def describe(divergence: Divergence) -> str:
+    """Describes in one line where two runs begin to differ, or that they do not."""
+    step = divergence.step
+    begin = divergence.same_state
+    if step is None:
+        compared = "fingerprints and values" if begin else "logged values"
+        return (
+            f"The runs are equal: the {compared} of all steps that both logged, up to "
+            f"step {divergence.alike}."
+        )
+    states = formatting.listed(divergence.states)
+    values = formatting.listed(divergence.values)
+    if states and step == 1:
+        return f"The runs diverge before step 1: their first states differ in {states}."
+    until = "no row is equal"
+    if divergence.alike:
+        until = f"equal up to the row of step {divergence.alike}"
+    if states:
+        return (
+            f"The runs diverge {_in_steps(begin, step - 1)} ({until}): the state that "
+            f"step {step} begins with differs in {states}. Smaller log_every_steps and "
+            "fingerprint_every_steps narrow the range."
+        )
+    if begin == step:
+        return (
+            f"The runs diverge in step {step} ({until}): it began with the same state, "
+            f"but computed different values of {values}. So its batch, its keys, its "
+            "program or the devices differ."
+        )
+    return (
+        f"The runs diverge {_in_steps(begin, step)} ({until}), in {values}. The rows "
+        f"of step {step} have no fingerprints (fingerprint_every_steps), which would "
+        "show an earlier difference."
+    )
+
+
+def _in_steps(first: int, last: int) -> str:
+    """Names the steps from `first` to `last`; if `first` is 0, from the beginning of
+    the runs.
+    """
+    if not first:
+        return f"at step {last} or earlier"
+    if first == last:
+        return f"in step {last}"
+    return f"in steps {first} to {last}"
+
+
+def report(first: Run, second: Run) -> tuple[str, bool]:
+    """Describes where two runs differ, and in what; returns also whether they are
+    equal.
+    """
+    divergence = find_divergence(first, second)
+    evaluations = ""
+    if divergence.step is None:
+        evaluations = _describe_evaluations(first, second)
+    lines = [describe(divergence) + evaluations, ""]
+    facts = differing_facts(first, second)
+    if facts:
+        lines += ["Differences between the runs:", formatting.table(facts)]
+    else:
+        lines.append("Their configs and origins are the same.")
+    are_equal = divergence.step is None and not evaluations
+    return "\n".join(lines), are_equal
+
+
+def differing_facts(first: Run, second: Run) -> list[dict[str, str]]:
+    """Returns a row for each fact in which two runs differ."""
+    rows = []
+    for name in sorted(first.facts.keys() | second.facts.keys()):
+        here = first.facts.get(name, "unknown")
+        there = second.facts.get(name, "unknown")
+        if here != there:
+            rows.append({"what": name, "A": str(here), "B": str(there)})
+    return rows
+
+
+def _describe_evaluations(first: Run, second: Run) -> str:
+    """Describes the first evaluation that differs between runs of equal training; empty
+    if none does.
+    """
+    for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
+        here = first.evaluations[step]
+        there = second.evaluations[step]
+        names = differing([name for name in here if name in there], here, there)
+        if names:
+            return (
+                f" But the evaluation after step {step} differs in "
+                f"{formatting.listed(names)}: in its data, its code or the devices."
+            )
+    return ""
+
+
+# Two runs with the same flags that have ended, as `--verify_resume` compares them.
+
+
+class Comparison(NamedTuple):
+    """The first differences between two runs that have ended.
+
+    Attributes:
+      row: the first value of a row that differs; None if none does.
       array: the path of the first array of the last checkpoint that differs; empty if
         none does.
       results: the results that differ, with their values.
       size: a description of how much was compared.
     """
 
-    row: replayer.Difference | None
+    row: Difference | None
     array: str = ""
     results: str = ""
     size: str = ""
 
     def lines(self) -> list[str]:
         """Returns lines to print; none if nothing differs."""
-        texts = {"row of step": "", "array": self.array, "results": self.results}
-        if self.row:
-            step, column, *values = self.row
-            texts["row of step"] = f"{step}, {column}: {values[0]} | {values[1]}"
-        return [f"{name:<13}{text}" for name, text in texts.items() if text]
+        lines = []
+        if self.row is not None:
+            step, column, first, second = self.row
+            lines.append(f"row of step  {step}, {column}: {first} | {second}")
+        if self.array:
+            lines.append(f"array        {self.array}")
+        if self.results:
+            lines.append(f"results      {self.results}")
+        return lines
 
 
 def compare(
@@ -59,44 +312,42 @@ def compare(
       restored: the rows up to this step, and the state that it leaves, must have the
         same bits in any case.
     """
-    rows = rows_of(first), rows_of(second)
-    array, count, gap = _first_array(first, second, tolerance)
-    results = _results(first, second, tolerance)
-    size = f"{len(rows[0])} rows, {count} arrays"
+    rows = rows_of(first)
+    other_rows = rows_of(second)
+    end = _last_checkpoint(first)
+    array, gap = _first_array(end, _last_checkpoint(second), tolerance)
+    num_arrays = len(metadata_files.read_array_metas(end))
+    size = f"{len(rows)} rows, {num_arrays} arrays"
     if tolerance:
-        rows = _without_near(*rows, tolerance, restored)
+        rows, other_rows = _with_near_equal(rows, other_rows, tolerance, restored)
         size += (
             f" (the largest difference in an array is {gap:.1g} of its largest number)"
         )
-    return Comparison(first_row(*rows), array, results, size)
+    return Comparison(
+        row=first_row(rows, other_rows),
+        array=array,
+        results=_differing_results(first, second, tolerance),
+        size=size,
+    )
+
+
+def rows_of(directory: pathlib.Path) -> list[rows_lib.Row]:
+    """Returns all rows of a run, without values that may differ between runs with the
+    same bits.
+    """
+    rows = writers.read(workdir.Workdir(directory).metrics)
+    return [rows_lib.reproducible(row) for row in rows]
 
 
 def first_row(
-    first: list[writers.Row], second: list[writers.Row]
-) -> replayer.Difference | None:
-    """Returns the first number that differs between rows; None if none does."""
+    first: list[rows_lib.Row], second: list[rows_lib.Row]
+) -> Difference | None:
+    """Returns the first value that differs between rows; None if none does."""
     for here, there in itertools.zip_longest(first, second, fillvalue=dict[str, Any]()):
-        columns = [
-            name for name in {**here, **there} if here.get(name) != there.get(name)
-        ]
-        # Fingerprints come first: they are of the state that the step begins with, the
-        # other values of its results.
-        columns.sort(key=lambda name: not name.startswith(fingerprint.PREFIX))
-        for column in columns:
+        for column in differing({**here, **there}, here, there):
             step = here.get("step") or there["step"]
-            return replayer.Difference(
-                step, column, here.get(column), there.get(column)
-            )
+            return Difference(step, column, here.get(column), there.get(column))
     return None
-
-
-def rows_of(directory: pathlib.Path) -> list[writers.Row]:
-    """Returns a run's rows, without values that may differ between runs with the same
-    bits.
-    """
-    return [
-        *map(rows_lib.reproducible, writers.read(workdir.Workdir(directory).metrics))
-    ]
 
 
 def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.SaveAttempt]:
@@ -105,38 +356,45 @@ def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.SaveAttempt]:
     return {attempt.step: attempt for attempt in format_lib.committed(store)}
 
 
-def checksum(x: Any) -> str:
-    """Returns the dtype, the shape and the SHA-256 of an array."""
-    array = np.asarray(x)
-    return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
-
-
 def _first_array(
-    first: pathlib.Path, second: pathlib.Path, tolerance: float
-) -> tuple[str, int, float]:
-    """Compares the last checkpoints; returns the first array that differs or '', the
-    number of arrays, and the largest gap.
+    first: format_lib.SaveAttempt, second: format_lib.SaveAttempt, tolerance: float
+) -> tuple[str, float]:
+    """Compares the arrays of two checkpoints.
+
+    Returns:
+      The path of the first array that differs by more than the tolerance, or ''; and
+      the largest gap before it.
     """
-    end, other_end = _last_checkpoint(first), _last_checkpoint(second)
-    metas = metadata_files.read_array_metas(end)
-    others = metadata_files.read_array_metas(other_end)
-    # An array that only one run has is a difference.
-    differing = sorted(metas.keys() ^ others.keys())
-    paths = sorted(metas.keys() & others.keys())
-    arrays = array_reader.read_arrays(end, {path: metas[path] for path in paths})
-    other_arrays = array_reader.read_arrays(
-        other_end, {path: others[path] for path in paths}
-    )
     largest = 0.0
-    for (path, x), (_, y) in zip(arrays, other_arrays, strict=True):
-        gap, allowed = _gap(x, y), 0.0
-        if tolerance and 0 < gap < np.inf:
-            allowed = max(tolerance, 2 * float(jnp.finfo(x.dtype).eps))
-        if gap > allowed:
-            differing.append(path)
-        else:
-            largest = max(largest, gap)
-    return min(differing, default=""), len(metas), largest
+    for path, x, y in diff_lib.differing_arrays(first, second):
+        if not tolerance or x is None or y is None:
+            return path, largest
+        gap = _gap(x, y)
+        if np.isinf(gap) or gap > max(tolerance, 2 * float(jnp.finfo(x.dtype).eps)):
+            return path, largest
+        largest = max(largest, gap)
+    return "", largest
+
+
+def _gap(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the largest difference of two arrays as a fraction of the largest number
+    of the first.
+
+    It is inf if their dtypes or shapes differ, if they differ and are not floats, or if
+    only one has a NaN or an infinity in some place.
+    """
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return np.inf
+    if x.tobytes() == y.tobytes():
+        return 0.0
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return np.inf
+    x = x.astype(np.float64)
+    y = y.astype(np.float64)
+    # `tiny` avoids a division by zero for an array of zeros.
+    largest = max(np.max(np.abs(x)), np.finfo(np.float64).tiny)
+    gap = float(np.max(np.abs(x - y)) / largest)
+    return gap if np.isfinite(gap) else np.inf
 
 
 def _last_checkpoint(directory: pathlib.Path) -> format_lib.SaveAttempt:
@@ -144,78 +402,76 @@ def _last_checkpoint(directory: pathlib.Path) -> format_lib.SaveAttempt:
     return attempts[max(attempts)]
 
 
-def _gap(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the largest difference as a fraction of the largest number; inf if dtypes
-    or shapes differ or are not floats.
-    """
-    if checksum(x) == checksum(y):
-        return 0.0
-    if (x.dtype, x.shape) != (y.dtype, y.shape) or not jnp.issubdtype(
-        x.dtype, jnp.floating
-    ):
-        return np.inf
-    wide, other = x.astype(np.float64), y.astype(np.float64)
-    # `tiny` avoids a division by zero for an array of zeros.
-    gap = np.max(np.abs(wide - other)) / max(
-        np.max(np.abs(wide)), np.finfo(np.float64).tiny
-    )
-    return float(gap) if np.isfinite(gap) else np.inf
+def _with_near_equal(
+    first: list[rows_lib.Row],
+    second: list[rows_lib.Row],
+    tolerance: float,
+    restored: int,
+) -> tuple[list[rows_lib.Row], list[rows_lib.Row]]:
+    """Returns the rows of two runs such that an exact comparison ignores what is within
+    the tolerance.
 
-
-def _without_near(
-    first: list[writers.Row], second: list[writers.Row], tolerance: float, restored: int
-) -> tuple[list[writers.Row], list[writers.Row]]:
-    """Returns the rows of both, where numbers of the second after `restored` that are
-    near the first's are replaced by them.
+    After the step `restored`, each number of the second run that is near the first
+    run's is replaced by it. After the next step, which begins with the restored state,
+    there are no fingerprints: on other devices, later states have other bits.
     """
     largest: dict[str, float] = {}
     for row in first:
-        for name, x in row.items():
-            for number in x if isinstance(x, list) else [x]:
+        for name, value in row.items():
+            for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, float):
                     largest[name] = max(largest.get(name, 0.0), abs(number))
     near = []
     for here, there in zip(first, second, strict=False):
         if there["step"] > restored:
-            there = {
-                name: _near(here.get(name), x, tolerance, largest.get(name, 0.0))
-                for name, x in there.items()
-            }
+            replaced = {}
+            for name, value in there.items():
+                limit = largest.get(name, 0.0)
+                replaced[name] = _near(here.get(name), value, tolerance, limit)
+            there = replaced
         near.append(there)
-
-    def cut(row: writers.Row) -> writers.Row:
-        # The restored state has the same bits. On other devices, later states and so
-        # their fingerprints may differ.
-        return row if row["step"] <= restored + 1 else rows_lib.numbers(row)
-
-    return [*map(cut, first)], [*map(cut, near), *second[len(first) :]]
+    near += second[len(first) :]
+    last = restored + 1
+    return (
+        [row if row["step"] <= last else rows_lib.numbers(row) for row in first],
+        [row if row["step"] <= last else rows_lib.numbers(row) for row in near],
+    )
 
 
 def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
-    """Returns `there` with each number that is within the tolerance of its counterpart
-    in `here` replaced by it.
+    """Returns `there`, with each number that is near its counterpart replaced by it.
+
+    Args:
+      here: a value of a row or of the results: a number, or a dictionary or list of
+        values.
+      there: the same value of another run.
+      tolerance: the largest difference of two numbers that are near, as a fraction of
+        the larger one.
+      largest: a number to take the fraction of, if it is larger than both.
     """
     if isinstance(here, dict) and isinstance(there, dict):
         return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
     if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        return [
-            _near(x, y, tolerance, largest) for x, y in zip(here, there, strict=True)
-        ]
+        pairs = zip(here, there, strict=True)
+        return [_near(x, y, tolerance, largest) for x, y in pairs]
     if isinstance(here, float) and isinstance(there, float):
         limit = tolerance * max(abs(here), abs(there), largest)
         return here if abs(here - there) <= limit else there
     return there
 
 
-def _results(first: pathlib.Path, second: pathlib.Path, tolerance: float) -> str:
+def _differing_results(
+    first: pathlib.Path, second: pathlib.Path, tolerance: float
+) -> str:
+    """Describes the results that differ, with their values; empty if none does."""
     here = jsonfile.read(first / workdir.RESULTS)
     there = jsonfile.read(second / workdir.RESULTS)
-    # Samples may contain digits of numbers, which differ within the tolerance.
-    left_out = {"run", "samples"} if tolerance else {"run"}
-    names = sorted((here.keys() | there.keys()) - left_out)
+    names = (here.keys() | there.keys()) - {"run"}
     if tolerance:
+        # Samples may contain digits of numbers, which differ within the tolerance.
+        names -= {"samples"}
         there = _near(here, there, tolerance)
-    differing = [name for name in names if here.get(name) != there.get(name)]
-    return ", ".join(
-        f"{name}: {here.get(name)} | {there.get(name)}" for name in differing
-    )
+    texts = []
+    for name in differing(sorted(names), here, there):
+        texts.append(f"{name}: {here.get(name)} | {there.get(name)}")
+    return ", ".join(texts)

@@ -1,9 +1,9 @@
 """The data flow of a step's program: which value is computed from which, and on which
 line of the user's code.
 
-Nested functions are laid out flat, in the order in which they run. Calls, such as of a
-function under `jax.jit`, are inlined: they have the values of their body, and none of
-their own. A loop has the values of one round.
+The values of a program have numbers, in the order in which they are computed. Calls,
+such as of a function under `jax.jit`, are inlined: they have the values of their body,
+and none of their own. A loop has the values of one round.
 """
 
 import dataclasses
@@ -14,19 +14,10 @@ from typing import Any, NamedTuple
 import jax
 
 from xshard import errors, jax_internals
-from xshard.optimizers import inspection, trees, varying
+from xshard.optimizers import inspection, primitives, trees, varying
 
-# Equations that are inlined, and the parameter that holds their body.
-INLINED = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 _JAX = os.path.dirname(jax.__file__) + os.sep
-# Equations that only rearrange their operand: their value is the operand's.
+# Primitives that only rearrange their operand: their value is the operand's.
 MOVES = {
     "reshape",
     "transpose",
@@ -40,12 +31,18 @@ MOVES = {
 # The number of nested loops whose rounds are recorded. A value in a deeper loop has the
 # rounds of the outer ones.
 DEPTH = 4
-# An equation, preceded by the equations that contain it; and the numbers of the loops
-# among these.
-_Place = tuple[Any, ...]
-_Loops = tuple[int, ...]
-# The results that a run reads of a step, by field of `Stepped`.
+# How the arguments of a step, and the results that a run reads of it, are called.
+_ARGUMENTS = ("the state {}", "the batch's {}")
 _RESULTS = {"state": "the state {}", "metrics": "the logged {}"}
+# What the name stack of an equation has around the names of Haiku's modules.
+_TRANSFORMATIONS = (
+    "transpose(",
+    "jvp(",
+    "vmap(",
+    "checkpoint(",
+    "rematted_computation",
+    ")",
+)
 
 
 @dataclasses.dataclass
@@ -61,9 +58,9 @@ class Value:
       dtype: its dtype.
     """
 
-    place: _Place
+    place: tuple[Any, ...]
     sources: list[int]
-    loops: _Loops
+    loops: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: Any
 
@@ -74,36 +71,51 @@ class Value:
 
     @property
     def runs_once(self) -> bool:
-        """Returns whether it is outside of all loops and branches."""
+        """Whether it is outside of all loops and branches."""
+        around = self.place[:-1]
         return not self.loops and all(
-            e.primitive.name in INLINED for e in self.place[:-1]
+            eqn.primitive.name in primitives.CALLS for eqn in around
         )
 
 
-class Block(NamedTuple):
-    """A function of the program, laid out.
+class Function(NamedTuple):
+    """A function of the program, at one of the places where it runs.
+
+    A function that runs at several places, as one under `jax.jit` may, has other values
+    at each of them.
 
     Attributes:
-      jaxpr: the function.
-      consts: the values of its constants.
-      inputs: whether its inputs are numbered as values of their own; they come first.
-      parts: for each equation, the functions that it contains, each a `Block`.
-      size: the number of numbered values in it.
-      num_floating: the number of floating-point values among them.
+      program: the function.
+      inputs: the numbers of its inputs; empty if they are values of its caller.
+      equations: its equations, in order.
     """
 
-    jaxpr: jax_internals.Jaxpr
-    consts: Sequence[Any]
-    inputs: bool
-    parts: list[list[Any]]
-    size: int
-    num_floating: int
+    program: jax_internals.ClosedJaxpr
+    inputs: list[int]
+    equations: list["Equation"]
+
+
+class Equation(NamedTuple):
+    """An equation of a function.
+
+    Attributes:
+      numbers: the numbers of its results; empty if they are values of its operands or
+        of the function that it calls.
+      functions: the functions that it runs: one that it calls, the body of a loop, or
+        the branches of a conditional.
+    """
+
+    numbers: list[int]
+    functions: list[Function]
 
 
 class Program:
-    """A training step on one replica, laid out.
+    """A training step on one replica.
 
     Attributes:
+      outer: the program of the whole step, which maps this one over the replicas.
+      mapped: the equation of `outer` that does so.
+      function: the function that runs on one replica.
       values: all values by number, in the order of computation.
       inputs: the names of the inputs, which are the first values.
       results: the value numbers of the results by name: the state by path, and the
@@ -114,175 +126,97 @@ class Program:
         several.
       all_gradients: the learner, parameter and value number of each gradient that an
         update receives, also in a loop.
-      mapped: the equation of the outer program that runs this one on all replicas.
     """
 
     def __init__(self, traced: Any, arguments: Any):
-        """Lays out a step.
+        """Numbers the values of a step.
 
         Args:
           traced: the result of `trace` on `preflight.jitted_step`.
           arguments: the state and the batch that it was traced for; only their paths
             matter.
         """
-        self.values: list[Value] = []
-        self._loops = 0
-        self.whole = traced.jaxpr
-        self.mapped = varying.mapped_equation(self.whole.jaxpr)
+        self.outer = traced.jaxpr
+        self.mapped = varying.mapped_equation(self.outer.jaxpr)
+        numbering = _Numbering()
+        self.function, outputs = numbering.function(self.mapped.params["jaxpr"])
+        self.values = numbering.values
+        names = {}
         leaves = jax.tree_util.tree_leaves_with_path(arguments)
-        forms = ("the state {}", "the batch's {}")
-        names = [_named(path[1:], forms[path[0].idx]) for path, _ in leaves]
-        by_variable = dict(zip(self.whole.jaxpr.invars, names, strict=True))
-        self.inputs = [
-            by_variable.get(x, "a value computed from the state or the batch")
-            for x in self.mapped.invars
-        ]
-        self.block, outputs = self._lay_out(
-            jax_internals.opened(self.mapped.params["jaxpr"]), None, (), ()
-        )
-        by_output = dict(zip(self.mapped.outvars, outputs, strict=True))
-        results = jax.tree_util.tree_leaves_with_path(traced.out_info)
+        for variable, (path, _) in zip(self.outer.jaxpr.invars, leaves, strict=True):
+            names[variable] = _named(path[1:], _ARGUMENTS[path[0].idx])
+        computed = "a value computed from the state or the batch"
+        self.inputs = [names.get(x, computed) for x in self.mapped.invars]
         self.results: dict[str, int] = {}
         self.losses: dict[str, int] = {}
         self.gradients: dict[tuple[str, str], int] = {}
         self.all_gradients: list[tuple[str, str, int]] = []
-        for (path, _), variable in zip(results, self.whole.jaxpr.outvars, strict=True):
-            number = (
-                None
-                if isinstance(variable, jax_internals.Literal)
-                else by_output.get(variable)
-            )
+        by_variable = dict(zip(self.mapped.outvars, outputs, strict=True))
+        results = jax.tree_util.tree_leaves_with_path(traced.out_info)
+        for (path, _), variable in zip(results, self.outer.jaxpr.outvars, strict=True):
+            if isinstance(variable, jax_internals.Literal):
+                continue
+            number = by_variable.get(variable)
             if number is None:
                 continue
-            # path[0] is a field of `Stepped`. Fingerprints are integers, and are left
-            # out.
-            if path[0].name == "observed":
-                # `observed` has an `Observed` for each learner.
+            # The first key of a path is a field of `step.Stepped`. Fingerprints are
+            # integers, and are left out.
+            field = path[0].name
+            if field == "observed":
+                # There is an `Observed` for each learner.
                 self._take_observed(path[1].key, path[2].name, number)
-            elif path[0].name in _RESULTS:
-                self.results[_named(path[1:], _RESULTS[path[0].name])] = number
+            elif field in _RESULTS:
+                self.results[_named(path[1:], _RESULTS[field])] = number
         self._forward = self._find_forward()
 
-    def _add(self, place: _Place, loops: _Loops, sources: Any, aval: Any) -> int:
-        known = [x for x in sources if x is not None]
-        self.values.append(
-            Value(
-                place,
-                known,
-                loops,
-                getattr(aval, "shape", ()),
-                getattr(aval, "dtype", None),
-            )
-        )
-        return len(self.values) - 1
+    def _take_observed(self, learner: str, field: str, number: int) -> None:
+        """Records a learner's loss or gradients.
 
-    def _lay_out(
-        self,
-        function: Any,
-        inputs: Sequence[int | None] | None,
-        place: _Place,
-        loops: _Loops,
-    ) -> tuple[Block, list[int | None]]:
-        """Lays out a function; returns it and its results' numbers. Without `inputs`,
-        its inputs become new values.
+        Of the gradients a run observes which ones are not finite, so they are the
+        operands of the `is_finite` equations behind the value of this number.
         """
-        jaxpr, consts = jax_internals.opened(function), getattr(function, "consts", ())
-        begin, parts = len(self.values), []
-        has_inputs = inputs is None
-        if inputs is None:
-            inputs = [self._add((), loops, (), x.aval) for x in jaxpr.invars]
-        numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        read = lambda x: (
-            None if isinstance(x, jax_internals.Literal) else numbers.get(x)
-        )
-        for eqn in jaxpr.eqns:
-            blocks, outputs = self._lay_out_equation(
-                eqn, [read(x) for x in eqn.invars], place, loops
-            )
-            parts.append(blocks)
-            numbers.update(zip(eqn.outvars, outputs, strict=True))
-        own = self.values[begin:]
-        block = Block(
-            jaxpr, consts, has_inputs, parts, len(own), sum(map(can_be_nonfinite, own))
-        )
-        return block, [read(x) for x in jaxpr.outvars]
-
-    def _lay_out_equation(
-        self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
-    ) -> tuple[list[Block], list[int | None]]:
-        name, place = eqn.primitive.name, (*place, eqn)
-        if name in MOVES:
-            return [], inputs[:1]
-        if name in INLINED:
-            block, outputs = self._lay_out(
-                eqn.params[INLINED[name]], inputs, place, loops
-            )
-            return [block], outputs
-        if name in ("scan", "while"):
-            block, outputs = self._lay_out_loop(eqn, inputs, place, loops)
-        elif name == "cond":
-            blocks, branches = [], []
-            for branch in eqn.params["branches"]:
-                block, outputs = self._lay_out(branch, inputs[1:], place, loops)
-                blocks.append(block)
-                branches.append(outputs)
-            # A conditional's result may come from any of its branches.
-            sources = zip(*branches, strict=True)
-            outcomes = zip(eqn.outvars, sources, strict=True)
-            return blocks, [self._add(place, loops, of, x.aval) for x, of in outcomes]
-        else:
-            return [], [self._add(place, loops, inputs, x.aval) for x in eqn.outvars]
-        of_loop = zip(eqn.outvars, outputs, strict=True)
-        return [block], [
-            self._add(place, loops, (source,), x.aval) for x, source in of_loop
-        ]
-
-    def _lay_out_loop(
-        self, eqn: Any, inputs: list[int | None], place: _Place, loops: _Loops
-    ) -> tuple[Block, list[int | None]]:
-        params = eqn.params
-        if eqn.primitive.name == "scan":
-            body = params["jaxpr"]
-            consts, carries = jax_internals.scan_counts(eqn)
-        else:
-            body, consts = params["body_jaxpr"], params["body_nconsts"]
-            # The first inputs are read by the condition only.
-            inputs = inputs[params["cond_nconsts"] :]
-            carries = len(inputs) - consts
-        self._loops += 1
-        begin = len(self.values)
-        block, outputs = self._lay_out(body, None, place, (*loops, self._loops))
-        for index, source in enumerate(inputs):
-            # A loop-carried input also depends on the previous round.
-            carried = (
-                outputs[index - consts] if consts <= index < consts + carries else None
-            )
-            known = [x for x in (source, carried) if x is not None]
-            self.values[begin + index].sources += known
-        return block, outputs
-
-    def _take_observed(self, learner: str, what: str, number: int) -> None:
-        """Records an observed loss, or the gradients: the operands of the `is_finite`
-        equations behind `number`.
-        """
-        if what == "loss":
+        if field == "loss":
             self.losses[learner] = number
-        if what != "gradients":
+        if field != "gradients":
             return
-        for asked in self._finite_checks(number):
-            gradient = self.values[asked].sources[0]
-            path = name_stack(self.values[asked]).partition(inspection.GRADIENT)[2]
+        for check in self._finite_checks(number):
+            value = self.values[check]
+            path = name_stack(value).partition(inspection.GRADIENT)[2]
             if not path:
                 continue
+            gradient = value.sources[0]
             self.all_gradients.append((learner, path, gradient))
             if self.values[gradient].runs_once:
                 self.gradients[learner, path] = gradient
+
+    def _finite_checks(self, number: int) -> list[int]:
+        """Returns the nearest `is_finite` equations that a value depends on, in program
+        order.
+        """
+        seen = set()
+        left = [number]
+        checks = []
+        while left:
+            number = left.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            value = self.values[number]
+            if (
+                value.equation is not None
+                and value.equation.primitive.name == "is_finite"
+            ):
+                checks.append(number)
+            else:
+                left += value.sources
+        return sorted(checks)
 
     def is_backward(self, number: int) -> bool:
         """Returns whether a value belongs to the backward pass, or is a derivative that
         only the backward pass reads.
         """
-        return "jvp(" in name_stack(self.values[number]) and number not in self._forward
+        is_derivative = "jvp(" in name_stack(self.values[number])
+        return is_derivative and number not in self._forward
 
     def _find_forward(self) -> set[int]:
         """Returns the values that a result depends on by a path outside of the backward
@@ -292,40 +226,163 @@ class Program:
         left = list(self.results.values())
         while left:
             number = left.pop()
-            if number not in seen and "transpose(" not in name_stack(
-                self.values[number]
-            ):
-                seen.add(number)
-                left += self.values[number].sources
+            value = self.values[number]
+            if number in seen or "transpose(" in name_stack(value):
+                continue
+            seen.add(number)
+            left += value.sources
         return seen
 
-    def _finite_checks(self, number: int) -> list[int]:
-        """Returns the nearest `is_finite` equations that a value depends on, in program
-        order.
+
+class _Numbering:
+    """Numbers the values of a function and of all functions inside it.
+
+    Attributes:
+      values: the values so far, by number.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._num_loops = 0
+
+    def function(
+        self,
+        program: Any,
+        inputs: Sequence[int | None] | None = None,
+        place: tuple[Any, ...] = (),
+        loops: tuple[int, ...] = (),
+    ) -> tuple[Function, list[int | None]]:
+        """Numbers the values of a function.
+
+        Args:
+          program: the function.
+          inputs: the numbers of its inputs, where None is a constant; or None if its
+            inputs are values of their own.
+          place: the equations that contain it.
+          loops: the numbers of the loops among these.
+
+        Returns:
+          The function, and the numbers of its results, where None is a constant.
         """
-        seen, left, asked = set(), [number], []
-        while left:
-            value = left.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            equation = self.values[value].equation
-            if equation is not None and equation.primitive.name == "is_finite":
-                asked.append(value)
-            else:
-                left += self.values[value].sources
-        return sorted(asked)
+        program = jax_internals.closed(program)
+        jaxpr = program.jaxpr
+        new_inputs: list[int] = []
+        if inputs is None:
+            new_inputs = [self._add((), (), loops, x.aval) for x in jaxpr.invars]
+            inputs = new_inputs
+        numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
+        def number_of(variable: Any) -> int | None:
+            if isinstance(variable, jax_internals.Literal):
+                return None
+            # The constants of a program have no numbers.
+            return numbers.get(variable)
 
-def _named(path: tuple[Any, ...], form: str) -> str:
-    return form.format(repr(trees.path_name(path)))
+        equations = []
+        for eqn in jaxpr.eqns:
+            operands = [number_of(x) for x in eqn.invars]
+            equation, results = self._equation(eqn, operands, (*place, eqn), loops)
+            equations.append(equation)
+            numbers.update(zip(eqn.outvars, results, strict=True))
+        results = [number_of(x) for x in jaxpr.outvars]
+        return Function(program, new_inputs, equations), results
+
+    def _equation(
+        self,
+        eqn: Any,
+        operands: list[int | None],
+        place: tuple[Any, ...],
+        loops: tuple[int, ...],
+    ) -> tuple[Equation, Sequence[int | None]]:
+        """Numbers the values of an equation; returns it and its results' numbers.
+
+        The values of the functions that it runs come before its results.
+        """
+        name = eqn.primitive.name
+        if name in MOVES:
+            return Equation([], []), operands[:1]
+        called = primitives.called(eqn)
+        if called is not None:
+            function, results = self.function(called, operands, place, loops)
+            return Equation([], [function]), results
+        functions: list[Function] = []
+        # What each result is computed from.
+        sources: list[Sequence[int | None]]
+        if name in ("scan", "while"):
+            function, outcomes = self._loop(eqn, operands, place, loops)
+            functions.append(function)
+            sources = [[outcome] for outcome in outcomes]
+        elif name == "cond":
+            branches = []
+            for branch in eqn.params["branches"]:
+                function, outcomes = self.function(branch, operands[1:], place, loops)
+                functions.append(function)
+                branches.append(outcomes)
+            # A result may come from any of the branches.
+            sources = list(zip(*branches, strict=True))
+        else:
+            sources = [operands] * len(eqn.outvars)
+        numbers = []
+        for variable, read in zip(eqn.outvars, sources, strict=True):
+            numbers.append(self._add(place, read, loops, variable.aval))
+        return Equation(numbers, functions), numbers
+
+    def _loop(
+        self,
+        eqn: Any,
+        operands: list[int | None],
+        place: tuple[Any, ...],
+        loops: tuple[int, ...],
+    ) -> tuple[Function, list[int | None]]:
+        """Numbers the values of one round of a loop; returns its body, and the numbers
+        of the loop's results at the end of the round.
+        """
+        params = eqn.params
+        if eqn.primitive.name == "scan":
+            body = params["jaxpr"]
+            num_consts, num_carried = jax_internals.scan_counts(eqn)
+        else:
+            body = params["body_jaxpr"]
+            num_consts = params["body_nconsts"]
+            # The first operands are read by the condition only.
+            operands = operands[params["cond_nconsts"] :]
+            num_carried = len(operands) - num_consts
+        self._num_loops += 1
+        function, results = self.function(body, None, place, (*loops, self._num_loops))
+        for index, operand in enumerate(operands):
+            sources = [operand]
+            if num_consts <= index < num_consts + num_carried:
+                # What is carried also depends on the previous round.
+                sources.append(results[index - num_consts])
+            value = self.values[function.inputs[index]]
+            value.sources += [x for x in sources if x is not None]
+        return function, results
+
+    def _add(
+        self,
+        place: tuple[Any, ...],
+        sources: Sequence[int | None],
+        loops: tuple[int, ...],
+        aval: Any,
+    ) -> int:
+        """Adds a value, and returns its number."""
+        value = Value(
+            place=place,
+            sources=[number for number in sources if number is not None],
+            loops=loops,
+            # Some abstract values, such as tokens, are no arrays.
+            shape=getattr(aval, "shape", ()),
+            dtype=getattr(aval, "dtype", None),
+        )
+        self.values.append(value)
+        return len(self.values) - 1
 
 
 def can_be_nonfinite(value: Any) -> bool:
     """Returns whether a value, or an array, has a dtype that can hold inf or nan."""
-    return value.dtype is not None and jax.numpy.issubdtype(
-        value.dtype, jax.numpy.inexact
-    )
+    if value.dtype is None:
+        return False
+    return jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
 def name_stack(value: Value) -> str:
@@ -339,36 +396,35 @@ def module_path(value: Value) -> str:
     """Returns the path of the Haiku module whose forward or backward pass has an
     equation; empty if there is none.
     """
-    words = name_stack(value)
-    for transformation in (
-        "transpose(",
-        "jvp(",
-        "vmap(",
-        "checkpoint(",
-        "rematted_computation",
-        ")",
-    ):
-        words = words.replace(transformation, "")
-    return trees.join(*words.split("/"))
+    scopes = name_stack(value)
+    for transformation in _TRANSFORMATIONS:
+        scopes = scopes.replace(transformation, "")
+    # Without empty parts, which the transformations leave.
+    return trees.join(*scopes.split("/"))
 
 
 def lines(value: Value) -> tuple[str, str]:
     """Returns the user's line that an equation comes from, and the innermost line
     outside of JAX; empty if unknown.
     """
-    users, innermost = "", ""
+    users = ""
+    innermost = ""
+    # JAX ends the traceback of an equation at the function that contains it, so the
+    # innermost equation that has such a line tells it best.
     for eqn in value.place:
-        # JAX ends the traceback of an equation at the function that contains it.
         frames = _frames(eqn.source_info.traceback)
-        own = [frame for frame in frames if errors.is_user_file(frame[0])]
-        users = _shown(*own[0]) if own else users
-        innermost = _shown(*frames[0]) if frames else innermost
+        of_user = [frame for frame in frames if errors.is_user_file(frame[0])]
+        if of_user:
+            users = _shown(*of_user[0])
+        if frames:
+            innermost = _shown(*frames[0])
     return users, innermost
 
 
 def _shown(file: str, line: int) -> str:
     """Formats a line as text; installed files have their path below site-packages."""
-    return f"{errors.display_path(file.rpartition('-packages' + os.sep)[2])}:{line}"
+    path = file.rpartition("-packages" + os.sep)[2]
+    return f"{errors.display_path(path)}:{line}"
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
@@ -377,9 +433,13 @@ def _frames(traceback: Any) -> list[tuple[str, int]]:
     """
     if traceback is None:
         return []
-    frames = [(frame.file_name, frame.line_num) for frame in traceback.frames]
-    return [
-        x
-        for x in frames
-        if not x[0].startswith(_JAX) and not errors.is_stdlib_file(x[0])
-    ]
+    frames = []
+    for frame in traceback.frames:
+        file = frame.file_name
+        if not file.startswith(_JAX) and not errors.is_stdlib_file(file):
+            frames.append((file, frame.line_num))
+    return frames
+
+
+def _named(path: tuple[Any, ...], form: str) -> str:
+    return form.format(repr(trees.path_name(path)))

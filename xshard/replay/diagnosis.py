@@ -2,7 +2,7 @@
 it, and what would cure it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,7 @@ import numpy as np
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.metrics import formatting
-from xshard.optimizers import trees
-from xshard.replay import cause as cause_lib
+from xshard.optimizers import primitives, trees
 from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight
 
@@ -23,6 +22,22 @@ _SCALE = "current_loss_scale"
 # The number of examples that are tried before the cause is reported as independent of
 # the examples.
 _MAX_TRIED = 16
+# The most causes among the examples that are searched for.
+_MOST_CAUSES = 4
+# The most lines of the user's code that the table of a finite step shows.
+_MOST_LINES = 5
+# Primitives whose results are elements of their operands.
+_CHOOSE = {
+    "select_n",
+    "concatenate",
+    "pad",
+    "dynamic_update_slice",
+    "slice",
+    "gather",
+    "max",
+    "min",
+    "clamp",
+}
 
 
 class Operation(NamedTuple):
@@ -72,88 +87,127 @@ class Finding(NamedTuple):
     cure: str
 
 
+class Cause(NamedTuple):
+    """The first value that is not finite, among those that make a result not finite.
+
+    Attributes:
+      value: the value's number.
+      replicas: the replicas on which it is not finite, numbered over all groups.
+      nan: the number of the first nan value; None if there is none.
+      results: the names of the results that become not finite.
+    """
+
+    value: int
+    replicas: list[int]
+    nan: int | None
+    results: list[str]
+
+
 class Diagnosis:
-    """A repeated step of a run, with observations of all its values."""
+    """A repeated step of a run, with observations of all its values.
+
+    Attributes:
+      program: the step's program.
+      observed: the observations.
+    """
 
     def __init__(self, run: replayer.Replayer, step: replayer.Step):
         """Traces the step once more, and observes its values."""
-        self._run, self._step = run, step
+        self._run = run
+        self._step = step
         traced = run.single_program().trace(step.state, step.batch)
         self.program = dataflow.Program(traced, (step.state, step.batch))
-        self._evaluate = observations.make_observer(self.program, run.mesh)
-        self.observed = self._evaluate(step.state, step.batch)
+        self._observe = observations.make_observer(self.program, run.mesh)
+        self.observed = self._observe(step.state, step.batch)
 
     def find(self) -> Finding | None:
         """Finds the first value that is not finite; None if every value that reaches a
         result is finite.
         """
-        cause = cause_lib.find(self.program, self.observed, self._run.mesh)
+        cause = find_cause(self.program, self.observed, self._run.mesh)
         if cause is None:
             return None
         first = self._operation(cause.value, cause.replicas)
         nan = None
         if cause.nan is not None and cause.nan != cause.value:
             nan = self._operation(cause.nan, range(len(self.observed.largest)))
-        rows = self._find_rows(cause)
-        cure = "" if first.input else self._find_cure(cause)
-        return Finding(first, nan, cause.replicas, rows, cause.results, cure)
+        return Finding(
+            first=first,
+            nan=nan,
+            replicas=cause.replicas,
+            rows=self._find_rows(cause),
+            results=cause.results,
+            # Nothing in the step cures what was not finite before it.
+            cure="" if first.input else self._find_cure(cause),
+        )
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
+        """Describes a value that is not finite on some replicas."""
         value = self.program.values[number]
-        equation = value.equation
-        is_input = equation is None and number < len(self.program.inputs)
+        primitive = ""
+        input_name = ""
+        if value.equation is not None:
+            primitive = value.equation.primitive.name
+        elif number < len(self.program.inputs):
+            input_name = self.program.inputs[number]
         line, innermost = dataflow.lines(value)
         largest = self.observed.largest[list(replicas), number]
         return Operation(
-            "" if equation is None else equation.primitive.name,
-            self.program.inputs[number] if is_input else "",
-            line,
-            innermost,
-            dataflow.module_path(value),
-            self.program.is_backward(number),
-            f"{value.dtype}{list(value.shape)}",
-            "nan" if np.isnan(largest).any() else "inf",
+            primitive=primitive,
+            input=input_name,
+            line=line,
+            innermost=innermost,
+            module=dataflow.module_path(value),
+            backward=self.program.is_backward(number),
+            kind=f"{value.dtype}{list(value.shape)}",
+            gives="nan" if np.isnan(largest).any() else "inf",
         )
 
-    def _find_rows(self, cause: cause_lib.Cause) -> list[list[int]] | None:
+    def _find_rows(self, cause: Cause) -> list[list[int]] | None:
         """Finds the rows of the batch that cause it, by replacing others; None if it
         does not depend on the rows.
         """
-        host = {name: np.asarray(x) for name, x in self._step.batch.items()}
-        replicas = len(self.observed.largest)
-        size = len(next(iter(host.values()))) // replicas
-        parts = self._run.config.micro_batches
+        batch = {name: np.asarray(x) for name, x in self._step.batch.items()}
+        num_rows = len(next(iter(batch.values())))
+        size = num_rows // len(self.observed.largest)
+        # Only the rows of the replicas on which the value is not finite can cause it.
         rows = np.concatenate(
             [np.arange(size) + size * replica for replica in cause.replicas]
         )
 
         def is_bad(source: np.ndarray) -> bool:
+            """Returns whether the value is not finite if `rows` have the examples of
+            `source`.
+            """
             changed = {}
-            for name, x in host.items():
+            for name, x in batch.items():
                 x = x.copy()
-                x[rows] = host[name][source]
+                x[rows] = batch[name][source]
                 changed[name] = jax.device_put(x, self._step.batch[name].sharding)
-            observed = self._evaluate(self._step.state, changed)
+            observed = self._observe(self._step.state, changed)
             return any(observed.bad(replica, cause.value) for replica in cause.replicas)
 
         # An example is harmless if the value is finite when every row is a copy of it.
-        tried = rows[np.unique(np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int))]
-        harmless = next(
-            (row for row in tried if not is_bad(np.full_like(rows, row))), None
-        )
-        if harmless is None:
+        tried = np.unique(np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int))
+        for harmless in rows[tried]:
+            if not is_bad(np.full_like(rows, harmless)):
+                break
+        else:
             return None
-        only = lambda kept: is_bad(np.where(np.isin(rows, kept), rows, harmless))
-        return cause_lib.blame_examples(
-            only, np.split(rows, parts * len(cause.replicas))
-        )
 
-    def _find_cure(self, cause: cause_lib.Cause) -> str:
-        """Returns the cure: a lower loss scale, a wider dtype, or that neither helps."""
-        scale, texts = 1.0, []
+        def is_caused_by(kept: np.ndarray) -> bool:
+            return is_bad(np.where(np.isin(rows, kept), rows, harmless))
+
+        micro_batches = self._run.config.micro_batches * len(cause.replicas)
+        return blame_examples(is_caused_by, np.split(rows, micro_batches))
+
+    def _find_cure(self, cause: Cause) -> str:
+        """Describes the cure: a lower loss scale, a wider dtype, or neither."""
+        scale = 1.0
         for path, x in jax.tree_util.tree_leaves_with_path(self._step.state):
             if _is_scale(path):
                 scale = max(scale, float(jnp.max(x)))
+        texts = []
         if scale > 1:
             text, is_cured = self._cure_by_scale(cause, scale)
             if is_cured:
@@ -162,108 +216,119 @@ class Diagnosis:
         policy = jmp.get_policy(self._run.config.precision)
         # A computation in float32 or wider cannot be cured by a wider type.
         if jnp.dtype(policy.compute_dtype).itemsize <= 2:
-            texts.append(self._in_float32(cause, policy))
+            texts.append(self._cure_by_float32(cause, policy))
         return "; ".join(texts)
 
-    def _cure_by_scale(self, cause: cause_lib.Cause, scale: float) -> tuple[str, bool]:
+    def _cure_by_scale(self, cause: Cause, scale: float) -> tuple[str, bool]:
         """Describes whether a lower loss scale would make the step finite, and returns
         whether it would.
         """
 
         def observe_at(exponent: int) -> observations.Observations | None:
+            """Observes the step at a scale that is 2**exponent lower; None if it is not
+            finite there.
+            """
             state = _scaled(self._step.state, 2.0**-exponent)
-            observed = self._evaluate(state, self._step.batch)
-            bad = cause_lib.find(self.program, observed, self._run.mesh)
+            observed = self._observe(state, self._step.batch)
+            bad = find_cause(self.program, observed, self._run.mesh)
             return observed if bad is None else None
 
-        most = int(np.ceil(np.log2(scale)))
-        if observe_at(most) is None:
-            return (
-                "not finite at a loss scale of 1 either: no loss scale would cure it",
-                False,
-            )
-        # Bisection for the smallest exponent: the step is finite at `high` and not at
-        # `low`.
-        low, high = 0, most
+        # The smallest exponent, by bisection: the step is not finite at `low`, and is
+        # finite at `high`.
+        low = 0
+        high = int(np.ceil(np.log2(scale)))
+        if observe_at(high) is None:
+            text = "not finite at a loss scale of 1 either: no loss scale would cure it"
+            return text, False
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if observe_at(middle) else (middle, high)
-        observed = observe_at(high)
+            if observe_at(middle) is not None:
+                high = middle
+            else:
+                low = middle
         finite = formatting.number(scale / 2**high)
-        text = f"the loss scale {formatting.number(scale)} is 2^{high} too high: at {finite} the step is finite"
+        text = (
+            f"the loss scale {formatting.number(scale)} is 2^{high} too high: at "
+            f"{finite} the step is finite"
+        )
+        observed = observe_at(high)
         dtype = self.program.values[cause.value].dtype
         if observed is not None and jnp.issubdtype(dtype, jnp.floating):
-            magnitude = (
-                float(observed.largest[cause.replicas, cause.value].max()) * 2**high
+            # As it would be at the full scale, if the dtype had the range.
+            largest = observed.largest[cause.replicas, cause.value].max()
+            text += (
+                f"; the value that overflows is {float(largest) * 2**high:.3g}, and "
+                f"the largest {dtype} is {_largest_of(dtype)}"
             )
-            text += f"; the value that overflows is {magnitude:.3g}, and the largest {dtype} is {float(jnp.finfo(dtype).max):.6g}"
         return text, True
 
-    def _in_float32(self, cause: cause_lib.Cause, policy: jmp.Policy) -> str:
+    def _cure_by_float32(self, cause: Cause, policy: jmp.Policy) -> str:
         """Describes the outcome of the same step in float32."""
         config = ml_collections.ConfigDict(self._run.config)
-        parameters = jnp.dtype(policy.param_dtype).name
-        config.update(precision=f"params={parameters},compute=float32,output=float32")
+        params = jnp.dtype(policy.param_dtype).name
+        config.update(precision=f"params={params},compute=float32,output=float32")
         experiment = type(self._run.experiment)(config)
-        state, batch = self._step.state, self._step.batch
-        traced = preflight.single_program(experiment, self._run.mesh).trace(
-            state, batch
-        )
-        program = dataflow.Program(traced, (state, batch))
+        state = self._step.state
+        batch = self._step.batch
+        step = preflight.single_program(experiment, self._run.mesh)
+        program = dataflow.Program(step.trace(state, batch), (state, batch))
         observed = observations.make_observer(program, self._run.mesh)(state, batch)
-        if cause_lib.find(program, observed, self._run.mesh) is not None:
+        if find_cause(program, observed, self._run.mesh) is not None:
             return "not finite in float32 either: the precision is not the cause"
-        value = self.program.values[cause.value]
+        text = "in float32 the step is finite"
         # The float32 program numbers its values differently, so the value is found by
         # its place in the code.
-        alike = [n for n, x in enumerate(program.values) if _place(x) == _place(value)]
-        text = "in float32 the step is finite"
-        if alike and jnp.issubdtype(value.dtype, jnp.floating):
-            magnitude = float(observed.largest[np.ix_(cause.replicas, alike)].max())
-            text += f", and this value is {magnitude:.3g}: the largest {value.dtype} is {float(jnp.finfo(value.dtype).max):.6g}"
+        value = self.program.values[cause.value]
+        place = _place(value)
+        same = [n for n, other in enumerate(program.values) if _place(other) == place]
+        if same and jnp.issubdtype(value.dtype, jnp.floating):
+            largest = float(observed.largest[np.ix_(cause.replicas, same)].max())
+            text += (
+                f", and this value is {largest:.3g}: the largest {value.dtype} is "
+                f"{_largest_of(value.dtype)}"
+            )
         return text
 
-    def table(self, most: int = 5) -> str:
-        """Formats the norm of each gradient, and the largest values, of a finite step."""
-        return "\n".join([*self._norms(), *self._largest(most)])
+    def table(self) -> str:
+        """Formats the norm of each gradient and the largest values of a finite step."""
+        return "\n".join([*self._norms(), *self._largest_by_line()])
 
     def _norms(self) -> list[str]:
+        """Returns a line for each gradient that the update receives."""
         if not self.program.gradients:
             return ["no norms of gradients: the step has no update outside of a loop"]
-        shape = tuple(self._run.mesh.shape[axis] for axis in mesh_lib.BATCH)
-        squares = self.observed.squares.reshape(*shape, -1)
-        lines = ["gradients that the update receives: norm, largest |element|"]
+        groups, slices, replicas = (
+            self._run.mesh.shape[axis] for axis in mesh_lib.BATCH
+        )
+        squares = self.observed.squares.reshape(groups, slices, replicas, -1)
         params = state_lib.params(self._step.state)
-        for index, ((learner, path), number) in enumerate(
-            self.program.gradients.items()
-        ):
+        lines = ["gradients that the update receives: norm, largest |element|"]
+        for index, (gradient, number) in enumerate(self.program.gradients.items()):
+            name = trees.join(*gradient)
             # All slices have the same gradients. With a sharded update, each replica of
             # a slice has a part.
-            of_replicas = squares[:, 0, :, index]
-            groups = shape[0]
-            name = trees.join(learner, path)
-            whole = int(np.prod(params[name].shape)) // groups if name in params else 0
-            is_part = int(np.prod(self.program.values[number].shape)) < whole
-            square = of_replicas.sum(axis=1) if is_part else of_replicas[:, 0]
+            square = squares[:, 0, :, index]
+            size = np.prod(self.program.values[number].shape)
+            if name in params and size < np.prod(params[name].shape) // groups:
+                square = square.sum(axis=1)
+            else:
+                square = square[:, 0]
             norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
-            lines.append(
-                f"  {norms}  {self.observed.largest[:, number].max():.4g}  {name}"
-            )
+            largest = self.observed.largest[:, number].max()
+            lines.append(f"  {norms}  {largest:.4g}  {name}")
         return lines
 
-    def _largest(self, most: int) -> list[str]:
+    def _largest_by_line(self) -> list[str]:
+        """Returns a text for each of the lines of code with the largest values."""
         largest = self.observed.largest.max(axis=0)
         texts: dict[str, str] = {}
         for number in np.argsort(-largest).tolist():
+            if len(texts) == _MOST_LINES:
+                break
             value = self.program.values[number]
             line, _ = dataflow.lines(value)
-            if (
-                line
-                and line not in texts
-                and np.isfinite(largest[number])
-                and len(texts) < most
-            ):
-                primitive = value.place[-1].primitive.name
+            if line and line not in texts and np.isfinite(largest[number]):
+                primitive = value.equation.primitive.name
                 texts[line] = (
                     f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
                 )
@@ -274,9 +339,14 @@ def _place(value: dataflow.Value) -> tuple[Any, ...]:
     """Returns features that identify an operation in the same step at another
     precision.
     """
-    equation = value.equation
-    primitive = "" if equation is None else equation.primitive.name
+    primitive = ""
+    if value.equation is not None:
+        primitive = value.equation.primitive.name
     return primitive, dataflow.lines(value), dataflow.name_stack(value), value.shape
+
+
+def _largest_of(dtype: Any) -> str:
+    return f"{float(jnp.finfo(dtype).max):.6g}"
 
 
 def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
@@ -285,12 +355,203 @@ def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
     def change(path: Any, x: jax.Array) -> jax.Array:
         if not _is_scale(path):
             return x
-        return jax.device_put(
-            jnp.maximum(x * jnp.float32(factor), jnp.float32(1)), x.sharding
-        )
+        scale = jnp.maximum(x * jnp.float32(factor), jnp.float32(1))
+        return jax.device_put(scale, x.sharding)
 
     return jax.tree_util.tree_map_with_path(change, state)
 
 
 def _is_scale(path: Any) -> bool:
     return trees.path_name(path).rpartition("/")[2] == _SCALE
+
+
+# A value on a replica: the replica's number, and the value's.
+_Node = tuple[int, int]
+
+
+def find_cause(
+    program: dataflow.Program,
+    observed: observations.Observations,
+    mesh: jax.sharding.Mesh,
+) -> Cause | None:
+    """Finds the origin of a step's non-finite results; None if all results are finite.
+
+    The search goes back from a result through values that are not finite, so an
+    infinity that reaches no result, such as a mask's, is not a cause. From nan it first
+    goes back through nan values only. If an operation makes nan from infinities, both
+    this operation and the origin of the infinities are reported.
+    """
+    # Losses and gradients are searched first, since the new state and other metrics
+    # follow from them.
+    ends = _nonfinite(_losses_and_gradients(program), observed)
+    if not ends:
+        ends = _nonfinite(list(program.results.items()), observed)
+    if not ends:
+        return None
+    graph = _Graph(program, observed, mesh)
+    origins = graph.origins(ends, only_nan=True)
+    nans = [value for r, value in origins if np.isnan(observed.largest[r, value])]
+    deeper = graph.origins(origins, only_nan=False)
+    # A constant of the program, such as a mask's infinity, is not a cause. The
+    # operation that makes nan from it is.
+    computed = [node for node in deeper if not _is_constant(program.values[node[1]])]
+    first = min((value for _, value in computed or origins), default=0)
+    replicas = {r for r, value in [*deeper, *origins] if value == first}
+    return Cause(
+        value=first,
+        replicas=sorted(replicas),
+        nan=min(nans, default=None),
+        # Each name once, in the order in which they were found.
+        results=list(dict.fromkeys(ends.values())),
+    )
+
+
+def _losses_and_gradients(program: dataflow.Program) -> list[tuple[str, int]]:
+    """Returns the names and numbers of the values that a run observes."""
+    found = []
+    for learner, number in program.losses.items():
+        of_learner = f" of {learner}" if learner else ""
+        found.append((f"the loss{of_learner}", number))
+    # All gradients, since an update that was skipped leaves no trace in the results,
+    # nor in what is observed of a later one.
+    for learner, path, number in program.all_gradients:
+        found.append((f"the gradient of {trees.join(learner, path)}", number))
+    return found
+
+
+def _nonfinite(
+    named: Sequence[tuple[str, int]], observed: observations.Observations
+) -> dict[_Node, str]:
+    """Returns the names of the values that are not finite, by where they are not."""
+    ends = {}
+    for name, value in named:
+        for replica in range(len(observed.largest)):
+            if observed.bad(replica, value):
+                ends[replica, value] = name
+    return ends
+
+
+def _is_constant(value: dataflow.Value) -> bool:
+    """Returns whether a non-finite value without non-finite sources is a constant of
+    the program.
+    """
+    if value.equation is None:
+        return False
+    return not value.sources or value.equation.primitive.name in _CHOOSE
+
+
+class _Graph:
+    """The graph of values that are not finite, with edges to their sources that are not
+    finite either.
+    """
+
+    def __init__(
+        self,
+        program: dataflow.Program,
+        observed: observations.Observations,
+        mesh: jax.sharding.Mesh,
+    ):
+        self._values = program.values
+        self._observed = observed
+        self._axes = {name: mesh.shape[name] for name in mesh_lib.BATCH}
+
+    def origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
+        """Returns the values without non-finite sources; with `only_nan`, a nan counts
+        if it has no nan source.
+        """
+        seen: set[_Node] = set()
+        left = list(ends)
+        origins = []
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            causes = self._causes(node)
+            if only_nan and self._is_nan(node):
+                causes = [cause for cause in causes if self._is_nan(cause)]
+            if not causes:
+                origins.append(node)
+            left += causes
+        return origins
+
+    def _is_nan(self, node: _Node) -> bool:
+        return bool(np.isnan(self._observed.largest[node]))
+
+    def _causes(self, node: _Node) -> list[_Node]:
+        """Returns the sources that are not finite, and were so before the value was."""
+        replica, number = node
+        value = self._values[number]
+        peers = self._peers(replica, value.equation)
+        causes = []
+        for source in value.sources:
+            for peer in peers:
+                is_bad = self._observed.bad(peer, source)
+                if is_bad and self._is_before((peer, source), node):
+                    causes.append((peer, source))
+        return causes
+
+    def _is_before(self, source: _Node, node: _Node) -> bool:
+        """Returns whether the source was first not finite in the same round of the
+        common loops as the node, or earlier.
+        """
+        source_loops = self._values[source[1]].loops
+        loops = self._values[node[1]].loops
+        # Loops have unique numbers, so the common ones are those with equal numbers.
+        common = sum(a == b for a, b in zip(source_loops, loops, strict=False))
+        common = min(common, dataflow.DEPTH)
+        rounds = self._observed.rounds
+        return rounds[source][:common].tolist() <= rounds[node][:common].tolist()
+
+    def _peers(self, replica: int, equation: Any) -> list[int]:
+        """Returns the replicas whose values an equation reads: for a collective, all
+        along its axes.
+        """
+        over = _collective_axes(equation)
+        if not over:
+            return [replica]
+        shape = tuple(self._axes.values())
+        numbers = np.arange(np.prod(shape)).reshape(shape)
+        place = np.unravel_index(replica, shape)
+        index: list[Any] = []
+        for name, coordinate in zip(self._axes, place, strict=True):
+            index.append(slice(None) if name in over else coordinate)
+        return numbers[tuple(index)].ravel().tolist()
+
+
+def _collective_axes(equation: Any) -> list[str]:
+    # A replica's index has the axes that it counts along, but reads no other replica.
+    if equation is None or equation.primitive.name == "axis_index":
+        return []
+    return primitives.mapped_axes(equation)
+
+
+def blame_examples(
+    is_bad: Callable[[np.ndarray], bool], parts: Sequence[np.ndarray]
+) -> list[list[int]]:
+    """Finds the examples that cause non-finite values, by bisection.
+
+    Args:
+      is_bad: returns whether the problem occurs if only these rows keep their examples
+        and all others get a harmless one.
+      parts: the rows by replica and micro-batch.
+
+    Returns:
+      The rows of each cause. If several rows cause it together, all of them.
+    """
+    blamed: list[list[int]] = []
+    # A stack, whose last element is the next part.
+    left = [np.asarray(rows) for rows in reversed(parts)]
+    while left and len(blamed) < _MOST_CAUSES:
+        rows = left.pop()
+        if not is_bad(rows):
+            continue
+        if len(rows) == 1:
+            blamed.append(rows.tolist())
+            continue
+        bad_halves = [half for half in np.array_split(rows, 2) if is_bad(half)]
+        # If neither half alone causes it, the rows cause it together.
+        if not bad_halves:
+            blamed.append(rows.tolist())
+        left += reversed(bad_halves)
+    return [sorted(rows) for rows in blamed]

@@ -23,6 +23,9 @@ from xshard.replay import dataflow
 class Observations(NamedTuple):
     """The observations of a program's values.
 
+    While a step is evaluated, each replica has such arrays without their first
+    dimension.
+
     Attributes:
       largest: the largest magnitude of each value, [replicas of all groups, values]:
         inf or nan if an element is; in a loop, the largest of all rounds, or the
@@ -33,9 +36,9 @@ class Observations(NamedTuple):
         gradients].
     """
 
-    largest: np.ndarray
-    rounds: np.ndarray
-    squares: np.ndarray
+    largest: Any
+    rounds: Any
+    squares: Any
 
     def bad(self, replica: int, value: int) -> bool:
         """Returns whether a value was not finite on a replica."""
@@ -48,234 +51,264 @@ def make_observer(
     """Returns the function that takes a state and a batch to observations of all values
     of a step; it compiles once.
     """
-    params = program.mapped.params
-    along = jax.P(mesh_lib.BATCH)
+    evaluation = _Evaluation(program)
 
-    def on_replica(*inputs: Any) -> Any:
-        observe = _Interpreter(program)
-        _, seen = observe.run(program.block, inputs, ())
-        # The zero keeps the stack from being empty.
-        squares = jnp.stack([*observe.squares, jnp.zeros((), jnp.float32)])
-        return jax.tree.map(lambda x: x[None], (*seen, squares))
+    def on_replica(*inputs: Any) -> Observations:
+        _, observed = evaluation.run(
+            program.function, inputs, (), evaluation.nothing_observed()
+        )
+        return jax.tree.map(lambda x: x[None], observed)
 
+    along_replicas = jax.P(mesh_lib.BATCH)
     mapped = mesh_lib.on_replicas(
         on_replica,
         mesh,
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(along, along, along),
-    )
-
-    def whole(state: Any, batch: Any) -> Any:
-        outer = program.whole
-        known = dict(
-            zip(outer.jaxpr.invars, jax.tree.leaves((state, batch)), strict=True)
-        )
-        known |= dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
-        read = lambda x: x.val if isinstance(x, jax_internals.Literal) else known[x]
-        for eqn in outer.jaxpr.eqns:
-            inputs = [read(x) for x in eqn.invars]
-            if eqn is program.mapped:
-                return mapped(*inputs)
-            known.update(zip(eqn.outvars, _bind(eqn, inputs), strict=True))
-        raise AssertionError("the program runs on no replica")
-
-    jitted = jax.jit(whole)
-    seen = np.flatnonzero(
-        [dataflow.can_be_nonfinite(value) for value in program.values]
+        in_specs=tuple(program.mapped.params["in_specs"]),
+        out_specs=along_replicas,
     )
 
     def observe(state: Any, batch: Any) -> Observations:
-        some, some_rounds, squares = jax.device_get(jitted(state, batch))
-        largest = np.zeros((len(some), len(program.values)), np.float32)
-        rounds = np.zeros((*largest.shape, dataflow.DEPTH), np.int32)
-        largest[:, seen], rounds[:, seen] = some, some_rounds
-        return Observations(largest, rounds, squares)
+        # Evaluates the program of the whole step up to the equation that maps it over
+        # the replicas, with this one in its place.
+        jaxpr = program.outer.jaxpr
+        arrays = dict(zip(jaxpr.invars, jax.tree.leaves((state, batch)), strict=True))
+        arrays.update(zip(jaxpr.constvars, program.outer.consts, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = []
+            for x in eqn.invars:
+                is_literal = isinstance(x, jax_internals.Literal)
+                operands.append(x.val if is_literal else arrays[x])
+            if eqn is program.mapped:
+                return mapped(*operands)
+            arrays.update(zip(eqn.outvars, _bind(eqn, operands), strict=True))
+        raise AssertionError("the program runs on no replica")
 
-    return observe
+    jitted = jax.jit(observe)
+    return lambda state, batch: jax.device_get(jitted(state, batch))
 
 
-# The observations of a function's values: the largest magnitudes, and the rounds.
-_Observed = tuple[jax.Array, jax.Array]
-# The results of an equation, and the observations of its values.
-_Evaluated = tuple[list[Any], list[_Observed]]
-# The rounds of the loops around an equation, outermost first.
-_Rounds = tuple[Any, ...]
+class _Evaluation:
+    """Evaluates a step's program on one replica.
 
-
-class _Interpreter:
-    """The interpreter, on one replica."""
+    Each method that evaluates takes the observations so far, and returns them with
+    those that it made.
+    """
 
     def __init__(self, program: dataflow.Program):
-        self._gradients = {
-            number: index for index, number in enumerate(program.gradients.values())
-        }
-        self.squares = [jnp.zeros((), jnp.float32)] * len(self._gradients)
-        self._next = 0
+        self._program = program
+        gradients = program.gradients.values()
+        self._gradients = {number: index for index, number in enumerate(gradients)}
+
+    def nothing_observed(self) -> Observations:
+        """Returns the observations before a step."""
+        count = len(self._program.values)
+        return Observations(
+            largest=jnp.zeros(count, jnp.float32),
+            rounds=jnp.zeros((count, dataflow.DEPTH), jnp.int32),
+            squares=jnp.zeros(len(self._gradients), jnp.float32),
+        )
 
     def run(
-        self, block: dataflow.Block, inputs: Sequence[Any], rounds: _Rounds
-    ) -> tuple[list[Any], _Observed]:
-        """Evaluates a function; returns its results, and the observations of its
-        numbered values.
+        self,
+        function: dataflow.Function,
+        inputs: Sequence[Any],
+        rounds: tuple[Any, ...],
+        observed: Observations,
+    ) -> tuple[list[Any], Observations]:
+        """Evaluates a function; returns its results, and the observations with those of
+        its values.
+
+        Args:
+          function: the function.
+          inputs: its inputs.
+          rounds: the rounds of the loops around it, outermost first.
+          observed: the observations so far.
         """
-        begin = self._next
-        blocks = iter(block.parts)
-        seen: list[_Observed] = []
-        if block.inputs:
-            seen = [self._observe(inputs, rounds)]
+        eqns = function.program.jaxpr.eqns
+        equations = dict(zip(map(id, eqns), function.equations, strict=True))
+        # The largest magnitudes of the function's values. Those of functions inside it
+        # are observed as these run.
+        magnitudes = {}
+        if function.inputs:
+            magnitudes = _magnitudes(function.inputs, inputs)
 
         def of_equation(eqn: Any, operands: list[Any]) -> list[Any]:
-            outputs, of_parts = self._evaluate(eqn, next(blocks), operands, rounds)
-            seen.extend(of_parts)
-            return outputs
+            nonlocal observed
+            equation = equations[id(eqn)]
+            results, observed = self._evaluate(
+                eqn, equation.functions, operands, rounds, observed
+            )
+            if equation.numbers:
+                observed = self._add_squares(equation.numbers, results, observed)
+                magnitudes.update(_magnitudes(equation.numbers, results))
+            return results
 
-        program = jax_internals.ClosedJaxpr(block.jaxpr, block.consts)
-        results = primitives.evaluate(program, inputs, of_equation)
-        assert self._next - begin == block.size, "the program is not as it was laid out"
-        return results, _joined(seen)
+        results = primitives.evaluate(function.program, inputs, of_equation)
+        return results, _add(magnitudes, rounds, observed)
 
     def _evaluate(
         self,
         eqn: Any,
-        blocks: Sequence[dataflow.Block],
-        inputs: list[Any],
-        rounds: _Rounds,
-    ) -> _Evaluated:
+        functions: Sequence[dataflow.Function],
+        operands: list[Any],
+        rounds: tuple[Any, ...],
+        observed: Observations,
+    ) -> tuple[list[Any], Observations]:
+        """Evaluates an equation; observes the functions that it runs, but not its
+        results.
+        """
         name = eqn.primitive.name
-        if name in dataflow.INLINED:
-            outputs, seen = self.run(blocks[0], inputs, rounds)
-            return outputs, [seen]
+        if name in primitives.CALLS:
+            return self.run(functions[0], operands, rounds, observed)
         if name == "scan":
-            outputs, parts = self._scan(eqn, blocks[0], inputs, rounds)
-        elif name == "while":
-            outputs, parts = self._while(eqn, blocks[0], inputs, rounds)
-        elif name == "cond":
-            outputs, parts = self._cond(eqn, blocks, inputs, rounds)
-        elif name in dataflow.MOVES:
-            return _bind(eqn, inputs), []
-        else:
-            outputs, parts = [_rounded(x) for x in _bind(eqn, inputs)], []
-        return outputs, [*parts, self._observe(outputs, rounds)]
+            return self._scan(eqn, functions[0], operands, rounds, observed)
+        if name == "while":
+            return self._while(eqn, functions[0], operands, rounds, observed)
+        if name == "cond":
+            return self._cond(eqn, functions, operands, rounds, observed)
+        results = _bind(eqn, operands)
+        if name not in dataflow.MOVES:
+            results = [_rounded(x) for x in results]
+        return results, observed
 
     def _scan(
-        self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
-    ) -> _Evaluated:
-        params = eqn.params
-        consts, carries = jax_internals.scan_counts(eqn)
-        begin, scanned = inputs[consts : consts + carries], inputs[consts + carries :]
-        body, init = self._loop(block, inputs[:consts], begin, rounds)
-        (_, seen, carried), stacked = lax.scan(
-            body, init, scanned, length=params["length"], reverse=params["reverse"]
+        self,
+        eqn: Any,
+        body: dataflow.Function,
+        operands: list[Any],
+        rounds: tuple[Any, ...],
+        observed: Observations,
+    ) -> tuple[list[Any], Observations]:
+        num_consts, num_carried = jax_internals.scan_counts(eqn)
+        consts = operands[:num_consts]
+        first = operands[num_consts : num_consts + num_carried]
+        scanned = operands[num_consts + num_carried :]
+
+        def run_round(carry: Any, elements: list[Any]) -> tuple[Any, list[Any]]:
+            number, carried, observed = carry
+            inputs = [*consts, *carried, *elements]
+            results, observed = self.run(body, inputs, (*rounds, number), observed)
+            carried = results[:num_carried]
+            return (number + 1, carried, observed), results[num_carried:]
+
+        (_, carried, observed), stacked = lax.scan(
+            run_round,
+            (jnp.int32(0), first, observed),
+            scanned,
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
         )
-        return [*carried, *stacked], [seen]
+        return [*carried, *stacked], observed
 
     def _while(
-        self, eqn: Any, block: dataflow.Block, inputs: list[Any], rounds: _Rounds
-    ) -> _Evaluated:
-        params = eqn.params
-        skip, consts = params["cond_nconsts"], params["body_nconsts"]
-        asked, fixed, begin = (
-            inputs[:skip],
-            inputs[skip : skip + consts],
-            inputs[skip + consts :],
-        )
-        goes_on = jax_internals.as_function(params["cond_jaxpr"])
-        body, init = self._loop(block, fixed, begin, rounds)
-        _, seen, carried = lax.while_loop(
-            lambda carry: goes_on(*asked, *carry[2])[0],
-            lambda carry: body(carry, ())[0],
-            init,
-        )
-        return carried, [seen]
+        self,
+        eqn: Any,
+        body: dataflow.Function,
+        operands: list[Any],
+        rounds: tuple[Any, ...],
+        observed: Observations,
+    ) -> tuple[list[Any], Observations]:
+        # The operands are constants of the condition, constants of the body, and the
+        # first values of what is carried.
+        begin = eqn.params["cond_nconsts"]
+        end = begin + eqn.params["body_nconsts"]
+        condition_consts = operands[:begin]
+        consts = operands[begin:end]
+        condition = jax_internals.as_function(eqn.params["cond_jaxpr"])
 
-    def _loop(
-        self, block: dataflow.Block, fixed: list[Any], begin: list[Any], rounds: _Rounds
-    ) -> tuple[Callable[..., Any], Any]:
-        """Returns the body of a loop, as of a scan, and its first carry: the round, the
-        observations and the values.
-        """
-        first = self._next
+        def goes_on(carry: Any) -> Any:
+            _, carried, _ = carry
+            return condition(*condition_consts, *carried)[0]
 
-        def body(carry: Any, scanned: Any) -> tuple[Any, Any]:
-            # JAX may trace the body several times; its values keep their numbers.
-            self._next = first
-            number, seen, carried = carry
-            outputs, new = self.run(
-                block, [*fixed, *carried, *scanned], (*rounds, number)
-            )
-            carried, stacked = outputs[: len(begin)], outputs[len(begin) :]
-            return (number + 1, _merge_rounds(seen, new), carried), stacked
+        def run_round(carry: Any) -> Any:
+            number, carried, observed = carry
+            inputs = [*consts, *carried]
+            carried, observed = self.run(body, inputs, (*rounds, number), observed)
+            return number + 1, carried, observed
 
-        return body, (jnp.int32(0), _no_values(block.num_floating), begin)
+        first = jnp.int32(0), operands[end:], observed
+        _, carried, observed = lax.while_loop(goes_on, run_round, first)
+        return carried, observed
 
     def _cond(
         self,
         eqn: Any,
-        blocks: Sequence[dataflow.Block],
-        inputs: list[Any],
-        rounds: _Rounds,
-    ) -> _Evaluated:
-        begins = np.cumsum([self._next, *(block.size for block in blocks)]).tolist()
+        functions: Sequence[dataflow.Function],
+        operands: list[Any],
+        rounds: tuple[Any, ...],
+        observed: Observations,
+    ) -> tuple[list[Any], Observations]:
+        def branch(function: dataflow.Function) -> Callable[..., Any]:
+            return lambda observed, *inputs: self.run(
+                function, inputs, rounds, observed
+            )
 
-        def branch(index: int) -> Callable[..., Any]:
-            def run(*inputs: Any) -> Any:
-                self._next = begins[index]
-                outputs, seen = self.run(blocks[index], inputs, rounds)
-                parts = [_no_values(block.num_floating) for block in blocks]
-                parts[index] = seen
-                return outputs, _joined(parts)
-
-            return run
-
-        branches = [branch(i) for i in range(len(blocks))]
+        branches = [branch(function) for function in functions]
+        index = operands[0]
+        inputs = operands[1:]
         platforms = eqn.params.get("branches_platforms")
-        if platforms:
-            # The branches of `lax.platform_dependent` are selected when lowering: other
-            # platforms' branches cannot be compiled for this one.
-            named: dict[str, Callable[..., Any]] = {}
-            for names, of_platforms in zip(platforms, branches, strict=True):
-                named |= dict.fromkeys(names or ["default"], of_platforms)
-            outputs, seen = lax.platform_dependent(*inputs[1:], **named)
-        else:
-            outputs, seen = lax.switch(inputs[0], branches, *inputs[1:])
-        self._next = begins[-1]
-        return outputs, [seen]
+        if not platforms:
+            return lax.switch(index, branches, observed, *inputs)
+        # The branches of `lax.platform_dependent` are selected when lowering: other
+        # platforms' branches cannot be compiled for this one.
+        by_platform: dict[str, Callable[..., Any]] = {}
+        for names, of_platforms in zip(platforms, branches, strict=True):
+            # Without names, it is the branch of all other platforms.
+            for name in names or ["default"]:
+                by_platform[name] = of_platforms
+        return lax.platform_dependent(observed, *inputs, **by_platform)
 
-    def _observe(self, values: Sequence[Any], rounds: _Rounds) -> _Observed:
-        """Observes values, which get the next numbers."""
-        for x in values:
-            if self._next in self._gradients:
+    def _add_squares(
+        self, numbers: Sequence[int], values: Sequence[Any], observed: Observations
+    ) -> Observations:
+        """Adds the sums of squares of those values that are gradients."""
+        squares = observed.squares
+        for number, value in zip(numbers, values, strict=True):
+            if number in self._gradients:
                 # Summed in float32, since squares may overflow half precision.
-                square = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)))
-                self.squares[self._gradients[self._next]] = square
-            self._next += 1
-        values = [x for x in values if dataflow.can_be_nonfinite(x)]
-        if not values:
-            return _no_values(0)
-        padded = [
-            *rounds[: dataflow.DEPTH],
-            *[jnp.int32(0)] * (dataflow.DEPTH - len(rounds)),
-        ]
-        times = jnp.broadcast_to(jnp.stack(padded), (len(values), dataflow.DEPTH))
-        return jnp.stack([_magnitude(x) for x in values]), times
+                magnitude = jnp.abs(value).astype(jnp.float32)
+                square = jnp.sum(jnp.square(magnitude))
+                squares = squares.at[self._gradients[number]].set(square)
+        return observed._replace(squares=squares)
 
 
-def _bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    with eqn.ctx.manager:
-        outputs = eqn.primitive.bind(
-            *inputs, **eqn.primitive.get_bind_params(eqn.params)
-        )
-    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+def _add(
+    magnitudes: dict[int, jax.Array], rounds: tuple[Any, ...], observed: Observations
+) -> Observations:
+    """Returns the observations with those of one run of a function.
 
-
-def _rounded(x: Any) -> Any:
-    """Rounds a half-precision value to its dtype, since XLA may otherwise keep more
-    digits.
+    Args:
+      magnitudes: the largest magnitudes of its values, by number.
+      rounds: the rounds of the loops around it, outermost first.
+      observed: the observations so far.
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
-        return x
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    if not magnitudes:
+        return observed
+    numbers = np.array(list(magnitudes))
+    now = jnp.stack(list(magnitudes.values()))
+    # In a loop there are observations of earlier rounds. The first round in which a
+    # value was not finite counts; outside of loops, and in the first round, the value
+    # before is 0.
+    before = observed.largest[numbers]
+    was_finite = jnp.isfinite(before)
+    largest = jnp.where(was_finite, jnp.maximum(before, now), before)
+    observed = observed._replace(largest=observed.largest.at[numbers].set(largest))
+    if not rounds:
+        return observed
+    recorded = jnp.stack(rounds[: dataflow.DEPTH])
+    recorded = jnp.pad(recorded, (0, dataflow.DEPTH - len(recorded)))
+    is_first = was_finite & ~jnp.isfinite(now)
+    first = jnp.where(is_first[:, None], recorded, observed.rounds[numbers])
+    return observed._replace(rounds=observed.rounds.at[numbers].set(first))
+
+
+def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.Array]:
+    """Returns the largest magnitude of each value that can be not finite, by number."""
+    magnitudes = {}
+    for number, value in zip(numbers, values, strict=True):
+        if dataflow.can_be_nonfinite(value):
+            magnitudes[number] = _magnitude(value)
+    return magnitudes
 
 
 def _magnitude(x: Any) -> jax.Array:
@@ -294,25 +327,19 @@ def _magnitude(x: Any) -> jax.Array:
     return largest.astype(jnp.float32)
 
 
-def _no_values(size: int) -> _Observed:
-    return jnp.zeros((size,), jnp.float32), jnp.zeros((size, dataflow.DEPTH), jnp.int32)
+def _bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation, in the context in which it was traced."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _joined(parts: Sequence[_Observed]) -> _Observed:
-    parts = [_no_values(0), *parts]
-    return jnp.concatenate([x for x, _ in parts]), jnp.concatenate(
-        [x for _, x in parts]
-    )
-
-
-def _merge_rounds(before: _Observed, now: _Observed) -> _Observed:
-    """Merges the observations before and in a round; a value that was not finite keeps
-    its first observation.
+def _rounded(x: Any) -> Any:
+    """Rounds a half-precision value to its dtype, since XLA may otherwise keep more
+    digits.
     """
-    (largest, rounds), (new, new_rounds) = before, now
-    was_finite = jnp.isfinite(largest)
-    is_first = was_finite & ~jnp.isfinite(new)
-    return (
-        jnp.where(was_finite, jnp.maximum(largest, new), largest),
-        jnp.where(is_first[:, None], new_rounds, rounds),
-    )
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
+        return x
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)

@@ -20,8 +20,8 @@ from xshard.metrics import formatting, writers
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
+from xshard.replay import comparison
 from xshard.run import preflight, resuming, roll_back_history, states
-from xshard.stored import fingerprint
 
 
 class Step(NamedTuple):
@@ -29,6 +29,8 @@ class Step(NamedTuple):
 
     Attributes:
       number: the step's number.
+      restored: the step of the checkpoint that the repetition began with; 0 if it began
+        with the run's first state.
       state: the state before the step.
       batch: its batch.
       row: its metrics, in the form of a row.
@@ -38,34 +40,31 @@ class Step(NamedTuple):
     """
 
     number: int
+    restored: int
     state: state_lib.TrainState
     batch: Mapping[str, jax.Array]
     row: rows_lib.Row
     is_healthy: bool
 
 
-class Difference(NamedTuple):
-    """The first number of a row that differs in the repeated step."""
-
-    step: int
-    column: str
-    logged: Any
-    now: Any
-
-
 class Replayer:
-    """A run in a work directory, whose steps can be repeated here."""
+    """A run in a work directory, whose steps can be repeated here.
+
+    Attributes:
+      config: the run's config.
+      experiment: its experiment.
+      mesh: the run's mesh, of the devices here.
+      changes: descriptions of what differs from the original run: code, libraries,
+        devices, flags.
+      rows: the rows of training by step.
+    """
 
     def __init__(self, directory: str):
-        """Reads a run, and creates its experiment, mesh and data; raises UserError if
-        that fails.
+        """Reads a run, and creates its experiment, mesh and data.
 
-        Attributes:
-          config: the run's config.
-          mesh: the run's mesh, of the devices here.
-          changes: descriptions of what differs from the original run: code, libraries,
-            devices, flags.
-          rows: the rows of training by step.
+        Raises:
+          UserError: if the directory holds no run, or if its data or config does not
+            fit the code and the devices here.
         """
         self._workdir = workdir.Workdir(directory)
         self.config = trained_lib.config_of(self._workdir)
@@ -76,16 +75,16 @@ class Replayer:
         self._skips = roll_back_history.batches_to_skip(entries)
         self._roll_backs = roll_back_history.in_effect(entries)
         self._batches.set_skips(self._skips)
-        self.changes = self._changes()
+        self.changes = self._find_changes()
         self.rows, self._evaluations = writers.by_step(self._workdir.metrics)
-        stopped = re.search(
-            r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path)
-        )
         # The step that ended the run, because it was not finite or was skipped; 0 if
         # none did.
-        self._stopped = int(stopped[1]) if stopped else 0
-        self.first_step = 0
-        self.step_program = preflight.jitted_step(self.experiment, self.mesh)
+        self._stopped = 0
+        reason = workdir.nonfinite_reason(self._workdir.path)
+        stopped = re.search(r"\bstep (\d+):", reason)
+        if stopped:
+            self._stopped = int(stopped[1])
+        self._train_step = preflight.jitted_step(self.experiment, self.mesh)
         predict = preflight.jitted_predict(self.experiment, self.mesh)
         self._predict = evaluation.predictions(predict, self.mesh)
 
@@ -95,28 +94,30 @@ class Replayer:
         """
         return preflight.single_program(self.experiment, self.mesh)
 
-    def _changes(self) -> list[str]:
+    def _find_changes(self) -> list[str]:
+        """Describes what differs from the original run.
+
+        Raises:
+          UserError: if the training data differs.
+        """
         old = jsonfile.read_if_exists(self._workdir.origin) or {}
         module = type(self.experiment).__module__
         now = origin.origin(module, self._batches.summary(), "")._asdict()
-        if (
-            old.get("training")
-            and now["training"]
-            and old["training"] != now["training"]
-        ):
+        trained_on = old.get("training")
+        if trained_on and now["training"] and trained_on != now["training"]:
             raise errors.UserError(
-                f"The run in {self._workdir.path} was trained on {old['training']}; the data is now {now['training']}. Its "
-                "steps cannot be repeated: restore its data."
+                f"The run in {self._workdir.path} was trained on {trained_on}; the "
+                f"data is now {now['training']}. Its steps cannot be repeated: restore "
+                "its data."
             )
         changes = []
         for name in ("commit", "libraries", "devices", "flags"):
-            # A run of an older version, or without git, did not record the value;
-            # recorded empty flags are known.
-            is_known = old.get(name) or (name == "flags" and name in old)
-            if is_known and old[name] != now[name]:
-                changes.append(
-                    f"{name}: {old[name] or 'none'} -> {now[name] or 'none'}"
-                )
+            recorded = old.get(name)
+            # An empty text is an unknown value, such as the commit without git. Only
+            # for the flags it says that there were none.
+            is_known = recorded or (recorded is not None and name == "flags")
+            if is_known and recorded != now[name]:
+                changes.append(f"{name}: {recorded or 'none'} -> {now[name] or 'none'}")
         return changes
 
     def resumed_from(self) -> int:
@@ -126,8 +127,9 @@ class Replayer:
         starts = attempts.read(self._workdir.path)
         if not starts:
             return 0
-        # A start that has restored no state yet has already recorded its config.
         first = starts[-1].first
+        # A start that has restored no state yet has already recorded its config, so all
+        # steps may be of an earlier one.
         return self.config.steps if first is None else first
 
     def suspect_steps(self) -> range:
@@ -139,83 +141,95 @@ class Replayer:
         Raises:
           UserError: if the rows show no bad step.
         """
-        before, skipped = 0, dict[str, Any]()
+        last_good = 0
+        skipped_before: rows_lib.Row = {}
         for step, row in self.rows.items():
-            counts = _skipped(row)
+            skipped = _skipped(row)
+            # A row has a total for each learner, or a list of one for each group.
             has_skipped = any(
-                x != skipped.get(name, np.zeros_like(x).tolist())
-                for name, x in counts.items()
+                count != skipped_before.get(name, np.zeros_like(count).tolist())
+                for name, count in skipped.items()
             )
-            if has_skipped or not all(map(_is_finite, row.values())):
-                return range(before + 1, step + 1)
-            before, skipped = step, counts
+            if has_skipped or not _are_finite(row):
+                return range(last_good + 1, step + 1)
+            last_good = step
+            skipped_before = skipped
         if self._stopped:
             # An earlier step may have left a state that is not finite.
-            return range(min(before + 1, self._stopped), self._stopped + 1)
+            return range(min(last_good + 1, self._stopped), self._stopped + 1)
         raise errors.UserError(
-            f"All {len(self.rows)} rows of training in {self._workdir.metrics} are finite, and no step was skipped: give "
-            f"--step, the step to analyze.{self._nonfinite_evaluation()}"
+            f"All {len(self.rows)} rows of training in {self._workdir.metrics} are "
+            "finite, and no step was skipped: give --step, the step to "
+            f"analyze.{self._nonfinite_evaluation()}"
         )
 
     def _nonfinite_evaluation(self) -> str:
         """Describes the first evaluation that is not finite; empty if there is none."""
         for step, row in self._evaluations.items():
-            names = [name for name, x in row.items() if not _is_finite(x)]
+            names = [name for name, value in row.items() if not _is_finite(value)]
             if names:
                 return (
-                    f" The evaluation after step {step} is not finite ({formatting.listed(names)}), but evaluations "
-                    "are not repeated: look for its cause in the experiment's evaluation and its data."
+                    f" The evaluation after step {step} is not finite "
+                    f"({formatting.listed(names)}), but evaluations are not repeated: "
+                    "look for its cause in the experiment's evaluation and its data."
                 )
         return ""
 
     def check(self, step: int) -> None:
         """Raises UserError if the run has not reached a step, as far as is known."""
-        reached = self._workdir.reached()
-        known = max([*self.rows, self._stopped, reached.step if reached else 0])
+        newest = self._workdir.reached()
+        in_checkpoints = newest.step if newest else 0
+        known = max([*self.rows, self._stopped, in_checkpoints])
         # Steps since the last row are not logged yet.
         last = min(known + self.config.log_every_steps, self.config.steps)
         if not 1 <= step <= last:
+            made = f"steps 1 to {known}" if known else "no steps"
             raise errors.UserError(
-                f"--step={step}: the run in {self._workdir.path} has made {f'steps 1 to {known}' if known else 'no steps'}, "
-                "by its rows and checkpoints. Give a step that it has made."
+                f"--step={step}: the run in {self._workdir.path} has made {made}, by "
+                "its rows and checkpoints. Give a step that it has made."
             )
 
     def steps(self, keep: range) -> Iterator[Step]:
         """Repeats steps from the nearest checkpoint before the first kept one, or from
         the first state.
 
+        Args:
+          keep: the steps whose states the caller reads.
+
         Yields:
           Each step up to the last kept one. The states of steps that are not in `keep`
           are donated and unusable.
         """
         state = self._begin(keep.start - 1)
-        self.first_step = int(state.step)
-        for number in range(self.first_step + 1, keep.stop):
+        restored = int(state.step)
+        for number in range(restored + 1, keep.stop):
             state = roll_back_history.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
-            before = (
-                jax.tree.map(lambda x: x.copy(), state) if number in keep else state
-            )
-            applied = _applied(state)
-            stepped = self.step_program(state, batch)
-            state, values = stepped.state, stepped.metrics
+            before = state
+            if number in keep:
+                before = jax.tree.map(lambda x: x.copy(), state)
+            # Read now, since the step donates the state.
+            counts_before = _applied_counts(state)
+            stepped = self._train_step(state, batch)
+            state = stepped.state
+            values = stepped.metrics
             if stepped.fingerprints_before is not None:
                 values = {**values, **stepped.fingerprints_before.logged()}
-            whole = mesh_lib.replicate(self.mesh, values)
-            row = {name: rows_lib.to_number(value) for name, value in whole.items()}
-            are_applied = _are_applied(stepped, applied, _applied(state))
-            is_healthy = are_applied and all(
-                map(_is_finite, map(jsonfile.finite, row.values()))
-            )
-            yield Step(number, before, batch, row, is_healthy)
+            values = mesh_lib.replicate(self.mesh, values)
+            row = {name: rows_lib.to_number(value) for name, value in values.items()}
+            are_applied = _are_applied(stepped, counts_before, _applied_counts(state))
+            is_healthy = are_applied and _are_finite(jsonfile.finite(row))
+            yield Step(number, restored, before, batch, row, is_healthy)
 
     def _begin(self, last: int) -> state_lib.TrainState:
-        """Restores the newest checkpoint up to a step, or creates the first state."""
+        """Restores the newest checkpoint up to a step, or creates the first state; sets
+        the data to its position.
+        """
         example = self._batches.example
         saved = states.States(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed(
-            [step for step in saved.manager.all_steps() if step <= last]
-        ):
+        for step in reversed(saved.manager.all_steps()):
+            if step > last:
+                continue
             try:
                 resuming.check_replicas(saved.manager, saved.target, step)
                 restored = saved.restore(step)
@@ -227,7 +241,7 @@ class Replayer:
             return restored.state
         return saved.init()
 
-    def difference(self, step: Step) -> Difference | None:
+    def difference(self, step: Step) -> comparison.Difference | None:
         """Returns the first number of a step that differs from its logged row; None if
         none differs or there is no row.
         """
@@ -235,19 +249,13 @@ class Replayer:
         # A logged 'skipped' is a running total, not the step's own; 'global_step'
         # covers it.
         totals = _skipped(logged)
-        # Fingerprints come first, because they tell whether the step began with another
-        # state.
-        names = sorted(
-            step.row, key=lambda name: not name.startswith(fingerprint.PREFIX)
-        )
-        for name in names:
-            now = step.row[name]
-            if (
-                name in logged
-                and name not in totals
-                and jsonfile.finite(now) != logged[name]
-            ):
-                return Difference(step.number, name, logged[name], now)
+        names = [name for name in step.row if name in logged and name not in totals]
+        # A row has null for what is not finite.
+        now = jsonfile.finite(step.row)
+        for name in comparison.differing(names, logged, now):
+            return comparison.Difference(
+                step.number, name, logged[name], step.row[name]
+            )
         return None
 
     def examples(
@@ -258,21 +266,22 @@ class Replayer:
         """
         if not experiment_lib.overrides(self.experiment, "train_data"):
             return []
-        examples, size = self.experiment.train_data(), self.config.batch_size
+        examples = self.experiment.train_data()
+        size = self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
         # Batches that roll-backs passed over count too.
-        before = (
-            step - 1 + sum(count for at, count in self._skips.items() if at <= step)
-        )
+        num_before = step - 1
+        for first_step, count in self._skips.items():
+            if first_step <= step:
+                num_before += count
         # Padding rows come after the rows of all groups.
-        groups, places = np.divmod(np.arange(len(next(iter(batch.values())))), size)
-        positions = before * size + places
-        order = np.concatenate(
-            [
-                numbers(group, positions[groups == group])
-                for group in np.unique(groups).tolist()
-            ]
-        )
+        num_rows = len(next(iter(batch.values())))
+        groups, places = np.divmod(np.arange(num_rows), size)
+        positions = num_before * size + places
+        of_groups = []
+        for group in np.unique(groups).tolist():
+            of_groups.append(numbers(group, positions[groups == group]))
+        order = np.concatenate(of_groups)
         # A custom iterator may have another order, or transform examples. So the rows
         # are compared with the examples.
         taken = data.take(examples, order)
@@ -283,11 +292,10 @@ class Replayer:
         return []
 
 
-def _applied(state: state_lib.TrainState) -> dict[str, np.ndarray]:
-    """Returns the number of updates that each learner has applied."""
-    return {
-        name: np.array(x.global_step) for name, x in state_lib.learners(state).items()
-    }
+def _applied_counts(state: state_lib.TrainState) -> dict[str, np.ndarray]:
+    """Returns the number of updates that each learner has applied so far, by name."""
+    learners = state_lib.learners(state)
+    return {name: np.array(learner.global_step) for name, learner in learners.items()}
 
 
 def _are_applied(
@@ -295,14 +303,12 @@ def _are_applied(
     before: dict[str, np.ndarray],
     after: dict[str, np.ndarray],
 ) -> bool:
-    """Returns whether a step applied all of its updates, and none that was not finite."""
+    """Returns whether a step applied all of its updates, and all were finite."""
     for name, observed in stepped.observed.items():
-        updates = np.asarray(
-            stepped.metrics.get(trees.join(name, "updates_per_step"), 1)
-        )
-        if np.any(after[name] - before[name] < updates) or np.any(
-            np.asarray(observed.verdict)
-        ):
+        updates = stepped.metrics.get(trees.join(name, "updates_per_step"), 1)
+        if np.any(after[name] - before[name] < np.asarray(updates)):
+            return False
+        if np.any(np.asarray(observed.verdict)):
             return False
     return True
 
@@ -312,12 +318,19 @@ def _skipped(row: rows_lib.Row) -> rows_lib.Row:
     return {name: x for name, x in row.items() if name.rpartition("/")[2] == "skipped"}
 
 
+def _are_finite(row: rows_lib.Row) -> bool:
+    """Returns whether all numbers of a row are finite; others are null there."""
+    return all(_is_finite(value) for value in row.values())
+
+
 def _is_finite(value: Any) -> bool:
-    """Returns whether a number of a row, or all numbers of several groups, are finite;
-    others are null in a row.
-    """
-    return None not in value if isinstance(value, list) else value is not None
+    """Returns whether a number of a row is finite; of several groups, all of them."""
+    if isinstance(value, list):
+        return None not in value
+    return value is not None
 
 
 def _same(x: np.ndarray, y: np.ndarray) -> bool:
-    return bool(np.array_equal(x.astype(y.dtype), y, equal_nan=y.dtype.kind in "fc"))
+    # Only floats can be NaN, and NumPy refuses to look for it in other dtypes.
+    has_nan = y.dtype.kind in "fc"
+    return bool(np.array_equal(x.astype(y.dtype), y, equal_nan=has_nan))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from xshard import logical
 from xshard import mesh as mesh_lib
 from xshard.metrics import formatting
-from xshard.replay import diagnosis, replayer
+from xshard.replay import comparison, diagnosis, replayer
 
 
 def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
@@ -29,90 +29,115 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
     if is_elsewhere and not logical.is_exact(run.config):
         say(
-            "on other devices sums are computed in another order, and other replicas draw other random numbers, so bits may differ"
+            "on other devices sums are computed in another order, and other replicas "
+            "draw other random numbers, so bits may differ"
         )
-    if step is not None:
+    if step is None:
+        suspect_steps = run.suspect_steps()
+    else:
         run.check(step)
-    suspect_steps = run.suspect_steps() if step is None else range(step, step + 1)
-    different, compared, again = None, 0, None
-    for again in run.steps(suspect_steps):
-        compared += again.number in run.rows
-        different = different or run.difference(again)
+        suspect_steps = range(step, step + 1)
+    different = None
+    num_compared = 0
+    repeated = None
+    for repeated in run.steps(suspect_steps):
+        if repeated.number in run.rows:
+            num_compared += 1
+        if different is None:
+            different = run.difference(repeated)
         # A step given by its number is the only suspect. Otherwise stop at the first
         # bad one.
-        if again.number in suspect_steps and not again.is_healthy:
+        if repeated.number in suspect_steps and not repeated.is_healthy:
             break
-    assert again is not None
-    begin = (
-        f"the checkpoint of step {run.first_step}"
-        if run.first_step
-        else "the first state"
-    )
-    say(f"step {again.number}, repeated from {begin}")
-    say(_compared(run, different, compared))
-    say(describe(run, again))
+    assert repeated is not None
+    begin = "the first state"
+    if repeated.restored:
+        begin = f"the checkpoint of step {repeated.restored}"
+    say(f"step {repeated.number}, repeated from {begin}")
+    if not num_compared:
+        say("no row to compare with")
+    elif different is None:
+        say(f"{num_compared} rows compared: reproduced, bit for bit")
+    else:
+        say(_describe_difference(run, repeated, different))
+    say(describe(run, repeated))
     return different is None
 
 
-def describe(run: replayer.Replayer, step: replayer.Step) -> str:
-    """Analyzes a repeated step, and describes what was found."""
-    taken_apart = diagnosis.Diagnosis(run, step)
-    finding = taken_apart.find()
-    if finding is None and not step.is_healthy:
-        return (
-            "The step is not finite, or is skipped, but all of its values are finite when computed one by one: it is at the "
-            "edge of a type's range, and XLA's fused operations round differently."
-        )
-    if finding is None:
-        return f"Every value that reaches a result of the step is finite.\n{taken_apart.table()}"
-    text = _finding(run, step, finding)
-    # The state is not among the metrics.
-    of_state = all(name.startswith("the state ") for name in finding.results)
-    if step.is_healthy and not of_state:
-        text += "\nIn the program with XLA's fused operations, all metrics of the step were finite."
-    return text
-
-
-def _compared(
-    run: replayer.Replayer, different: replayer.Difference | None, compared: int
+def _describe_difference(
+    run: replayer.Replayer,
+    repeated: replayer.Step,
+    different: comparison.Difference,
 ) -> str:
-    if not compared:
-        return "no row to compare with"
-    if different is None:
-        return f"{compared} rows compared: reproduced, bit for bit"
-    text = f"not reproduced: step {different.step}, column {different.column}, logged {different.logged}, now {different.now}"
+    """Describes a number that was not reproduced, and what may be the reason."""
+    text = (
+        f"not reproduced: step {different.step}, column {different.column}, logged "
+        f"{different.first}, now {different.second}"
+    )
     if run.changes:
         return f"{text}; changed since: {'; '.join(run.changes)}"
     resumed = run.resumed_from()
     if different.step <= resumed:
         return (
-            f"{text}; the run was resumed after step {resumed}, and its work directory describes only this last start: an "
-            "earlier one may have had another config, commit, libraries, devices or XLA flags"
+            f"{text}; the run was resumed after step {resumed}, and its work directory "
+            "describes only this last start: an earlier one may have had another "
+            "config, commit, libraries, devices or XLA flags"
         )
-    if not run.first_step:
+    if not repeated.restored:
         text += "; a run that began with --init_from has another first state"
-    return f"{text}; commit, libraries, devices and XLA's flags are those that the run recorded"
+    return (
+        f"{text}; commit, libraries, devices and XLA's flags are those that the run "
+        "recorded"
+    )
 
 
-def _finding(
+def describe(run: replayer.Replayer, step: replayer.Step) -> str:
+    """Analyzes a repeated step, and describes what was found."""
+    analyzed = diagnosis.Diagnosis(run, step)
+    finding = analyzed.find()
+    if finding is None and not step.is_healthy:
+        return (
+            "The step is not finite, or is skipped, but all of its values are finite "
+            "when computed one by one: it is at the edge of a type's range, and XLA's "
+            "fused operations round differently."
+        )
+    if finding is None:
+        return (
+            "Every value that reaches a result of the step is finite.\n"
+            f"{analyzed.table()}"
+        )
+    text = _describe_finding(run, step, finding)
+    # The state is not among the metrics.
+    only_in_state = all(name.startswith("the state ") for name in finding.results)
+    if step.is_healthy and not only_in_state:
+        text += (
+            "\nIn the program with XLA's fused operations, all metrics of the step "
+            "were finite."
+        )
+    return text
+
+
+def _describe_finding(
     run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding
 ) -> str:
-    first, nan = finding.first, finding.nan
+    first = finding.first
+    nan = finding.nan
+    lines = []
     if first.input:
-        lines = [f"not finite before the step: {first.input} is {first.gives}"]
+        lines.append(f"not finite before the step: {first.input} is {first.gives}")
         if first.input.startswith("the state") and step.number > 1:
             lines.append(
-                f"  made by      an earlier step: --step={step.number - 1} analyzes the one before"
+                f"  made by      an earlier step: --step={step.number - 1} analyzes "
+                "the one before"
             )
     else:
-        lines = [
-            f"first not finite: {first.primitive} gives {first.gives}",
-            *_where(first),
-        ]
+        lines.append(f"first not finite: {first.primitive} gives {first.gives}")
+        lines += _where(first)
     lines.append(f"  on           {_replicas(run, finding.replicas)}")
     lines += _examples(run, step, finding)
     if nan is not None:
-        lines += [f"which {nan.primitive} turns into nan:", *_where(nan)]
+        lines.append(f"which {nan.primitive} turns into nan:")
+        lines += _where(nan)
     lines.append(f"  reaches      {formatting.listed(finding.results)}")
     if finding.cure:
         lines.append(f"  cure         {finding.cure}")
@@ -120,21 +145,22 @@ def _finding(
 
 
 def _where(operation: diagnosis.Operation) -> list[str]:
+    """Returns lines on where an operation is in the user's code."""
     line = operation.line or operation.innermost
-    within = "" if operation.innermost == line else f", within it {operation.innermost}"
-    lines = [
-        f"  line         {line}{within}",
-        f"  pass         {'backward' if operation.backward else 'forward'}",
-        f"  value        {operation.kind}",
-    ]
+    if operation.innermost != line:
+        line += f", within it {operation.innermost}"
+    lines = [f"  line         {line}"]
     if operation.module:
-        lines.insert(1, f"  module       {operation.module}")
+        lines.append(f"  module       {operation.module}")
+    lines.append(f"  pass         {'backward' if operation.backward else 'forward'}")
+    lines.append(f"  value        {operation.kind}")
     return lines
 
 
 def _replicas(run: replayer.Replayer, replicas: Sequence[int]) -> str:
     """Describes the replicas, with their groups and slices if there are several."""
-    groups, slices = mesh_lib.num_groups(run.mesh), mesh_lib.num_slices(run.mesh)
+    groups = mesh_lib.num_groups(run.mesh)
+    slices = mesh_lib.num_slices(run.mesh)
     size = mesh_lib.num_replicas(run.mesh)
     if len(replicas) == groups * size:
         return "all replicas" if len(replicas) > 1 else "the only replica"
@@ -153,23 +179,25 @@ def _replicas(run: replayer.Replayer, replicas: Sequence[int]) -> str:
 def _examples(
     run: replayer.Replayer, step: replayer.Step, finding: diagnosis.Finding
 ) -> list[str]:
+    """Returns lines on the examples that cause a finding and their micro-batches."""
     if finding.rows is None:
         return ["  examples     any: the value does not depend on them"]
-    size, parts = run.config.batch_size, run.config.micro_batches
-    rows_each = size // mesh_lib.num_replicas(run.mesh) // parts
+    size = run.config.batch_size
+    micro_batches = run.config.micro_batches
+    rows_each = size // mesh_lib.num_replicas(run.mesh) // micro_batches
     lines = []
     for rows in finding.rows:
-        numbers = run.examples(step.number, step.batch, rows)
         # Rows are numbered within their group.
-        text = (
-            f"row {formatting.listed([str(row % size) for row in rows])} of the batch"
-        )
+        within = formatting.listed([str(row % size) for row in rows])
+        text = f"row {within} of the batch"
+        numbers = run.examples(step.number, step.batch, rows)
         if numbers:
-            text = f"{formatting.listed(list(map(str, numbers)))} ({text})"
+            text = f"{formatting.listed([str(n) for n in numbers])} ({text})"
         if len(rows) > 1:
             text += ", together"
         lines.append(f"  examples     {text}")
-        if parts > 1:
-            which = sorted({row // rows_each % parts for row in rows})
-            lines.append(f"  micro-batch  {', '.join(map(str, which))} of {parts}")
+        if micro_batches > 1:
+            which = sorted({row // rows_each % micro_batches for row in rows})
+            listed = ", ".join(map(str, which))
+            lines.append(f"  micro-batch  {listed} of {micro_batches}")
     return lines

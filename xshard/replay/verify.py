@@ -9,6 +9,7 @@ On another number of devices or processes, sums are added in another order and b
 differ, so runs are compared within a tolerance.
 """
 
+import hashlib
 import os
 import pathlib
 import random
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from xshard import cli, errors
 from xshard.files import jsonfile
@@ -30,7 +32,9 @@ from xshard.replay import comparison, replayer
 from xshard.stored import fingerprint
 
 # The number of checkpoints: one after each third of the steps.
-_SAVES, _POLL_SECONDS = 3, 0.05
+_NUM_SAVES = 3
+_POLL_SECONDS = 0.05
+# Flags of `xshard.main` for anything but training in one process.
 _REFUSED = (
     "coordinator_address",
     "num_processes",
@@ -55,25 +59,27 @@ class ResumeDevices(NamedTuple):
     tolerance: float
 
     def __str__(self) -> str:
-        processes = f" of {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.devices} devices{processes}"
+        if self.processes == 1:
+            return f"{self.devices} devices"
+        return f"{self.devices} devices of {self.processes} processes"
 
     def check(self) -> None:
-        """Raises UserError if the numbers are invalid, or the backend is not the CPU."""
+        """Raises UserError if a number is invalid, or the backend is not the CPU."""
         if self.devices < 1 or self.processes < 1 or self.devices % self.processes:
             raise errors.UserError(
-                f"--verify_devices={self.devices} must be a number of devices from 1 that --verify_processes={self.processes} "
-                "divides."
+                f"--verify_devices={self.devices} must be a number of devices from 1 "
+                f"that --verify_processes={self.processes} divides."
             )
         if not 0 < self.tolerance < 1:
             raise errors.UserError(
-                f"--verify_tolerance={self.tolerance} must be a number between 0 and 1: the largest difference of numbers, as a fraction of "
-                "the largest number of their array."
+                f"--verify_tolerance={self.tolerance} must be a number between 0 and "
+                "1: the largest difference of numbers, as a fraction of the largest "
+                "number of their array."
             )
         if jax.default_backend() != "cpu":
             raise errors.UserError(
-                f"--verify_devices={self.devices} splits the CPU, and this is {jax.default_backend()}: set JAX_PLATFORMS=cpu, or "
-                "leave it out."
+                f"--verify_devices={self.devices} splits the CPU, and this is "
+                f"{jax.default_backend()}: set JAX_PLATFORMS=cpu, or leave it out."
             )
 
 
@@ -101,6 +107,7 @@ class Killer:
         """
         if row["step"] < self._step:
             return
+        # Checkpoints are saved in the background.
         while self._saved not in comparison.checkpoints(self._directory):
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -136,53 +143,72 @@ def verify(
       UserError: if a run fails, or if the flags ask for anything but training in one
         process.
     """
-    if steps < _SAVES:
-        raise errors.UserError(
-            f"--verify_resume={steps} must be a number of steps from {_SAVES}."
-        )
-    if len(cli.without_flags(flags, _REFUSED)) < len(flags):
-        raise errors.UserError(
-            f"--verify_resume trains in one process: leave out --{', --'.join(_REFUSED)}."
-        )
-    if len(cli.without_flags(flags, ["config"])) == len(flags):
-        raise errors.UserError(
-            "--verify_resume needs the flags of the run: add at least --config=FILE.py."
-        )
+    _check(flags, steps)
+    equality = "the same bits"
     if resume_devices is not None:
         resume_devices.check()
+        equality = f"the same within {resume_devices.tolerance:g}"
     runs = _Runs(flags, steps, resume_devices)
-    whole = runs.train("whole")
-    step, saved = kill(jsonfile.read(whole / "config.json"))
-    before = comparison.rows_of(runs.train("resumed", is_killed=True))
-    row = comparison.first_row(comparison.rows_of(whole)[: len(before)], before)
-    same = (
-        f"the same within {resume_devices.tolerance:g}"
-        if resume_devices
-        else "the same bits"
-    )
+    undisturbed = runs.train(_UNDISTURBED)
+    step, saved = kill(jsonfile.read(undisturbed / "config.json"))
+    before_kill = comparison.rows_of(runs.train("resumed", is_killed=True))
     # Runs that differ before the kill are impure, whatever the resume does.
-    if row:
+    row = comparison.first_row(
+        comparison.rows_of(undisturbed)[: len(before_kill)], before_kill
+    )
+    if row is not None:
         compared = comparison.Comparison(row)
         what = f"two runs of {steps} steps, up to a kill at step {step}"
     else:
         compared = runs.compare(runs.train("resumed", on_resume_devices=True), saved)
-        what = f"{steps} undisturbed steps, and {steps} killed at step {step} and resumed from step {saved}"
-        what += f" on {resume_devices}" if resume_devices else ""
-    if not compared.lines():
+        what = (
+            f"{steps} undisturbed steps, and {steps} killed at step {step} and resumed "
+            f"from step {saved}"
+        )
+        if resume_devices is not None:
+            what += f" on {resume_devices}"
+    differences = compared.lines()
+    if not differences:
         shutil.rmtree(runs.folder)
-        say(f"{same}: {what}; {compared.size} and the results are equal")
+        say(f"{equality}: {what}; {compared.size} and the results are equal")
         return True
-    say("\n".join([f"not {same}: {what}", *compared.lines()]))
-    kind = (
-        runs.diagnose_nondeterminism() if row else runs.diagnose_resume(saved, compared)
-    )
+    say("\n".join([f"not {equality}: {what}", *differences]))
+    if row is not None:
+        kind = runs.diagnose_nondeterminism()
+    else:
+        kind = runs.diagnose_resume(saved, compared)
     say(f"kind         {kind}")
     say(f"runs         {runs.folder}")
     return False
 
 
+def _check(flags: Sequence[str], steps: int) -> None:
+    """Raises UserError if the flags or the number of steps are not possible."""
+    if steps < _NUM_SAVES:
+        raise errors.UserError(
+            f"--verify_resume={steps} must be a number of steps from {_NUM_SAVES}."
+        )
+    if len(cli.without_flags(flags, _REFUSED)) < len(flags):
+        raise errors.UserError(
+            "--verify_resume trains in one process: leave out "
+            f"--{', --'.join(_REFUSED)}."
+        )
+    if len(cli.without_flags(flags, ["config"])) == len(flags):
+        raise errors.UserError(
+            "--verify_resume needs the flags of the run: add at least --config=FILE.py."
+        )
+
+
+# The name of the run that is neither killed nor resumed.
+_UNDISTURBED = "whole"
+
+
 class _Runs:
-    """Runs with the same flags, in a new folder."""
+    """Runs with the same flags, in a new folder.
+
+    Attributes:
+      folder: the folder, in which each run has a work directory of its name.
+    """
 
     def __init__(
         self,
@@ -190,9 +216,10 @@ class _Runs:
         steps: int,
         resume_devices: ResumeDevices | None = None,
     ):
-        self._resume_devices = resume_devices
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
-        self._steps, every = steps, steps // _SAVES
+        self._resume_devices = resume_devices
+        self._steps = steps
+        every = steps // _NUM_SAVES
         # Each step is logged and fingerprinted, and each checkpoint kept, to find the
         # first difference.
         values = {
@@ -206,17 +233,19 @@ class _Runs:
             "checkpoint.keep_last": steps,
             "checkpoint.keep_best": 0,
         }
-        names = [f"config.{name}" for name in (*values, "writers")]
-        rest = cli.without_flags(flags, ["workdir", "stop_after", *names])
+        replaced = [f"config.{name}" for name in (*values, "writers")]
+        rest = cli.without_flags(flags, ["workdir", "stop_after", *replaced])
         self._command = [sys.executable, "-m", "xshard.main", *rest]
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
     def compare(self, other: pathlib.Path, restored: int) -> comparison.Comparison:
-        """Compares the undisturbed run with another: within the tolerance after
-        `restored` if on other devices, else bits.
+        """Compares the undisturbed run with another: its bits, or on other devices what
+        follows the step `restored` within the tolerance.
         """
         tolerance = self._resume_devices.tolerance if self._resume_devices else 0.0
-        return comparison.compare(self.folder / "whole", other, tolerance, restored)
+        return comparison.compare(
+            self.folder / _UNDISTURBED, other, tolerance, restored
+        )
 
     def train(
         self,
@@ -226,80 +255,111 @@ class _Runs:
         environment: str = "",
         on_resume_devices: bool = False,
     ) -> pathlib.Path:
-        """Starts or resumes a run, waits for it, and returns its directory."""
-        writer = [f"{__name__}.{Killer.__name__}"] if is_killed else []
-        command = [*self._command, f"--config.writers={('jsonl', *writer)}"]
-        command.append(f"--workdir={self.folder / name}")
+        """Starts or resumes a run, waits for it, and returns its directory.
+
+        Args:
+          name: the run's name.
+          is_killed: whether the run kills itself.
+          environment: a variable to set for it, as NAME=VALUE.
+          on_resume_devices: whether it runs on the other devices, if there are any.
+
+        Raises:
+          UserError: if the run ends otherwise than it should.
+        """
+        directory = self.folder / name
+        names = ["jsonl"]
+        if is_killed:
+            names.append(f"{__name__}.{Killer.__name__}")
+        command = [
+            *self._command,
+            f"--config.writers={tuple(names)}",
+            f"--workdir={directory}",
+        ]
         if environment:
             command = ["env", environment, *command]
-        if on_resume_devices and self._resume_devices:
+        if on_resume_devices and self._resume_devices is not None:
             command = _command_on(self._resume_devices, command)
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
-            code = subprocess.run(
-                command, stdout=out, stderr=out, check=False
-            ).returncode
-        if code != (-signal.SIGKILL if is_killed else 0):
+            done = subprocess.run(command, stdout=out, stderr=out, check=False)
+        expected = -signal.SIGKILL if is_killed else 0
+        if done.returncode != expected:
             print(log.read_text(errors="replace"), file=sys.stderr)
-            end = "and been killed" if is_killed else "and exited with 0"
+            end = "been killed" if is_killed else "exited with 0"
             raise errors.UserError(
-                f"The run in {self.folder / name} exited with {code}; its output is above. It should have "
-                f"made {self._steps} steps {end}."
+                f"The run in {directory} exited with {done.returncode}; its output is "
+                f"above. It should have made {self._steps} steps and {end}."
             )
-        return self.folder / name
+        return directory
 
     def diagnose_resume(self, saved: int, compared: comparison.Comparison) -> str:
-        """Determines and describes why a resumed run differs."""
-        whole = self.folder / "whole"
-        if comparison.compare(whole, self.train("again")).lines():
+        """Determines and describes why a resumed run differs.
+
+        Args:
+          saved: the step of the checkpoint that it resumed from.
+          compared: its differences from the undisturbed run.
+        """
+        undisturbed = self.folder / _UNDISTURBED
+        if comparison.compare(undisturbed, self.train("again")).lines():
             return self.diagnose_nondeterminism()
         only = "two undisturbed runs are equal; after the resume"
-        step, column = compared.row[:2] if compared.row else (self._steps, "")
+        step = self._steps
+        column = ""
+        if compared.row is not None:
+            step = compared.row.step
+            column = compared.row.column
         # The fingerprint of step saved + 1 is of the restored state itself.
         if step <= saved + 1 and column.startswith(fingerprint.PREFIX):
-            return f"the state: {only} step {step} begins with a different state than before the kill"
-        where = self._resume_devices
-        if (
-            where
-            and self.compare(
-                self.train("elsewhere", on_resume_devices=True), -1
-            ).lines()
-        ):
             return (
-                f"the number of devices: an undisturbed run on {where} differs, too, so the resume is not the cause; does a "
-                "replica draw by its own key, or use only its part of a batch? Otherwise, sums in another order differ by more "
-                "than --verify_tolerance."
+                f"the state: {only} step {step} begins with a different state than "
+                "before the kill"
             )
-        if column.startswith("eval/") or (compared.row is None and not compared.array):
-            return f"the evaluation: {only} the same state is evaluated differently; does an attribute change?"
-        first = _batches(whole, range(1, step + 1))
-        restored = _batches(whole, range(saved + 1, step + 1))
+        if self._resume_devices is not None:
+            elsewhere = self.train("elsewhere", on_resume_devices=True)
+            # Nothing was restored, so all rows may differ within the tolerance.
+            if self.compare(elsewhere, restored=-1).lines():
+                return (
+                    "the number of devices: an undisturbed run on "
+                    f"{self._resume_devices} differs, too, so the resume is not the "
+                    "cause; does a replica draw by its own key, or use only its part "
+                    "of a batch? Otherwise, sums in another order differ by more than "
+                    "--verify_tolerance."
+                )
+        only_results = compared.row is None and not compared.array
+        if column.startswith("eval/") or only_results:
+            return (
+                f"the evaluation: {only} the same state is evaluated differently; does "
+                "an attribute change?"
+            )
+        first = _batches(undisturbed, range(1, step + 1))
+        restored = _batches(undisturbed, range(saved + 1, step + 1))
         for number, batch in restored.items():
             if batch != first[number]:
                 return (
-                    f"the data: {only} step {number} has a different batch{_examples(whole, number)}; does get_state of "
-                    "the iterator return all that determines the next batch?"
+                    f"the data: {only} step {number} has a different "
+                    f"batch{_examples(undisturbed, number)}; does get_state of the "
+                    "iterator return all that determines the next batch?"
                 )
         return (
-            f"state outside of TrainState: {only} the state and the batches are equal, but a step differs; does an "
-            "attribute or a global variable change?"
+            f"state outside of TrainState: {only} the state and the batches are equal, "
+            "but a step differs; does an attribute or a global variable change?"
         )
 
     def diagnose_nondeterminism(self) -> str:
         """Determines and describes why undisturbed runs differ."""
         # A fixed hash seed makes the order of sets, and hash(), the same in each
         # process.
-        pair = [
-            self.train(f"hash_{i}", environment="PYTHONHASHSEED=0") for i in range(2)
-        ]
-        if comparison.compare(pair[0], pair[1]).lines():
+        first = self.train("hash_0", environment="PYTHONHASHSEED=0")
+        second = self.train("hash_1", environment="PYTHONHASHSEED=0")
+        if comparison.compare(first, second).lines():
             return (
-                "impure: undisturbed runs differ, too, so the resume is not the cause; does the experiment use the time, "
-                "Python's random, os.urandom or a thread?"
+                "impure: undisturbed runs differ, too, so the resume is not the cause; "
+                "does the experiment use the time, Python's random, os.urandom or a "
+                "thread?"
             )
         return (
-            "hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0; does the experiment use the order of "
-            "a set, or hash()?"
+            "hash order: undisturbed runs differ, too, but not with PYTHONHASHSEED=0; "
+            "does the experiment use the order of a set, or hash()?"
         )
 
 
@@ -307,10 +367,14 @@ def _batches(directory: pathlib.Path, steps: range) -> dict[int, dict[str, str]]
     """Returns the checksums of the batches of repeated steps, by step and name."""
     checksums = {}
     for step in replayer.Replayer(str(directory)).steps(steps):
-        checksums[step.number] = {
-            name: comparison.checksum(x) for name, x in step.batch.items()
-        }
+        checksums[step.number] = {name: _checksum(x) for name, x in step.batch.items()}
     return checksums
+
+
+def _checksum(x: jax.Array) -> str:
+    """Returns the dtype, the shape and the SHA-256 of an array."""
+    array = np.asarray(x)
+    return f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
 
 def _examples(directory: pathlib.Path, step: int) -> str:
@@ -318,14 +382,12 @@ def _examples(directory: pathlib.Path, step: int) -> str:
     in another order.
     """
     run = replayer.Replayer(str(directory))
-    (again,) = run.steps(range(step, step + 1))
-    rows = range(len(next(iter(again.batch.values()))))
-    numbers = run.examples(step, again.batch, list(rows))
-    return (
-        f" (undisturbed: examples {formatting.listed(list(map(str, numbers)))})"
-        if numbers
-        else ""
-    )
+    (repeated,) = run.steps(range(step, step + 1))
+    num_rows = len(next(iter(repeated.batch.values())))
+    numbers = run.examples(step, repeated.batch, list(range(num_rows)))
+    if not numbers:
+        return ""
+    return f" (undisturbed: examples {formatting.listed([str(n) for n in numbers])})"
 
 
 def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
@@ -334,11 +396,13 @@ def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
     rest = cli.without_flags(command, ["cpu_devices"])
     if place.processes == 1:
         return [*rest, devices]
-    launch = [
+    return [
+        sys.executable,
         "-m",
         "launch",
         f"--num_processes={place.processes}",
         devices,
         "--max_failures=1",
+        "--",
+        *rest,
     ]
-    return [sys.executable, *launch, "--", *rest]

@@ -1,5 +1,5 @@
-"""Tests that bisect finds where two real runs diverge, and reports what differs between
-them.
+"""The comparison of two runs: where they diverge, and whether two finished ones are
+equal.
 """
 
 import json
@@ -8,11 +8,12 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests import toy
 from xshard import bisect, loop
-from xshard.replay import divergence
+from xshard.replay import comparison
 from xshard.stored import fingerprint
 
 NAME = fingerprint.PREFIX + fingerprint.PARAMS
@@ -25,9 +26,9 @@ def config(**changes):
 
 
 def compared(tmp_path):
-    return divergence.find_divergence(
-        *(divergence.read(str(tmp_path / name)) for name in "AB")
-    )
+    first = comparison.read(str(tmp_path / "A"))
+    second = comparison.read(str(tmp_path / "B"))
+    return comparison.find_divergence(first, second)
 
 
 def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
@@ -37,10 +38,8 @@ def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
     output = capsys.readouterr().out
-    assert (
-        "equal: the fingerprints and values of all steps that both logged, up to step 8"
-        in output
-    )
+    equal = "equal: the fingerprints and values of all steps that both logged"
+    assert f"{equal}, up to step 8" in output
     assert "configs and origins are the same" in output
     # Equal training does not make equal evaluations.
     rows = tmp_path / "B" / "metrics.jsonl"
@@ -71,18 +70,15 @@ def test_runs_resumed_with_different_configs_diverge_in_the_next_step(
     assert loop.run(config(steps=4, **changes), str(tmp_path / "A"), "") == 0
     shutil.copytree(tmp_path / "A", tmp_path / "B")
     for name, parts in (("A", 1), ("B", 2)):
-        assert (
-            loop.run(config(micro_batches=parts, **changes), str(tmp_path / name), "")
-            == 0
-        )
+        changed = config(micro_batches=parts, **changes)
+        assert loop.run(changed, str(tmp_path / name), "") == 0
     divergence = compared(tmp_path)
     # Step 5 begins with the same state in both runs, but its values differ.
     assert divergence[:3] == (4, 5, []) and "loss" in divergence.values
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 1
     output = capsys.readouterr().out
-    assert ("diverge in step 5" in output) == bool(
-        every
-    ) and "config.micro_batches" in output
+    assert "config.micro_batches" in output
+    assert ("diverge in step 5" in output) == bool(every)
     assert ("rows of step 5 have no fingerprints" in output) != bool(every)
 
 
@@ -93,11 +89,9 @@ def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
 
     def train_step(state, batch):
         if int(state.step) == 4:
-            flip = lambda x: (x.view(jnp.uint32) ^ 1).view(jnp.float32)
-            inner = state.experiment
-            state.experiment.params["linear"]["w"] = jax.device_put(
-                flip(inner.params["linear"]["w"]), inner.params["linear"]["w"].sharding
-            )
+            layer = state.experiment.params["linear"]
+            flipped = (layer["w"].view(jnp.uint32) ^ 1).view(jnp.float32)
+            layer["w"] = jax.device_put(flipped, layer["w"].sharding)
         return step_of_run(state, batch)
 
     monkeypatch.setattr(run, "train_step", train_step)
@@ -108,10 +102,8 @@ def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
     # difference has reached the slots.
     assert divergence[:2] == (4, 6) and {"params", "slots"} <= set(divergence.states)
     bisect.main([str(tmp_path / "A"), str(tmp_path / "B")])
-    assert (
-        "The runs diverge in steps 4 to 5 (equal up to the row of step 4)"
-        in capsys.readouterr().out
-    )
+    output = capsys.readouterr().out
+    assert "The runs diverge in steps 4 to 5 (equal up to the row of step 4)" in output
 
 
 def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
@@ -121,8 +113,8 @@ def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
         for state, losses in (here, there):
             rows = {step: {"loss": losses[i]} for i, step in enumerate(steps)}
             rows |= {7: {**rows[7], NAME: 0}, 14: {**rows[14], NAME: state}}
-            runs.append(divergence.Run(pathlib.Path("run"), rows, {}, {}))
-        return divergence.describe(divergence.find_divergence(*runs))
+            runs.append(comparison.Run(pathlib.Path("run"), rows, {}, {}))
+        return comparison.describe(comparison.find_divergence(*runs))
 
     equal = [1.0] * 5
     text = described((0, equal), (0, [1.0, 1.0, 1.0, 2.0, 2.0]))
@@ -134,19 +126,15 @@ def test_rows_without_fingerprints_are_no_evidence_of_equal_states():
     text = described((0, equal), (0, [2.0] * 5))
     assert "diverge at step 1 or earlier (no row is equal), in loss" in text
     text = described((0, equal), (0, [1.0, 2.0, 2.0, 2.0, 2.0]))
-    assert (
-        "diverge in step 7 (equal up to the row of step 1): it began with the same state"
-        in text
-    )
+    equal_until = "equal up to the row of step 1"
+    assert f"diverge in step 7 ({equal_until}): it began with the same state" in text
 
 
 def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, capsys):
     assert loop.run(config(steps=2), str(tmp_path / "A"), "") == 0
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "none")]) != 0
-    assert (
-        "holds no config.json: give the work directory of a run"
-        in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "holds no config.json: give the work directory of a run" in error
     shutil.copytree(tmp_path / "A", tmp_path / "B")
     rows = tmp_path / "B" / "metrics.jsonl"
     rows.write_text(json.dumps({"step": 77, "loss": 1.0}) + "\n")
@@ -155,3 +143,71 @@ def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, caps
     rows.write_text("")
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) != 0
     assert "has no rows of training" in capsys.readouterr().err
+
+
+def test_the_gap_between_arrays_is_relative_to_the_largest_value():
+    gap = comparison._gap
+    x = np.array([1.0, -4.0], np.float32)
+    assert gap(x, x.copy()) == 0
+    assert gap(x, x + np.float32([0.5, 0])) == 0.125
+    half = np.asarray(jnp.bfloat16([1.0, 4.0]))
+    assert gap(half, np.asarray(jnp.bfloat16([1.5, 4.0]))) == 0.125
+    assert gap(np.float32([np.nan]), np.float32([np.nan])) == 0
+    # Other dtypes and shapes, values that are not finite, and integers have no gap.
+    assert gap(x, x.astype(int)) == np.inf
+    assert gap(x, x[:1]) == np.inf
+    assert gap(x, x.astype("f8")) == np.inf
+    assert gap(x, np.float32([1, np.nan])) == np.inf
+    assert gap(x, np.float32([1, np.inf])) == np.inf
+    assert gap(np.int32([1]), np.int32([2])) == np.inf
+
+
+def test_rows_are_compared_within_a_tolerance():
+    def row(step, loss, text="ab", **more):
+        row = {"step": step, "loss": loss, "fingerprint/params": text, "skipped": 0}
+        return {**row, **more}
+
+    first = [row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.0])]
+
+    def difference(second):
+        near = comparison._with_near_equal(first, second, tolerance=1e-2, restored=1)
+        return comparison.first_row(*near)
+
+    def place(second):
+        return difference(second)[:2]
+
+    # Gaps are relative to the column's largest value. Step 2 begins with the restored
+    # state, whose fingerprint must be equal.
+    last = row(3, 0.519, "cd", eval=[8.0, 0.07])
+    assert difference([row(1, 2.0), row(2, 1.01), last]) is None
+    last = row(3, 0.5, eval=[8.0, 0.09])
+    assert place([row(1, 2.0), row(2, 1.0), last]) == (3, "eval")
+    last = row(3, 0.53, eval=[8.0, 0.0])
+    assert place([row(1, 2.0), row(2, 1.0), last]) == (3, "loss")
+    restored = row(2, 1.0, "cd")
+    assert place([first[0], restored, first[2]]) == (2, "fingerprint/params")
+    restored = {**first[1], "skipped": 1}
+    assert place([first[0], restored, first[2]]) == (2, "skipped")
+    assert place([row(1, 2.01), *first[1:]]) == (1, "loss")
+    assert difference(first[:2]).step == 3
+    assert difference([*first, row(4, 1.0)]).step == 4
+
+
+def test_results_are_compared_within_a_tolerance():
+    here = {"a": {"b": 1.0}, "c": "x"}
+    there = {"a": {"b": 1.001}, "c": "y"}
+    assert comparison._near(here, there, 1e-2) == {"a": {"b": 1.0}, "c": "y"}
+
+
+def test_the_first_difference_of_rows_is_found():
+    first_row = comparison.first_row
+    same = {"step": 1, "loss": 2.0, "fingerprint/params": "ab"}
+    row = {"step": 2, "loss": 2.0, "fingerprint/params": "cd"}
+    assert first_row([same, row], [same, dict(row)]) is None
+    # A state that differs is named before the values computed from it.
+    other = {**row, "loss": 3.0, "fingerprint/params": "ef"}
+    difference = first_row([same, row], [same, other])
+    assert difference == (2, "fingerprint/params", "cd", "ef")
+    other = {**row, "loss": None}
+    assert first_row([same, row], [same, other]) == (2, "loss", 2.0, None)
+    assert first_row([same], [same, row])[:2] == (2, "fingerprint/params")
