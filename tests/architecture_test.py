@@ -155,7 +155,7 @@ def test_some_imports_and_calls_are_confined_to_their_files(path):
     # run.
     if name not in (
         "checkpoint/store",
-        "dryrun/__main__",
+        "dryrun/analysis",
         "main",
         "pod/origin",
         "pod/startup",

@@ -9,6 +9,7 @@ import pytest
 
 from tests import pods
 from xshard import errors, mesh, torus
+from xshard.dryrun import collectives
 
 
 def ids(the_mesh):
@@ -178,7 +179,7 @@ def hops_along(the_mesh, axis):
     group = np.moveaxis(places, mesh.AXES.index(axis), -1).reshape(
         -1, the_mesh.shape[axis]
     )[0]
-    return torus.hops(chips, [group])
+    return collectives.distances(chips, [group])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_an_axis_is_a_ring_only_where_the_torus_closes(topology, end_hops):
     ends = [
         i for i, chip in enumerate(chips) if chip.coords in ((0, 0, 0), (last, 0, 0))
     ]
-    assert torus.hops(chips, [ends]) == [end_hops]
+    assert collectives.distances(chips, [ends]) == [end_hops]
 
 
 def test_chips_that_fill_no_box_stay_in_their_order():
@@ -286,7 +287,7 @@ def test_sums_over_whole_slices_take_two_steps(topology, scatter, gather, slices
     places = np.arange(len(chips)).reshape(scatter or -1)
     for axis in range(places.ndim):
         groups = np.moveaxis(places, axis, -1).reshape(-1, places.shape[axis])
-        assert set(torus.hops(chips, groups)) <= {1}
+        assert set(collectives.distances(chips, groups)) <= {1}
 
 
 def test_sums_over_a_part_of_a_slice_take_one_step():

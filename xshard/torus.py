@@ -1,4 +1,5 @@
-"""TPU chips on their torus, laid out so that those that communicate most are neighbors.
+"""TPU chips on their torus: a mesh layout in which the chips that communicate most are
+neighbors.
 
 A TPU device has coordinates, and a slice is a box of them. Devices of other platforms
 stay in the given order.
@@ -10,13 +11,8 @@ from typing import Any
 
 import numpy as np
 
+# The sizes of a box along each axis of a torus.
 _Shape = tuple[int, ...]
-
-# On these chips every axis is a ring if the slice consists of whole 4x4x4 cubes.
-_CUBES = ("TPU v4", "TPU v5", "TPU v5p")
-_CUBE = 4
-# On chips with a two-dimensional torus, an axis is a ring if it spans a whole pod.
-_POD = 16
 
 
 def box(devices: Sequence[Any]) -> np.ndarray | None:
@@ -28,22 +24,23 @@ def box(devices: Sequence[Any]) -> np.ndarray | None:
     """
     if any(device.platform != "tpu" for device in devices):
         return None
-    places = _places(devices)
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     # A slice may be a part of a pod, so its box need not begin at 0.
     places -= places.min(axis=0)
     chips = np.full(places.max(axis=0) + 1, None, dtype=object)
     for device, place in zip(devices, places, strict=True):
         chips[tuple(place)] = device
-    # Equal sizes are not enough: two devices with the same coordinates would leave
-    # another place empty.
-    has_gaps = any(device is None for device in chips.flat)
-    if chips.size != len(devices) or has_gaps:
+    if chips.size != len(devices):
+        return None
+    # Two devices with the same coordinates leave another place empty.
+    if any(device is None for device in chips.flat):
         return None
     return chips
 
 
 def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
-    """Lays devices out as an array, with neighbors along the last dimensions.
+    """Lays devices out as an array, with neighbors along the last dimension, then along
+    the one before it.
 
     Each dimension of the mesh gets a factor of each axis of the torus, so the devices
     along the last dimension form a box of neighbors. Among these layouts, the function
@@ -58,9 +55,9 @@ def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     sizes = tuple(sizes)
     chips = box(devices)
     if chips is None:
-        chips = np.empty(len(devices), dtype=object)
-        chips[:] = devices
-        return chips.reshape(sizes)
+        in_order = np.empty(len(devices), dtype=object)
+        in_order[:] = devices
+        return in_order.reshape(sizes)
     shape = chips.shape
     split = min(_splits(shape, sizes), key=lambda split: _preference(split, shape))
     # Split each axis of the torus into the factors of all mesh dimensions, the first
@@ -79,139 +76,82 @@ def whole_axes(shape: Sequence[int]) -> list[int]:
     return sorted(products)
 
 
-def hops(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the distances between the members of groups, in links from chip to chip;
-    neighbors have distance 1.
-
-    The members of a group are connected by a minimum spanning tree, since the compiler
-    decides their order along the torus.
+def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
+    """Yields all ways to split each axis of a torus into factors, one for each
+    dimension of a mesh.
 
     Args:
-      devices: the devices of one slice.
-      groups: indices in `devices`.
+      room: the sizes of the torus.
+      sizes: the sizes of the mesh's dimensions.
 
-    Returns:
-      The length of each edge of each group's tree; empty for devices without
-      coordinates.
-    """
-    if any(device.platform != "tpu" for device in devices):
-        return []
-    places = _places(devices)[:, :-1]
-    shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
-    # The length of each axis that is a ring; 0 for others.
-    rings = np.where(_rings(devices[0].device_kind, shape), shape, 0)
-    lengths = []
-    for group in groups:
-        lengths += _tree(places[list(group)], rings)
-    return lengths
-
-
-def _places(devices: Sequence[Any]) -> np.ndarray:
-    return np.array([(*device.coords, device.core_on_chip) for device in devices])
-
-
-def _rings(kind: str, shape: _Shape) -> list[bool]:
-    """Returns whether each axis of a slice is a ring.
-
-    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and
-    larger slices have full 3D torus"; for v5e and v6e
-    https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
-    with a shift along the long one. Coordinates do not show the shift, and no layout
-    here relies on it.
-    """
-    if kind in _CUBES:
-        return [all(size % _CUBE == 0 for size in shape)] * len(shape)
-    return [size == _POD for size in shape]
-
-
-def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
-    """Returns the lengths of the edges of the minimum spanning tree over places.
-
-    The algorithm is Prim's.
-    """
-    lengths = []
-    far = np.iinfo(int).max
-    nearest = np.full(len(places), far)
-    outside = np.ones(len(places), dtype=bool)
-    last = 0
-    for _ in range(len(places) - 1):
-        outside[last] = False
-        # The place that joined the tree last may be closer to the remaining places than
-        # the rest of the tree.
-        nearest = np.minimum(nearest, _distances(places, places[last], rings))
-        last = int(np.argmin(np.where(outside, nearest, far)))
-        lengths.append(int(nearest[last]))
-    return lengths
-
-
-def _distances(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
-    """Returns the number of links from a place to each of `places`.
-
-    On a ring, it is that in the shorter direction.
-    """
-    apart = np.abs(places - place)
-    around = np.where(rings > 0, rings - apart, apart)
-    return np.minimum(apart, around).sum(axis=1)
-
-
-def _splits(room: _Shape, sizes: _Shape) -> Iterator[tuple[_Shape, ...]]:
-    """Yields all ways to split each axis of a torus into factors.
-
-    An axis has one factor for each dimension of a mesh. The ways are tuples with an
-    entry for each dimension, which has a factor of each axis.
+    Yields:
+      The box of each dimension: its factor of each axis.
     """
     if len(sizes) == 1:
         yield (room,)
         return
-    for part in _parts(room, sizes[-1]):
-        rest = tuple(size // side for size, side in zip(room, part, strict=True))
+    for last in _boxes(room, sizes[-1]):
+        rest = tuple(size // side for size, side in zip(room, last, strict=True))
         for before in _splits(rest, sizes[:-1]):
-            yield (*before, part)
+            yield (*before, last)
 
 
-def _parts(room: _Shape, count: int) -> Iterator[_Shape]:
+def _boxes(room: _Shape, count: int) -> Iterator[_Shape]:
     """Yields the boxes of `count` chips whose sides divide the sides of `room`."""
     if not room:
         if count == 1:
             yield ()
         return
-    first, *others = room
+    first = room[0]
     for side in range(1, first + 1):
         if first % side == 0 and count % side == 0:
-            for sides in _parts(tuple(others), count // side):
+            for sides in _boxes(room[1:], count // side):
                 yield (side, *sides)
 
 
 def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
-    """Returns a sort key of a layout, of which the smallest is best.
+    """Returns a sort key of a layout, smallest is best.
 
-    It is ordered by communication, then by whole axes, then by the order of axes.
+    It is by communication, then by how much of a dimension's box spans whole axes of
+    the torus, then by the order of axes; each of these for the last dimension first.
+
+    Args:
+      split: the box of each dimension of the mesh, as from `_splits`.
+      shape: the sizes of the torus.
     """
     costs = []
-    whole_axes = []
-    strides = np.ones(len(shape), dtype=int)
+    whole = []
+    # The distance between neighbors in a dimension's box, along each axis: as large as
+    # the boxes of the later dimensions, which lie within one of its steps.
+    strides = [1] * len(shape)
     # Nothing is exchanged along the first dimension.
-    for part in reversed(split[1:]):
-        costs.append(_sum_cost(part, strides))
-        strides = strides * part
-        # The negative number of chips along the axes that the dimension has whole.
-        whole = [side for side, size in zip(part, shape, strict=True) if side == size]
-        whole_axes.append(-math.prod(whole))
+    for sides in reversed(split[1:]):
+        costs.append(_sum_cost(sides, strides))
+        strides = [stride * side for stride, side in zip(strides, sides, strict=True)]
+        spanned = 1
+        for side, size in zip(sides, shape, strict=True):
+            if side == size:
+                spanned *= size
+        whole.append(-spanned)
     # Between equally good layouts, prefer larger sides along the first axes.
-    sides = [[-side for side in part] for part in reversed(split)]
-    return costs, whole_axes, sides
+    larger_first = [[-side for side in sides] for sides in reversed(split)]
+    return costs, whole, larger_first
 
 
-def _sum_cost(part: _Shape, strides: Sequence[int] | np.ndarray) -> int:
-    """Returns the cost of a sum over a box.
+def _sum_cost(sides: _Shape, strides: Sequence[int]) -> int:
+    """Returns the cost of a sum over a box: the data that it sends, times the links
+    that the data crosses.
 
-    It is the data that the sum sends, times the links that the data crosses. The sum is
-    modeled as a reduce-scatter along one axis after another, starting with the nearest
-    neighbors. Each reduce-scatter leaves less data for the next one.
+    The sum is modeled as a reduce-scatter along one axis after another, starting with
+    the nearest neighbors. Each reduce-scatter leaves less data for the next one.
+
+    Args:
+      sides: the sides of the box.
+      strides: the links between neighbors along each of its axes.
     """
     cost = 0
-    data = math.prod(part)
-    for stride, side in sorted(zip(strides, part, strict=True)):
+    data = math.prod(sides)
+    for stride, side in sorted(zip(strides, sides, strict=True)):
         cost += stride * (data - data // side)
         data //= side
     return cost

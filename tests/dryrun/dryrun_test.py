@@ -19,14 +19,13 @@ import pytest
 from tests import forks, pods, toy
 from xshard import errors, logical, mesh
 from xshard import state as state_lib
-from xshard.dryrun import __main__ as dryrun
-from xshard.dryrun import analysis, costs, estimate, summary
+from xshard.dryrun import analysis, costs, summary
 from xshard.metrics import chips
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
-    not HAS_LIBTPU,
-    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: python -m pip install -r "
+    "requirements_dryrun_lock.txt",
 )
 DIGITS = ("--config=configs/digits.py", "--topology=v5e:4x4")
 TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")
@@ -36,7 +35,11 @@ def run(*arguments, before=""):
     """Runs the dry-run program; returns its exit code, standard output and standard
     error.
     """
-    program = f"import sys; {before}\nfrom xshard.dryrun import __main__ as dryrun\nsys.exit(dryrun.run())"
+    program = (
+        f"import sys; {before}\n"
+        "from xshard.dryrun import __main__ as dryrun\n"
+        "sys.exit(dryrun.run())"
+    )
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
@@ -84,11 +87,11 @@ def test_slice_shapes_that_do_not_exist_are_refused(topology, rule):
 
 def test_bounds_are_amounts_divided_by_rates():
     chip = chips.CHIPS["v5e"]
-    limits = estimate.bounds(chip, costs.Cost(197 * 10**12, 819 * 10**9), 10**11, 10**9)
+    limits = analysis.bounds(chip, costs.Cost(197 * 10**12, 819 * 10**9), 10**11, 10**9)
     assert [limit.name for limit in limits] == ["compute", "memory", "ICI", "DCN"]
     assert [limit.seconds for limit in limits] == pytest.approx([1, 1, 0.5, 0.32])
-    assert estimate.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 1)[3].seconds is None
-    assert estimate.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3].seconds == 0
+    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 1)[3].seconds is None
+    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3].seconds == 0
 
 
 def test_shard_bytes_count_a_single_device():
@@ -98,8 +101,8 @@ def test_shard_bytes_count_a_single_device():
         "w": jax.ShapeDtypeStruct((8, 3), np.float32, sharding=rows),
         "b": jax.ShapeDtypeStruct((3,), np.float16, sharding=mesh.sharding(places)),
     }
-    assert estimate.shard_bytes(tree) == 4 * 3 * 4 + 3 * 2
-    assert estimate.largest(tree, 1) == [("w", 48)]
+    assert analysis.shard_bytes(tree) == 4 * 3 * 4 + 3 * 2
+    assert analysis.largest(tree, 1) == [("w", 48)]
 
 
 HLO = """
@@ -107,7 +110,8 @@ ENTRY %main (x: f32[1024,1024], w: f32[1024,1024]) -> f32[1024,1024] {
   %x = f32[1024,1024]{1,0} parameter(0)
   %w = f32[1024,1024]{1,0} parameter(1)
   %y = f32[1024,1024]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
-  ROOT %all-reduce = f32[1024,1024]{1,0} all-reduce(%y), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+  ROOT %all-reduce = f32[1024,1024]{1,0} all-reduce(%y), \
+      replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
 }
 """
 
@@ -133,9 +137,15 @@ class Compiled:
 def described(compiled=None, the_mesh=None, times=1, live=()):
     chip = chips.CHIPS["v5e"]
     result = {
-        "topology": "v5e:2x4", "slices": 1, "chips": 8, "mesh": {"replica": 8}, "examples": 64,
-        "chip": {"hbm": chip.hbm, "source": chip.source}, "memory": {"parameters": 2**22}, "compile_seconds": 1.0,
-    }  # fmt: skip
+        "topology": "v5e:2x4",
+        "slices": 1,
+        "chips": 8,
+        "mesh": {"replica": 8},
+        "examples": 64,
+        "chip": {"hbm": chip.hbm, "source": chip.source},
+        "memory": {"parameters": 2**22},
+        "compile_seconds": 1.0,
+    }
     stages = [logical.Stage(compiled or Compiled(), times, live)]
     return analysis.analyze(result, stages, chip, the_mesh or replicas())
 
@@ -176,13 +186,15 @@ def test_a_compiled_step_is_described_and_shown():
     assert result["dominated_by"] == "ICI" and result["xla_bytes_accessed"] == 9e6
     shown = summary.show(result)
     for line in (
-        "v5e:2x4: 8 chips of 16.00 GiB as 8 replica, 64 examples a step; compiled in 1 s: it fits",
+        "v5e:2x4: 8 chips of 16.00 GiB as 8 replica, 64 examples a step; compiled in "
+        "1 s: it fits",
         "activations and workspace  4 MiB",
         "kind        over     network  hops  types  times  arrays  gives  a chip sends",
         "all-reduce  replica  ICI      1     f32    1      1       4 MiB  7 MiB",
         "compute     2.15 GFLOP   197 TFLOP/s  10.9 us",
         "ICI         7.34 MB      200 GB/s     36.7 us",
-        "A step takes at least 36.7 us, at most 1.74 M examples a second: ICI dominates.",
+        "A step takes at least 36.7 us, at most 1.74 M examples a second: ICI "
+        "dominates.",
         "Peaks: https://docs.cloud.google.com/tpu/docs/v5e",
     ):
         assert line in shown, shown
@@ -281,7 +293,7 @@ def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
     memory = {"parameters": 8 * 2**30, "optimizer_state": 16 * 2**30, "batch": 2**20}
     result = {"topology": "v5e:4x4", "memory": memory}
     words = f"the total memory required ({needed}) exceeds available HBM (15.75G)."
-    e = dryrun._compiler_error(RuntimeError(words), result, state)
+    e = analysis._compiler_error(RuntimeError(words), result, state)
     assert (
         isinstance(e, analysis.DoesNotFitError) and e.result["memory"]["fits"] is False
     )
@@ -300,7 +312,7 @@ def test_a_step_that_does_not_fit_is_reported_with_remedies(needed, first):
 
 def test_a_compiler_error_is_one_message_with_its_text():
     refused = RuntimeError("UNIMPLEMENTED: no such collective")
-    e = dryrun._compiler_error(refused, {"topology": "v5e:2x2", "slices": 2}, None)
+    e = analysis._compiler_error(refused, {"topology": "v5e:2x2", "slices": 2}, None)
     assert isinstance(e, errors.UserError)
     for part in (
         "cannot compile the step for v5e:2x2, slices=2",
@@ -373,7 +385,8 @@ def test_help():
     [
         (
             ["--config.batch_size=10"],
-            "batch_size=10 must be a positive multiple of replicas x micro_batches = 4; the nearest: 8 or 12",
+            "batch_size=10 must be a positive multiple of replicas x micro_batches = "
+            "4; the nearest: 8 or 12",
         ),
         (
             ["--config.group_assignment=((0,1),(2,3),(4,5))"],
@@ -448,11 +461,19 @@ def test_a_model_that_does_not_fit_gives_one_message():
 def test_attention_kernels_of_a_language_model_are_counted():
     length, heads, size, parts, layers = 256, 4, 64, 2, 3
     code, out, err = run(
-        "--config=configs/lm.py", "--topology=v5e:2x2", "--json", "--config.batch_size=4",
-        "--config.micro_batches=2", f"--config.model_parallel={parts}", f"--config.text.length={length}",
-        f"--config.model.layers={layers}", f"--config.model.heads={heads}", f"--config.model.width={heads * size}",
-        "--config.model.feed_forward=128", "--config.model.remat=True",
-    )  # fmt: skip
+        "--config=configs/lm.py",
+        "--topology=v5e:2x2",
+        "--json",
+        "--config.batch_size=4",
+        "--config.micro_batches=2",
+        f"--config.model_parallel={parts}",
+        f"--config.text.length={length}",
+        f"--config.model.layers={layers}",
+        f"--config.model.heads={heads}",
+        f"--config.model.width={heads * size}",
+        "--config.model.feed_forward=128",
+        "--config.model.remat=True",
+    )
     assert (code, err) == (0, "")
     result = json.loads(out)
     check(result)
@@ -479,33 +500,33 @@ def test_attention_kernels_of_a_language_model_are_counted():
 
 
 TOPOLOGIES = (
-    *(
-        ("v4:2x2x1", 1),
-        ("v4:4x4x4", 1),
-        ("v4:8x8x8", 1),
-        ("v5e:1x1", 1),
-        ("v5e:2x4", 1),
-        ("v5e:16x16", 2),
-    ),
-    *(
-        ("v5p:2x2x2", 1),
-        ("v5p:4x4x8", 4),
-        ("v5p:8x8x16", 1),
-        ("v6e:4x4", 1),
-        ("v6e:8x16", 4),
-    ),
+    ("v4:2x2x1", 1),
+    ("v4:4x4x4", 1),
+    ("v4:8x8x8", 1),
+    ("v5e:1x1", 1),
+    ("v5e:2x4", 1),
+    ("v5e:16x16", 2),
+    ("v5p:2x2x2", 1),
+    ("v5p:4x4x8", 4),
+    ("v5p:8x8x16", 1),
+    ("v6e:4x4", 1),
+    ("v6e:8x16", 4),
 )
 # Prints the attributes of each device. Devices of a single slice may have no
 # slice_index; 0 stands in for it.
 DEVICES = """
 import json
 from xshard.metrics import chips
-from xshard.dryrun import __main__ as dryrun
-for topology, slices in json.loads(sys.argv[1]):
-    devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
+from xshard.dryrun import analysis
+
+def described(device):
     names = ("id", "device_kind", "process_index", "core_on_chip", "platform")
-    say = lambda one: [*(getattr(one, n) for n in names), *one.coords, getattr(one, "slice_index", 0)]
-    print(json.dumps([say(one) for one in devices]))
+    values = [getattr(device, name) for name in names]
+    return [*values, *device.coords, getattr(device, "slice_index", 0)]
+
+for topology, slices in json.loads(sys.argv[1]):
+    devices = analysis._devices(topology, chips.parse_topology(topology), slices)
+    print(json.dumps([described(device) for device in devices]))
 """
 
 
@@ -516,16 +537,18 @@ def run_program(program, *arguments):
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", f"import sys\n{program}", *arguments],
-        capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @needs_libtpu
 def test_stand_in_chips_match_libtpus_description():
-    for (topology, slices), actual in zip(
-        TOPOLOGIES, run_program(DEVICES, json.dumps(TOPOLOGIES)), strict=True
-    ):
+    printed = run_program(DEVICES, json.dumps(TOPOLOGIES))
+    for (topology, slices), actual in zip(TOPOLOGIES, printed, strict=True):
         expected = [
             [
                 chip.id,
@@ -545,12 +568,11 @@ SCATTERED = """
 import jax, json
 from xshard import mesh as mesh_lib
 from xshard.metrics import chips
-from xshard.dryrun import collectives
-from xshard.dryrun import __main__ as dryrun
+from xshard.dryrun import analysis, collectives
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import shards
 for topology, slices in json.loads(sys.argv[1]):
-    devices = dryrun._devices(topology, chips.parse_topology(topology), slices)
+    devices = analysis._devices(topology, chips.parse_topology(topology), slices)
     mesh = mesh_lib.make_mesh(slices=slices, devices=devices)
     scatter, gather = mesh_lib.torus_steps(mesh)
 
@@ -563,8 +585,11 @@ for topology, slices in json.loads(sys.argv[1]):
         part = jax.lax.psum(parts.scatter(layout, x + 1), "slice")
         return parts.gather(layout, 2 * part)
 
-    mapped = jax.shard_map(update, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((2048, 2048), "float32")).compile()
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    shape = jax.ShapeDtypeStruct((2048, 2048), "float32")
+    compiled = jax.jit(mapped).lower(shape).compile()
     print(json.dumps(collectives.rows(mesh, collectives.of(compiled))))
 """
 PLACES = (
@@ -580,15 +605,12 @@ PLACES = (
 @needs_libtpu
 def test_scatter_and_gather_over_a_slice_send_to_neighbors_only():
     whole = 4 * 2048 * 2048
-    for place, rows in zip(
-        PLACES, run_program(SCATTERED, json.dumps(PLACES)), strict=True
-    ):
+    printed = run_program(SCATTERED, json.dumps(PLACES))
+    for place, rows in zip(PLACES, printed, strict=True):
         inside = [row for row in rows if not row["between_slices"]]
         assert {row["hops"] for row in inside} == {1}, (place, rows)
-        scattered = sum(
-            row["sent"] for row in inside if row["kind"] == "reduce-scatter"
-        )
-        assert 0.9 * whole < scattered < whole, (place, rows)
+        scattered = [row["sent"] for row in inside if row["kind"] == "reduce-scatter"]
+        assert 0.9 * whole < sum(scattered) < whole, (place, rows)
         # On a plane the gather takes as many steps as the scatter. On a torus of three
         # axes it takes one step, which XLA compiles to an all-reduce.
         is_plane = place[0].startswith(("v5e", "v6e"))

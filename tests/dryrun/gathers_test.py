@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from tests import forks, toy
-from xshard.dryrun import __main__ as dryrun
-from xshard.dryrun import collectives, hlo
+from xshard.dryrun import analysis, collectives, hlo
 from xshard.run import preflight
 
 LAYERS, WIDTH, EXAMPLES = 4, 2048, 2048
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
+    reason="libtpu is not installed: python -m pip install -r "
+    "requirements_dryrun_lock.txt",
 )
 
 
@@ -60,8 +60,9 @@ def main(topology, ahead):
     config.precision = "params=float32,compute=bfloat16,output=float32"
     config.batch_size = EXAMPLES * replicas
     config.reduction.shard_params = True
-    _, mesh, experiment, state, batch, _ = dryrun.prepare(config, topology)
-    compiled = preflight.jitted_step(experiment, mesh).lower(state, batch).compile()
+    step = analysis.prepare(config, topology)
+    jitted = preflight.jitted_step(step.experiment, step.mesh)
+    compiled = jitted.lower(step.state, step.batch).compile()
     program = hlo.parse(compiled.as_text())
     times = program.times()
     # If gathers run ahead, the first layer's arrays are gathered before the loop, and
@@ -78,12 +79,13 @@ def main(topology, ahead):
 
 def loop_bodies(program):
     """Returns the bodies of a program's loops."""
-    found = [
-        program.loop(name, op)
-        for name, computation in program.computations.items()
-        for op in computation.instructions.values()
-    ]
-    return [loop[0] for loop in found if loop]
+    bodies = []
+    for name, computation in program.computations.items():
+        for op in computation.instructions.values():
+            loop = program.loop(name, op)
+            if loop is not None:
+                bodies.append(loop.body)
+    return bodies
 
 
 def uses_own_gathers(program, name):
@@ -95,22 +97,20 @@ def uses_own_gathers(program, name):
         if op.name.startswith("async-collective-start"):
             continue
         reads = not gathered.isdisjoint(op.operands)
-        if reads and any(
-            inner.opcode == "convolution" for inner in instructions(program, op)
-        ):
+        if reads and computes_products(instructions(program, op)):
             return True
-        if (
-            reads
-            or op.opcode == "all-gather"
-            or op.name.startswith("async-collective-done")
-        ):
+        is_done = op.name.startswith("async-collective-done")
+        if reads or is_done or op.opcode == "all-gather":
             gathered.add(op.name)
     return False
 
 
 def overlapped_bytes(program, name):
     """Returns the bytes that a computation gathers while it computes products."""
-    total, started, hidden = 0, {}, set()
+    total = 0
+    # The bytes of the gathers in flight, and those of them beside products.
+    started = {}
+    hidden = set()
     for op in program.computations[name].instructions.values():
         inside = list(instructions(program, op))
         if op.name.startswith("async-collective-start"):
@@ -118,10 +118,16 @@ def overlapped_bytes(program, name):
             started[op.name] = sum(inner.bytes for inner in gathers)
         elif op.name.startswith("async-collective-done"):
             start = op.name.replace("done", "start")
-            total += started.pop(start) if start in hidden else 0
-        elif any(inner.opcode == "convolution" for inner in inside):
+            size = started.pop(start, 0)
+            if start in hidden:
+                total += size
+        elif computes_products(inside):
             hidden |= set(started)
     return total
+
+
+def computes_products(ops):
+    return any(op.opcode == "convolution" for op in ops)
 
 
 def instructions(program, op):
@@ -133,7 +139,10 @@ def instructions(program, op):
 
 def gathers_of(topology, *, ahead):
     """Returns what `main` prints, in a process of its own."""
-    program = f"from tests.dryrun import gathers_test\ngathers_test.main({topology!r}, {ahead})"
+    program = (
+        "from tests.dryrun import gathers_test\n"
+        f"gathers_test.main({topology!r}, {ahead})"
+    )
     environment = {**os.environ, "PYTHONPATH": forks.python_path()}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment

@@ -15,35 +15,36 @@ import pytest
 from configs import digits, lm_pod, lm_tiny
 from tests import forks, toy
 from xshard import errors
-from xshard.dryrun import candidates, estimate, plan_search
+from xshard.dryrun import analysis, plan_search
 
-HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(
-    not HAS_LIBTPU,
-    reason="libtpu is not installed: python -m pip install -r requirements_dryrun_lock.txt",
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: python -m pip install -r "
+    "requirements_dryrun_lock.txt",
 )
 TOY = ("--plan", "--config=tests/toy.py", "--topology=v5e:2x2")
 
 
 def result(seconds, peak=1, name="memory"):
     """Returns the result of a dry run of a step that fits."""
-    bounds = [
-        {"name": one, "seconds": 0.0, "amount": 0} for one in ("compute", "ICI", "DCN")
-    ]
-    bounds.append({"name": name, "seconds": seconds, "amount": 8})
-    dry_run = {
-        "bounds": bounds,
+    return {
+        "bounds": [
+            {"name": "compute", "seconds": 0.0, "amount": 0},
+            {"name": "ICI", "seconds": 0.0, "amount": 0},
+            {"name": "DCN", "seconds": 0.0, "amount": 0},
+            {"name": name, "seconds": seconds, "amount": 8},
+        ],
         "seconds": seconds,
         "dominated_by": name,
         "estimated_cycles": 2000,
+        "memory": {"peak": peak, "fits": True},
     }
-    return {**dry_run, "memory": {"peak": peak, "fits": True}}
 
 
 def plans_of(config, num_chips=16, **values):
     with config.unlocked():
         config.update_from_flattened_dict(values)
-    return candidates.enumerate_plans(config, num_chips, has_model_axis=True)
+    return plan_search.enumerate_plans(config, num_chips, has_model_axis=True)
 
 
 def with_values(plans, **values):
@@ -53,13 +54,15 @@ def with_values(plans, **values):
 
 def test_all_plans_keep_the_batch_and_none_is_repeated():
     plans = plans_of(lm_pod.get_config(), 256)
-    own = plans[0]
-    assert own.is_own and not any(one.is_own for one in plans[1:])
-    assert own.values == {
-        "model_parallel": 8, "micro_batches": 32, "reduction.shard_update": True,
+    assert plans[0].is_own and not any(one.is_own for one in plans[1:])
+    assert plans[0].values == {
+        "model_parallel": 8,
+        "micro_batches": 32,
+        "reduction.shard_update": True,
         "reduction.shard_params": False,
-        "reduction.reduce_dtype": "float32", "model.remat": True,
-    }  # fmt: skip
+        "reduction.reduce_dtype": "float32",
+        "model.remat": True,
+    }
     assert len({tuple(one.values.values()) for one in plans}) == len(plans)
     # The model axis has 9 possible sizes. Each leaves 4 x model_parallel examples a
     # replica, so n + 3 numbers of micro-batches. There are 3 ways to shard the state, 2
@@ -72,92 +75,84 @@ def test_all_plans_keep_the_batch_and_none_is_repeated():
 
 def test_only_settings_that_apply_are_varied():
     config = digits.get_config()
-    plans = candidates.enumerate_plans(config, 16, has_model_axis=False)
+    plans = plan_search.enumerate_plans(config, 16, has_model_axis=False)
     assert {one.values["model_parallel"] for one in plans} == {1}
     assert {one.values["micro_batches"] for one in plans} == {1, 2, 4, 8}
-    assert "reduction.slice_dtype" not in plans[0].values and len(plans) == 4 * 3 * 2
+    assert "reduction.slice_dtype" not in plans[0].values
+    assert len(plans) == 4 * 3 * 2
     config.slices = 2
-    plans = candidates.enumerate_plans(config, 32, has_model_axis=False)
-    assert {one.values["reduction.slice_dtype"] for one in plans} == {
-        "float32",
-        "bfloat16",
-        "int8",
-    }
-    assert candidates.flags_of(plans[0])[:2] == [
-        "--config.slices=2",
-        "--config.model_parallel=1",
-    ]
+    plans = plan_search.enumerate_plans(config, 32, has_model_axis=False)
+    dtypes = {one.values["reduction.slice_dtype"] for one in plans}
+    assert dtypes == {"float32", "bfloat16", "int8"}
+    flags = plans[0].flags
+    assert flags[:2] == ["--config.slices=2", "--config.model_parallel=1"]
     # The config's own plan comes first even if its micro-batches do not divide the
     # batch: it is refused by name.
     config.micro_batches = 3
-    assert (
-        candidates.enumerate_plans(config, 32, has_model_axis=False)[0].values[
-            "micro_batches"
-        ]
-        == 3
-    )
+    plans = plan_search.enumerate_plans(config, 32, has_model_axis=False)
+    assert plans[0].values["micro_batches"] == 3
 
 
 def test_micro_batches_divide_a_logical_replicas_examples():
     config = digits.get_config()
     config.logical_replicas = 64
-    plans = candidates.enumerate_plans(config, 16, has_model_axis=False)
+    plans = plan_search.enumerate_plans(config, 16, has_model_axis=False)
     assert {one.values["micro_batches"] for one in plans} == {1, 2}
 
 
 def test_plans_rank_by_bound_then_cycles_then_memory():
-    plans = [candidates.Plan({}) for _ in range(4)]
+    plans = [plan_search.Plan({}) for _ in range(4)]
     found = [result(1.0), result(0.5, 3), result(0.5, 2), result(0.5, 1)]
     found[2]["estimated_cycles"] = 3000
     for one, dry_run in zip(plans, found, strict=True):
-        one.result = dry_run
+        one.fit(dry_run)
     assert sorted(plans, key=lambda one: one.rank) == [plans[i] for i in (3, 1, 2, 0)]
 
 
 def test_the_next_plan_is_the_nearest_to_the_best():
     plans = plans_of(lm_tiny.get_config(), 4)
-    assert candidates.next_to_compile(plans) is plans[0]
-    plans[0].outcome, plans[0].result = candidates.FITS, result(2.0)
+    assert plan_search.next_to_compile(plans) is plans[0]
+    plans[0].fit(result(2.0))
     other = with_values(plans, model_parallel=4, micro_batches=16)
-    other.outcome, other.result = candidates.FITS, result(1.0)
+    other.fit(result(1.0))
     for one in plans:
-        one.needs = one.values["micro_batches"]
-    following = candidates.next_to_compile(plans)
-    assert candidates.distance(following.values, other.values) == 1
+        one.require(one.values["micro_batches"])
+    following = plan_search.next_to_compile(plans)
+    assert plan_search.distance(following.values, other.values) == 1
     # Among plans at the same distance, the one that needs the most memory is next.
-    near = [one for one in plans if candidates.distance(one.values, other.values) == 1]
-    assert (
-        following.needs
-        == max(one.needs for one in near)
-        > min(one.needs for one in near)
-    )
-    assert candidates.distance(following.values, plans[0].values) >= 3
+    needs = [
+        one.needs
+        for one in plans
+        if plan_search.distance(one.values, other.values) == 1
+    ]
+    assert following.needs == max(needs) > min(needs)
+    assert plan_search.distance(following.values, plans[0].values) >= 3
     # A replica of four times as many chips has four times as many rows. Four times as
     # many micro-batches keep their size, so `rescaled` differs only in model_parallel;
     # `other` has four times as many again.
     rescaled = with_values(plans, model_parallel=4, micro_batches=4)
-    assert candidates.distance(plans[0].values, rescaled.values) == 2
-    assert candidates.distance(plans[0].values, other.values) == 2 + 2
+    assert plan_search.distance(plans[0].values, rescaled.values) == 2
+    assert plan_search.distance(plans[0].values, other.values) == 2 + 2
 
 
 def test_each_way_to_shard_the_state_is_tried():
-    plans, ways = plans_of(lm_tiny.get_config(), 4), set()
+    plans = plans_of(lm_tiny.get_config(), 4)
+    ways = set()
     for _ in range(3):
-        one = candidates.next_to_compile(plans)
+        one = plan_search.next_to_compile(plans)
         one.fit(result(1.0))
-        ways.add(
-            (one.values["reduction.shard_update"], one.values["reduction.shard_params"])
-        )
+        names = ("reduction.shard_update", "reduction.shard_params")
+        ways.add(tuple(one.values[name] for name in names))
     assert ways == {(False, False), (True, False), (True, True)}
 
 
-@pytest.mark.parametrize("outcome", [candidates.TOO_LARGE, candidates.PRUNED])
+@pytest.mark.parametrize("outcome", [plan_search.TOO_LARGE, plan_search.PRUNED])
 def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
     plans = plans_of(lm_tiny.get_config(), 4)
-    plans[0].outcome = outcome
+    plans[0].end(outcome)
     for number, one in enumerate(plans):
-        one.needs = 100 - number
-    assert candidates.next_to_compile(plans) is plans[-1]
+        one.require(100 - number)
+    assert plan_search.next_to_compile(plans) is plans[-1]
 
 
 @pytest.mark.parametrize(
@@ -175,51 +170,52 @@ def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
 def test_a_plan_that_needs_more_than_a_failed_plan_is_recognized(values, more):
     changed = {"micro_batches": 4, "model.remat": True, "reduction.shard_update": True}
     failed = plans_of(lm_tiny.get_config(), 1, **changed)[0].values
-    assert candidates.needs_more({**failed, **values}, failed) is more
+    assert plan_search.needs_more({**failed, **values}, failed) is more
 
 
 def prepared(memory, hbm=1000):
     chip = types.SimpleNamespace(hbm=hbm)
-    return estimate.Prepared(chip, None, None, None, None, {"memory": memory})
+    return analysis.Prepared(chip, None, None, None, None, {"memory": memory})
 
 
-def judged(plans, config, prepare, kept=0):
-    judge = plan_search.MemoryScreen(config, prepare)
-    judge._kept = lambda one, config, step: kept
+def screened(monkeypatch, plans, config, prepare, kept=0):
+    """Estimates the memory of plans, of which `prepare` and `kept` tell the parts."""
+    monkeypatch.setattr(analysis, "prepare", lambda config, topology: prepare(config))
+    monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: kept)
+    screen = plan_search.MemoryScreen(config, "v5e:2x2")
     for one in plans:
-        judge(one)
+        screen(one)
 
 
-def test_plans_that_cannot_fit_are_pruned_with_a_reason():
+def test_plans_that_cannot_fit_are_pruned_with_a_reason(monkeypatch):
     config = lm_tiny.get_config()
-    plans, asked = plans_of(config, 4), []
+    plans = plans_of(config, 4)
+    asked = []
 
     def prepare(config):
         reduction = config.reduction
-        asked.append(
-            (config.model_parallel, reduction.shard_update, reduction.shard_params)
-        )
+        sharding = reduction.shard_update, reduction.shard_params
+        asked.append((config.model_parallel, *sharding))
         size = 800 // config.model_parallel
         return prepared({"parameters": size, "optimizer_state": size})
 
-    judged(plans, config, prepare, kept=1000)
-    # The judge prepares each layout of the state on a chip once.
-    sharded = [(False, False), (True, False), (True, True)]
-    assert sorted(asked) == [(n, *which) for n in (1, 2, 4) for which in sharded]
+    screened(monkeypatch, plans, config, prepare, kept=1000)
+    # Each layout of the state on a chip is prepared once.
+    shardings = [(False, False), (True, False), (True, True)]
+    assert sorted(asked) == [
+        (n, *sharding) for n in (1, 2, 4) for sharding in shardings
+    ]
     why = lambda **values: with_values(plans, **values).reason
-    assert why(model_parallel=1).startswith(
-        "state and sums of gradients need more than the 1000 B"
-    )
-    assert why(model_parallel=2, micro_batches=2).startswith(
-        "state and sums of gradients need"
-    )
+    state = "state and sums of gradients need more than the 1000 B"
+    assert why(model_parallel=1).startswith(state)
+    assert why(model_parallel=2, micro_batches=2).startswith(state)
     assert "what a loop keeps" in why(model_parallel=2, micro_batches=1)
     one = with_values(plans, model_parallel=4, micro_batches=2)
-    assert (one.outcome, one.needs) == (candidates.WAITING, 3 * 200 + 1000 // 4)
+    assert (one.outcome, one.needs) == (plan_search.WAITING, 3 * 200 + 1000 // 4)
     assert with_values(plans, model_parallel=4).needs == 2 * 200 + 1000 // 4
 
 
-def test_refused_plans_are_counted_with_their_reasons():
+def test_refused_plans_are_counted_with_their_reasons(monkeypatch):
     config = lm_tiny.get_config()
     plans = plans_of(config, 4, micro_batches=3)
 
@@ -230,47 +226,46 @@ def test_refused_plans_are_counted_with_their_reasons():
             raise errors.UserError("no shards")
         return prepared({"parameters": 1})
 
-    judged(plans, config, prepare)
-    assert (plans[0].outcome, plans[0].reason) == (candidates.REFUSED, "no 3")
-    refused = [one for one in plans[1:] if one.outcome == candidates.REFUSED]
+    screened(monkeypatch, plans, config, prepare)
+    assert (plans[0].outcome, plans[0].reason) == (plan_search.REFUSED, "no 3")
+    refused = [one for one in plans[1:] if one.outcome == plan_search.REFUSED]
     assert {one.reason for one in refused} == {"no shards"}
     # A third of the plans other than the config's own do not shard the update.
     assert len(refused) == (len(plans) - 1) * 2 // 3
-    assert f"{len(refused)} refused: no shards\n1 refused: no 3" in plan_search.show(
-        plans, "v5e:2x2"
-    )
+    reasons = f"{len(refused)} refused: no shards\n1 refused: no 3"
+    assert reasons in plan_search.show(plans, "v5e:2x2")
 
 
 def test_a_dry_runs_output_sets_the_outcome_of_its_plan():
-    def outcome_of(code, dry_run, err=""):
-        one = candidates.Plan({})
-        plan_search.record_outcome(
-            one, code, f"hello\n{json.dumps(dry_run)}\n" if dry_run else "hello\n", err
-        )
+    def recorded(code, dry_run, err=""):
+        out = "hello\n"
+        if dry_run:
+            out += f"{json.dumps(dry_run)}\n"
+        one = plan_search.Plan({})
+        plan_search.record_outcome(one, code, out, err)
         return one
 
-    assert outcome_of(0, result(1.0)).result == result(1.0)
-    large = outcome_of(1, {"memory": {"fits": False, "needed": 7}}, "error: too much")
-    assert (large.outcome, large.needs) == (candidates.TOO_LARGE, 7)
-    refused = outcome_of(
-        1, {"memory": {"fits": True}}, "error: cannot read\n(--debug shows where)\n"
-    )
-    assert (refused.outcome, refused.reason) == (candidates.REFUSED, "cannot read")
-    crashed = outcome_of(-signal.SIGABRT, None, "Check failed\n")
+    assert recorded(0, result(1.0)).result == result(1.0)
+    large = recorded(1, {"memory": {"fits": False, "needed": 7}}, "error: too much")
+    assert (large.outcome, large.needs) == (plan_search.TOO_LARGE, 7)
+    err = "error: cannot read\n(--debug shows where)\n"
+    refused = recorded(1, {"memory": {"fits": True}}, err)
+    assert (refused.outcome, refused.reason) == (plan_search.REFUSED, "cannot read")
+    crashed = recorded(-signal.SIGABRT, None, "Check failed\n")
     assert crashed.reason == "the compiler was ended by signal 6: Check failed"
 
 
 def searched(most, seconds, is_too_large=lambda values: False):
     """Returns the plans of a search, and those that it compiled."""
-    plans, compiled = plans_of(lm_tiny.get_config(), 4), []
+    plans = plans_of(lm_tiny.get_config(), 4)
+    compiled = []
 
     def compile_plan(one):
         compiled.append(one)
         if is_too_large(one.values):
-            one.outcome = candidates.TOO_LARGE
+            one.end(plan_search.TOO_LARGE)
         else:
-            one.result = result(seconds(one.values))
-            one.outcome = candidates.FITS
+            one.fit(result(seconds(one.values)))
 
     plan_search.search(plans, compile_plan, most, lambda one, done, of: None)
     return plans, compiled
@@ -278,41 +273,37 @@ def searched(most, seconds, is_too_large=lambda values: False):
 
 def test_a_search_finds_the_best_plan_with_few_compilations():
     def seconds(values):
-        near = (values["model_parallel"] - 4) ** 2 + (values["micro_batches"] - 2) ** 2
-        return (
-            1.0 + near + values["model.remat"] + (not values["reduction.shard_update"])
-        )
+        models = (values["model_parallel"] - 4) ** 2
+        micros = (values["micro_batches"] - 2) ** 2
+        switches = values["model.remat"] + (not values["reduction.shard_update"])
+        return 1.0 + models + micros + switches
 
     plans, compiled = searched(24, seconds)
     assert len(compiled) == 24 < len(plans) / 3
-    best = min(candidates.fitting(plans), key=lambda one: one.rank)
-    assert best.result["seconds"] == 1.0
+    assert plan_search.fitting(plans)[0].result["seconds"] == 1.0
 
 
 def test_a_search_prunes_plans_that_need_more_than_a_failed_one():
     too_large = lambda values: not values["model.remat"]
     plans, compiled = searched(1000, lambda values: 1.0, too_large)
-    pruned = [one for one in plans if one.outcome == candidates.PRUNED]
+    pruned = [one for one in plans if one.outcome == plan_search.PRUNED]
     assert pruned and all(not one.values["model.remat"] for one in pruned)
     assert len(compiled) + len(pruned) == len(plans)
-    assert {one.outcome for one in plans} == {
-        candidates.FITS,
-        candidates.TOO_LARGE,
-        candidates.PRUNED,
-    }
+    outcomes = {one.outcome for one in plans}
+    assert outcomes == {plan_search.FITS, plan_search.TOO_LARGE, plan_search.PRUNED}
 
 
 def test_the_table_shows_the_ten_best_plans_with_their_flags():
     plans = plans_of(digits.get_config(), 16)
     for number, one in enumerate(plans[:12]):
-        one.result, one.outcome = result(float(12 - number)), candidates.FITS
-    plans[12].outcome, plans[12].reason = candidates.REFUSED, "no such collective"
+        one.fit(result(float(12 - number)))
+    plans[12].end(plan_search.REFUSED, "no such collective")
     lines = plan_search.show(plans, "v5e:4x4").splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.split()[:2] == ["at", "least"])
     rows = lines[head + 1 :][:20]
     assert [row.split()[0] for row in rows[::2]] == [str(n) for n in range(1, 11)]
     assert rows[0].split()[1:3] == ["1", "s"] and rows[2].split()[1:3] == ["2", "s"]
-    assert rows[1].split() == candidates.flags_of(plans[11])
+    assert rows[1].split() == plans[11].flags
     assert (
         "12 fitting, 1 refused" in lines[0] and "1 refused: no such collective" in lines
     )
@@ -328,28 +319,26 @@ def test_stacked_bytes_count_what_a_loop_keeps_for_its_gradient():
         return jnp.sum(jax.lax.scan(layer, x, w)[0])
 
     w, x = jnp.ones((10, 8, 8)), jnp.ones((64, 8))
-    kept = estimate.stacked_bytes(jax.make_jaxpr(jax.grad(loss))(w, x))
+    kept = plan_search.stacked_bytes(jax.make_jaxpr(jax.grad(loss))(w, x))
     # The loop keeps at least the layer's input and the sine's input for each of ten
     # layers.
     assert 2 * 10 * 64 * 8 * 4 <= kept < 6 * 10 * 64 * 8 * 4
-    assert estimate.stacked_bytes(jax.make_jaxpr(loss)(w, x)) == 0
+    assert plan_search.stacked_bytes(jax.make_jaxpr(loss)(w, x)) == 0
 
 
 def interrupted(plans, compile_plan, most, report):
-    plans[0].result, plans[0].outcome = result(3.0), candidates.FITS
+    plans[0].fit(result(3.0))
     report(plans[0], 1, most)
     raise KeyboardInterrupt
 
 
 def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
+    monkeypatch.setattr(analysis, "prepare", lambda *_: prepared({"parameters": 1}))
     monkeypatch.setattr(plan_search, "search", interrupted)
     monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
     stopped = []
     monkeypatch.setattr(plan_search.Compiler, "stop", lambda self: stopped.append(self))
-    prepare = lambda config, topology: prepared({"parameters": 1})
-    code = plan_search.run(
-        digits.get_config(), "v5e:4x4", prepare, (), 5, as_json=False
-    )
+    code = plan_search.run(digits.get_config(), "v5e:4x4", (), 5, as_json=False)
     out, err = capsys.readouterr()
     assert code == 130 and len(stopped) == 1
     assert "1  3 s" in out and "1 fitting, 23 not compiled" in out
@@ -366,37 +355,35 @@ def test_stopping_the_compiler_kills_running_compilations():
         assert child.wait() == -signal.SIGKILL
 
 
-def error_message(config, prepare, topology="v5e:4x4"):
+def error_message(config, topology="v5e:4x4"):
     with pytest.raises(errors.UserError) as e:
-        plan_search.run(config, topology, prepare, (), 5, as_json=False)
+        plan_search.run(config, topology, (), 5, as_json=False)
     return str(e.value)
 
 
-def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
-    prepare = lambda config, topology: prepared({"parameters": 1})
+def test_a_search_without_a_choice_is_one_message():
     config = toy.get_config()
     with config.unlocked():
         del config["reduction"]
         config.batch_size = 16
-    message = error_message(config, prepare)
+    message = error_message(config)
     for part in ("nothing to choose on v5e:4x4", "sharding_rules", "Leave out --plan"):
         assert part in message
-    refused = lambda config, topology: estimate.shard_bytes(
-        errors_of("libtpu is not installed")
-    )
-    assert "none of 24 plans is possible: 24 refused: libtpu is not" in error_message(
-        digits.get_config(), refused
-    )
+    assert "no such slice" in error_message(digits.get_config(), "v5e:3x3")
+
+
+def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
+    def refuse(config, topology):
+        raise errors.UserError("libtpu is not installed")
+
+    monkeypatch.setattr(analysis, "prepare", refuse)
+    message = error_message(digits.get_config())
+    assert "none of 24 plans is possible: 24 refused: libtpu is not" in message
+    monkeypatch.setattr(analysis, "prepare", lambda *_: prepared({"parameters": 1}))
     monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
     monkeypatch.setattr(plan_search, "search", lambda *_: None)
-    assert "none of the compiled plans fits v5e:4x4" in error_message(
-        digits.get_config(), prepare
-    )
-    assert "no such slice" in error_message(digits.get_config(), prepare, "v5e:3x3")
-
-
-def errors_of(message):
-    raise errors.UserError(message)
+    message = error_message(digits.get_config())
+    assert "none of the compiled plans fits v5e:4x4" in message
 
 
 def run(*arguments):
@@ -407,16 +394,17 @@ def run(*arguments):
     environment.pop("JAX_PLATFORMS", None)
     done = subprocess.run(
         [sys.executable, "-m", "xshard.dryrun", *arguments],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_wrong_flag_is_one_message():
     code, out, err = run(*TOY, "--plan_compiles=0")
-    assert (
-        (code, out) == (1, "") and err.startswith("error: ") and "Traceback" not in err
-    )
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and "Traceback" not in err
     assert "--plan_compiles=0" in err and "positive" in err
 
 
@@ -429,15 +417,14 @@ def test_the_plan_command_prints_the_plans_with_the_best_first():
     # state, and 2 reduce dtypes.
     assert len(plans) == 2 * 3 * 2
     best, second, *others = plans
-    assert best["outcome"] == second["outcome"] == candidates.FITS
-    assert {one["outcome"] for one in others} == {candidates.WAITING}
+    assert best["outcome"] == second["outcome"] == plan_search.FITS
+    assert {one["outcome"] for one in others} == {plan_search.WAITING}
     assert best["result"]["seconds"] <= second["result"]["seconds"]
     assert best["is_own"] or second["is_own"]
     for one in (best, second):
         # The estimated need is a lower bound.
         assert 0 < one["needs"] <= one["result"]["memory"]["peak"]
         assert one["result"]["estimated_cycles"] > 0
-        assert (
-            f"--config.micro_batches={one['values']['micro_batches']}" in one["flags"]
-        )
+        micro_batches = one["values"]["micro_batches"]
+        assert f"--config.micro_batches={micro_batches}" in one["flags"]
     assert "2 of 2: " in err

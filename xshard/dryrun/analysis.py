@@ -1,14 +1,47 @@
-"""Extracts the results of a dry run from a compiled step."""
+"""Compiles an experiment's training step for TPUs that this machine does not have, and
+finds what a chip needs for it: memory, communication and computation.
 
+The bounds on a step's time follow from what a chip needs and from its peak rates.
+"""
+
+import dataclasses
 import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from xshard import cli, errors, logical
-from xshard.dryrun import collectives, costs, estimate, hlo, kernels, summary
+from xshard import cli, errors, jax_internals, logical
+from xshard import config as config_lib
+from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
+from xshard import state as state_lib
+from xshard.data import batches
+from xshard.dryrun import collectives, costs, hlo, summary
+from xshard.learners.state import is_learner
 from xshard.metrics import chips
+from xshard.run import preflight
+
+# Values that libtpu would otherwise query from a TPU machine, with warnings when there
+# is none. The last one lets several processes compile at the same time, since none of
+# them uses a TPU.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-256",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+# With more slices libtpu ends the process.
+_MOST_SLICES = 511
+_OUT_OF_MEMORY = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+)
 
 
 class IncompleteError(errors.UserError):
@@ -31,13 +64,150 @@ class UnreadableError(IncompleteError):
     """A step whose compiled program this version of JAX cannot read."""
 
 
+class Prepared(NamedTuple):
+    """A step, prepared up to its compilation.
+
+    Attributes:
+      chip: the chip.
+      mesh: the run's mesh.
+      experiment: the run's experiment.
+      state: the shapes of its state, with shardings.
+      batch: the shapes of a batch.
+      result: the result of the dry run so far.
+    """
+
+    chip: chips.Chip
+    mesh: jax.sharding.Mesh
+    experiment: Any
+    state: Any
+    batch: Any
+    result: dict[str, Any]
+
+
+def dry_run(config: Any, topology: str) -> dict[str, Any]:
+    """Compiles a config's step for a topology, of `config.slices` slices.
+
+    Returns:
+      The contents of the `--json` output: names, numbers, and lists and dictionaries of
+      them. Sizes are in bytes per chip, times in seconds.
+
+    Raises:
+      DoesNotFitError: if the step needs more memory than a chip has.
+      UnreadableError: if JAX cannot read the compiled program.
+      ValueError: if the topology does not exist, the config does not fit it, libtpu is
+        not installed, or libtpu cannot compile the step.
+    """
+    step = prepare(config, topology)
+    program = preflight.jitted_step(step.experiment, step.mesh)
+    begin = time.monotonic()
+    try:
+        compiled = program.lower(step.state, step.batch).compile()
+    except jax.errors.JaxRuntimeError as e:
+        raise _compiler_error(e, step.result, step.state) from e
+    result = {**step.result, "compile_seconds": time.monotonic() - begin}
+    # With logical replicas the step is several programs.
+    stages = compiled
+    if isinstance(compiled, jax.stages.Compiled):
+        live = (step.state, step.batch)
+        stages = [logical.Stage(compiled, times=1, live=live)]
+    result = analyze(result, stages, step.chip, step.mesh)
+    peak = result["memory"]["peak"]
+    if peak > step.chip.hbm:
+        raise _does_not_fit(peak, step.chip.hbm, result, step.state)
+    return result
+
+
+def prepare(config: Any, topology: str) -> Prepared:
+    """Prepares a config's step up to its compilation; raises ValueError as `dry_run`
+    does.
+    """
+    chip = chips.parse_topology(topology)
+    _check(config)
+    mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
+    replicas = logical.of_config(config, mesh)
+    batches.check_train_batch(
+        config.batch_size, logical.mesh_of(config, mesh), config.micro_batches
+    )
+    experiment = experiment_lib.load(config.experiment)(config)
+    example = experiment_lib.example(experiment)
+    state = state_lib.abstract_state(experiment, mesh, config.seed, example)
+    batch = batches.train_shapes(example, mesh, config.batch_size, replicas)
+    learners = []
+    others = []
+    for part in jax.tree.leaves(state.experiment, is_leaf=is_learner):
+        if is_learner(part):
+            learners.append(part)
+        else:
+            others.append(part)
+    result = {
+        "topology": topology,
+        "slices": config.slices,
+        "chips": mesh.devices.size,
+        "mesh": dict(mesh.shape),
+        "examples": config.batch_size * mesh_lib.num_groups(mesh),
+        "chip": dataclasses.asdict(chip),
+        "memory": {
+            "parameters": shard_bytes([learner.params for learner in learners]),
+            "network_state": shard_bytes([learner.net_state for learner in learners]),
+            "optimizer_state": shard_bytes([learner.opt_state for learner in learners]),
+            "other_state": shard_bytes(others),
+            "batch": shard_bytes(batch),
+        },
+    }
+    return Prepared(chip, mesh, experiment, state, batch, result)
+
+
+def _check(config: Any) -> None:
+    """Raises UserError if a config is invalid, or there is no compiler for it."""
+    config_lib.check(config)
+    if config.slices > _MOST_SLICES:
+        raise errors.UserError(
+            f"--slices={config.slices}: libtpu compiles for at most {_MOST_SLICES} "
+            "slices; give fewer."
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise errors.UserError(
+            "libtpu is not installed. It contains the TPU compiler: pip install "
+            "'.[dryrun]', or 'xshard[dryrun]', about 200 MB to download. It runs on "
+            "Linux on x86-64, and needs no TPU."
+        )
+
+
+def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
+    """Returns the devices of a topology, one per chip."""
+    os.environ.update(_ENVIRONMENT)
+    # A dry run needs no local accelerator. It would also block a local TPU for other
+    # processes.
+    jax.config.update("jax_platforms", "cpu")
+    # Programs for devices that do not exist here can be written to the cache, but not
+    # read from it.
+    jax.config.update("jax_enable_compilation_cache", False)
+    options: dict[str, Any] = {}
+    if slices > 1:
+        options["num_slices"] = slices
+    if chip.name == "v4":
+        # On a real v4, JAX sees a chip's two cores as one device.
+        options["chip_config_name"] = "megacore"
+    if topology.endswith(":1x1"):
+        # Without this, some versions of libtpu assume a host of four chips.
+        options["chips_per_host_bounds"] = [1, 1, 1]
+    try:
+        return jax_internals.topology_devices(topology, **options)
+    except jax.errors.JaxRuntimeError as e:
+        raise errors.UserError(
+            f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or "
+            f"does not know this topology ({cli.message(e)})."
+        ) from e
+
+
 def analyze(
     result: dict[str, Any],
     stages: Sequence[logical.Stage],
     chip: chips.Chip,
     mesh: jax.sharding.Mesh,
 ) -> dict[str, Any]:
-    """Returns a result with the communication and computation of a compiled step added.
+    """Returns a result with the memory, communication and computation of a compiled
+    step added.
 
     Args:
       result: the result so far.
@@ -48,39 +218,41 @@ def analyze(
     Raises:
       UnreadableError: if JAX cannot read one of the programs.
     """
-    result["memory"] |= _memory(stages)
-    try:
-        programs = [
-            hlo.parse(stage.program.as_text() or "", stage.times) for stage in stages
-        ]
-    except jax.errors.JaxRuntimeError as e:
-        raise _unreadable(e, result) from e
-    found: list[collectives.Collective] = []
-    called: list[dict[str, Any]] = []
+    result = {**result, "memory": {**result["memory"], **_memory(stages)}}
+    programs = []
+    for stage in stages:
+        try:
+            text = stage.program.as_text()
+        except jax.errors.JaxRuntimeError as e:
+            raise _unreadable(e, result) from e
+        programs.append(hlo.parse(text or "", stage.times))
+    found = []
+    kernels = []
     for program in programs:
         found += collectives.in_program(program)
-        called += kernels.rows(program)
+        kernels += costs.kernels(program)
     rows = collectives.rows(mesh, found)
-    ici = dcn = 0
-    for row in rows:
-        if row["between_slices"]:
-            dcn += row["sent"]
-        else:
-            ici += row["sent"]
-    cost = costs.total(map(costs.of, programs))
-    limits = estimate.bounds(chip, cost, ici, dcn)
+    # What a chip sends within its slice, and to other slices.
+    ici = sum(row["sent"] for row in rows if not row["between_slices"])
+    dcn = sum(row["sent"] for row in rows if row["between_slices"])
+    cost = costs.total(costs.of(program) for program in programs)
+    limits = bounds(chip, cost, ici, dcn)
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
+    # For comparison only: XLA counts loops once, and vector memory as main memory.
+    accessed_by_xla = 0.0
+    for stage in stages:
+        by_xla: Any = stage.program.cost_analysis()
+        accessed_by_xla += stage.times * by_xla.get("bytes accessed", 0.0)
     return {
         **result,
         "collectives": rows,
         "warnings": summary.warnings(rows, result["topology"]),
-        "kernels": called,
+        "kernels": kernels,
         "bounds": [limit._asdict() for limit in limits],
         "estimated_cycles": cost.cycles,
         "unknown_loops": sum(program.unknown_loops() for program in programs),
-        # For comparison only: XLA counts loops once, and vector memory as main memory.
-        "xla_bytes_accessed": sum(map(_accessed, stages)),
+        "xla_bytes_accessed": accessed_by_xla,
         "seconds": seconds,
         "dominated_by": bound.name,
         "examples_per_second": result["examples"] / seconds if seconds else None,
@@ -91,24 +263,144 @@ def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
     """Returns the memory of the stage that needs most, including arrays that the chip
     holds but the stage does not use.
     """
-    analyses: list[Any] = [stage.program.memory_analysis() for stage in stages]
-    most = {"workspace": 0, "program": 0, "peak": 0, "fits": True}
-    for stage, analysis in zip(stages, analyses, strict=True):
+    workspace = 0
+    peak = 0
+    code = 0
+    for stage in stages:
+        memory: Any = stage.program.memory_analysis()
         # The compiler's peak includes the program's arguments, but not other live
         # arrays.
-        besides = max(
-            0, estimate.shard_bytes(stage.live) - analysis.argument_size_in_bytes
-        )
-        peak = besides + analysis.peak_memory_in_bytes
-        if peak > most["peak"]:
-            most |= {"workspace": analysis.temp_size_in_bytes, "peak": peak}
-    code = sum(analysis.generated_code_size_in_bytes for analysis in analyses)
-    return {**most, "program": code}
+        besides = max(0, shard_bytes(stage.live) - memory.argument_size_in_bytes)
+        stage_peak = besides + memory.peak_memory_in_bytes
+        if stage_peak > peak:
+            workspace = memory.temp_size_in_bytes
+            peak = stage_peak
+        code += memory.generated_code_size_in_bytes
+    return {"workspace": workspace, "program": code, "peak": peak, "fits": True}
 
 
-def _accessed(stage: logical.Stage) -> float:
-    by_xla: Any = stage.program.cost_analysis()
-    return stage.times * by_xla.get("bytes accessed", 0.0)
+class Bound(NamedTuple):
+    """A lower bound on a step's time by one resource.
+
+    Attributes:
+      name: the resource: 'compute', 'memory', 'ICI' or 'DCN'.
+      amount: a chip's use of it in a step: FLOPs, or bytes.
+      rate: the peak per second; None: not published.
+      seconds: amount / rate; None: unknown.
+    """
+
+    name: str
+    amount: int
+    rate: float | None
+    seconds: float | None
+
+
+def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
+    """Returns the bounds on a step's time. The largest one counts, since at best all
+    resources are used at once.
+
+    Args:
+      chip: the chip.
+      cost: the chip's work and memory traffic in a step.
+      ici: the bytes that it sends to other chips of its slice.
+      dcn: the bytes that it sends to other slices.
+    """
+    return [
+        _bound("compute", cost.flops, chip.flops),
+        _bound("memory", cost.hbm_bytes, chip.hbm_rate),
+        _bound("ICI", ici, chip.ici_rate),
+        _bound("DCN", dcn, chip.dcn_rate),
+    ]
+
+
+def _bound(name: str, amount: int, rate: float | None) -> Bound:
+    seconds = None
+    if not amount:
+        seconds = 0.0
+    elif rate:
+        seconds = amount / rate
+    return Bound(name, amount, rate, seconds)
+
+
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes that one device holds of a tree of shapes with shardings."""
+    return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
+
+
+def largest(tree: Any, count: int) -> list[tuple[str, int]]:
+    """Returns the paths and bytes of the arrays that take most memory on a device."""
+    sizes = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        sizes.append((name, _leaf_bytes(leaf)))
+    return sorted(sizes, key=lambda pair: -pair[1])[:count]
+
+
+def _leaf_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _compiler_error(
+    e: Exception, result: dict[str, Any], state: Any
+) -> errors.UserError:
+    """Returns the error for a step that the compiler rejects."""
+    sizes = _OUT_OF_MEMORY.search(str(e))
+    if sizes:
+        needed = _parse_bytes(sizes[1], sizes[2])
+        available = _parse_bytes(sizes[3], sizes[4])
+        return _does_not_fit(needed, available, result, state)
+    return errors.UserError(
+        f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, "
+        f"slices={result['slices']}: {cli.message(e)} Try another topology, other "
+        "values of reduction.* or slices, or the libtpu that jax "
+        f"{jax.__version__} is made for: pip install '.[dryrun]'."
+    )
+
+
+def _parse_bytes(number: str, unit: str) -> int:
+    """Parses a size that the compiler prints, such as 15.75G."""
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+def _does_not_fit(
+    needed: int, available: int, result: dict[str, Any], state: Any
+) -> DoesNotFitError:
+    """Returns the error for a step that needs more memory than a chip has, with its
+    largest arrays and remedies.
+    """
+    memory = result["memory"]
+    parts = {name: memory[name] for name in ("parameters", "optimizer_state", "batch")}
+    rest = max(0, needed - sum(parts.values()))
+    parts["gradients, activations and workspace"] = rest
+    listed = []
+    for name, size in parts.items():
+        listed.append(f"{name.replace('_', ' ')} {summary.size(size)}")
+    arrays = []
+    for path, size in largest(state.experiment, 3):
+        arrays.append(f"{path} {summary.size(size)}")
+    state_remedy = (
+        "hold parameters and optimizer state in shards with "
+        "config.reduction.shard_params, or split the parameters with "
+        "config.model_parallel and the experiment's sharding_rules"
+    )
+    activations_remedy = (
+        "make activations smaller with more config.micro_batches, a smaller "
+        "config.batch_size or hk.remat"
+    )
+    # What needs most is to be changed first.
+    if rest >= needed / 2:
+        first, second = activations_remedy, state_remedy
+    else:
+        first, second = state_remedy, activations_remedy
+    message = (
+        f"The step does not fit on {result['topology']}: it needs "
+        f"{summary.size(needed)} a chip of the {summary.size(available)} that the "
+        f"compiler may use, {summary.size(needed - available)} too much. About: "
+        f"{', '.join(listed)}. The largest arrays: {', '.join(arrays)}. "
+        f"{first[0].upper()}{first[1:]}; or {second}; or choose chips with more memory."
+    )
+    sizes = {"needed": needed, "available": available, "fits": False}
+    return DoesNotFitError(message, {**result, "memory": {**memory, **sizes}})
 
 
 def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
@@ -116,14 +408,16 @@ def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
     than JAX supports.
     """
     return UnreadableError(
-        f"The step compiles and fits on {result['topology']}, but jax {jax.__version__} cannot read the program "
-        f"that libtpu {libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), so its communication and "
-        "computation are unknown. Install the libtpu that this jax is made for: pip install '.[dryrun]'.",
+        f"The step compiles and fits on {result['topology']}, but jax "
+        f"{jax.__version__} cannot read the program that libtpu {_libtpu_version()} "
+        f"makes of it ({cli.message(e).splitlines()[0]}), so its communication and "
+        "computation are unknown. Install the libtpu that this jax is made for: pip "
+        "install '.[dryrun]'.",
         result,
     )
 
 
-def libtpu_version() -> str:
+def _libtpu_version() -> str:
     """Returns the version of the TPU compiler."""
     try:
         return importlib.metadata.version("libtpu")

@@ -11,7 +11,9 @@ transfers by the hosts.
 import collections
 import dataclasses
 import itertools
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,10 +21,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard import torus
 from xshard.dryrun import hlo
-
-_Groups = set[frozenset[int]]
 
 KINDS = (
     "all-reduce",
@@ -31,12 +30,14 @@ KINDS = (
     "all-to-all",
     "collective-permute",
 )
+# The groups of devices of a collective are written in one of three formats. The first
+# lists them: replica_groups={{0,1},{2,3}}.
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
-# Version 2 of the format, [groups,size]<=[dimensions]T(permutation): an iota, reshaped
-# and transposed.
+# The second, [groups,size]<=[dimensions]T(permutation), is an iota, reshaped and
+# transposed.
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-# Version 3 of the format, mesh['a'=16,'b'=16] {'a'}: groups of the places in a mesh
-# that differ only along 'a'.
+# The third, mesh['a'=16,'b'=16] {'a'}, has the groups of the places in a mesh that
+# differ only along 'a'.
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
 # The operation that the hosts perform on the data of a transfer between slices.
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -45,7 +46,17 @@ _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _FUSED_SCATTER = "all-reduce-scatter"
 # The TPU compiler writes an asynchronous collective three times: at its start, in the
 # computation that overlaps it, and at its end. Only the first counts.
-_MEANWHILE, _DONE = "async_collective_fusion", '"AsyncCollectiveDone"'
+_MEANWHILE = "async_collective_fusion"
+_DONE = '"AsyncCollectiveDone"'
+# On these chips every axis of the torus is a ring if the slice consists of whole 4x4x4
+# cubes.
+_WITH_CUBES = ("TPU v4", "TPU v5", "TPU v5p")
+_CUBE = 4
+# On chips with a two-dimensional torus, an axis is a ring if it spans a whole pod.
+_POD = 16
+
+# Groups of devices, by their numbers.
+_Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Collective:
     dtypes: tuple[str, ...]
     arrays: int
     bytes: int
-    groups: tuple[tuple[int, ...], ...]
+    groups: _Groups
     times: int = 1
     between_slices: bool = False
 
@@ -88,108 +99,13 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 def in_program(program: hlo.Program) -> list[Collective]:
     """Returns the collectives of a parsed program."""
     times = program.times()
-    collectives = []
+    found = []
     for name, computation in program.computations.items():
-        if times[name]:
-            for collective in _in_computation(name, computation):
-                collectives.append(dataclasses.replace(collective, times=times[name]))
-    return collectives
-
-
-def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
-    """Returns the mesh axes that a collective runs over; ('?',) if its groups match no
-    axes.
-    """
-    if not collective.between_slices:
-        return _over(mesh, collective, lambda groups, lines: groups == lines) or ("?",)
-    slices = _slices(mesh)
-    names = enumerate(mesh.axis_names)
-    return tuple(
-        name for axis, name in names if (slices != slices.take([0], axis)).any()
-    )
-
-
-def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
-    """Returns the bytes that a device must send at least, each time.
-
-    With n devices, each sends (n - 1) / n of an all-gather's result, or of a
-    reduce-scatter's or all-to-all's operand; and twice that for an all-reduce:
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", 2009. Networks that reduce data on the way could send less.
-    """
-    size = collective.bytes
-    if collective.kind == "collective-permute":
-        return size
-    slices = len(np.unique(_slices(mesh)))
-    if collective.between_slices:
-        count = slices
-    elif collective.groups:
-        count = len(collective.groups[0])
-    else:
-        count = mesh.devices.size // slices
-    others = (count - 1) * size
-    if collective.kind == "reduce-scatter":
-        # The result is one of `count` parts of the operand.
-        return others
-    if collective.kind == "all-reduce":
-        others *= 2
-    return others // count
-
-
-def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
-    """Returns the distances within the groups of collectives, in links from chip to
-    chip: see `xshard.torus.hops`.
-
-    Collectives between slices, and devices that are not TPUs, have none.
-    """
-    slices = _slices(mesh)
-    devices = list(mesh.devices[slices == slices.flat[0]].flat)
-    # Collectives with the same groups count once.
-    groups = {
-        collective.groups for collective in collectives if not collective.between_slices
-    }
-    links: list[int] = []
-    for members in groups:
-        links += torus.hops(devices, members or [range(len(devices))])
-    return links
-
-
-def rows(
-    mesh: jax.sharding.Mesh, collectives: Sequence[Collective]
-) -> list[dict[str, Any]]:
-    """Returns a row for each combination of kind, axes and dtypes; collectives in a
-    loop count once per round.
-    """
-    alike = collections.defaultdict(list)
-    for collective in collectives:
-        over, dtypes = _show_axes(mesh, collective), " ".join(collective.dtypes)
-        alike[collective.kind, over, dtypes, collective.between_slices].append(
-            collective
-        )
-    table = []
-    for (kind, over, dtypes, between_slices), members in alike.items():
-        count = arrays = size = sent_bytes = 0
-        for collective in members:
-            times = collective.times
-            count += times
-            arrays += times * collective.arrays
-            size += times * collective.bytes
-            sent_bytes += times * sent(mesh, collective)
-        links = hops(mesh, members)
-        row = {
-            "kind": kind,
-            "over": over,
-            "types": dtypes,
-            "count": count,
-            "arrays": arrays,
-            "bytes": size,
-            "sent": sent_bytes,
-            "between_slices": between_slices,
-            "hops": max(links, default=None),
-            "mean_hops": sum(links) / len(links) if links else None,
-        }
-        table.append(row)
-    return table
+        if not times[name]:
+            continue
+        for collective in _in_computation(name, computation):
+            found.append(dataclasses.replace(collective, times=times[name]))
+    return found
 
 
 def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
@@ -208,13 +124,12 @@ def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collect
             # synchronization.
             collective = _collective(kind, instruction.arrays[:1], ())
             yield dataclasses.replace(collective, between_slices=True)
-        elif kind in KINDS and name.startswith(_FUSED_SCATTER):
-            arrays = computation.instructions[computation.root].arrays
-            yield _collective("reduce-scatter", arrays, _groups(instruction.attributes))
         elif kind in KINDS:
-            yield _collective(
-                kind, _results(instruction), _groups(instruction.attributes)
-            )
+            arrays = _results(instruction)
+            if name.startswith(_FUSED_SCATTER):
+                kind = "reduce-scatter"
+                arrays = computation.instructions[computation.root].arrays
+            yield _collective(kind, arrays, _groups(instruction.attributes))
 
 
 def _results(instruction: hlo.Instruction) -> list[hlo.Array]:
@@ -224,56 +139,145 @@ def _results(instruction: hlo.Instruction) -> list[hlo.Array]:
     # follows them.
     if instruction.opcode == "collective-permute-start":
         return arrays[1:2]
-    if (
-        instruction.opcode.endswith("-start")
-        and instruction.opcode != "all-reduce-start"
-    ):
+    if instruction.opcode == "all-reduce-start":
+        return arrays
+    if instruction.opcode.endswith("-start"):
         return arrays[len(arrays) // 2 :]
     return arrays
 
 
-def _collective(
-    kind: str, arrays: Sequence[hlo.Array], groups: tuple[tuple[int, ...], ...]
-) -> Collective:
-    dtypes = tuple(dict.fromkeys(array.dtype for array in arrays))
-    size = sum(array.bytes for array in arrays)
-    return Collective(kind, dtypes, len(arrays), size, groups)
+def _collective(kind: str, arrays: Sequence[hlo.Array], groups: _Groups) -> Collective:
+    return Collective(
+        kind=kind,
+        # Each dtype once, in the order of the arrays.
+        dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
+        arrays=len(arrays),
+        bytes=sum(array.bytes for array in arrays),
+        groups=groups,
+    )
+
+
+def _groups(attributes: str) -> _Groups:
+    """Parses the groups of a collective; empty if they are all devices."""
+    iota = _IOTA.search(attributes)
+    if iota:
+        return _groups_of_iota(*iota.groups())
+    mesh = _MESH.search(attributes)
+    if mesh:
+        return _groups_of_mesh(*mesh.groups())
+    groups = []
+    listed = _LISTED.search(attributes)
+    if listed:
+        for group in re.findall(r"\{([\d, ]+)\}", listed[1]):
+            groups.append(_integers(group))
+    return tuple(groups)
+
+
+def _groups_of_iota(count: str, size: str, shape: str, order: str | None) -> _Groups:
+    """Returns `count` groups of `size` devices, whose numbers are those of an array in
+    order, transposed.
+    """
+    dimensions = _integers(shape)
+    numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
+    if order:
+        numbers = numbers.transpose(_integers(order))
+    groups = numbers.reshape(int(count), int(size)).tolist()
+    return tuple(map(tuple, groups))
+
+
+def _groups_of_mesh(axes: str, over: str) -> _Groups:
+    """Returns the groups of devices that differ only along some axes of a mesh.
+
+    Args:
+      axes: the axes of the mesh with their sizes: `'a'=16,'b'=16`.
+      over: the axes along which they differ: `'a'`.
+    """
+    names = []
+    dimensions = []
+    for axis in axes.split(","):
+        name, _, size = axis.partition("=")
+        names.append(name)
+        dimensions.append(int(size))
+    numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
+    chosen = [names.index(name) for name in over.split(",") if name]
+    lines = [tuple(sorted(line)) for line in _lines_along(numbers, chosen)]
+    return tuple(sorted(lines))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def axes(mesh: jax.sharding.Mesh, collective: Collective) -> tuple[str, ...]:
+    """Returns the mesh axes that a collective runs over; ('?',) if its groups match no
+    axes.
+    """
+    if collective.between_slices:
+        slices = _slices(mesh)
+        across = []
+        for dimension, name in enumerate(mesh.axis_names):
+            # Whether there are several slices along the axis.
+            if (slices != slices.take([0], dimension)).any():
+                across.append(name)
+        return tuple(across)
+    found = _axes_that_fit(mesh, collective, lambda groups, lines: groups == lines)
+    return found or ("?",)
 
 
 def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:
+    """Formats the mesh axes that a collective runs over, or that contain its groups."""
     found = axes(mesh, collective)
     if found != ("?",):
         return " x ".join(found) or "nothing"
-    inside = lambda groups, lines: all(
-        any(group <= line for line in lines) for group in groups
-    )
-    return f"within {' x '.join(_over(mesh, collective, inside) or found)}"
+
+    def are_inside(groups: set[frozenset[int]], lines: set[frozenset[int]]) -> bool:
+        return all(any(group <= line for line in lines) for group in groups)
+
+    containing = _axes_that_fit(mesh, collective, are_inside)
+    return f"within {' x '.join(containing or found)}"
 
 
-def _over(
+def _axes_that_fit(
     mesh: jax.sharding.Mesh,
     collective: Collective,
-    fits: Callable[[_Groups, _Groups], bool],
+    fits: Callable[[set[frozenset[int]], set[frozenset[int]]], bool],
 ) -> tuple[str, ...] | None:
-    """Returns the fewest axes whose lines fit the groups; a line has the devices that
-    differ only in these axes.
+    """Returns the fewest mesh axes whose lines fit a collective's groups; None if no
+    axes do.
+
+    Args:
+      mesh: the mesh.
+      collective: a collective within a slice.
+      fits: takes the groups, and the lines along some axes, which have the devices that
+        differ only in these axes; returns whether they fit.
     """
     # Only one slice's part of the mesh counts.
     slices = _slices(mesh)
-    chosen = np.ix_(
-        *(np.unique(where) for where in np.nonzero(slices == slices.flat[0]))
-    )
-    places = np.arange(slices[chosen].size).reshape(slices[chosen].shape)
-    groups = {frozenset(group) for group in collective.groups} or {
-        frozenset(range(places.size))
-    }
-    for count in range(len(mesh.axis_names) + 1):
-        for dimensions in itertools.combinations(range(len(mesh.axis_names)), count):
-            if fits(groups, _along(places, dimensions)):
-                return tuple(
-                    mesh.axis_names[i] for i in dimensions if mesh.devices.shape[i] > 1
-                )
+    in_slice = np.nonzero(slices == slices.flat[0])
+    shape = [len(np.unique(coordinates)) for coordinates in in_slice]
+    places = np.arange(math.prod(shape)).reshape(shape)
+    groups = {frozenset(group) for group in collective.groups}
+    if not groups:
+        groups = {frozenset(range(places.size))}
+    num_axes = len(mesh.axis_names)
+    for count in range(num_axes + 1):
+        for chosen in itertools.combinations(range(num_axes), count):
+            if fits(groups, _lines_along(places, chosen)):
+                # An axis of size 1 adds no devices to a line.
+                names = []
+                for axis in chosen:
+                    if mesh.devices.shape[axis] > 1:
+                        names.append(mesh.axis_names[axis])
+                return tuple(names)
     return None
+
+
+def _lines_along(places: np.ndarray, dimensions: Sequence[int]) -> set[frozenset[int]]:
+    """Returns the sets of places that differ only in these dimensions."""
+    count = len(dimensions)
+    last = np.moveaxis(places, dimensions, range(places.ndim - count, places.ndim))
+    size = math.prod(places.shape[dimension] for dimension in dimensions)
+    return {frozenset(line) for line in last.reshape(-1, size).tolist()}
 
 
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
@@ -282,29 +286,157 @@ def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
     return np.array(numbers).reshape(mesh.devices.shape)
 
 
-def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    iota = _IOTA.search(attributes)
-    if iota:
-        count, size, shape, order = iota.groups()
-        dimensions = [int(n) for n in shape.split(",")]
-        ids = np.arange(np.prod(dimensions)).reshape(dimensions)
-        if order:
-            ids = ids.transpose([int(n) for n in order.split(",")])
-        return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
-    named = _MESH.search(attributes)
-    if named:
-        sizes = dict(entry.split("=") for entry in named[1].split(","))
-        chosen = tuple(list(sizes).index(name) for name in named[2].split(",") if name)
-        shape = [int(size) for size in sizes.values()]
-        along = _along(np.arange(np.prod(shape)).reshape(shape), chosen)
-        return tuple(sorted(tuple(sorted(group)) for group in along))
-    listed = _LISTED.search(attributes)
-    groups = re.findall(r"\{([\d, ]*)\}", listed[1]) if listed else []
-    return tuple(tuple(map(int, group.split(","))) for group in groups if group)
+def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
+    """Returns the bytes that a device must send at least, each time.
+
+    With n devices, each sends (n - 1) / n of an all-gather's result, or of a
+    reduce-scatter's or all-to-all's operand; and twice that for an all-reduce:
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", 2009. Networks that reduce data on the way could send less.
+    """
+    size = collective.bytes
+    if collective.kind == "collective-permute":
+        return size
+    num_slices = len(np.unique(_slices(mesh)))
+    if collective.between_slices:
+        count = num_slices
+    elif collective.groups:
+        count = len(collective.groups[0])
+    else:
+        count = mesh.devices.size // num_slices
+    if collective.kind == "reduce-scatter":
+        # The result is one of `count` parts of the operand.
+        return (count - 1) * size
+    if collective.kind == "all-reduce":
+        return 2 * (count - 1) * size // count
+    return (count - 1) * size // count
 
 
-def _along(places: np.ndarray, chosen: tuple[int, ...]) -> _Groups:
-    """Returns the groups of places that differ only in the chosen dimensions."""
-    last = np.moveaxis(places, chosen, range(-len(chosen), 0)) if chosen else places
-    size = int(np.prod([places.shape[i] for i in chosen], dtype=int))
-    return {frozenset(group) for group in last.reshape(-1, size).tolist()}
+def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
+    """Returns the distances within the groups of collectives, as `distances` does.
+
+    Collectives between slices, and devices that are not TPUs, have none.
+    """
+    slices = _slices(mesh)
+    devices = list(mesh.devices[slices == slices.flat[0]].flat)
+    # Collectives with the same groups count once.
+    counted = set()
+    lengths = []
+    for collective in collectives:
+        groups = collective.groups
+        if collective.between_slices or groups in counted:
+            continue
+        counted.add(groups)
+        lengths += distances(devices, groups or [range(len(devices))])
+    return lengths
+
+
+def distances(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the distances between the members of groups, in links from chip to chip;
+    neighbors have distance 1.
+
+    The members of a group are connected by a minimum spanning tree, since the compiler
+    decides their order along the torus.
+
+    Args:
+      devices: the devices of one slice.
+      groups: indices in `devices`.
+
+    Returns:
+      The length of each edge of each group's tree; empty for devices without
+      coordinates.
+    """
+    if any(device.platform != "tpu" for device in devices):
+        return []
+    places = np.array([device.coords for device in devices])
+    shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
+    # The length of each axis that is a ring; 0 for others.
+    rings = np.where(_are_rings(devices[0].device_kind, shape), shape, 0)
+    lengths = []
+    for group in groups:
+        lengths += _tree(places[list(group)], rings)
+    return lengths
+
+
+def _are_rings(kind: str, shape: tuple[int, ...]) -> list[bool]:
+    """Returns whether each axis of a slice is a ring.
+
+    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and
+    larger slices have full 3D torus"; for v5e and v6e
+    https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
+    with a shift along the long one. Coordinates do not show the shift, and no layout
+    here relies on it.
+    """
+    if kind in _WITH_CUBES:
+        return [all(size % _CUBE == 0 for size in shape)] * len(shape)
+    return [size == _POD for size in shape]
+
+
+def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
+    """Returns the lengths of the edges of the minimum spanning tree over places, by
+    Prim's algorithm.
+    """
+    lengths = []
+    far = np.iinfo(int).max
+    # The distance of each place from the tree.
+    nearest = np.full(len(places), far)
+    is_outside = np.ones(len(places), dtype=bool)
+    last = 0
+    for _ in range(len(places) - 1):
+        is_outside[last] = False
+        # The place that joined the tree last may be closer to the remaining places than
+        # the rest of the tree.
+        nearest = np.minimum(nearest, _links(places, places[last], rings))
+        last = int(np.argmin(np.where(is_outside, nearest, far)))
+        lengths.append(int(nearest[last]))
+    return lengths
+
+
+def _links(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
+    """Returns the number of links from a place to each of `places`; on a ring, in the
+    shorter direction.
+    """
+    apart = np.abs(places - place)
+    around = np.where(rings > 0, rings - apart, apart)
+    return np.minimum(apart, around).sum(axis=1)
+
+
+def rows(
+    mesh: jax.sharding.Mesh, collectives: Sequence[Collective]
+) -> list[dict[str, Any]]:
+    """Returns a row for each combination of kind, axes and dtypes; collectives in a
+    loop count once per round.
+    """
+    alike = collections.defaultdict(list)
+    for collective in collectives:
+        over = _show_axes(mesh, collective)
+        dtypes = " ".join(collective.dtypes)
+        key = collective.kind, over, dtypes, collective.between_slices
+        alike[key].append(collective)
+    table = []
+    for (kind, over, dtypes, between_slices), members in alike.items():
+        count = 0
+        num_arrays = 0
+        num_bytes = 0
+        sent_bytes = 0
+        for collective in members:
+            times = collective.times
+            count += times
+            num_arrays += times * collective.arrays
+            num_bytes += times * collective.bytes
+            sent_bytes += times * sent(mesh, collective)
+        lengths = hops(mesh, members)
+        row = {
+            "kind": kind,
+            "over": over,
+            "types": dtypes,
+            "count": count,
+            "arrays": num_arrays,
+            "bytes": num_bytes,
+            "sent": sent_bytes,
+            "between_slices": between_slices,
+            "hops": max(lengths) if lengths else None,
+            "mean_hops": statistics.fmean(lengths) if lengths else None,
+        }
+        table.append(row)
+    return table

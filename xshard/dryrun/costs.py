@@ -4,16 +4,24 @@ its time from below.
 XLA's own `cost_analysis` counts the body of a loop once, and counts data that a TPU
 keeps in vector memory as memory traffic. Here a loop counts as often as it runs, and
 only data in main memory counts.
+
+The text of a program has the operands and results of a TPU kernel, but not its
+computation. The kernels of JAX's splash attention
+(`jax.experimental.pallas.ops.tpu.splash_attention`) are recognized by their names. They
+are counted if the name scope `causal` around them tells that only the causal half of
+the scores is computed.
 """
 
 import math
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from xshard.dryrun import hlo, kernels
+from xshard.dryrun import hlo
 from xshard.metrics import flops
 
+# For a convolution, which dimension of its operands and result has which role:
+# `dim_labels=b01f_01io->b01f`.
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -23,11 +31,23 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # Instructions that move nothing, or whose traffic is counted elsewhere: with their
 # body, their start, or their users.
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency",
-    "opt-barrier", "partition-id", "replica-id", "while", "conditional", "call", "custom-call", "async-start",
-    "async-update", "send", "recv",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all",
+    "add-dependency", "opt-barrier", "partition-id", "replica-id", "while",
+    "conditional", "call", "custom-call", "async-start", "async-update", "send", "recv",
 }  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_CAUSAL = re.compile(r'op_name="[^"]*\bcausal\b[^"]*"')
+_SPLASH = re.compile(r"^splash_m[hq]a_(fwd|dkv|dq)_")
+# The number of matrix products over the scores in each kernel of splash attention.
+_PRODUCTS = {
+    # The scores, and the result.
+    "fwd": 2,
+    # The scores, and the gradients of values, of probabilities and of keys.
+    "dkv": 4,
+    # The scores, and the gradients of probabilities and of queries.
+    "dq": 3,
+}
 
 
 class Cost(NamedTuple):
@@ -35,7 +55,7 @@ class Cost(NamedTuple):
 
     Attributes:
       flops: FLOPs of matrix products and convolutions, two for each multiply-add. Other
-        operations are not counted, and custom calls only if `kernels` knows them.
+        operations are not counted, and kernels only if they are recognized.
       hbm_bytes: bytes read from and written to main memory: each operand of each fused
         operation once; of a sliced operand only the slice.
       cycles: TensorCore cycles, as the TPU compiler estimates them for each fused
@@ -49,7 +69,7 @@ class Cost(NamedTuple):
 
     def times(self, runs: int) -> "Cost":
         """Returns the cost of so many runs."""
-        return Cost(*(runs * amount for amount in self))
+        return Cost(runs * self.flops, runs * self.hbm_bytes, runs * self.cycles)
 
 
 def of(program: hlo.Program) -> Cost:
@@ -61,10 +81,17 @@ def of(program: hlo.Program) -> Cost:
 
 def total(costs: Iterable[Cost]) -> Cost:
     """Returns the sum of some costs."""
-    return Cost(*map(sum, zip(*costs, strict=True)))
+    costs = list(costs)
+    return Cost(
+        flops=sum(cost.flops for cost in costs),
+        hbm_bytes=sum(cost.hbm_bytes for cost in costs),
+        cycles=sum(cost.cycles for cost in costs),
+    )
 
 
 class _Counter:
+    """Counts the costs of a program's computations, each once."""
+
     def __init__(self, program: hlo.Program):
         self._program = program
         self._known: dict[str, Cost] = {}
@@ -76,108 +103,109 @@ class _Counter:
             # forever.
             self._known[name] = Cost()
             computation = self._program.computations.get(name, hlo.Computation())
-            instructions = computation.instructions.values()
-            self._known[name] = total(
-                self._instruction(name, one) for one in instructions
-            )
+            costs = []
+            for instruction in computation.instructions.values():
+                costs.append(self._instruction(name, instruction))
+            self._known[name] = total(costs)
         return self._known[name]
 
     def _instruction(self, name: str, instruction: hlo.Instruction) -> Cost:
+        """Returns the cost of an instruction of the computation `name`."""
         loop = self._program.loop(name, instruction)
-        if loop:
-            body, rounds = loop
-            return self.computation(body).times(1 if rounds is None else rounds)
+        if loop is not None:
+            return self.computation(loop.body).times(loop.counted_rounds)
         if instruction.opcode == "conditional":
-            return max(
-                map(self.computation, instruction.bodies), default=Cost(), key=sum
-            )
+            branches = map(self.computation, instruction.bodies)
+            return max(branches, default=Cost(), key=sum)
         if instruction.opcode in ("call", "async-start"):
             return total(map(self.computation, instruction.bodies))
-        kernel = kernels.of(
-            instruction,
-            [self._producer(name, operand) for operand in instruction.operands],
-        )
-        if kernel and kernel.flops is not None:
+        operands = [self._producer(name, operand) for operand in instruction.operands]
+        kernel = kernel_of(instruction, operands)
+        if kernel is not None and kernel.flops is not None:
             return Cost(kernel.flops, kernel.hbm_bytes)
         estimated = _CYCLES.search(instruction.attributes)
-        cycles = int(estimated[1]) if estimated else 0
         return Cost(
-            self._flops(name, instruction), self._traffic(name, instruction), cycles
+            flops=self._flops(name, instruction),
+            hbm_bytes=self._traffic(name, instruction),
+            cycles=int(estimated[1]) if estimated else 0,
         )
 
-    def _flops(self, name: str, instruction: hlo.Instruction) -> int:
-        if instruction.opcode == "fusion":
-            return sum(
-                self._flops(body, inner)
-                for body in instruction.bodies
-                for inner in self._program.computations[body].instructions.values()
-            )
-        if instruction.opcode not in ("dot", "convolution"):
-            return 0
-        shapes = [self._shape(name, operand) for operand in instruction.operands]
-        count = _dot if instruction.opcode == "dot" else _convolution
-        return count(instruction, shapes[0], shapes[1])
-
-    def _shape(self, name: str, operand: str) -> tuple[int, ...]:
-        return self._program.computations[name].instructions[operand].arrays[0].shape
-
     def _producer(self, name: str, operand: str) -> hlo.Instruction | None:
+        """Returns the instruction that computes an operand; None if it is missing, as
+        in tests.
+        """
         return self._program.computations[name].instructions.get(operand)
 
-    def _traffic(self, name: str, instruction: hlo.Instruction) -> int:
-        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    def _flops(self, name: str, instruction: hlo.Instruction) -> int:
+        """Counts the FLOPs of an instruction; of a fusion, those inside it."""
+        if instruction.opcode == "fusion":
+            count = 0
+            for body in instruction.bodies:
+                computation = self._program.computations[body]
+                for inner in computation.instructions.values():
+                    count += self._flops(body, inner)
+            return count
+        if instruction.opcode not in ("dot", "convolution"):
             return 0
-        if (
-            instruction.opcode.endswith("-start")
-            and instruction.opcode != "all-reduce-start"
-        ):
+        instructions = self._program.computations[name].instructions
+        left, right = (
+            instructions[operand].arrays[0].shape
+            for operand in instruction.operands[:2]
+        )
+        if instruction.opcode == "dot":
+            return _dot_flops(instruction, left)
+        return _convolution_flops(instruction, left, right)
+
+    def _traffic(self, name: str, instruction: hlo.Instruction) -> int:
+        """Counts the bytes that an instruction reads from and writes to main memory."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        if opcode.endswith("-start") and opcode != "all-reduce-start":
             # The result of a start contains its operands, so it covers reads and
             # writes.
             return instruction.hbm_bytes
-        read = sum(
-            self._read(name, instruction, place)
-            for place in range(len(instruction.operands))
-        )
-        return read + self._written(name, instruction)
+        count = self._written(name, instruction)
+        for place in range(len(instruction.operands)):
+            count += self._read(name, instruction, place)
+        return count
 
     def _read(self, name: str, instruction: hlo.Instruction, place: int) -> int:
-        """Counts the bytes that an instruction reads of its operand."""
+        """Counts the bytes that an instruction reads of the operand at this place."""
         operand = self._producer(name, instruction.operands[place])
-        whole = operand.hbm_bytes if operand else 0
-        if not whole:
+        if operand is None or not operand.hbm_bytes:
             return 0
-        if instruction.opcode == "fusion":
-            return min(
-                whole,
-                sum(self._read_inside(body, place) for body in instruction.bodies),
-            )
-        return min(whole, _slice(instruction, place, whole))
+        size = operand.hbm_bytes
+        if instruction.opcode != "fusion":
+            return min(size, _read_of_operand(instruction, place, size))
+        read = sum(self._read_inside(body, place) for body in instruction.bodies)
+        return min(size, read)
 
     def _read_inside(self, body: str, place: int) -> int:
-        """Counts the bytes that a fused computation reads of a parameter: those that
-        the parameter's users read.
+        """Counts the bytes that a fused computation reads of the parameter at this
+        place: those that the parameter's users read.
         """
         for instruction in self._program.computations[body].instructions.values():
             if instruction.opcode == "parameter" and instruction.literal == str(place):
                 return self._bytes_used(body, instruction.name, instruction.bytes)
         return 0
 
-    def _bytes_used(self, body: str, name: str, whole: int) -> int:
-        """Counts the bytes of a value that its users read, at most the whole."""
+    def _bytes_used(self, body: str, name: str, size: int) -> int:
+        """Counts the bytes of a value of this size that its users read."""
         used = 0
         for user in self._program.computations[body].users(name):
             for place, operand in enumerate(user.operands):
                 if operand != name:
                     continue
                 if user.opcode == "bitcast":
-                    used += self._bytes_used(body, user.name, whole)
+                    used += self._bytes_used(body, user.name, size)
                 elif user.opcode == "fusion":
-                    used += sum(
-                        self._read_inside(inner, place) for inner in user.bodies
-                    )
+                    for inner in user.bodies:
+                        used += self._read_inside(inner, place)
                 else:
-                    used += _slice(user, place, whole)
-        return min(whole, used)
+                    used += _read_of_operand(user, place, size)
+        # Several users may read the same bytes.
+        return min(size, used)
 
     def _written(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are written to main memory; for an in-place
@@ -186,11 +214,11 @@ class _Counter:
         in_hbm = instruction.hbm_bytes
         if not in_hbm:
             return 0
-        if instruction.opcode == "fusion":
-            return min(in_hbm, self._result(name, instruction))
-        return self._result(name, instruction)
+        computed = self._computed(name, instruction)
+        # The results of a fusion may be in different memories.
+        return min(in_hbm, computed) if instruction.opcode == "fusion" else computed
 
-    def _result(self, name: str, instruction: hlo.Instruction) -> int:
+    def _computed(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are computed, in whatever memory; for an
         in-place update, only the update.
         """
@@ -202,49 +230,53 @@ class _Counter:
         ):
             instruction = instructions[instruction.operands[0]]
         if instruction.opcode == "fusion":
-            return sum(self._root(body) for body in instruction.bodies)
-        if (
-            instruction.opcode == "dynamic-update-slice"
-            and instruction.operands[1] in instructions
-        ):
-            instruction = instructions[instruction.operands[1]]
+            return sum(self._computed_inside(body) for body in instruction.bodies)
+        if instruction.opcode == "dynamic-update-slice":
+            # Its operands are the array, the update and where it goes.
+            update = instructions.get(instruction.operands[1])
+            if update is not None:
+                return update.bytes
         return instruction.bytes
 
-    def _root(self, body: str) -> int:
+    def _computed_inside(self, body: str) -> int:
         """Counts the bytes of a fused computation's result that are computed, of all
         elements of a tuple.
         """
         computation = self._program.computations[body]
         root = computation.instructions.get(computation.root)
-        if not root:
+        if root is None:
             return 0
         if root.opcode != "tuple":
-            return self._result(body, root)
-        elements = [computation.instructions.get(name) for name in root.operands]
-        return sum(self._result(body, element) for element in elements if element)
+            return self._computed(body, root)
+        count = 0
+        for name in root.operands:
+            element = computation.instructions.get(name)
+            if element is not None:
+                count += self._computed(body, element)
+        return count
 
 
-def _slice(instruction: hlo.Instruction, place: int, whole: int) -> int:
-    """Returns the bytes that an instruction reads of an operand: only a slice, if it
-    slices the operand.
+def _read_of_operand(instruction: hlo.Instruction, place: int, size: int) -> int:
+    """Returns the bytes that an instruction reads of an operand of this size: only a
+    slice, if it slices the operand.
     """
     if place == 0 and instruction.opcode in _SLICES:
         return instruction.bytes
     if place == 0 and instruction.opcode == "dynamic-update-slice":
         # An in-place update touches only the updated part.
         return 0
-    return whole
+    return size
 
 
-def _dot(
-    instruction: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]
-) -> int:
+def _dot_flops(instruction: hlo.Instruction, left: tuple[int, ...]) -> int:
+    """Counts two for each multiply-add of a matrix product."""
     named = _CONTRACTED.search(instruction.attributes)
-    contracted = [left[int(n)] for n in named[1].split(",") if n] if named else []
-    return 2 * math.prod(instruction.arrays[0].shape) * math.prod(contracted)
+    dimensions = [int(n) for n in named[1].split(",") if n] if named else []
+    contracted = math.prod(left[dimension] for dimension in dimensions)
+    return 2 * math.prod(instruction.arrays[0].shape) * contracted
 
 
-def _convolution(
+def _convolution_flops(
     instruction: hlo.Instruction, left: tuple[int, ...], right: tuple[int, ...]
 ) -> int:
     """Counts two for each multiply-add, without those on padding, which need not be
@@ -253,22 +285,25 @@ def _convolution(
     labels = _LABELS.search(instruction.attributes)
     if not labels:
         return 0
+    # In these labels, b is the batch, f and o are features, i are the features that the
+    # kernel contracts, and digits are the dimensions in space.
     inputs, kernel, result = labels.groups()
     shape = instruction.arrays[0].shape
-    products = (
-        shape[result.index("b")] * shape[result.index("f")] * right[kernel.index("i")]
-    )
+    batch = shape[result.index("b")]
+    features = shape[result.index("f")]
+    products = batch * features * right[kernel.index("i")]
     window = _window(instruction.attributes)
-    for place, label in enumerate(sorted(label for label in result if label.isdigit())):
-        own = {name: values[place] for name, values in window.items()}
+    in_space = sorted(label for label in result if label.isdigit())
+    for place, label in enumerate(in_space):
+        values = {name: of_dimensions[place] for name, of_dimensions in window.items()}
         products *= flops.taps(
             left[inputs.index(label)],
             right[kernel.index(label)],
             shape[result.index(label)],
-            before=int(own.get("pad", "0_0").split("_")[0]),
-            stride=int(own.get("stride", 1)),
-            apart=int(own.get("lhs_dilate", 1)),
-            spread=int(own.get("rhs_dilate", 1)),
+            before=int(values.get("pad", "0_0").split("_")[0]),
+            stride=int(values.get("stride", 1)),
+            apart=int(values.get("lhs_dilate", 1)),
+            spread=int(values.get("rhs_dilate", 1)),
         )
     return 2 * products
 
@@ -278,8 +313,85 @@ def _window(attributes: str) -> dict[str, list[str]]:
     empty if there is no window.
     """
     window = _WINDOW.search(attributes)
+    if not window:
+        return {}
     values = {}
-    for entry in window[1].split() if window else ():
+    for entry in window[1].split():
         name, _, sizes = entry.partition("=")
         values[name] = sizes.split("x")
     return values
+
+
+class Kernel(NamedTuple):
+    """A kernel that a program calls.
+
+    Attributes:
+      name: the kernel's name.
+      flops: the FLOPs of its matrix products; None if unknown.
+      hbm_bytes: the bytes that it reads and writes in main memory, each array once.
+    """
+
+    name: str
+    flops: int | None
+    hbm_bytes: int
+
+
+def kernel_of(
+    instruction: hlo.Instruction, operands: Sequence[hlo.Instruction | None]
+) -> Kernel | None:
+    """Returns the kernel that an instruction calls; None if it calls none.
+
+    Args:
+      instruction: the instruction.
+      operands: the instructions that compute its operands.
+    """
+    if instruction.opcode != "custom-call" or _KERNEL not in instruction.attributes:
+        return None
+    # The compiler numbers the calls of a kernel.
+    name = re.sub(r"\.\d+$", "", instruction.name)
+    hbm_bytes = instruction.hbm_bytes
+    floats = []
+    for operand in operands:
+        if operand is not None:
+            hbm_bytes += operand.hbm_bytes
+            floats += [x for x in operand.arrays if x.dtype in ("bf16", "f32")]
+    phase = _SPLASH.match(name)
+    if not phase or not floats or not _CAUSAL.search(instruction.attributes):
+        return Kernel(name, None, hbm_bytes)
+    # The first floating-point array is the queries; integer block numbers come before
+    # it.
+    *heads, length, size = floats[0].shape
+    scores = math.prod(heads) * length * (length + 1) // 2
+    return Kernel(name, 2 * _PRODUCTS[phase[1]] * scores * size, hbm_bytes)
+
+
+def kernels(program: hlo.Program) -> list[dict[str, Any]]:
+    """Returns the kernels of a program by name: how often each runs, and its total
+    cost.
+
+    Returns:
+      Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; the last two are None
+      for a kernel of unknown cost.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, times in program.times().items():
+        if not times:
+            continue
+        instructions = program.computations[name].instructions
+        for instruction in instructions.values():
+            operands = [instructions.get(operand) for operand in instruction.operands]
+            kernel = kernel_of(instruction, operands)
+            if kernel is None:
+                continue
+            row = rows.setdefault(
+                kernel.name,
+                {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0},
+            )
+            row["count"] += times
+            if kernel.flops is None or row["flops"] is None:
+                row["flops"] = None
+                row["hbm_bytes"] = None
+            else:
+                row["flops"] += times * kernel.flops
+                row["hbm_bytes"] += times * kernel.hbm_bytes
+    return [rows[name] for name in sorted(rows)]

@@ -10,23 +10,29 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 # The bits per element of HLO's dtypes. Types that are not listed, such as tokens, count
 # as empty.
 _BITS = {
-    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64,
-    "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8, "f8e5m2": 8,
+    "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32,
+    "u32": 32, "s64": 64, "u64": 64, "f8e4m3fn": 8, "f8e5m2": 8, "f16": 16, "bf16": 16,
+    "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
+# The first line of a computation: `ENTRY %name (parameters) -> result {`.
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\) -> .* \{\s*$")
+# An instruction, up to the bracket of its operands: `ROOT %name = result opcode(`.
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([^\s=]+) = (.+?) ([a-z][\w-]*)\((.*)$")
+# An array's dtype, sizes and layout: `f32[8,3]{1,0:T(8,128)S(1)}`.
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([^\s,(){}]+)")
 _BODIES = re.compile(
-    r"(?:calls|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|%[^\s,]+)"
+    r"(?:calls|to_apply|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%[^\s,]+)"
 )
 _WHILE = re.compile(r"condition=%([^\s,]+), body=%([^\s,]+)")
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_KNOWN_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The attributes of a kernel, which span several lines.
 _OVER_LINES = re.compile(r'=\{\n(?:"[^\n]*\n)+\}')
 # Instructions that pass a number on unchanged.
@@ -56,7 +62,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `name = result opcode(operands), attributes`."""
+    """One line: `name = result opcode(operands), attributes`.
+
+    Attributes:
+      name: its name.
+      opcode: its operation, such as 'fusion'.
+      result: the text of its result's type.
+      operands: the names of the instructions that compute its operands.
+      literal: the text between its brackets: the operands, or a constant's value.
+      attributes: the text after them.
+    """
 
     name: str
     opcode: str
@@ -70,7 +85,7 @@ class Instruction:
         """The arrays of its result, all elements of a tuple."""
         arrays = []
         for dtype, sizes, layout in _ARRAY.findall(self.result):
-            # The size list of a scalar is empty.
+            # The list of sizes of a scalar is empty.
             shape = tuple(int(size) for size in sizes.split(",") if size)
             space = _SPACE.search(layout)
             arrays.append(Array(dtype, shape, int(space[1]) if space else 0))
@@ -84,7 +99,7 @@ class Instruction:
     @property
     def hbm_bytes(self) -> int:
         """The total size of its arrays in the device's main memory, in bytes."""
-        return sum(array.bytes for array in self.arrays if not array.space)
+        return sum(array.bytes for array in self.arrays if array.space == 0)
 
     @property
     def bodies(self) -> list[str]:
@@ -110,6 +125,23 @@ class Computation:
         return (user for user in self.instructions.values() if name in user.operands)
 
 
+class Loop(NamedTuple):
+    """A loop.
+
+    Attributes:
+      body: the name of its body.
+      rounds: how often the body runs; None if unknown.
+    """
+
+    body: str
+    rounds: int | None
+
+    @property
+    def counted_rounds(self) -> int:
+        """How often the body counts: once if it is unknown how often it runs."""
+        return 1 if self.rounds is None else self.rounds
+
+
 @dataclasses.dataclass
 class Program:
     """A program.
@@ -125,18 +157,13 @@ class Program:
     entry: str
     runs: int
 
-    def loop(
-        self, name: str, instruction: Instruction
-    ) -> tuple[str, int | None] | None:
-        """Returns the body of a loop in the computation `name`, and how often it runs.
+    def loop(self, name: str, instruction: Instruction) -> Loop | None:
+        """Returns the loop that an instruction of the computation `name` runs; None if
+        it runs none.
 
-        The CPU compiler writes the count. The TPU compiler does not: there the count
-        follows from the start, the step and the bound of the loop's counter, as
+        The CPU compiler writes how often a loop runs. The TPU compiler does not: there
+        it follows from the start, the step and the bound of the loop's counter, as
         `lax.scan` and `lax.fori_loop` create it.
-
-        Returns:
-          The body and the count, which is None if unknown; None if the instruction is
-          not a loop.
         """
         if instruction.opcode != "while":
             return None
@@ -144,16 +171,16 @@ class Program:
         if not named:
             return None
         condition, body = named.groups()
-        known = _KNOWN.search(instruction.attributes)
+        known = _KNOWN_ROUNDS.search(instruction.attributes)
         if known:
-            return body, int(known[1])
-        return body, self._count(name, instruction, condition, body)
+            return Loop(body, int(known[1]))
+        return Loop(body, self._rounds(name, instruction, condition, body))
 
     def times(self) -> dict[str, int]:
         """Counts how often each computation runs in a step.
 
-        Each branch of a conditional counts as taken, and a loop of unknown count as one
-        round.
+        Each branch of a conditional counts as taken, and a loop of unknown length as
+        one round.
         """
         times = dict.fromkeys(self.computations, 0)
 
@@ -163,9 +190,8 @@ class Program:
             times[name] += count
             for instruction in self.computations[name].instructions.values():
                 loop = self.loop(name, instruction)
-                if loop:
-                    body, rounds = loop
-                    run(body, count * (1 if rounds is None else rounds))
+                if loop is not None:
+                    run(loop.body, count * loop.counted_rounds)
                 for called in instruction.bodies:
                     run(called, count)
 
@@ -173,36 +199,42 @@ class Program:
         return times
 
     def unknown_loops(self) -> int:
-        """Returns the number of loops whose count is unknown."""
+        """Returns the number of loops of unknown length."""
         count = 0
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
                 loop = self.loop(name, instruction)
-                if loop and loop[1] is None:
+                if loop is not None and loop.rounds is None:
                     count += 1
         return count
 
-    def _count(
+    def _rounds(
         self, name: str, loop: Instruction, condition: str, body: str
     ) -> int | None:
         """Returns the number of rounds of a loop that counts up to a constant; None for
         other loops.
+
+        Args:
+          name: the computation that has the loop.
+          loop: the loop.
+          condition: the computation that decides whether it goes on.
+          body: the computation of a round.
         """
         test = self.computations.get(condition, Computation())
         compared = test.instructions.get(test.root)
-        if not compared or compared.opcode != "compare":
+        if compared is None or compared.opcode != "compare":
             return None
         if "direction=LT" not in compared.attributes:
             return None
         counter = self._origin(condition, compared.operands[0])
-        if not counter or counter.opcode != "get-tuple-element":
+        if counter is None or counter.opcode != "get-tuple-element":
             return None
         # The counter's place in the tuple of loop-carried values.
         place = int(counter.attributes.partition("index=")[2].partition(",")[0])
         start = self._number(name, self._element(name, loop.operands[0], place))
         end = self._number(condition, compared.operands[1])
         step = self._step(body, place)
-        if start is None or end is None or not step or step < 0:
+        if start is None or end is None or step is None or step <= 0:
             return None
         # Ceiling division.
         return max(0, -((start - end) // step))
@@ -211,10 +243,9 @@ class Program:
         """Returns the constant that a round adds to the counter; None if unknown."""
         if body not in self.computations:
             return None
-        last = self._origin(
-            body, self._element(body, self.computations[body].root, place)
-        )
-        if not last or last.opcode != "add":
+        root = self.computations[body].root
+        last = self._origin(body, self._element(body, root, place))
+        if last is None or last.opcode != "add":
             return None
         for operand in last.operands:
             number = self._number(body, operand)
@@ -232,13 +263,12 @@ class Program:
     def _number(self, name: str, operand: str) -> int | None:
         """Returns the value of an integer constant; None if the operand is not one."""
         origin = self._origin(name, operand)
-        if (
-            origin
-            and origin.opcode == "constant"
-            and origin.literal.lstrip("-").isdigit()
-        ):
-            return int(origin.literal)
-        return None
+        # The text between a parameter's brackets is an integer, too: its position.
+        if origin is None or origin.opcode != "constant":
+            return None
+        if not origin.literal.lstrip("-").isdigit():
+            return None
+        return int(origin.literal)
 
     def _origin(self, name: str, operand: str) -> Instruction | None:
         """Returns the instruction that computes an operand, before copies and
@@ -252,8 +282,14 @@ class Program:
 
 
 def parse(text: str, runs: int = 1) -> Program:
-    """Parses the text of a program that runs so often in a step."""
-    entry, current = "", Computation()
+    """Parses the text of a program.
+
+    Args:
+      text: the text.
+      runs: how often the program runs in a step.
+    """
+    entry = ""
+    current = Computation()
     computations = {"": current}
     text = _OVER_LINES.sub(lambda found: found[0].replace("\n", ""), text)
     for line in text.splitlines():
@@ -268,9 +304,15 @@ def parse(text: str, runs: int = 1) -> Program:
         if instruction:
             is_root, name, result, opcode, rest = instruction.groups()
             end = _closing(rest)
-            literal, attributes = rest[:end], rest[end:]
-            operands = tuple(_NAME.findall(literal))
-            parsed = Instruction(name, opcode, result, operands, literal, attributes)
+            literal = rest[:end]
+            parsed = Instruction(
+                name=name,
+                opcode=opcode,
+                result=result,
+                operands=tuple(_NAME.findall(literal)),
+                literal=literal,
+                attributes=rest[end:],
+            )
             current.add(parsed, is_root=bool(is_root))
     return Program(computations, entry, runs)
 
@@ -280,6 +322,6 @@ def _closing(text: str) -> int:
     depth = 1
     for bracket in re.finditer(r"[()]", text):
         depth += 1 if bracket[0] == "(" else -1
-        if not depth:
+        if depth == 0:
             return bracket.start()
     return len(text)

@@ -11,6 +11,7 @@ import collections
 import concurrent.futures
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,26 +21,300 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xshard import cli, errors
+from xshard import cli, errors, jax_internals
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard.dryrun import candidates, estimate, summary
+from xshard import mesh as mesh_lib
+from xshard.dryrun import analysis, summary
 from xshard.files import jsonfile
 from xshard.metrics import chips
 from xshard.metrics import formatting as formatting_lib
+from xshard.optimizers import primitives
 from xshard.pod import notice
 from xshard.run import preflight
 
+# The keys that a plan may change.
+MODEL = "model_parallel"
+MICRO = "micro_batches"
+_SHARD_UPDATE = "reduction.shard_update"
+_SHARD_PARAMS = "reduction.shard_params"
+_REDUCE_DTYPE = "reduction.reduce_dtype"
+_SLICE_DTYPE = "reduction.slice_dtype"
+# The outcomes of a plan. The framework, the experiment or the compiler may refuse one.
+WAITING = "not compiled"
+COMPILING = "being compiled"
+FITS = "fitting"
+TOO_LARGE = "too large"
+PRUNED = "pruned"
+REFUSED = "refused"
+# The number of plans that are shown.
 _SHOWN = 10
 # One compilation may take 2 GB of memory.
 _MOST_WORKERS = 8
 
 
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """One way to run a config.
+
+    Attributes:
+      values: the values by key.
+      is_own: whether it is the unchanged config.
+      needs: the estimated bytes that a chip needs at least.
+      outcome: its outcome, such as `FITS`.
+      reason: the reason, if it was refused or pruned.
+      result: the result of its dry run, if it was compiled and fits.
+    """
+
+    values: dict[str, Any]
+    is_own: bool = False
+    needs: int = 0
+    outcome: str = WAITING
+    reason: str = ""
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def require(self, memory: int) -> None:
+        """Sets the bytes that a chip needs at least."""
+        self.needs = memory
+
+    def end(self, outcome: str, reason: str = "") -> None:
+        """Sets the outcome and its reason."""
+        # The outcome is set last, since the search reads it from another thread.
+        self.reason = reason
+        self.outcome = outcome
+
+    def fit(self, result: dict[str, Any]) -> None:
+        """Sets the result of the dry run, and the outcome `FITS`."""
+        self.result = result
+        self.end(FITS)
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The rank, smaller for a better plan: the bound, then the compiler's estimate,
+        then the memory.
+        """
+        return (
+            self.result["seconds"],
+            self.result["estimated_cycles"],
+            self.result["memory"]["peak"],
+        )
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that change a config to the plan's values."""
+        return [f"--config.{name}={value}" for name, value in self.values.items()]
+
+
+def fitting(plans: Sequence[Plan]) -> list[Plan]:
+    """Returns the plans that were compiled and fit, the best first."""
+    fit = [plan for plan in plans if plan.outcome == FITS]
+    return sorted(fit, key=lambda plan: plan.rank)
+
+
+# The plans for a config.
+
+
+def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> list[Plan]:
+    """Returns all plans for a config, the config's own first.
+
+    Args:
+      config: the config of the run.
+      num_chips: the number of chips of all slices.
+      has_model_axis: whether the experiment shards any array over 'model'.
+    """
+    flat = config_lib.flatten(config.to_dict())
+    # The keys that do not depend on the number of chips, with the values to try.
+    wanted: dict[str, tuple[Any, ...]] = {
+        _SHARD_UPDATE: (False, True),
+        _SHARD_PARAMS: (False, True),
+        _REDUCE_DTYPE: ("float32", "bfloat16"),
+    }
+    if config.slices > 1:
+        wanted[_SLICE_DTYPE] = ("float32", "bfloat16", "int8")
+    for name, value in flat.items():
+        if is_remat(name, value):
+            wanted[name] = (False, True)
+    switches = {name: values for name, values in wanted.items() if name in flat}
+    # The number of slices may come from --slices, and is then not in the config file.
+    slices = {"slices": config.slices} if config.slices > 1 else {}
+    unchanged = {**slices, **{name: flat[name] for name in (MODEL, MICRO, *switches)}}
+    plans = [Plan(unchanged, is_own=True)]
+    models = [unchanged[MODEL]]
+    if has_model_axis:
+        models = mesh_lib.divisors(num_chips)
+    groups = len(config.group_assignment) or 1
+    for model in models:
+        # The batch of a replica is divided into micro-batches.
+        replicas = config.get("logical_replicas")
+        if not replicas:
+            replicas = max(1, num_chips // model // groups)
+        for micro in mesh_lib.divisors(max(1, config.batch_size // replicas)):
+            for choice in itertools.product(*switches.values()):
+                chosen = dict(zip(switches, choice, strict=True))
+                # shard_params implies shard_update, so this combination would repeat
+                # another plan.
+                if chosen.get(_SHARD_PARAMS) and not chosen.get(_SHARD_UPDATE, True):
+                    continue
+                values = {**slices, MODEL: model, MICRO: micro, **chosen}
+                if values != unchanged:
+                    plans.append(Plan(values))
+    return plans
+
+
+def is_remat(name: str, value: Any) -> bool:
+    """Returns whether a key of an experiment's config switches recomputation: a boolean
+    called 'remat'.
+    """
+    return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
+
+
+def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Returns the distance of two plans: the doublings between their numbers, plus one
+    for each other difference.
+    """
+    models = _doublings(one[MODEL], other[MODEL])
+    micros = _doublings(one[MICRO], other[MICRO])
+    # Plans are near if they have equally many micro-batches, or equally large ones.
+    sizes = _doublings(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
+    others = [name for name in one if name not in (MODEL, MICRO)]
+    return (
+        models + min(micros, sizes) + sum(one[name] != other[name] for name in others)
+    )
+
+
+def _doublings(x: float, y: float) -> float:
+    return abs(math.log2(x / y))
+
+
+def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
+    """Returns whether a plan differs from one that does not fit only by larger
+    activations.
+    """
+    remats = [name for name in values if is_remat(name, values[name])]
+    for name in values:
+        if name not in (MICRO, *remats) and values[name] != failed[name]:
+            return False
+    if values[MICRO] > failed[MICRO]:
+        return False
+    # One micro-batch keeps no sums of gradients, so it may need less memory.
+    if values[MICRO] == 1 < failed[MICRO]:
+        return False
+    return all(failed[name] or not values[name] for name in remats)
+
+
+# The memory of a plan, before it is compiled.
+
+
+class MemoryScreen:
+    """Estimates the memory that a plan needs at least, before it is compiled, and rules
+    out invalid plans.
+
+    Args:
+      config: the config of the run.
+      topology: the topology of a slice.
+    """
+
+    def __init__(self, config: Any, topology: str):
+        self._config = config
+        self._topology = topology
+        self._prepared: dict[Any, analysis.Prepared | ValueError] = {}
+        self._stacked: dict[Any, int] = {}
+
+    def __call__(self, plan: Plan) -> None:
+        """Sets what a plan needs; and its outcome, if it is invalid or cannot fit."""
+        config = copy.deepcopy(self._config)
+        config.update_from_flattened_dict(plan.values)
+        try:
+            step = self._prepare(plan, config)
+            memory = step.result["memory"]
+            needed = sum(memory.values())
+            # With micro-batches, float32 sums of gradients are kept beside the
+            # parameters.
+            if plan.values[MICRO] > 1:
+                needed += memory["parameters"]
+            what = "state and sums of gradients"
+            # The trace takes seconds, so it runs only if the state fits.
+            if needed <= step.chip.hbm:
+                # At best, everything that a loop keeps is sharded over 'model'.
+                needed += self._kept(plan, config, step) // plan.values[MODEL]
+                what = (
+                    "state, sums of gradients, and what a loop keeps for the backward "
+                    "pass"
+                )
+        except ValueError as e:
+            plan.end(REFUSED, cli.message(e))
+            return
+        plan.require(needed)
+        if needed > step.chip.hbm:
+            available = summary.size(step.chip.hbm)
+            plan.end(PRUNED, f"{what} need more than the {available} of a chip")
+
+    def _prepare(self, plan: Plan, config: Any) -> analysis.Prepared:
+        """Returns the prepared step of a plan with the same state. Plans that differ
+        only in micro-batches, say, share it.
+        """
+        key = []
+        for name, value in plan.values.items():
+            # These keys do not change the state.
+            if name not in (MICRO, _REDUCE_DTYPE) and not is_remat(name, value):
+                key.append(value)
+        if tuple(key) not in self._prepared:
+            prepared: analysis.Prepared | ValueError
+            try:
+                prepared = analysis.prepare(config, self._topology)
+            except ValueError as e:
+                if plan.is_own:
+                    # The config's own number of micro-batches may be invalid; other
+                    # plans have other numbers.
+                    raise
+                prepared = e
+            self._prepared[tuple(key)] = prepared
+        found = self._prepared[tuple(key)]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _kept(self, plan: Plan, config: Any, step: analysis.Prepared) -> int:
+        """Traces a step for the bytes that its loops stack; once for each micro-batch
+        size.
+        """
+        values = plan.values
+        remats = [value for name, value in values.items() if is_remat(name, value)]
+        key = (values[MODEL] / values[MICRO], *remats)
+        if key not in self._stacked:
+            experiment = experiment_lib.load(config.experiment)(config)
+            program = preflight.jitted_step(experiment, step.mesh)
+            traced = program.trace(step.state, step.batch)
+            self._stacked[key] = stacked_bytes(traced.jaxpr)
+        return self._stacked[key]
+
+
+def stacked_bytes(program: Any) -> int:
+    """Returns the bytes of the largest stacked outputs of a scan in a program: arrays
+    kept for a gradient, or gradients.
+
+    Args:
+      program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
+    """
+    most = 0
+    for eqn in primitives.all_equations(jax_internals.opened(program)):
+        if eqn.primitive.name == "scan":
+            _, num_carried = jax_internals.scan_counts(eqn)
+            size = 0
+            for stacked in eqn.outvars[num_carried:]:
+                size += stacked.aval.size * stacked.aval.dtype.itemsize
+            most = max(most, size)
+    return most
+
+
+# The compilations, and their order.
+
+
 def search(
-    plans: Sequence[candidates.Plan],
-    compile_plan: Callable[[candidates.Plan], None],
+    plans: Sequence[Plan],
+    compile_plan: Callable[[Plan], None],
     most: int,
-    report: Callable[[candidates.Plan, int, int], None],
+    report: Callable[[Plan, int, int], None],
 ) -> None:
     """Compiles at most `most` plans, one per CPU core at a time.
 
@@ -52,15 +327,15 @@ def search(
     """
     workers = min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     pool = concurrent.futures.ThreadPoolExecutor(workers)
-    running: dict[concurrent.futures.Future[None], candidates.Plan] = {}
-    begun = done = 0
+    running: dict[concurrent.futures.Future[None], Plan] = {}
+    begun = 0
+    done = 0
     while True:
-        while (
-            len(running) < workers
-            and begun < most
-            and (plan := candidates.next_to_compile(plans))
-        ):
-            plan.end(candidates.COMPILING)
+        while len(running) < workers and begun < most:
+            plan = next_to_compile(plans)
+            if plan is None:
+                break
+            plan.end(COMPILING)
             running[pool.submit(compile_plan, plan)] = plan
             begun += 1
         if not running:
@@ -68,109 +343,54 @@ def search(
         ended, _ = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
         for future in ended:
             plan = running.pop(future)
+            # Raises what the compilation raised.
             future.result()
             done += 1
-            _prune(plans, plan)
-            waiting = sum(other.outcome == candidates.WAITING for other in plans)
+            if plan.outcome == TOO_LARGE:
+                _prune(plans, plan)
+            waiting = sum(other.outcome == WAITING for other in plans)
             report(plan, done, min(most, begun + waiting))
 
 
-def _prune(plans: Sequence[candidates.Plan], failed: candidates.Plan) -> None:
+def _prune(plans: Sequence[Plan], failed: Plan) -> None:
     """Rules out plans that need more memory than one that did not fit."""
-    for plan in plans if failed.outcome == candidates.TOO_LARGE else ():
-        if plan.outcome == candidates.WAITING and candidates.needs_more(
-            plan.values, failed.values
-        ):
-            why = "larger activations than an otherwise equal plan that does not fit"
-            plan.end(candidates.PRUNED, why)
-
-
-class MemoryScreen:
-    """Estimates the memory that a plan needs at least, before it is compiled, and rules
-    out invalid plans.
-
-    Args:
-      config: the config of the run.
-      prepare: takes a config to its step, prepared up to the compilation.
-    """
-
-    def __init__(self, config: Any, prepare: Callable[[Any], estimate.Prepared]):
-        self._config = config
-        self._prepare = prepare
-        self._prepared: dict[Any, estimate.Prepared | ValueError] = {}
-        self._stacked: dict[Any, int] = {}
-
-    def __call__(self, plan: candidates.Plan) -> None:
-        """Tells a plan what it needs; and its outcome, if it is invalid or cannot fit."""
-        config = copy.deepcopy(self._config)
-        config.update_from_flattened_dict(plan.values)
-        try:
-            step = self._step(plan, config)
-            limit, memory = step.chip.hbm, step.result["memory"]
-            # With micro-batches, float32 sums of gradients are kept beside the
-            # parameters.
-            sums = memory["parameters"] if plan.values[candidates.MICRO] > 1 else 0
-            needed = sum(memory.values()) + sums
-            what = "state and sums of gradients"
-            # The trace takes seconds, so it runs only if the state fits.
-            if needed <= limit:
-                # At best, everything that a loop keeps is sharded over 'model'.
-                needed += (
-                    self._kept(plan, config, step) // plan.values[candidates.MODEL]
-                )
-                what = "state, sums of gradients, and what a loop keeps for the backward pass"
-        except ValueError as e:
-            plan.end(candidates.REFUSED, cli.message(e))
-            return
-        plan.require(needed)
-        if needed > limit:
+    for plan in plans:
+        if plan.outcome == WAITING and needs_more(plan.values, failed.values):
             plan.end(
-                candidates.PRUNED,
-                f"{what} need more than the {summary.size(limit)} of a chip",
+                PRUNED,
+                "larger activations than an otherwise equal plan that does not fit",
             )
 
-    def _step(self, plan: candidates.Plan, config: Any) -> estimate.Prepared:
-        """Returns the step of a plan with the same state. Plans that differ only in
-        micro-batches, say, share it.
-        """
-        # These keys, and recomputation, do not change the state.
-        free = (candidates.MICRO, "reduction.reduce_dtype")
-        values = plan.values.items()
-        key = tuple(
-            x
-            for name, x in values
-            if name not in free and not candidates.is_remat(name, x)
-        )
-        if key not in self._prepared:
-            try:
-                self._prepared[key] = self._prepare(config)
-            except ValueError as e:
-                if plan.is_own:
-                    # The config's own number of micro-batches may be invalid; other
-                    # plans have other numbers.
-                    raise
-                self._prepared[key] = e
-        found = self._prepared[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
 
-    def _kept(self, plan: candidates.Plan, config: Any, step: estimate.Prepared) -> int:
-        """Traces a step for the bytes that its loops stack; once for each micro-batch
-        size.
-        """
-        values = plan.values
-        remats = [
-            value for name, value in values.items() if candidates.is_remat(name, value)
-        ]
-        key = (values[candidates.MODEL] / values[candidates.MICRO], *remats)
-        if key not in self._stacked:
-            experiment = experiment_lib.load(config.experiment)(config)
-            traced = preflight.jitted_step(experiment, step.mesh).trace(
-                step.state, step.batch
-            )
-            self._stacked[key] = estimate.stacked_bytes(traced.jaxpr)
-        return self._stacked[key]
+def next_to_compile(plans: Sequence[Plan]) -> Plan | None:
+    """Returns the plan to compile next; None if none is left."""
+    waiting = [plan for plan in plans if plan.outcome == WAITING]
+    # First, try each way to hold the state once, since the best plan may be far from
+    # the config.
+    tried = set()
+    for plan in plans:
+        if plan.outcome in (COMPILING, FITS, TOO_LARGE):
+            tried.add(_sharding_choice(plan))
+    untried = [plan for plan in waiting if _sharding_choice(plan) not in tried]
+    if untried:
+        waiting = untried
+    near = plans[0]
+    fit = fitting(plans)
+    if fit:
+        near = fit[0]
+    elif near.outcome in (TOO_LARGE, PRUNED):
+        return min(waiting, key=lambda plan: plan.needs, default=None)
+
+    def preference(plan: Plan) -> tuple[float, int]:
+        # Among equally near plans, prefer the one that needs most memory: saving memory
+        # costs time.
+        return distance(plan.values, near.values), -plan.needs
+
+    return min(waiting, key=preference, default=None)
+
+
+def _sharding_choice(plan: Plan) -> tuple[Any, Any]:
+    return plan.values.get(_SHARD_UPDATE), plan.values.get(_SHARD_PARAMS)
 
 
 class Compiler:
@@ -185,18 +405,14 @@ class Compiler:
         self._arguments = [*arguments, "--noplan", "--json"]
         self._running: set[subprocess.Popen[str]] = set()
 
-    def __call__(self, plan: candidates.Plan) -> None:
+    def __call__(self, plan: Plan) -> None:
         """Compiles a plan, and sets its outcome."""
-        command = [
-            sys.executable,
-            "-m",
-            "xshard.dryrun",
-            *self._arguments,
-            *candidates.flags_of(plan),
-        ]
-        pipe = subprocess.PIPE
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+            [sys.executable, "-m", "xshard.dryrun", *self._arguments, *plan.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self._running.add(child)
         out, err = child.communicate()
@@ -205,37 +421,44 @@ class Compiler:
 
     def stop(self) -> None:
         """Kills all compilations in progress."""
+        # A copy, since the threads that wait for the children remove them.
         for child in list(self._running):
             child.kill()
 
 
-def record_outcome(plan: candidates.Plan, code: int, out: str, err: str) -> None:
+def record_outcome(plan: Plan, code: int, out: str, err: str) -> None:
     """Sets a plan's outcome from the exit code and the output of its dry run."""
+    result = {}
     # An experiment may print too, but the result is the last line.
     last_line = out.splitlines()[-1:]
-    result = (
-        json.loads(last_line[0]) if last_line and last_line[0].startswith("{") else {}
-    )
+    if last_line and last_line[0].startswith("{"):
+        result = json.loads(last_line[0])
     if code == notice.DONE:
         plan.fit(result)
         return
     if result and not result["memory"].get("fits", True):
         plan.require(result["memory"]["needed"])
-        plan.end(candidates.TOO_LARGE)
+        plan.end(TOO_LARGE)
         return
-    last = (err.splitlines() or [""])[-1]
-    error_lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    reason = error_lines[-1].removeprefix("error: ") if error_lines else last
-    plan.end(
-        candidates.REFUSED,
-        reason if code > 0 else f"the compiler was ended by signal {-code}: {last}",
-    )
+    reason = ""
+    error_lines = err.splitlines()
+    if error_lines:
+        reason = error_lines[-1]
+    if code < 0:
+        reason = f"the compiler was ended by signal {-code}: {reason}"
+    else:
+        for line in error_lines:
+            if line.startswith("error: "):
+                reason = line.removeprefix("error: ")
+    plan.end(REFUSED, reason)
+
+
+# The program.
 
 
 def run(
     config: Any,
     topology: str,
-    prepare: Callable[[Any, str], estimate.Prepared],
     arguments: Sequence[str],
     most: int,
     *,
@@ -246,8 +469,6 @@ def run(
     Args:
       config: the config of the run.
       topology: the topology of a slice.
-      prepare: takes a config and a topology to the step, prepared up to the
-        compilation.
       arguments: the arguments of this program.
       most: the most plans to compile.
       as_json: whether to print JSON.
@@ -258,57 +479,56 @@ def run(
     say = _clock()
     plans = _plans(config, topology)
     say(f"{len(plans)} plans; estimating their memory")
-    judge = MemoryScreen(config, lambda config: prepare(config, topology))
+    screen = MemoryScreen(config, topology)
     for plan in plans:
-        judge(plan)
+        screen(plan)
     say(_counted(plans))
-    if not any(plan.outcome == candidates.WAITING for plan in plans):
+    if not any(plan.outcome == WAITING for plan in plans):
         raise errors.UserError(
             f"--plan: none of {len(plans)} plans is possible: {_reasons(plans)}"
         )
-    compiler, code = Compiler(arguments), notice.DONE
+
+    def report(plan: Plan, done: int, count: int) -> None:
+        say(f"{done} of {count}: {_line(plan)}")
+
+    compiler = Compiler(arguments)
+    code = notice.DONE
     try:
-        search(
-            plans,
-            compiler,
-            most,
-            lambda plan, done, of: say(f"{done} of {of}: {_line(plan)}"),
-        )
+        search(plans, compiler, most, report)
     except KeyboardInterrupt:
         compiler.stop()
         say("interrupted; results so far:")
         code = notice.INTERRUPTED
-    print(
-        jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology), flush=True
-    )
-    if code == notice.DONE and not candidates.fitting(plans):
+    text = jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology)
+    print(text, flush=True)
+    if code == notice.DONE and not fitting(plans):
         raise errors.UserError(
-            f"--plan: none of the compiled plans fits {topology}. Give a larger topology, a smaller "
-            "--config.batch_size or model, or more --plan_compiles."
+            f"--plan: none of the compiled plans fits {topology}. Give a larger "
+            "topology, a smaller --config.batch_size or model, or more --plan_compiles."
         )
     return code
 
 
-def _plans(config: Any, topology: str) -> list[candidates.Plan]:
-    """Returns the plans for a config; raises UserError if there is nothing to choose."""
+def _plans(config: Any, topology: str) -> list[Plan]:
+    """Returns the plans for a config; raises UserError if there is only one."""
     chips.parse_topology(topology)
     config_lib.check(config)
     sizes = [int(size) for size in topology.split(":")[1].split("x")]
+    num_chips = math.prod(sizes) * config.slices
     rules = experiment_lib.load(config.experiment)(config).sharding_rules()
-    plans = candidates.enumerate_plans(
-        config, math.prod(sizes) * config.slices, has_model_axis=bool(rules)
-    )
+    plans = enumerate_plans(config, num_chips, has_model_axis=bool(rules))
     if len(plans) == 1:
         raise errors.UserError(
-            f"--plan: there is nothing to choose on {topology}: the experiment has no sharding_rules for a "
-            "model_parallel, a replica has one example for its micro_batches, and the config has neither "
-            "reduction.* nor a key 'remat'. Leave out --plan, or give a larger --config.batch_size."
+            f"--plan: there is nothing to choose on {topology}: the experiment has no "
+            "sharding_rules for a model_parallel, a replica has one example for its "
+            "micro_batches, and the config has neither reduction.* nor a key 'remat'. "
+            "Leave out --plan, or give a larger --config.batch_size."
         )
     return plans
 
 
 def _clock() -> Callable[[str], None]:
-    """Returns a function that prints a text on stderr, with the time since this call."""
+    """Returns a function that prints a text on stderr, with the time since now."""
     begin = time.monotonic()
 
     def say(text: str) -> None:
@@ -318,58 +538,53 @@ def _clock() -> Callable[[str], None]:
     return say
 
 
-def as_data(plans: Sequence[candidates.Plan]) -> dict[str, Any]:
-    """Returns all plans for `--json`: those that fit in order of rank, then the others."""
-    best = sorted(candidates.fitting(plans), key=lambda plan: plan.rank)
-    rest = [plan for plan in plans if plan.outcome != candidates.FITS]
-    return {
-        "plans": [
-            dataclasses.asdict(plan) | {"flags": candidates.flags_of(plan)}
-            for plan in best + rest
-        ]
-    }
+def as_data(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Returns all plans for `--json`: those that fit, the best first; then the rest."""
+    others = [plan for plan in plans if plan.outcome != FITS]
+    listed = []
+    for plan in [*fitting(plans), *others]:
+        listed.append({**dataclasses.asdict(plan), "flags": plan.flags})
+    return {"plans": listed}
 
 
-def show(plans: Sequence[candidates.Plan], topology: str) -> str:
+def show(plans: Sequence[Plan], topology: str) -> str:
     """Formats the ten best plans, and the outcomes of the others."""
-    best = sorted(candidates.fitting(plans), key=lambda plan: plan.rank)[:_SHOWN]
-    parts = [
-        f"{topology}, {len(plans)} plans: {_counted(plans)}",
-        _reasons(plans, "\n"),
-    ]
+    parts = [f"{topology}, {len(plans)} plans: {_counted(plans)}"]
+    reasons = _reasons(plans, "\n")
+    if reasons:
+        parts.append(reasons)
+    best = fitting(plans)[:_SHOWN]
     if best:
-        head, *lines = formatting_lib.table(
-            [_row(number, plan) for number, plan in enumerate(best, 1)]
-        ).splitlines()
+        rows = [_row(number, plan) for number, plan in enumerate(best, 1)]
+        header, *lines = formatting_lib.table(rows).splitlines()
+        shown = ["the best by the bound on a step's time", header]
         for line, plan in zip(lines, best, strict=True):
-            head += f"\n{line}\n     {' '.join(candidates.flags_of(plan))}"
-        parts.append(f"the best by the bound on a step's time\n{head}")
+            shown += [line, f"     {' '.join(plan.flags)}"]
+        parts.append("\n".join(shown))
     parts.append(f"The config as it is: {_line(plans[0])}")
     parts.append("Bounds, not predictions.")
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
-def _counted(plans: Sequence[candidates.Plan]) -> str:
+def _counted(plans: Sequence[Plan]) -> str:
     """Returns a text with the number of plans of each outcome."""
     counts = collections.Counter(plan.outcome for plan in plans)
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
-def _reasons(plans: Sequence[candidates.Plan], between: str = "; ") -> str:
+def _reasons(plans: Sequence[Plan], between: str = "; ") -> str:
     """Returns a text with each reason why plans do not fit, and the number of these
     plans.
     """
-    reasons = collections.Counter(
-        (plan.outcome, plan.reason) for plan in plans if plan.reason
+    counts = collections.Counter(
+        f"{plan.outcome}: {plan.reason}" for plan in plans if plan.reason
     )
-    return between.join(
-        f"{n} {outcome}: {why}" for (outcome, why), n in reasons.most_common()
-    )
+    return between.join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def _row(number: int, plan: candidates.Plan) -> dict[str, str]:
+def _row(number: int, plan: Plan) -> dict[str, str]:
     result = plan.result
-    amounts = {limit["name"]: limit["amount"] for limit in result["bounds"]}
+    amounts = {bound["name"]: bound["amount"] for bound in result["bounds"]}
     return {
         "": f"{number}",
         "at least": formatting_lib.scaled(result["seconds"], "s"),
@@ -382,15 +597,17 @@ def _row(number: int, plan: candidates.Plan) -> dict[str, str]:
     }
 
 
-def _line(plan: candidates.Plan) -> str:
+def _line(plan: Plan) -> str:
     """Formats a plan and its outcome on one line."""
-    values = " ".join(
-        f"{name.rpartition('.')[2]}={value}" for name, value in plan.values.items()
-    )
-    if plan.outcome == candidates.TOO_LARGE:
-        return f"{values}: too large, {summary.size(plan.needs)}"
-    if plan.outcome != candidates.FITS:
-        why = f" ({plan.reason})" if plan.reason else ""
-        return f"{values}: {plan.outcome}{why}"
-    row = _row(0, plan)
-    return f"{values}: at least {row['at least']} because of {row['because of']}, {row['peak']}"
+    values = []
+    for name, value in plan.values.items():
+        values.append(f"{name.rpartition('.')[2]}={value}")
+    text = f"{' '.join(values)}:"
+    if plan.outcome == TOO_LARGE:
+        return f"{text} too large, {summary.size(plan.needs)}"
+    if plan.outcome != FITS:
+        reason = f" ({plan.reason})" if plan.reason else ""
+        return f"{text} {plan.outcome}{reason}"
+    seconds = formatting_lib.scaled(plan.result["seconds"], "s")
+    peak = summary.size(plan.result["memory"]["peak"])
+    return f"{text} at least {seconds} because of {plan.result['dominated_by']}, {peak}"
