@@ -70,6 +70,11 @@ class Value:
         return self.place[-1] if self.place else None
 
     @property
+    def primitive(self) -> str:
+        """The name of the primitive that computes it; empty for an input."""
+        return self.equation.primitive.name if self.place else ""
+
+    @property
     def runs_once(self) -> bool:
         """Whether it is outside of all loops and branches."""
         around = self.place[:-1]
@@ -141,12 +146,16 @@ class Program:
         numbering = _Numbering()
         self.function, outputs = numbering.function(self.mapped.params["jaxpr"])
         self.values = numbering.values
+        # The inputs of the replicas' program are the step's arguments, or are computed
+        # from them.
         names = {}
         leaves = jax.tree_util.tree_leaves_with_path(arguments)
         for variable, (path, _) in zip(self.outer.jaxpr.invars, leaves, strict=True):
             names[variable] = _named(path[1:], _ARGUMENTS[path[0].idx])
         computed = "a value computed from the state or the batch"
         self.inputs = [names.get(x, computed) for x in self.mapped.invars]
+        # The results of the step are those of the replicas' program, or are computed
+        # from them, and are then left out.
         self.results: dict[str, int] = {}
         self.losses: dict[str, int] = {}
         self.gradients: dict[tuple[str, str], int] = {}
@@ -202,10 +211,7 @@ class Program:
                 continue
             seen.add(number)
             value = self.values[number]
-            if (
-                value.equation is not None
-                and value.equation.primitive.name == "is_finite"
-            ):
+            if value.primitive == "is_finite":
                 checks.append(number)
             else:
                 left += value.sources
@@ -409,8 +415,8 @@ def lines(value: Value) -> tuple[str, str]:
     """
     users = ""
     innermost = ""
-    # JAX ends the traceback of an equation at the function that contains it, so the
-    # innermost equation that has such a line tells it best.
+    # JAX ends the traceback of an equation at the function that contains it, so some
+    # have no line of the user's. The line of the nearest equation around counts then.
     for eqn in value.place:
         frames = _frames(eqn.source_info.traceback)
         of_user = [frame for frame in frames if errors.is_user_file(frame[0])]

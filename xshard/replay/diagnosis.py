@@ -144,16 +144,13 @@ class Diagnosis:
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         """Describes a value that is not finite on some replicas."""
         value = self.program.values[number]
-        primitive = ""
         input_name = ""
-        if value.equation is not None:
-            primitive = value.equation.primitive.name
-        elif number < len(self.program.inputs):
+        if not value.primitive and number < len(self.program.inputs):
             input_name = self.program.inputs[number]
         line, innermost = dataflow.lines(value)
         largest = self.observed.largest[list(replicas), number]
         return Operation(
-            primitive=primitive,
+            primitive=value.primitive,
             input=input_name,
             line=line,
             innermost=innermost,
@@ -328,9 +325,8 @@ class Diagnosis:
             value = self.program.values[number]
             line, _ = dataflow.lines(value)
             if line and line not in texts and np.isfinite(largest[number]):
-                primitive = value.equation.primitive.name
                 texts[line] = (
-                    f"  {largest[number]:.4g}  {value.dtype}  {primitive}  {line}"
+                    f"  {largest[number]:.4g}  {value.dtype}  {value.primitive}  {line}"
                 )
         return ["the largest |value|s of the user's code, by line:", *texts.values()]
 
@@ -339,10 +335,8 @@ def _place(value: dataflow.Value) -> tuple[Any, ...]:
     """Returns features that identify an operation in the same step at another
     precision.
     """
-    primitive = ""
-    if value.equation is not None:
-        primitive = value.equation.primitive.name
-    return primitive, dataflow.lines(value), dataflow.name_stack(value), value.shape
+    lines = dataflow.lines(value)
+    return value.primitive, lines, dataflow.name_stack(value), value.shape
 
 
 def _largest_of(dtype: Any) -> str:
@@ -435,9 +429,9 @@ def _is_constant(value: dataflow.Value) -> bool:
     """Returns whether a non-finite value without non-finite sources is a constant of
     the program.
     """
-    if value.equation is None:
+    if not value.primitive:
         return False
-    return not value.sources or value.equation.primitive.name in _CHOOSE
+    return not value.sources or value.primitive in _CHOOSE
 
 
 class _Graph:
