@@ -57,6 +57,8 @@ _POD = 16
 
 # Groups of devices, by their numbers.
 _Groups = tuple[tuple[int, ...], ...]
+# The same groups, where their order and that of their devices do not matter.
+_GroupSet = set[frozenset[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:
     if found != ("?",):
         return " x ".join(found) or "nothing"
 
-    def are_inside(groups: set[frozenset[int]], lines: set[frozenset[int]]) -> bool:
+    def are_inside(groups: _GroupSet, lines: _GroupSet) -> bool:
         return all(any(group <= line for line in lines) for group in groups)
 
     containing = _axes_that_fit(mesh, collective, are_inside)
@@ -240,7 +242,7 @@ def _show_axes(mesh: jax.sharding.Mesh, collective: Collective) -> str:
 def _axes_that_fit(
     mesh: jax.sharding.Mesh,
     collective: Collective,
-    fits: Callable[[set[frozenset[int]], set[frozenset[int]]], bool],
+    fits: Callable[[_GroupSet, _GroupSet], bool],
 ) -> tuple[str, ...] | None:
     """Returns the fewest mesh axes whose lines fit a collective's groups; None if no
     axes do.
@@ -272,12 +274,12 @@ def _axes_that_fit(
     return None
 
 
-def _lines_along(places: np.ndarray, dimensions: Sequence[int]) -> set[frozenset[int]]:
+def _lines_along(places: np.ndarray, dimensions: Sequence[int]) -> _GroupSet:
     """Returns the sets of places that differ only in these dimensions."""
-    count = len(dimensions)
-    last = np.moveaxis(places, dimensions, range(places.ndim - count, places.ndim))
+    last = range(places.ndim - len(dimensions), places.ndim)
     size = math.prod(places.shape[dimension] for dimension in dimensions)
-    return {frozenset(line) for line in last.reshape(-1, size).tolist()}
+    lines = np.moveaxis(places, dimensions, last).reshape(-1, size)
+    return {frozenset(line) for line in lines.tolist()}
 
 
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:

@@ -137,7 +137,9 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
     switches = {name: values for name, values in wanted.items() if name in flat}
     # The number of slices may come from --slices, and is then not in the config file.
     slices = {"slices": config.slices} if config.slices > 1 else {}
-    unchanged = {**slices, **{name: flat[name] for name in (MODEL, MICRO, *switches)}}
+    unchanged = dict(slices)
+    for name in (MODEL, MICRO, *switches):
+        unchanged[name] = flat[name]
     plans = [Plan(unchanged, is_own=True)]
     models = [unchanged[MODEL]]
     if has_model_axis:
@@ -176,10 +178,11 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     micros = _doublings(one[MICRO], other[MICRO])
     # Plans are near if they have equally many micro-batches, or equally large ones.
     sizes = _doublings(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
-    others = [name for name in one if name not in (MODEL, MICRO)]
-    return (
-        models + min(micros, sizes) + sum(one[name] != other[name] for name in others)
-    )
+    total = models + min(micros, sizes)
+    for name in one:
+        if name not in (MODEL, MICRO) and one[name] != other[name]:
+            total += 1
+    return total
 
 
 def _doublings(x: float, y: float) -> float:

@@ -370,7 +370,11 @@ def _first_array(
         if not tolerance or x is None or y is None:
             return path, largest
         gap = _gap(x, y)
-        if np.isinf(gap) or gap > max(tolerance, 2 * float(jnp.finfo(x.dtype).eps)):
+        if np.isinf(gap):
+            return path, largest
+        # In half precision, two roundings may exceed the tolerance.
+        two_roundings = 2 * float(jnp.finfo(x.dtype).eps)
+        if gap > max(tolerance, two_roundings):
             return path, largest
         largest = max(largest, gap)
     return "", largest
@@ -391,9 +395,10 @@ def _gap(x: np.ndarray, y: np.ndarray) -> float:
         return np.inf
     x = x.astype(np.float64)
     y = y.astype(np.float64)
+    difference = np.max(np.abs(x - y))
+    largest = np.max(np.abs(x))
     # `tiny` avoids a division by zero for an array of zeros.
-    largest = max(np.max(np.abs(x)), np.finfo(np.float64).tiny)
-    gap = float(np.max(np.abs(x - y)) / largest)
+    gap = float(difference / max(largest, np.finfo(np.float64).tiny))
     return gap if np.isfinite(gap) else np.inf
 
 
@@ -432,10 +437,17 @@ def _with_near_equal(
         near.append(there)
     near += second[len(first) :]
     last = restored + 1
-    return (
-        [row if row["step"] <= last else rows_lib.numbers(row) for row in first],
-        [row if row["step"] <= last else rows_lib.numbers(row) for row in near],
-    )
+    return _without_fingerprints(first, last), _without_fingerprints(near, last)
+
+
+def _without_fingerprints(rows: list[rows_lib.Row], last: int) -> list[rows_lib.Row]:
+    """Returns rows without the fingerprints in those after the step `last`."""
+    kept = []
+    for row in rows:
+        if row["step"] > last:
+            row = rows_lib.numbers(row)
+        kept.append(row)
+    return kept
 
 
 def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:

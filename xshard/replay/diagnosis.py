@@ -185,8 +185,8 @@ class Diagnosis:
             return any(observed.bad(replica, cause.value) for replica in cause.replicas)
 
         # An example is harmless if the value is finite when every row is a copy of it.
-        tried = np.unique(np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int))
-        for harmless in rows[tried]:
+        places = np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int)
+        for harmless in rows[np.unique(places)]:
             if not is_bad(np.full_like(rows, harmless)):
                 break
         else:
@@ -306,10 +306,9 @@ class Diagnosis:
             # a slice has a part.
             square = squares[:, 0, :, index]
             size = np.prod(self.program.values[number].shape)
-            if name in params and size < np.prod(params[name].shape) // groups:
-                square = square.sum(axis=1)
-            else:
-                square = square[:, 0]
+            # A parameter of the run has a dimension of groups, if there are several.
+            global_size = np.prod(params[name].shape) // groups if name in params else 0
+            square = square.sum(axis=1) if size < global_size else square[:, 0]
             norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
             largest = self.observed.largest[:, number].max()
             lines.append(f"  {norms}  {largest:.4g}  {name}")

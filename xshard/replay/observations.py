@@ -71,7 +71,8 @@ def make_observer(
         # Evaluates the program of the whole step up to the equation that maps it over
         # the replicas, with this one in its place.
         jaxpr = program.outer.jaxpr
-        arrays = dict(zip(jaxpr.invars, jax.tree.leaves((state, batch)), strict=True))
+        arguments = jax.tree.leaves((state, batch))
+        arrays = dict(zip(jaxpr.invars, arguments, strict=True))
         arrays.update(zip(jaxpr.constvars, program.outer.consts, strict=True))
         for eqn in jaxpr.eqns:
             operands = []
@@ -292,14 +293,16 @@ def _add(
     before = observed.largest[numbers]
     was_finite = jnp.isfinite(before)
     largest = jnp.where(was_finite, jnp.maximum(before, now), before)
-    observed = observed._replace(largest=observed.largest.at[numbers].set(largest))
+    all_largest = observed.largest.at[numbers].set(largest)
+    observed = observed._replace(largest=all_largest)
     if not rounds:
         return observed
     recorded = jnp.stack(rounds[: dataflow.DEPTH])
     recorded = jnp.pad(recorded, (0, dataflow.DEPTH - len(recorded)))
     is_first = was_finite & ~jnp.isfinite(now)
     first = jnp.where(is_first[:, None], recorded, observed.rounds[numbers])
-    return observed._replace(rounds=observed.rounds.at[numbers].set(first))
+    all_rounds = observed.rounds.at[numbers].set(first)
+    return observed._replace(rounds=all_rounds)
 
 
 def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.Array]:

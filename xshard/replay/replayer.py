@@ -145,11 +145,12 @@ class Replayer:
         skipped_before: rows_lib.Row = {}
         for step, row in self.rows.items():
             skipped = _skipped(row)
-            # A row has a total for each learner, or a list of one for each group.
-            has_skipped = any(
-                count != skipped_before.get(name, np.zeros_like(count).tolist())
-                for name, count in skipped.items()
-            )
+            has_skipped = False
+            for name, count in skipped.items():
+                # A list of one count for each group, if there are several.
+                none = np.zeros_like(count).tolist()
+                if count != skipped_before.get(name, none):
+                    has_skipped = True
             if has_skipped or not _are_finite(row):
                 return range(last_good + 1, step + 1)
             last_good = step
