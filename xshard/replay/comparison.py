@@ -21,7 +21,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import formatting, writers
+from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
 
@@ -107,7 +107,7 @@ def read(directory: str) -> Run:
             f"{directory} holds no {files.config.name}: give the work directory of a "
             "run."
         )
-    rows, evaluations = writers.by_step(files.metrics)
+    rows, evaluations = rows_lib.by_step(files.metrics)
     if not rows:
         raise errors.UserError(
             f"{files.metrics} has no rows of training, to be compared."
@@ -335,7 +335,7 @@ def rows_of(directory: pathlib.Path) -> list[rows_lib.Row]:
     """Returns all rows of a run, without values that may differ between runs with the
     same bits.
     """
-    rows = writers.read(workdir.Workdir(directory).metrics)
+    rows = rows_lib.read(workdir.Workdir(directory).metrics)
     return [rows_lib.reproducible(row) for row in rows]
 
 

@@ -16,7 +16,7 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import formatting, writers
+from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
@@ -76,7 +76,7 @@ class Replayer:
         self._roll_backs = roll_back_history.in_effect(entries)
         self._batches.set_skips(self._skips)
         self.changes = self._find_changes()
-        self.rows, self._evaluations = writers.by_step(self._workdir.metrics)
+        self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
         # The step that ended the run, because it was not finite or was skipped; 0 if
         # none did.
         self._stopped = 0
