@@ -17,6 +17,7 @@ from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import compile_cache, workdir
+from xshard.files import results as results_lib
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
 from xshard.metrics import overview, writers
@@ -113,7 +114,7 @@ class Run:
         )
         self.changes = [*self._run.changes]
         if self._first and not self._run.sets_aside:
-            self.changes += self.workdir.check_origin(
+            self.changes += self.workdir.check_provenance(
                 self.origin, exact=logical.is_exact(config)
             )
         run, say = self._run, self.terminal.say
@@ -259,7 +260,15 @@ class Run:
         )
         self.step = start
         goes_on = start < self.config.steps and not self._is_over()
-        self._failure = checkpoints.agree(lambda: self.workdir.failure(goes_on))
+        place = self.workdir.path
+        self._failure = ""
+        if goes_on:
+            checkpoints.agree(lambda: results_lib.discard_early_end(place))
+        else:
+            # If the run once ended not finite, it stays so.
+            self._failure = checkpoints.agree(
+                lambda: results_lib.nonfinite_reason(place)
+            )
         # 2. The log drops rows after the checkpoint, because the run repeats their
         # steps.
         run = self.experiment, self.mesh, self.batches, self.clock, self.terminal
@@ -388,7 +397,7 @@ class Run:
             finally:
                 # Results are written even if sampling fails.
                 if self._first:
-                    self.workdir.write_results(results)
+                    results_lib.write(self.workdir, results)
         with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
             self.checkpoints.wait()
         return state, self._stop, results

@@ -15,7 +15,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
-from xshard.files import jsonfile, workdir
+from xshard.files import jsonfile, results, workdir
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
@@ -80,7 +80,7 @@ class Replayer:
         # The step that ended the run, because it was not finite or was skipped; 0 if
         # none did.
         self._stopped = 0
-        reason = workdir.nonfinite_reason(self._workdir.path)
+        reason = results.nonfinite_reason(self._workdir.path)
         stopped = re.search(r"\bstep (\d+):", reason)
         if stopped:
             self._stopped = int(stopped[1])
