@@ -242,9 +242,11 @@ def look(directory):
             lambda: continuous_eval._read_best(directory / "eval/best.json")
         )
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
-        judged = rows_lib.read(directory / "eval/metrics.jsonl")
-        assert all(isinstance(row["step"], int) for row in judged)
-        continuous_eval._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
+        evaluated = rows_lib.read(directory / "eval/metrics.jsonl")
+        assert all(isinstance(row["step"], int) for row in evaluated)
+        continuous_eval._logged_values(
+            directory / "eval/metrics.jsonl", "accuracy", [10]
+        )
 
 
 @hostile.settings(slow=True)

@@ -1,17 +1,16 @@
-"""A job that evaluates a run's checkpoints as they appear, during the run or after it:
-`--mode=eval`.
+"""A job that evaluates a run's checkpoints as they appear: `--mode=eval`.
 
-The job writes to the folder `eval` of the run's work directory, and only reads the
-rest. It logs a row for each checkpoint to metrics.jsonl and to the other
-`config.writers`, and lists the best checkpoints in best.json. If the config keeps best
-checkpoints, the job pins those that it ranks best, so that the run does not delete
-them.
+It works during the run or after it. The job writes to the folder `eval` of the run's
+work directory, and only reads the rest. It logs a row for each checkpoint to
+metrics.jsonl and to the other `config.writers`, and lists the best checkpoints in
+best.json. If the config keeps best checkpoints, the job pins those that it ranks best,
+so that the run does not delete them.
 """
 
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_collections
@@ -30,12 +29,16 @@ from xshard.run import saving, states
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each
 # look costs money.
-_POLL_SECONDS, _REMOTE_POLL_SECONDS = 1.0, 10.0
+_POLL_SECONDS = 1.0
+_REMOTE_POLL_SECONDS = 10.0
 
 
 class ContinuousEvaluator:
-    """Evaluates the checkpoints of a run. With several processes, each of them creates
-    one.
+    """Evaluates the checkpoints of a run.
+
+    With several processes, each of them creates one. All of them evaluate; only process
+    0 looks at the run's files and writes, so the others need no access to the files
+    beside the checkpoints.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ContinuousEvaluator:
           show: how much the job prints.
 
         Raises:
-          ValueError: with the key, its value and the fix, if something does not fit.
+          UserError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
         writers.check(config.writers)
@@ -65,7 +68,7 @@ class ContinuousEvaluator:
         mesh = experiment_lib.mesh_of(config)
         experiment = experiment_lib.load(config.experiment)(config)
         self._run = workdir.Workdir(directory)
-        self._own = workdir.Workdir(self._run.path / FOLDER)
+        self._output = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
         self._states = states.States(experiment, mesh, example, self._run)
         self._checkpoints = self._states.manager
@@ -79,32 +82,35 @@ class ContinuousEvaluator:
         self._terminal = terminal.Terminal(config.steps, show)
         self._stop: notice.Notice | None = None
         self._last_message = ""
-        self._judged = -1
+        # What follows is known on process 0 only, and only once the run exists.
+        self._last_evaluated = -1
+        self._run_id = ""
         self._writers: list[writers.Writer] | None = None
         self._best: _Best | None = None
-        # The run's ID, empty before the job begins, or for a run of an older version.
-        self._run_id = ""
         self._resources = contextlib.ExitStack()
 
     def last_step(self) -> int:
-        """Returns the last step that was evaluated, -1 if there is none. All processes
-        must call it.
+        """Returns the last step that was evaluated; -1 if there is none.
+
+        All processes must call it.
         """
-        return self._checkpoints.agree(lambda: self._judged)
+        return self._checkpoints.agree(lambda: self._last_evaluated)
 
     def follow(self) -> notice.Notice | None:
-        """Evaluates checkpoints, the oldest first, up to the run's last; returns the
-        notice that stopped it, if any.
+        """Evaluates checkpoints, the oldest first, up to the run's last one.
+
+        Returns:
+          The notice that stopped the job; None if it came to the run's end.
         """
         with self._resources:
-            self._judge_all()
+            self._evaluate_all()
         return self._stop
 
-    def _judge_all(self) -> None:
-        while self._should_continue():
+    def _evaluate_all(self) -> None:
+        while self._poll():
             step = self._checkpoints.agree(self._next_step)
             if step is not None:
-                self._judge(step)
+                self._evaluate(step)
             elif self._checkpoints.agree(self._is_over):
                 break
             elif self._checkpoints.store.path is not None:
@@ -112,41 +118,19 @@ class ContinuousEvaluator:
             else:
                 self._sleep(_REMOTE_POLL_SECONDS)
 
-    def _is_over(self) -> bool:
-        """Returns whether no more checkpoints will appear: the last step was evaluated,
-        or the run ended earlier.
-        """
-        why = results.nonfinite_reason(self._run.path)
-        if why:
-            self._say(f"the run has ended, since it is not finite: {why}")
-            return True
-        early, reason = results.callback_stop(self._run.path) or (None, "")
-        if early is not None and self._judged >= early:
-            self._say(f"the run has ended at step {early}: {reason}")
-            return True
-        end = (jsonfile.read_if_exists(self._run.config) or {}).get(
-            "steps", self._config.steps
-        )
-        if end <= self._judged < self._config.steps:
-            self._say(
-                f"the run ends at step {end}, which is evaluated; waiting for step {self._config.steps}, as this job's "
-                f"config says; with --config.steps={end} the job ends too"
-            )
-        return self._judged >= self._config.steps
-
-    def _should_continue(self) -> bool:
-        if self._watch is not None:
-            asked = self._watch.poll()
-            if asked is not None and asked.kind == notice.STOP:
-                self._stop = asked
+    def _poll(self) -> bool:
+        """Takes a notice, if there is one; returns whether the job continues."""
+        received = None if self._watch is None else self._watch.poll()
+        if received is not None and received.kind == notice.STOP:
+            self._stop = received
         return self._stop is None
 
     def _next_step(self) -> int | None:
-        """Returns the oldest step to be evaluated, pinned so that the run cannot delete
-        it; None if there is none.
+        """Returns the oldest step to be evaluated; None if there is none.
+
+        If the job keeps best checkpoints, the step is pinned, so that the run cannot
+        delete it during the evaluation.
         """
-        # Only process 0 calls this and uses the files; the other processes need not
-        # even have access to them.
         if self._writers is None:
             if not disk.exists(self._run.config):
                 self._say(
@@ -156,66 +140,99 @@ class ContinuousEvaluator:
             self._begin()
         self._check_same_run()
         for step in self._checkpoints.all_steps():
-            if step > self._judged and (self._best is None or self._best.hold(step)):
+            if step <= self._last_evaluated:
+                continue
+            if self._best is None:
                 return step
-        if self._judged < 0:
+            self._best.pin(step)
+            # The run may have deleted the checkpoint before it was pinned.
+            if step in self._checkpoints.all_steps():
+                return step
+        if self._last_evaluated < 0:
             self._say(f"waiting for the first checkpoint in {self._checkpoints.store}")
         return None
 
     def _begin(self) -> None:
-        """Opens the run's directory, and continues after the last step that this job
-        evaluated.
-        """
+        """Opens the output, and continues after the last step that was evaluated."""
         # The run's config is compared before anything is written: a config that is
         # refused must leave no trace.
         for change in self._run.check(self._config):
             self._say(f"differs from the run: {change}")
+        self._run_id = self._run.run_id()
         self._check_owner()
-        self._resources.enter_context(self._own.opened(self._config))
-        rows = self._own.metrics
+        self._resources.enter_context(self._output.opened(self._config))
+        path = self._output.metrics
         # A row is written after its step is evaluated, so the last complete row names
         # the last evaluated step.
-        self._judged = max(
-            (row["step"] for row in rows_lib.read(rows)), default=-1
+        self._last_evaluated = max(
+            (row["step"] for row in rows_lib.read(path)), default=-1
         )
-        config = identity_lib.plain(self._config)
         part = writers.Part(
-            self._own.path, self._judged, config, lambda: rows_lib.read(rows)
+            directory=self._output.path,
+            step=self._last_evaluated,
+            config=identity_lib.plain(self._config),
+            rows=lambda: rows_lib.read(path),
         )
         self._writers = writers.open_all(self._config.writers, part)
         for writer in self._writers:
             self._resources.callback(writer.close)
-        path = self._own.path / "best.json"
+        best_path = self._output.path / "best.json"
         keep = states.keep(self._config.checkpoint)
         # An old best.json is opened even if the config no longer keeps best
         # checkpoints, so that its pins are removed.
-        if keep.best or disk.exists(path):
-            self._best = _Best(path, keep, self._checkpoints, rows)
+        if keep.best or disk.exists(best_path):
+            self._best = _Best(best_path, keep, self._checkpoints, path)
 
     def _check_owner(self) -> None:
-        identity = self._run.identity()
-        self._run_id = identity.id if identity else ""
+        """Raises UserError if the checkpoints are those of another run."""
         store = self._checkpoints.store
         owner = checkpoint.read_owner(store)
-        if identity is not None and owner is not None and owner.id != identity.id:
+        if owner is not None and owner.id != self._run_id:
             raise errors.UserError(
-                f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={self._run.path} "
-                f"holds run {identity.id}: give the run's own checkpoint.directory."
+                f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), "
+                f"and --workdir={self._run.path} holds run {self._run_id}: give the "
+                "run's own checkpoint.directory."
             )
 
     def _check_same_run(self) -> None:
-        """Raises UserError if the run was removed or set aside, since the rows so far
-        are not of the run in its place.
+        """Raises UserError if the run was removed, or another one is in its place.
+
+        The rows so far are not of that run.
         """
-        now = self._run.identity()
-        if self._run_id and (now is None or now.id != self._run_id):
-            has = f"run {now.id}" if now else "no run"
+        present = self._run.run_id()
+        if present != self._run_id:
+            has = f"run {present}" if present else "no run"
             raise errors.UserError(
-                f"--workdir={self._run.path} now holds {has} instead of run {self._run_id}, which this job evaluates: give "
-                "the same command again to evaluate the run that is there."
+                f"--workdir={self._run.path} now holds {has} instead of run "
+                f"{self._run_id}, which this job evaluates: give the same command "
+                "again to evaluate the run that is there."
             )
 
-    def _judge(self, step: int) -> None:
+    def _is_over(self) -> bool:
+        """Returns whether no more checkpoints will appear, and prints why."""
+        reason = results.nonfinite_reason(self._run.path)
+        if reason:
+            self._say(f"the run has ended, since it is not finite: {reason}")
+            return True
+        stop = results.callback_stop(self._run.path)
+        if stop is not None:
+            step, reason = stop
+            if self._last_evaluated >= step:
+                self._say(f"the run has ended at step {step}: {reason}")
+                return True
+        steps = self._config.steps
+        run_config = jsonfile.read_if_exists(self._run.config) or {}
+        end = run_config.get("steps", steps)
+        if end <= self._last_evaluated < steps:
+            self._say(
+                f"the run ends at step {end}, which is evaluated; waiting for step "
+                f"{steps}, as this job's config says; with --config.steps={end} the "
+                "job ends too"
+            )
+        return self._last_evaluated >= steps
+
+    def _evaluate(self, step: int) -> None:
+        """Evaluates a step on all processes; process 0 logs the result."""
         try:
             state = self._states.restore(step, fits=True).state
         except checkpoint.CheckpointError as e:
@@ -224,33 +241,37 @@ class ContinuousEvaluator:
             # The checkpoint is damaged, or was deleted while it was read. Neither must
             # stop the job.
             self._say(f"step {step} is skipped: {e}")
-            self._judged = step
+            self._last_evaluated = step
             if self._best is not None:
-                self._best.release()
+                self._best.unpin_others()
             return
         self._evaluation.check(state, self._config.checkpoint)
-        values = self._evaluation(state, self._should_continue)
+        values = self._evaluation(state, self._poll)
         if values is None:
             return
-        self._judged = step
+        self._last_evaluated = step
         # best.json is written before the row. After a kill in between, the step has no
         # row and is evaluated again.
         if self._best is not None:
-            self._best.judged(step, values)
+            self._best.add(step, values)
         row, text = log.evaluation(step, values)
         self._say(text)
         for writer in self._writers or []:
             writer.write(row)
 
     def _say(self, message: str) -> None:
+        """Prints a message, unless it is the same as the one before."""
         if message != self._last_message:
             self._terminal.say(message)
         self._last_message = message
 
 
 class _Best:
-    """The best checkpoints, recorded in best.json and pinned so that the run keeps
-    them.
+    """The best checkpoints, in best.json, and pinned so that the run keeps them.
+
+    best.json also lists the checkpoints that this job has pinned. A pin is listed
+    before it is set and until it is removed: otherwise a kill in between would leave a
+    pin that nothing removes. Pins of the user are not listed, so they stay.
     """
 
     def __init__(
@@ -260,84 +281,100 @@ class _Best:
         manager: checkpoint.Manager,
         rows: pathlib.Path,
     ):
+        """Reads best.json, and removes the pins of a job that was killed.
+
+        Args:
+          path: the path of best.json.
+          keep: how many checkpoints are kept, by which metric.
+          manager: the run's checkpoints.
+          rows: the path of the rows that this job logged.
+        """
         self._path = path
         self._keep = keep
         self._manager = manager
         before = _read_best(path)
-        self._pinned = set(before["pinned"])
+        self._pinned: set[int] = set(before["pinned"])
         # The values of the metric, by best step.
         self._values: dict[int, float] = {}
         if (before["metric"], before["mode"]) == (keep.metric, keep.mode):
-            for entry in before["best"]:
-                self._values[entry["step"]] = entry["value"]
+            values = {entry["step"]: entry["value"] for entry in before["best"]}
+            self._values = self._best_of(values)
         elif keep.best:
-            # The metric or the mode changed. The checkpoints that were evaluated and
-            # still exist are ranked anew.
-            self._rank(_judged(rows, f"eval/{keep.metric}", manager.all_steps()))
-            for step in list(self._values):
-                if not self.hold(step):
-                    del self._values[step]
-        self._rank(self._values)
-        self.release()
+            self._rank_logged(rows)
+        self.unpin_others()
 
-    def hold(self, step: int) -> bool:
-        """Pins a step during its evaluation; returns False if its checkpoint no longer
-        exists.
+    def _rank_logged(self, rows: pathlib.Path) -> None:
+        """Ranks the checkpoints that were evaluated and still exist, and pins the best.
+
+        It is called when the metric or the mode has changed.
         """
-        # The pin is recorded before it is set. Otherwise a kill in between would leave
-        # a pin that nothing removes.
-        is_pinned = step in self._pinned
+        logged = _logged_values(rows, self._keep.metric, self._manager.all_steps())
+        self._values = self._best_of(logged)
+        for step in self._values:
+            self.pin(step)
+        # The run may have deleted some of them before they were pinned.
+        saved = self._manager.all_steps()
+        self._values = {step: x for step, x in self._values.items() if step in saved}
+
+    def pin(self, step: int) -> None:
+        """Pins a step, unless its checkpoint no longer exists."""
+        is_ours = step in self._pinned
         self._pinned.add(step)
         self._write()
         try:
-            # `pin` returns False if the checkpoint was pinned already. The job must not
-            # remove a pin of the user.
-            is_own = self._manager.pin(step) or is_pinned
+            # `pin` returns False if the checkpoint was pinned already: by this job, or
+            # by the user, whose pin the job must not remove.
+            is_new = self._manager.pin(step)
         except checkpoint.CheckpointError:
-            self._check_gone(step)
-            is_own = False
-        if not is_own:
+            self._reraise_if_exists(step)
+            is_new = False
+            is_ours = False
+        if not is_new and not is_ours:
             self._pinned.discard(step)
-        return step in self._manager.all_steps()
 
-    def _check_gone(self, step: int) -> None:
-        """Re-raises the exception that is being handled, unless the cause is that the
-        checkpoint no longer exists.
-        """
-        if step in self._manager.all_steps():
-            raise
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Ranks an evaluated step, and unpins what is no longer among the best.
 
-    def judged(self, step: int, values: dict[str, Any]) -> None:
-        """Ranks an evaluated step, and unpins the checkpoints that are not among the
-        best.
+        Args:
+          step: the step.
+          values: the metrics of its evaluation, by name.
         """
         if self._keep.best:
-            self._rank({**self._values, step: saving.number(values[self._keep.metric])})
-        self.release()
+            value = saving.number(values[self._keep.metric])
+            self._values = self._best_of({**self._values, step: value})
+        self.unpin_others()
 
-    def _rank(self, values: dict[int, float]) -> None:
-        saved = [checkpoint.Saved(step, value) for step, value in values.items()]
-        self._values = {step: values[step] for step in self._keep.best_steps(saved)}
-
-    def release(self) -> None:
-        """Unpins all checkpoints that are not among the best, so that the run may
-        delete them.
-        """
+    def unpin_others(self) -> None:
+        """Unpins all checkpoints that are not among the best."""
         for step in self._pinned - self._values.keys():
             try:
                 self._manager.unpin(step)
             except checkpoint.CheckpointError:
-                self._check_gone(step)
+                self._reraise_if_exists(step)
         self._pinned &= self._values.keys()
         self._write()
 
+    def _best_of(self, values: Mapping[int, float]) -> dict[int, float]:
+        """Returns the values of the best steps, best first."""
+        saved = [checkpoint.Saved(step, value) for step, value in values.items()]
+        return {step: values[step] for step in self._keep.best_steps(saved)}
+
+    def _reraise_if_exists(self, step: int) -> None:
+        """Raises the exception being handled again, if the checkpoint still exists.
+
+        Otherwise the run has deleted the checkpoint, which is no error.
+        """
+        if step in self._manager.all_steps():
+            raise
+
     def _write(self) -> None:
+        best = []
+        for step, value in self._values.items():
+            best.append({"step": step, "value": value})
         content = {
             "metric": self._keep.metric,
             "mode": self._keep.mode,
-            "best": [
-                {"step": step, "value": value} for step, value in self._values.items()
-            ],
+            "best": best,
             "pinned": sorted(self._pinned),
         }
         jsonfile.write(self._path, content)
@@ -350,37 +387,50 @@ def run(
     watch: monitor_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Evaluates the checkpoints of a run to its end, or until the job is told to stop;
-    returns the exit code.
+    """Evaluates the checkpoints of a run to its end, or until the job is stopped.
+
+    Args:
+      config: the run's config.
+      directory: the run's work directory.
+      command: the command that resumes the job, to print.
+      watch: the watch that may stop the job; None if nothing does.
+      show: how much the job prints.
+
+    Returns:
+      The exit code.
     """
-    follower = ContinuousEvaluator(config, directory, watch, show=show)
-    stop = follower.follow()
-    own = workdir.Workdir(directory).path / FOLDER
+    evaluator = ContinuousEvaluator(config, directory, watch, show=show)
+    stop = evaluator.follow()
+    output = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
-        print(
-            f"{stop.why}: stopped; the results so far are in {own}\nto resume: {command}"
-        )
+        print(f"{stop.why}: stopped; the results so far are in {output}")
+        print(f"to resume: {command}")
         return stop.code
     print(
-        f"all checkpoints to step {follower.last_step()} are evaluated; the results are in {own}"
+        f"all checkpoints to step {evaluator.last_step()} are evaluated; the results "
+        f"are in {output}"
     )
     return notice.DONE
 
 
 def _read_best(path: pathlib.Path) -> dict[str, Any]:
-    """Reads best.json, with empty lists if there is no file; raises UserError if this
-    job cannot have written it.
+    """Reads best.json, with empty lists if there is no file.
+
+    Raises:
+      UserError: if this job cannot have written it.
     """
     content: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
     content |= jsonfile.read_if_exists(path) or {}
     if not _is_best(content["best"], content["pinned"]):
         raise errors.UserError(
-            f"{path} was not written by this job; delete it, and the job ranks the checkpoints again."
+            f"{path} was not written by this job; delete it, and the job ranks the "
+            "checkpoints again."
         )
     return content
 
 
 def _is_best(best: Any, pinned: Any) -> bool:
+    """Returns whether these are the lists of best and pinned steps in best.json."""
     if not isinstance(best, list) or not isinstance(pinned, list):
         return False
     steps = list(pinned)
@@ -392,16 +442,22 @@ def _is_best(best: Any, pinned: Any) -> bool:
     return all(type(step) is int for step in steps)
 
 
-def _judged(path: pathlib.Path, name: str, saved: list[int]) -> dict[int, float]:
-    """Returns the finite values of a metric in the rows of the saved steps, by step."""
-    values = {}
+def _logged_values(
+    path: pathlib.Path, metric: str, saved: list[int]
+) -> dict[int, float]:
+    """Returns the finite values of a metric in a file of rows, by saved step.
+
+    If a step has several rows, the last one counts.
+    """
+    name = f"{rows_lib.EVALUATION}{metric}"
+    logged = {}
     for row in rows_lib.read(path):
         if name in row:
-            values[row["step"]] = row[name]
-    known = {}
-    for step, value in values.items():
+            logged[row["step"]] = row[name]
+    values = {}
+    for step, value in logged.items():
         # With several groups the value is a list, one entry for each group.
         numbers = value if isinstance(value, list) else [value]
         if step in saved and numbers and all(map(jsonfile.is_number, numbers)):
-            known[step] = saving.number(value)
-    return known
+            values[step] = saving.number(value)
+    return values
