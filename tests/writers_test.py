@@ -186,8 +186,6 @@ def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
         (folder / name).write_bytes(b"")
     (folder / "events.out.tfevents.1600000001.host.xshard").symlink_to(other)
     (folder / ".events.new").symlink_to(other)
-    # An earlier version of xshard gave its files such names.
-    (folder / "events.out.tfevents.1600000002.host.000003").write_bytes(b"")
     for _ in range(3):
         write_part(tmp_path, 0, [training(1)])
     assert other.read_text() == "somebody's"

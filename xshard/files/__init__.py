@@ -1,3 +1,1 @@
-"""A run's files on a disk, which are written durably and read within bounds of size and
-depth.
-"""
+"""A run's files on a disk: written durably, and read within bounds."""

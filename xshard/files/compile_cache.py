@@ -1,7 +1,7 @@
 """The compilation cache in a run's work directory, so that a restart need not compile.
 
-A start that was killed while JAX wrote an entry may leave the entry incomplete. JAX then
-warns and compiles that program, since an incomplete entry cannot be decompressed.
+A start that was killed while JAX wrote an entry may leave the entry incomplete. JAX
+cannot decompress it, so it warns, and compiles that program.
 """
 
 import contextlib

@@ -20,17 +20,35 @@ _Path = str | os.PathLike[str]
 # Errors that may pass by themselves, as of a network disk. An error that persists after
 # the retries is raised.
 _TRANSIENT = {
-    errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT,
-    errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
-}  # fmt: skip
+    errno.EIO,
+    errno.ESTALE,
+    errno.EINTR,
+    errno.EAGAIN,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+}
 _TRIES = 4
-_RESUMES = "Everything saved so far counts; the same command resumes from it once there is room or the fault is gone."
 _FIRST_WAIT_SECONDS = 0.1
+_RESUMES = (
+    "Everything saved so far counts; the same command resumes from it once there is "
+    "room or the fault is gone."
+)
 
 
 def retried(action: Callable[[], _T]) -> _T:
-    """Calls an action that may be repeated, such as a read, and retries it after errors
-    that may pass by themselves.
+    """Calls an action, again after errors that may pass by themselves.
+
+    Args:
+      action: what may be repeated, such as a read.
+
+    Raises:
+      OSError: if the error does not pass by itself, or has not.
     """
     for attempt in range(_TRIES - 1):
         try:
@@ -53,8 +71,9 @@ def entries(folder: _Path) -> list[os.DirEntry[str]] | None:
 
 
 def exists(path: _Path) -> bool:
-    """Returns whether a path exists according to the listing of its folder. A broken
-    link exists.
+    """Returns whether a path exists, by the listing of its folder.
+
+    A broken link exists.
     """
     parent, name = os.path.split(os.path.abspath(path))
     if not name:
@@ -72,8 +91,9 @@ def exists(path: _Path) -> bool:
 
 
 def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None:
-    """Replaces a file atomically: after a crash of the process, the file has the old
-    content or the new one.
+    """Replaces a file atomically.
+
+    After a crash of the process, the file has the old content or the new one.
 
     Args:
       path: the file.
@@ -87,8 +107,13 @@ def replace(path: pathlib.Path, content: bytes, *, durably: bool = True) -> None
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]:
-    """Yields a file that replaces another when the context ends, as `replace` does;
-    after an exception it does not.
+    """Yields a file that replaces another when the context ends, as `replace` does.
+
+    After an exception in the context, it does not.
+
+    Args:
+      path: the file to replace.
+      durably: as for `replace`.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
@@ -104,6 +129,7 @@ def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]
             temporary.unlink()
         raise
     if durably:
+        # The new name is an entry of the folder.
         sync(path.parent)
 
 
@@ -130,15 +156,21 @@ def naming(path: _Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
-    """Converts an OSError to a `UserError` that names the file and tells the user what
-    to do.
+    """Converts an OSError to a `UserError` that names the file.
+
+    Args:
+      path: the file that is written.
+      fix: a sentence that tells the user what to do.
     """
     try:
         yield
     except OSError as e:
         if not path.parent.exists():
             # What was saved there may be gone, too.
-            fix = f"{path.parent} does not exist: create it, or restore it if it was moved or removed."
+            fix = (
+                f"{path.parent} does not exist: create it, or restore it if it was "
+                "moved or removed."
+            )
         raise errors.UserError(
             f"{path} could not be written: {e.strerror or e}. {fix}"
         ) from e

@@ -1,5 +1,4 @@
-"""What a forked child of a run must not keep, such as the run's handlers of signals and
-its locks.
+"""What a forked child of a run must not keep: handlers of signals, locks and the like.
 
 A fork copies the handlers and the descriptors of a process. So a signal to a worker of
 a pool would reach the run, and a worker that outlives a killed run would hold its
@@ -12,8 +11,10 @@ import signal
 import threading
 from collections.abc import Callable
 
+# By the number of the call that registered it.
 _undo: dict[int, Callable[[], object]] = {}
 _numbers = itertools.count()
+# Each thread that forks keeps the signals that it had blocked before.
 _thread = threading.local()
 
 
@@ -41,10 +42,12 @@ def _block_signals() -> None:
 
 
 def _unblock_signals() -> None:
+    """Restores the signals that the forking thread had blocked before."""
     signal.pthread_sigmask(signal.SIG_SETMASK, _thread.mask)
 
 
 def _undo_all() -> None:
+    """Calls all functions in a child, and then lets signals reach it."""
     for undo in _undo.values():
         undo()
     _undo.clear()

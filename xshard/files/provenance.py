@@ -37,7 +37,7 @@ class Provenance(NamedTuple):
 
 
 def from_json(content: Mapping[str, Any]) -> Provenance:
-    """Returns the provenance in a file, in which values that are missing are unknown."""
+    """Returns the provenance in a file; values that are missing are unknown."""
     values = {name: str(content.get(name, "")) for name in Provenance._fields}
     return Provenance(**values)
 
@@ -62,10 +62,10 @@ def compare(
     """
     if old.training and new.training and old.training != new.training:
         raise errors.UserError(
-            f"--workdir={directory} holds a run with other training data: {old.training}; "
-            f"now there are {new.training}. A run cannot continue with other data: "
-            "restore that data, or start a new run in a new directory, with the "
-            f"parameters of this one by --init_from={directory}."
+            f"--workdir={directory} holds a run with other training data: "
+            f"{old.training}; now there are {new.training}. A run cannot continue with "
+            "other data: restore that data, or start a new run in a new directory, "
+            f"with the parameters of this one by --init_from={directory}."
         )
     if exact:
         _check_arithmetic(old, new, directory)

@@ -1,6 +1,4 @@
-"""Standard streams that tolerate errors: a broken, full or closed stream never ends a
-program.
-"""
+"""Standard streams that never end a program, though broken, full or closed."""
 
 import contextlib
 import io
@@ -11,17 +9,14 @@ from typing import Any, TextIO, cast
 
 
 class TolerantStream:
-    """A text stream that ignores errors, such as a broken pipe, a full disk or a
-    missing character.
+    """A text stream that ignores errors, such as a broken pipe or a full disk.
 
     Text that cannot be written is dropped. A character that cannot be encoded is
     written as an escape.
     """
 
     def __init__(self, stream: TextIO):
-        """Wraps a stream, which it reconfigures to escape characters that it cannot
-        encode.
-        """
+        """Wraps a stream, which from now on escapes what it cannot encode."""
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors="backslashreplace")
@@ -49,14 +44,16 @@ class TolerantStream:
 
 def tolerant(stream: Any) -> TextIO:
     """Wraps a stream in `TolerantStream`, unless it already is wrapped."""
-    return cast(
-        TextIO, stream if isinstance(stream, TolerantStream) else TolerantStream(stream)
-    )
+    if not isinstance(stream, TolerantStream):
+        stream = TolerantStream(stream)
+    # It has all methods of a text stream, by `__getattr__`.
+    return cast(TextIO, stream)
 
 
 def make_tolerant() -> None:
-    """Makes the program's standard streams tolerate errors until its end, including the
-    interpreter's last flush.
+    """Makes the program's standard streams tolerate errors until its end.
+
+    This includes the interpreter's last flush.
 
     If descriptor 0, 1 or 2 is closed, it is opened on the null device. Otherwise the
     next file to be opened would get its number, and messages for the user would be
@@ -70,17 +67,25 @@ def make_tolerant() -> None:
 
 
 def _open_null(number: int, free: Sequence[int], mode: str) -> Any:
-    """Opens a stream on the null device, on the given descriptor or, if another file
-    has that number, on a new one.
+    """Opens a stream on the null device.
+
+    Args:
+      number: the descriptor of the standard stream.
+      free: the descriptors that were opened on the null device, since they were closed.
+      mode: 'r' or 'w'.
+
+    Returns:
+      The stream, on the given descriptor, or on a new one if another file has that
+      number.
     """
-    descriptor = number if number in free else os.open(os.devnull, os.O_RDWR)
+    descriptor = number
+    if number not in free:
+        descriptor = os.open(os.devnull, os.O_RDWR)
     return os.fdopen(descriptor, mode, closefd=False)
 
 
 def _open_if_closed(number: int) -> bool:
-    """Opens a descriptor on the null device if it is closed; returns False if it is
-    open.
-    """
+    """Opens a descriptor on the null device if it is closed; returns whether it was."""
     try:
         os.fstat(number)
     except OSError:

@@ -1,5 +1,6 @@
-"""Files of named arrays in the .safetensors format. The safetensors library is an
-optional dependency.
+"""Files of named arrays in the .safetensors format.
+
+The safetensors library is an optional dependency.
 """
 
 import importlib.util
@@ -14,11 +15,23 @@ from xshard.files import disk
 
 WRITE_ELSEWHERE = "Nothing was exported: give another file, or make room."
 SUFFIX = ".safetensors"
+# The names of types in the format, and those of NumPy and ml_dtypes.
 _TYPES = {
-    "BOOL": "bool", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "I8": "int8", "I16": "int16",
-    "I32": "int32", "I64": "int64", "BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64",
+    "BOOL": "bool",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
     "C64": "complex64",
-}  # fmt: skip
+}
 
 
 class File:
@@ -48,17 +61,26 @@ class File:
         except (OSError, ValueError, safetensors.SafetensorError) as e:
             raise errors.UserError(f"{path} cannot be read as {SUFFIX}: {e}.") from e
         self.metadata: dict[str, str] = self._file.metadata() or {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         names = self._file.keys()
-        slices = {name: self._file.get_slice(name) for name in names}
-        slices = {name: x for name, x in slices.items() if x.get_dtype() in _TYPES}
-        self.shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
-        self.dtypes = {name: _TYPES[x.get_dtype()] for name, x in slices.items()}
+        for name in names:
+            array = self._file.get_slice(name)
+            if array.get_dtype() in _TYPES:
+                self.shapes[name] = tuple(array.get_shape())
+                self.dtypes[name] = _TYPES[array.get_dtype()]
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part of an array."""
-        # A scalar has an empty index, and is read whole.
-        part = self._file.get_slice(name)
-        return np.asarray(part[index] if index else self._file.get_tensor(name))
+        """Reads a part of an array.
+
+        Args:
+          name: the name of the array.
+          index: a slice for each dimension.
+        """
+        # A scalar has no dimensions. safetensors cannot slice it.
+        if not index:
+            return np.asarray(self._file.get_tensor(name))
+        return np.asarray(self._file.get_slice(name)[index])
 
 
 def write(
@@ -77,12 +99,12 @@ def write(
     _check_installed()
     from safetensors import numpy as library
 
-    # `ascontiguousarray` turns a scalar into an array of one dimension, so the shape is
-    # restored.
-    plain = {
-        name: np.ascontiguousarray(x).reshape(np.shape(x)) for name, x in arrays.items()
-    }
-    content = library.save(plain, dict(metadata))
+    contiguous = {}
+    for name, array in arrays.items():
+        # `ascontiguousarray` turns a scalar into an array of one dimension, so the
+        # shape is restored.
+        contiguous[name] = np.ascontiguousarray(array).reshape(np.shape(array))
+    content = library.save(contiguous, dict(metadata))
     with disk.writing(path, WRITE_ELSEWHERE):
         disk.replace(path, content)
 
@@ -90,6 +112,6 @@ def write(
 def _check_installed() -> None:
     if importlib.util.find_spec("safetensors") is None:
         raise errors.UserError(
-            f"safetensors is not installed, and {SUFFIX} files need it: pip install '.[export]', or "
-            "'xshard[export]'."
+            f"safetensors is not installed, and {SUFFIX} files need it: "
+            "pip install '.[export]', or 'xshard[export]'."
         )

@@ -8,11 +8,14 @@ GB/s for the memory of v5e, the table has the larger figure, so that the bound h
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 from xshard import errors
 
 _PAGE = "https://docs.cloud.google.com/tpu/docs/"
-_GIB, _GB, _TERA = 2**30, 1e9, 1e12
+_GIB = 2**30
+_GB = 1e9
+_TERA = 1e12
 # The slices of v5e and v6e, from their pages. Slices of v4 and v5p consist of 4x4x4
 # cubes, or are parts of one cube.
 _PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -49,30 +52,59 @@ class Chip:
     source: str
 
 
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        # 275 TFLOPs; 32 GiB, 1200 GBps; all-reduce bandwidth per Pod of 4096 chips 1.1
-        # PB/s.
-        Chip("v4", 275 * _TERA, 32 * _GIB, 1200 * _GB, 1.1e15 / 4096, None, 3, 4096, f"{_PAGE}v4"),
-        # 197 TFLOPs; 16 GB, 819 GBps; bidirectional ICI 400 GBps; 2 x 100 Gbps NIC for
-        # 8 chips.
-        Chip(
-            "v5e", 197 * _TERA, 16 * _GIB, 819 * _GB, 200 * _GB, 25 / 8 * _GB, 2, 256, f"{_PAGE}v5e"
-        ),
-        # 459 TFLOPs; 95 GiB, 2765 GBps; bidirectional ICI 1200 GBps; DCN 50 Gbps per
-        # chip.
-        Chip(
-            "v5p", 459 * _TERA, 95 * _GIB, 2765 * _GB, 600 * _GB, 50 / 8 * _GB, 3, 6144, f"{_PAGE}v5p"
-        ),
-        # 918 TFLOPs; 32 GB, 1640 GBps (1600 in other editions); bidirectional ICI 800
-        # GBps; 4 x 200 Gbps NIC for 8 chips.
-        Chip(
-            "v6e", 918 * _TERA, 32 * _GIB, 1640 * _GB, 400 * _GB, 100 / 8 * _GB, 2, 256, f"{_PAGE}v6e"
-        ),
-    )
-}  # fmt: skip
-
+_V4 = Chip(
+    name="v4",
+    flops=275 * _TERA,
+    hbm=32 * _GIB,
+    hbm_rate=1200 * _GB,
+    # All-reduce bandwidth per pod of 4096 chips: 1.1 PB/s.
+    ici_rate=1.1e15 / 4096,
+    dcn_rate=None,
+    dimensions=3,
+    largest=4096,
+    source=f"{_PAGE}v4",
+)
+_V5E = Chip(
+    name="v5e",
+    flops=197 * _TERA,
+    hbm=16 * _GIB,
+    hbm_rate=819 * _GB,
+    # Bidirectional: 400 GB/s.
+    ici_rate=200 * _GB,
+    # Two cards of 100 Gb/s for 8 chips.
+    dcn_rate=25 / 8 * _GB,
+    dimensions=2,
+    largest=256,
+    source=f"{_PAGE}v5e",
+)
+_V5P = Chip(
+    name="v5p",
+    flops=459 * _TERA,
+    hbm=95 * _GIB,
+    hbm_rate=2765 * _GB,
+    # Bidirectional: 1200 GB/s.
+    ici_rate=600 * _GB,
+    # 50 Gb/s per chip.
+    dcn_rate=50 / 8 * _GB,
+    dimensions=3,
+    largest=6144,
+    source=f"{_PAGE}v5p",
+)
+_V6E = Chip(
+    name="v6e",
+    flops=918 * _TERA,
+    hbm=32 * _GIB,
+    # 1600 GB/s in other editions of the page.
+    hbm_rate=1640 * _GB,
+    # Bidirectional: 800 GB/s.
+    ici_rate=400 * _GB,
+    # Four cards of 200 Gb/s for 8 chips.
+    dcn_rate=100 / 8 * _GB,
+    dimensions=2,
+    largest=256,
+    source=f"{_PAGE}v6e",
+)
+CHIPS = {chip.name: chip for chip in (_V4, _V5E, _V5P, _V6E)}
 
 # The chips by JAX's device kinds, as in jax/_src/pallas/mosaic/tpu_info.py. Each of
 # these devices is a whole chip.
@@ -131,14 +163,17 @@ def parse_topology(topology: str) -> Chip:
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", topology)
     if match is None:
         raise errors.UserError(
-            f"--topology={topology} must be a chip and the shape of a slice, as v5e:16x16 or v5p:4x4x8."
+            f"--topology={topology} must be a chip and the shape of a slice, as "
+            "v5e:16x16 or v5p:4x4x8."
         )
     name, sizes = match.groups()
     if name not in CHIPS:
         raise errors.UserError(
-            f"--topology={topology}: there is no chip '{name}' here; it must be one of {', '.join(CHIPS)}."
+            f"--topology={topology}: there is no chip '{name}' here; it must be one of "
+            f"{', '.join(CHIPS)}."
         )
-    chip, shape = CHIPS[name], tuple(map(int, sizes.split("x")))
+    chip = CHIPS[name]
+    shape = tuple(map(int, sizes.split("x")))
     if not _exists(chip, shape):
         raise errors.UserError(
             f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}."
@@ -147,6 +182,7 @@ def parse_topology(topology: str) -> Chip:
 
 
 def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
+    """Returns whether Google offers a slice of this shape."""
     if chip.dimensions == 2:
         return shape in _PLANES
     if shape in _PARTS:
@@ -159,10 +195,16 @@ def _exists(chip: Chip, shape: tuple[int, ...]) -> bool:
 
 
 def _rule(chip: Chip) -> str:
-    show = lambda shapes: ", ".join("x".join(map(str, shape)) for shape in shapes)
+    """Describes the slices of a chip that are offered."""
     if chip.dimensions == 2:
-        return f"there are {show(_PLANES)}"
+        return f"there are {_shown(_PLANES)}"
     return (
-        f"there are {show(_PARTS)} and AxBxC of multiples of 4 in ascending order, such as 4x4x4 or 4x8x8, "
-        f"of at most {chip.largest} chips"
+        f"there are {_shown(_PARTS)} and AxBxC of multiples of 4 in ascending order, "
+        f"such as 4x4x4 or 4x8x8, of at most {chip.largest} chips"
     )
+
+
+def _shown(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Formats shapes, such as '2x2, 2x4'."""
+    texts = ["x".join(map(str, shape)) for shape in shapes]
+    return ", ".join(texts)

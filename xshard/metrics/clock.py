@@ -123,7 +123,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time in the context as this phase only, not as the enclosing one."""
+        """Counts the time in the context as this phase, not as the enclosing one."""
         outer = self._enter(name)
         try:
             yield
@@ -135,10 +135,10 @@ class Clock:
         """Counts the part of the context during which the devices are idle as 'data'.
 
         In a healthy run the devices are still busy when each wait ends. Then nothing
-        counts, and to find that out costs a microsecond or two. Once the devices were
-        idle at the end of a wait, it is known of the next wait since when they are: from
-        its beginning, or from the moment at which a thread sees them become idle. So
-        the first of several such waits does not count.
+        counts, and to find that out costs a microsecond or two. Only after a wait at
+        whose end the devices were idle, the next one is measured: if they are idle when
+        it begins, all of it counts; otherwise a thread notes when they become idle. So
+        the first of several waits for slow data does not count.
 
         Args:
           newest: a `jax.Array` computed by the most recently dispatched step; None

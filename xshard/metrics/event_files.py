@@ -28,23 +28,22 @@ from xshard.metrics import rows
 
 # TensorBoard recognizes the start of a session only after an event with this version.
 _VERSION = "brain.Event:2"
-# Values that an event stores in its own fields.
-_ITS_OWN = ("step", "perf/time")
+# Values for which an event has fields, so that they are no scalars.
+_FIELDS = ("step", "perf/time")
 _PREFIX = "events.out.tfevents"
 # The number that orders the files: the time, or one more than the last file's if the
 # clock was set back.
 _NUMBER = re.compile(re.escape(_PREFIX) + r"\.(\d{10})\.")
 _LAST_NUMBER = 10**10 - 1
-# Files of earlier xshard versions end in a count; TensorFlow's and PyTorch's end in two
-# numbers.
-_OURS = re.compile(_NUMBER.pattern + r"(.+\.xshard|(?!.*\.\d+\.\d{6}$).+\.\d{6})")
+# The names of the files of other programs, such as TensorFlow, do not end in this way.
+_OURS = re.compile(_NUMBER.pattern + r".+\.xshard")
 
 
 class EventFiles:
-    """A folder with the rows of a run as event files: numbers as scalars; samples as
-    texts, images and histograms.
+    """A folder with the rows of a run as event files.
 
-    With several groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a
+    Numbers are scalars, and samples are texts, images and histograms. With several
+    groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a
     new file with all earlier rows, and appends to it. The file begins with a session
     log (TensorFlow's `SessionLog.START`) at step 0, which makes TensorBoard drop the
     events of earlier files. The file's name sorts after theirs.
@@ -76,9 +75,7 @@ class EventFiles:
                 _delete(directory / name)
 
     def write(self, row: rows.Row) -> None:
-        """Writes a row's numbers, with values that are not finite as NaN; or its
-        samples.
-        """
+        """Writes a row of numbers or of samples; what is not finite becomes NaN."""
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # Rows are rare, so each is flushed and visible at once.
@@ -106,8 +103,10 @@ class EventFiles:
             self._out.close()
 
     def _begin(self, history: Callable[[], Iterator[rows.Row]]) -> BinaryIO:
-        """Creates the file, which is complete and durable before it gets its name;
-        returns it open.
+        """Creates the file and returns it, open.
+
+        The file is complete and durable before it gets its name, since the files of
+        earlier starts are deleted then.
         """
         temporary = self._path / ".events.new"
         # A start that was killed here may have left one; a link must not be followed.
@@ -134,8 +133,12 @@ class EventFiles:
 
 
 def _next_name(names: list[str]) -> str:
-    """Returns a name that sorts after those in the folder, since TensorBoard reads
-    files in order of their names.
+    """Returns a name that sorts after those in the folder.
+
+    TensorBoard reads the files in the order of their names.
+
+    Raises:
+      OSError: if no name sorts after them.
     """
     number = int(time.time())
     for name in names:
@@ -157,14 +160,15 @@ def _delete(path: pathlib.Path) -> None:
 
 
 def _event(row: rows.Row) -> event_pb2.Event:
-    """Converts a row to an event."""
+    """Converts a row of numbers or of samples to an event."""
     values = []
     if samples.is_row(row):
-        values = [_sample(name, item) for name, item in samples.items(row).items()]
+        for name, item in samples.items(row).items():
+            values.append(_sample(name, item))
         row = {"step": row["step"]}
     for name, value in rows.flat(row).items():
         is_shown = value is None or isinstance(value, bool) or jsonfile.is_number(value)
-        if is_shown and name not in _ITS_OWN:
+        if is_shown and name not in _FIELDS:
             values.append(
                 summary_pb2.Summary.Value(tag=name, simple_value=_number(value))
             )
@@ -176,9 +180,7 @@ def _event(row: rows.Row) -> event_pb2.Event:
 
 
 def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
-    """Converts a sample to the format of TensorBoard's plugins for images, histograms
-    and texts.
-    """
+    """Converts a sample to what TensorBoard shows: an image, a histogram or a text."""
     if item["kind"] == "image":
         image = summary_pb2.Summary.Image(
             height=item["height"],
@@ -188,7 +190,8 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
         )
         return summary_pb2.Summary.Value(tag=name, image=image)
     if item["kind"] == "histogram":
-        counts, edges = item["counts"], item["edges"]
+        counts = item["counts"]
+        edges = item["edges"]
         histogram = summary_pb2.HistogramProto(
             min=edges[0],
             max=edges[-1],
@@ -200,13 +203,11 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
         )
         return summary_pb2.Summary.Value(tag=name, histo=histogram)
     # TensorBoard renders the text as Markdown; indented text is shown verbatim.
-    content = textwrap.indent(item["text"], "    ", lambda line: True).encode(
-        "utf-8", "replace"
-    )
-    dtype = types_pb2.DataType.Value("DT_STRING")
-    shape = tensor_shape_pb2.TensorShapeProto()
+    text = textwrap.indent(item["text"], "    ", lambda line: True)
     tensor = tensor_pb2.TensorProto(
-        dtype=dtype, string_val=[content], tensor_shape=shape
+        dtype=types_pb2.DataType.Value("DT_STRING"),
+        string_val=[text.encode("utf-8", "replace")],
+        tensor_shape=tensor_shape_pb2.TensorShapeProto(),
     )
     plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
     metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
@@ -214,8 +215,9 @@ def _sample(name: str, item: samples.Item) -> summary_pb2.Summary.Value:
 
 
 def _number(value: float | None) -> float:
-    """Returns a number for an event; NaN if it is not finite, or null, as such numbers
-    are in a row that was read back.
+    """Returns a number for an event; NaN if it is not finite.
+
+    In a row that was read back, null stands for such a number.
     """
     if value is None or not math.isfinite(value):
         return math.nan
@@ -223,8 +225,10 @@ def _number(value: float | None) -> float:
 
 
 def _record(event: event_pb2.Event) -> bytes:
-    """Encodes an event in TensorFlow's record format: its length and its bytes, each
-    with a masked CRC-32C.
+    """Encodes an event in TensorFlow's record format.
+
+    A record is the length of the event and the event, each followed by its masked
+    CRC-32C. Source: tensorflow/core/lib/io/record_writer.h.
     """
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))

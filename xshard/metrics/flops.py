@@ -1,5 +1,4 @@
-"""The model FLOPs of a training step: its matrix products and convolutions, however
-they are computed.
+"""The model FLOPs of a training step: its matrix products and convolutions.
 
 They are counted in the trace of the forward pass, so recomputation to save memory and
 XLA's transformations do not count. A step counts three times its forward pass, because
@@ -55,8 +54,9 @@ def of(f: Callable[..., Any], *args: Any) -> int:
 def forward(
     experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
 ) -> int:
-    """Returns the FLOPs of a training step's forward pass up to the loss, of all groups
-    and devices together.
+    """Returns the FLOPs of a training step's forward pass up to the loss.
+
+    They are those of all groups and devices together.
 
     Args:
       experiment: the run's experiment.
@@ -70,12 +70,14 @@ def forward(
     # The network computes one micro-batch at a time.
     rows = next(iter(batch.values())).shape[0]
     micro_batch = batches.shapes(batch, rows // parts)
-    # Only its shape and type: a key made here would be computed by a program, which is compiled first.
+    # Only its shape and type: a key made here would be computed by a program, which is
+    # compiled first.
     key = jax.eval_shape(lambda: jax.random.key(0))
     rules = experiment.sharding_rules()
     example = _example(batch)
     state = state_lib.abstract_state(experiment, mesh, 0, example).experiment
     if mesh_lib.num_groups(mesh) > 1:
+        # A replica has the state of its own group, without the dimension of groups.
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state
         )
@@ -124,8 +126,13 @@ def if_known(
     batch: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> int | None:
-    """Returns the model FLOPs of a training step; if they cannot be counted, passes the
-    reason to `say` and returns None.
+    """Returns the model FLOPs of a training step; None if they cannot be counted.
+
+    Args:
+      experiment: the run's experiment.
+      mesh: the run's mesh.
+      batch: a training batch of all groups; arrays or shapes.
+      say: called with the reason if they cannot be counted.
     """
     try:
         return step(experiment, mesh, batch)
@@ -136,8 +143,7 @@ def if_known(
 
 
 def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
-    """Returns the peak FLOPs per second of all devices together: the denominator of
-    MFU.
+    """Returns the peak FLOPs per second of all devices: the denominator of MFU.
 
     Args:
       mesh: the devices.
@@ -161,20 +167,25 @@ def _of_jaxpr(jaxpr: jax_internals.Jaxpr) -> int:
 
 
 def _of_equation(eqn: Any) -> int:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if name in _COUNTED:
         return _COUNTED[name](eqn)
     inner = [_of_jaxpr(jaxpr) for jaxpr in jax_internals.inner_programs(eqn)]
     if not any(inner):
         return 0
     if name == "cond":
-        # One branch runs. The data, or the backend, decides which one.
+        # One branch runs. The data, or the backend, decides which one. The platform
+        # of a default branch is None.
         platforms = params.get("branches_platforms") or ()
-        return inner[platforms.index(None)] if None in platforms else max(inner)
+        if None in platforms:
+            return inner[platforms.index(None)]
+        return max(inner)
     if name == "while":
         raise errors.UserError(
-            "There is a matrix product in a while loop whose number of iterations is unknown: its model FLOPs "
-            "cannot be counted. Use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python integers."
+            "There is a matrix product in a while loop whose number of iterations is "
+            "unknown: its model FLOPs cannot be counted. Use jax.lax.scan, or "
+            "jax.lax.fori_loop with bounds that are Python integers."
         )
     return sum(inner) * _times(name, params)
 
@@ -184,32 +195,37 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
-        return math.prod(
-            params["mesh"].shape[axis] for axis in params["newly_manual_axes"]
-        )
+        sizes = params["mesh"].shape
+        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
         return math.prod(int(size) for size in params["grid_mapping"].grid)
     return 1
 
 
 def _products(eqn: Any, contracted: Sequence[int]) -> int:
-    """Counts the multiplications of a product: the size of the result times the size of
-    the contracted dimensions.
+    """Counts the multiplications of a product.
+
+    Each element of the result is a sum over the contracted dimensions.
+
+    Args:
+      eqn: the product's equation.
+      contracted: the contracted dimensions of the left operand.
     """
     left = eqn.invars[0].aval.shape
-    return math.prod(eqn.outvars[0].aval.shape) * math.prod(
-        left[dim] for dim in contracted
-    )
+    result = eqn.outvars[0].aval.shape
+    return math.prod(result) * math.prod(left[dim] for dim in contracted)
 
 
 def _dot(eqn: Any) -> int:
+    # ((contracted of the left, of the right), (batch of the left, of the right)).
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return 2 * _products(eqn, contracted)
 
 
 def _ragged_dot(eqn: Any) -> int:
-    """Counts a product in which each group of rows has its own matrix, so that each row
-    is multiplied once.
+    """Counts a product in which each group of rows is multiplied by another matrix.
+
+    Each row is multiplied once.
     """
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = dims.dot_dimension_numbers
@@ -224,16 +240,20 @@ def _ragged_dot(eqn: Any) -> int:
 
 def _convolution(eqn: Any) -> int:
     params = eqn.params
-    numbers = params["dimension_numbers"]
-    left, right = (x.aval.shape for x in eqn.invars)
+    left = eqn.invars[0].aval.shape
+    kernel = eqn.invars[1].aval.shape
     result = eqn.outvars[0].aval.shape
-    batch, features, *places = numbers.out_spec
-    total = 2 * result[batch] * result[features] * right[numbers.rhs_spec[1]]
-    for i, place in enumerate(places):
+    # The dimensions of the left operand are (batch, features, *spatial), those of the
+    # kernel are (output features, input features, *spatial).
+    numbers = params["dimension_numbers"]
+    batch, features, *spatial = numbers.out_spec
+    input_features = kernel[numbers.rhs_spec[1]]
+    total = 2 * result[batch] * result[features] * input_features
+    for i, dim in enumerate(spatial):
         total *= taps(
             left[numbers.lhs_spec[2 + i]],
-            right[numbers.rhs_spec[2 + i]],
-            result[place],
+            kernel[numbers.rhs_spec[2 + i]],
+            result[dim],
             before=params["padding"][i][0],
             stride=params["window_strides"][i],
             apart=params["lhs_dilation"][i],
@@ -252,8 +272,10 @@ def taps(
     apart: int,
     spread: int,
 ) -> int:
-    """Counts the pairs of a kernel position and a result position that multiply an
-    element of the input.
+    """Counts the multiplications of a convolution in one dimension.
+
+    These are the pairs of a position in the kernel and one in the result that meet an
+    element of the input, not the padding or a zero between two elements.
 
     Args:
       size: the size of the input in this dimension.

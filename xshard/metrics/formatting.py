@@ -4,10 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Control characters, which may move the cursor or change colors.
 _UNPRINTABLE = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")
+# The largest comes first.
 _PREFIXES = {
-    1e15: "P", 1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1: "", 1e-3: "m", 1e-6: "u", 1e-9: "n",
-}  # fmt: skip
+    1e15: "P",
+    1e12: "T",
+    1e9: "G",
+    1e6: "M",
+    1e3: "k",
+    1: "",
+    1e-3: "m",
+    1e-6: "u",
+    1e-9: "n",
+}
 
 
 def number(value: Any) -> str:
@@ -42,6 +52,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Formats rows as aligned columns, with all of their keys as headers."""
     if not rows:
         return "nothing"
+    # A dict keeps the order in which the keys first appear.
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
@@ -73,9 +84,7 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 
 
 def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
-    """Joins texts; if there are more than `most`, the first ones and the number of the
-    others.
-    """
+    """Joins texts; of more than `most`, the first ones and the number of the others."""
     shown = list(texts[:most])
     if len(texts) > most:
         shown.append(f"and {len(texts) - most} more")
@@ -83,8 +92,9 @@ def listed(texts: Sequence[str], most: int = 8, link: str = ", ") -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text with characters replaced that a terminal or a page cannot show; it
-    may come from a file.
+    """Replaces the characters of a text that a terminal or a page cannot show.
+
+    The text may come from a file that anyone can write.
     """
     return text.encode("utf-8", "replace").decode().translate(_UNPRINTABLE)
 

@@ -1,6 +1,4 @@
-"""The log of a run: sends training metrics, evaluations and samples to the writers and
-the terminal.
-"""
+"""The log of a run: it sends what steps measure to the writers and the terminal."""
 
 import contextlib
 import functools
@@ -27,7 +25,12 @@ _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALU
 
 
 class Log:
-    """The log of a run. As a context, it closes its writers at the end."""
+    """The log of a run. As a context, it closes its writers at the end.
+
+    Attributes:
+      rows: the number of rows in the log, including earlier parts of the run.
+      newest: a metric of the most recently dispatched step; None before the first step.
+    """
 
     def __init__(
         self,
@@ -49,29 +52,28 @@ class Log:
           batches: the run's training batches.
           clock: this process's clock.
           terminal: the run's terminal.
-
-        Attributes:
-          rows: the number of rows in the log, including earlier parts of the run.
-          newest: a metric of the most recently dispatched step; None before the first
-            step.
         """
         config = experiment.config
         self._writers: list[writers_lib.Writer] = []
         self._samples: writers_lib.JsonLines | None = None
         if jax.process_index() == 0:
             part = writers_lib.Part(
-                directory.path,
-                start,
-                identity.plain(config),
+                directory=directory.path,
+                step=start,
+                config=identity.plain(config),
                 rows=lambda: rows_lib.read(directory.metrics),
                 samples=lambda: rows_lib.read(directory.samples),
             )
+            # It drops the samples of the steps that the run repeats, before a writer
+            # reads them.
             self._samples = writers_lib.JsonLines(directory.samples, start)
             self._writers = writers_lib.open_all(config.writers, part)
         self.rows = writers_lib.count(self._writers)
+        self.newest: jax.Array | None = None
         self._config = config
         # Read from the config once, because each look-up takes microseconds.
-        self._every, self._last = config.log_every_steps, config.steps
+        self._every = config.log_every_steps
+        self._last = config.steps
         self._start = start
         self._mesh = mesh
         self._clock = clock
@@ -81,15 +83,15 @@ class Log:
         self._flops = functools.cache(
             lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
         )
-        self._peak = flops_lib.peak(
-            mesh, jmp.get_policy(config.precision).compute_dtype
-        )
+        compute_dtype = jmp.get_policy(config.precision).compute_dtype
+        self._peak = flops_lib.peak(mesh, compute_dtype)
         self._epoch_examples = batches.epoch_examples
-        self._deferred, self._in_flight = deferred.Deferred(), deferred.InFlight()
+        self._deferred = deferred.Deferred()
+        self._in_flight = deferred.InFlight()
         # The previous row, to report skips and changes of the loss scale since then.
         self._before: rows_lib.Row = {"step": start}
+        # The step of the previous row, and the seconds of training until then.
         self._paced = (start, 0.0)
-        self.newest: jax.Array | None = None
 
     def __enter__(self) -> "Log":
         return self
@@ -105,8 +107,13 @@ class Log:
                 stack.callback(writer.close)
 
     def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Adds the metrics of a step, and writes the rows of earlier steps that have
-        reached the host.
+        """Adds the metrics of a step, which the devices may still be computing.
+
+        It writes the rows of earlier steps that have reached the host.
+
+        Args:
+          step: the number of completed steps.
+          values: the metrics by name.
         """
         if step == self._start + 1:
             # The first step includes compilation, so timing starts after it.
@@ -128,8 +135,10 @@ class Log:
             writer.flush()
 
     def sync(self) -> None:
-        """Syncs all flushed rows to disk; may be called from any thread. Raises OSError
-        if that fails.
+        """Syncs all flushed rows to disk; may be called from any thread.
+
+        Raises:
+          OSError: if that fails.
         """
         if self._samples is not None:
             self._samples.sync()
@@ -145,22 +154,19 @@ class Log:
         self._terminal.say(text)
 
     def write_ahead(self, row: rows_lib.Row) -> None:
-        """Writes a row about the step that comes next, after the rows of all earlier
-        steps.
-        """
+        """Writes a row about the next step, after the rows of all earlier steps."""
         self.flush()
         self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
-        """Returns the last step with samples, as process 0 sees it; -1 if there is
-        none.
+        """Returns the last step with samples; -1 if there is none.
+
+        Only process 0 knows it.
         """
         return -1 if self._samples is None else self._samples.last
 
     def write_samples(self, row: rows_lib.Row) -> None:
-        """Writes a row from `xshard.samples.row`, unless samples of its step exist
-        already.
-        """
+        """Writes a row of `xshard.samples`, unless its step has samples already."""
         if self._samples is None or row["step"] <= self._samples.last:
             return
         self._samples.write(row)
@@ -170,14 +176,15 @@ class Log:
                 writer.write_samples(row)
 
     def _write(self, rows: Iterable[rows_lib.Row]) -> None:
+        """Completes rows of training, and writes and shows them."""
         for row in map(with_skips, rows):
-            steps = row["step"]
+            step = row["step"]
             if self._epoch_examples is not None:
                 # An experiment may log its own 'epoch', which takes precedence.
-                examples = steps * self._config.batch_size
+                examples = step * self._config.batch_size
                 row.setdefault("epoch", examples / self._epoch_examples)
             seconds = self._clock.seconds()
-            rate = self._rate(steps, seconds)
+            rate = self._rate(step, seconds)
             self._send(row | self._performance(rate, seconds))
             self._terminal.row(rows_lib.numbers(row), rate)
             text = changes(self._before, row)
@@ -190,8 +197,9 @@ class Log:
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
-        """Returns the steps per second since the last row, without the time of
-        evaluations and saves.
+        """Returns the steps per second since the last row.
+
+        The time of evaluations and saves does not count.
         """
         paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
         last_step, last_paced = self._paced
@@ -200,6 +208,12 @@ class Log:
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
+        """Returns the values of a row under 'perf/'.
+
+        Args:
+          rate: the steps per second since the last row.
+          seconds: the seconds of each phase since the process started.
+        """
         examples = self._config.batch_size * mesh_lib.num_groups(self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
         flops = self._flops()
@@ -212,48 +226,58 @@ class Log:
         row["seconds"] = total
         for name in _COSTS:
             row[f"{name}_seconds"] = seconds[name]
-        # Times are accurate to about a millisecond, so six digits are enough.
-        performance = {
-            f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()
-        }
+        performance = {}
+        for name, value in row.items():
+            # Times are accurate to about a millisecond, so six digits are enough.
+            performance[f"{rows_lib.PERFORMANCE}{name}"] = float(f"{value:.6g}")
         performance["perf/time"] = _now()
         return performance
 
 
 def with_skips(row: rows_lib.Row) -> rows_lib.Row:
-    """Returns a step's row with the skips of each learner so far, since its own would
-    miss skips between rows.
+    """Returns a step's row with the number of skips of each learner so far.
+
+    A step's own 'skipped' would miss the skips between rows. Each learner counts its
+    updates, so the updates that are missing from the count were skipped.
+
+    Args:
+      row: a row of training. With several learners, the names of each begin with its
+        name and a slash.
     """
     row = dict(row)
-    for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
+    counts = [name for name in row if name.rpartition("/")[2] == "global_step"]
+    for name in counts:
         learner = name.removesuffix("global_step")
-        made = row["step"] * np.asarray(row.get(f"{learner}updates_per_step", 1))
+        updates_per_step = np.asarray(row.get(f"{learner}updates_per_step", 1))
+        attempted = row["step"] * updates_per_step
         row.pop(f"{learner}skipped", None)
         # Unknown if a step makes several updates and returns the outcome of only one of
         # them.
-        if np.all(made >= row[name]):
-            row[f"{learner}skipped"] = (made - row[name]).tolist()
+        if np.all(attempted >= row[name]):
+            row[f"{learner}skipped"] = (attempted - row[name]).tolist()
     return row
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
-    """Returns the row of an evaluation of the state after a step, and a line to print."""
+    """Returns the row of an evaluation after a step, and a line to print."""
     row: rows_lib.Row = {"step": step}
     numbers = []
     for name, value in values.items():
-        row[f"eval/{name}"] = value
+        row[f"{rows_lib.EVALUATION}{name}"] = value
         numbers.append(f"{name} {formatting.number(value)}")
     row["perf/time"] = _now()
     return row, f"step {step}  evaluation: {'  '.join(numbers)}"
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
-    """Describes skipped steps and changes of the loss scale between two rows; empty if
-    there are none.
+    """Describes skipped steps and changes of the loss scale between two rows.
 
     Args:
       before: the previous row, possibly with only its 'step'.
       row: a row of training.
+
+    Returns:
+      The description; empty if there are no skips and changes.
     """
     parts = []
     for name in row:
@@ -267,10 +291,9 @@ def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
                 count = formatting.number(skipped.tolist())
                 parts.append(f"{count} of the last {steps} steps skipped{of_learner}")
         if kind == "loss_scale" and name in before and before[name] != row[name]:
-            scales = (
-                f"{formatting.number(before[name])} -> {formatting.number(row[name])}"
-            )
-            parts.append(f"loss scale{of_learner} {scales}")
+            old = formatting.number(before[name])
+            new = formatting.number(row[name])
+            parts.append(f"loss scale{of_learner} {old} -> {new}")
     if not parts:
         return ""
     return f"step {row['step']}: {'; '.join(parts)}"

@@ -1,6 +1,4 @@
-"""The overview that a run prints: the model, the sharding of its parameters, the steps
-and the results.
-"""
+"""What a run prints about itself: its parameters, its steps and its results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,8 +22,7 @@ def begin(
     *,
     whole: bool,
 ) -> str:
-    """Returns a line on the run, a table of its parameter arrays with their totals, and
-    a line for each change.
+    """Describes a run: a title, a table of its parameters, and a line for each change.
 
     Args:
       config: the run's config.
@@ -37,7 +34,9 @@ def begin(
         ones.
     """
     rows = []
-    size = all_bytes = device_bytes = 0
+    size = 0
+    all_bytes = 0
+    device_bytes = 0
     for path, leaf in params.items():
         row = {
             "parameter": path,
@@ -57,18 +56,23 @@ def begin(
     head, *lines = formatting.table(rows).splitlines()
     if not whole:
         lines = formatting.shortened(lines, _LINES)
-    everywhere, device = (
-        formatting.scaled(all_bytes, "B"),
-        formatting.scaled(device_bytes, "B"),
+    total = (
+        f"{size:,} parameters in {len(params)} arrays, "
+        f"{formatting.scaled(all_bytes, 'B')}; "
+        f"{formatting.scaled(device_bytes, 'B')} on each device"
     )
-    last = f"{size:,} parameters in {len(params)} arrays, {everywhere}; {device} on each device"
     changed = [f"changed since the run was started: {change}" for change in changes]
-    return "\n".join([title, head, *lines, last, *changed])
+    return "\n".join([title, head, *lines, total, *changed])
 
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:
-    """Describes the checkpoint that a run resumes from and the steps to train; `end` is
-    the reason why it ended already.
+    """Describes the checkpoint that a run resumes from, and the steps to train.
+
+    Args:
+      start: the step that the run starts or resumes from.
+      steps: the number of steps of the run.
+      store: where its checkpoints are.
+      end: the reason why a callback has ended the run already; empty if none has.
     """
     text = f"all {steps} steps have been made"
     if end:
@@ -77,11 +81,9 @@ def plan(start: int, steps: int, store: Any, end: str = "") -> str:
         text = f"training from step {start} to {steps}; the first step compiles"
     elif start > steps:
         text = f"nothing to train: steps={steps}, and the run has already made {start}"
-    return (
-        f"resumed from the checkpoint of step {start} in {store}\n{text}"
-        if start
-        else text
-    )
+    if not start:
+        return text
+    return f"resumed from the checkpoint of step {start} in {store}\n{text}"
 
 
 def results(values: Mapping[str, Any]) -> str:
@@ -101,13 +103,15 @@ def results(values: Mapping[str, Any]) -> str:
 
 
 def _axes(leaf: jax.Array) -> str:
-    """Returns the mesh axis of each dimension, such as 'group,-,model'; '-' for a
-    replicated array.
+    """Returns the mesh axis of each dimension, such as 'group,-,model'.
+
+    It is '-' for a replicated array.
     """
     # A spec may be shorter than the number of dimensions; the others have no axes.
     names = ["-"] * leaf.ndim
     for dim, axis in enumerate(getattr(leaf.sharding, "spec", ())):
         if axis:
+            # A tuple of axes shards one dimension.
             names[dim] = axis if isinstance(axis, str) else "+".join(axis)
     if set(names) <= {"-"}:
         return "-"

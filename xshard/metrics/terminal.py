@@ -20,8 +20,9 @@ _UNSHOWN = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
-    """Levels of output. Errors, the reason for a stop, and the results are always
-    shown.
+    """Levels of output.
+
+    Errors, the reason for a stop, and the results are always shown.
     """
 
     QUIET = "quiet"
@@ -50,8 +51,14 @@ class Terminal:
         self._steps = steps
         self._show = show
         self._now = now
-        # A `rich.progress.Progress` while there is a progress line.
+        # When the timing started, and at which step; set by `start`.
+        self._begin = (now(), 0)
+        self._every = clock.Every(_SECONDS, now)
+        # A `rich.progress.Progress` while there is a progress line, and the step that
+        # it shows.
         self._line: Any = None
+        self._shown_step = 0
+        # The newest row.
         self._row: rows.Row = {}
         self._rate = clock.Rate(_RATE_UPDATES)
 
@@ -77,9 +84,7 @@ class Terminal:
             self._draw(step)
 
     def progress(self, step: int) -> None:
-        """Updates the progress line if an update is due; otherwise costs almost
-        nothing.
-        """
+        """Updates the progress line if that is due; otherwise costs almost nothing."""
         if self._line is not None and self._every.has_passed():
             self._draw(step)
 
@@ -95,25 +100,28 @@ class Terminal:
             return
         step = row["step"]
         parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
+        # The losses come first.
         for name, value in {**_losses(row), **row}.items():
-            if name not in _NOT_SHOWN and not name.startswith("perf/"):
+            if name not in _NOT_SHOWN and not name.startswith(rows.PERFORMANCE):
                 parts.append(f"{name} {formatting_lib.number(value)}")
-        self.say("  ".join([*parts, f"{rate:.1f} steps/s", f"{self._left(step)} left"]))
+        parts.append(f"{rate:.1f} steps/s")
+        parts.append(f"{self._left(step)} left")
+        self.say("  ".join(parts))
 
     def close(self) -> None:
-        """Closes the progress line and leaves it on the screen; later output appears
-        below it.
-        """
+        """Closes the progress line; it stays, and later output appears below it."""
         if self._line is None:
             return
         # The last row may be of a later step than the line shows.
-        self._update(max(self._drawn, self._row.get("step", 0)))
-        line, self._line = self._line, None
+        self._update(max(self._shown_step, self._row.get("step", 0)))
+        line = self._line
+        self._line = None
         _close(line)
 
     def _left(self, step: int) -> str:
-        """Returns the time left at the average pace since the start, including
-        evaluations and saves.
+        """Returns the time left at the average pace since the start.
+
+        The pace includes evaluations and saves.
         """
         begin, first = self._begin
         if step <= first:
@@ -122,7 +130,7 @@ class Terminal:
         return formatting_lib.duration((self._steps - step) * pace)
 
     def _draw(self, step: int) -> None:
-        self._drawn = step
+        self._shown_step = step
         self._rate.add(self._now(), step)
         self._update(step)
 
@@ -134,12 +142,12 @@ class Terminal:
         if rate is not None:
             parts += [f"{rate:.1f} steps/s", f"{self._left(step)} left"]
         (task,) = self._line.task_ids
+        text = "  ".join(parts)
         with _UNSHOWN:
-            self._line.update(
-                task, completed=step, description="  ".join(parts), refresh=True
-            )
+            self._line.update(task, completed=step, description=text, refresh=True)
 
 
+# The progress line that is open, if there is one: a `rich.progress.Progress`.
 _OPEN: list[Any] = []
 
 
@@ -151,16 +159,19 @@ def _losses(row: rows.Row) -> rows.Row:
 
 
 def close_progress_line() -> None:
-    """Closes the progress line, if there is one; called before a process is ended at
-    once.
+    """Closes the progress line, if there is one.
+
+    It is called before a process is ended at once.
     """
     for line in list(_OPEN):
         _close(line)
 
 
 def _open_line(steps: int) -> Any:
-    """Opens a `rich.progress.Progress`; None if stdout is not a terminal that supports
-    one.
+    """Opens a `rich.progress.Progress` on stdout.
+
+    Returns:
+      The progress line; None if stdout is not a terminal that supports one.
     """
     if not sys.stdout.isatty():
         return None
@@ -169,8 +180,9 @@ def _open_line(steps: int) -> Any:
     from rich import progress
 
     class Console(console_lib.Console):
-        """A console that never hides the cursor: nothing would restore it if the
-        process is killed.
+        """A console that never hides the cursor.
+
+        Nothing would show it again if the process is killed.
         """
 
         def show_cursor(self, show: bool = True) -> bool:

@@ -53,7 +53,8 @@ class WandbRun:
             self._note.parent.mkdir(parents=True, exist_ok=True)
             note = jsonfile.read_if_exists(self._note) or {}
         self._id = note.get("id") or secrets.token_hex(4)
-        self._last = tuple(note.get("sent", (0, False)))
+        # The last row that was sent: its step, and its rank among the rows of the step.
+        self._last = tuple(note.get("sent", (0, 0)))
         try:
             self._run = wandb.init(
                 dir=str(directory),
@@ -67,8 +68,8 @@ class WandbRun:
             )
         except wandb.Error as e:
             raise errors.UserError(
-                f"writers has 'wandb', but Weights & Biases cannot start: {e} Run `wandb login` to give it a "
-                "key, or set WANDB_MODE=offline."
+                f"writers has 'wandb', but Weights & Biases cannot start: {e} Run "
+                "`wandb login` to give it a key, or set WANDB_MODE=offline."
             ) from e
         # The ID is recorded now, so that it survives if this part is killed.
         self._write_note()
@@ -78,25 +79,24 @@ class WandbRun:
 
     def write(self, row: rows.Row) -> None:
         """Sends a row of numbers or of samples, unless it has been sent."""
-        # The order of rows at one step: roll-back, training, evaluation, samples.
-        is_samples = samples.is_row(row)
-        is_evaluation = any(name.startswith("eval/") for name in row)
-        is_ahead = any(name.startswith("roll_back/") for name in row)
-        place = (row["step"], 2 if is_samples else int(is_evaluation) - int(is_ahead))
+        place = (row["step"], _rank(row))
         if place <= self._last:
             return
         self._last = place
-        if is_samples:
-            values = {
-                name: self._sample(item) for name, item in samples.items(row).items()
-            }
+        values: dict[str, Any] = {}
+        if samples.is_row(row):
+            for name, item in samples.items(row).items():
+                values[name] = self._sample(item)
         else:
-            values = {name: x for name, x in rows.flat(row).items() if x is not None}
+            for name, value in rows.flat(row).items():
+                if value is not None:
+                    values[name] = value
         self._run.log(values, step=row["step"])
 
     write_samples = write
 
     def _sample(self, item: samples.Item) -> Any:
+        """Converts a sample to what wandb shows."""
         if item["kind"] == "histogram":
             return self._wandb.Histogram(np_histogram=(item["counts"], item["edges"]))
         if item["kind"] == "text":
@@ -120,3 +120,14 @@ class WandbRun:
         with disk.writing(self._note):
             note = jsonfile.dumps({"id": self._id, "sent": list(self._last)})
             disk.replace(self._note, note.encode(), durably=False)
+
+
+def _rank(row: rows.Row) -> int:
+    """Returns the place of a row among the rows of its step."""
+    if rows.is_of_roll_back(row):
+        return -1
+    if rows.is_of_evaluation(row):
+        return 1
+    if samples.is_row(row):
+        return 2
+    return 0

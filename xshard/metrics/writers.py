@@ -1,4 +1,4 @@
-"""Writers of a run's rows: their interface, the known ones, and those of plain files."""
+"""Writers of a run's rows: their interface, and those that write plain files."""
 
 import csv
 import heapq
@@ -37,7 +37,7 @@ class Writer(Protocol):
         """Writes a row; it must not modify the row."""
 
     def flush(self) -> None:
-        """Hands all rows to the destination, so that a committed checkpoint has its rows.
+        """Hands all rows to the destination, since a checkpoint must have its rows.
 
         A writer may also have a method `sync`, which makes the flushed rows durable. It
         is called from another thread, before the checkpoint is committed. It may have a
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 def check(names: Any) -> None:
-    """Raises UserError unless a config's `writers` is a list of valid names with 'jsonl'.
+    """Raises UserError unless a config's `writers` names writers, with 'jsonl'.
 
     A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine':
     a class or function that takes a `Part` and returns a `Writer`.

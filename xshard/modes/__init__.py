@@ -1,3 +1,1 @@
-"""The modes of the program besides training: evaluating the checkpoints of a run, and
-profiling some of its steps.
-"""
+"""The modes of the program besides training: evaluating checkpoints, and profiling."""

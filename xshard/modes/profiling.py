@@ -20,8 +20,9 @@ def run(
     watch: monitor_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
-    """Resumes from the newest checkpoint, or starts anew, and profiles some steps;
-    writes only the trace.
+    """Profiles some steps from the newest checkpoint, or from a new state.
+
+    It writes only the trace.
 
     Args:
       config: the run's config.
@@ -35,9 +36,9 @@ def run(
       The exit code.
 
     Raises:
-      ValueError: if `steps` is not a valid range, or something does not fit.
+      UserError: if `steps` is not a valid range, or something does not fit.
     """
-    first, last = _range(steps)
+    first, end = _range(steps)
     current = loop.Run(config, directory, watch=watch, show=show)
     traces = current.workdir.path / FOLDER
     if jax.process_count() > 1:
@@ -46,10 +47,10 @@ def run(
     state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(
-        f"steps {start + first} to {start + last - 1} will be traced into {traces}"
+        f"steps {start + first} to {start + end - 1} will be traced into {traces}"
     )
     values = None
-    for number in range(last):
+    for number in range(end):
         if number == first:
             # Waits for the earlier steps, so that the trace contains only the chosen
             # ones.
@@ -77,24 +78,24 @@ def run(
 
 
 def _check_written(traces: pathlib.Path) -> None:
-    """Raises UserError unless there is a trace with content; JAX reports no error, for
-    example of a full disk.
+    """Raises UserError unless there is a trace with content.
+
+    JAX reports no error if it cannot write the trace, for example to a full disk.
     """
-    written = [
-        path
-        for path in traces.glob("plugins/profile/*/*.xplane.pb")
-        if path.stat().st_size
-    ]
-    if not written:
+    found = traces.glob("plugins/profile/*/*.xplane.pb")
+    if not any(path.stat().st_size for path in found):
         raise errors.UserError(
-            f"JAX wrote no trace into {traces}, or an empty one. Is the disk full, or the folder not writable?"
+            f"JAX wrote no trace into {traces}, or an empty one. Is the disk full, or "
+            "the folder not writable?"
         )
 
 
 def _range(steps: str) -> tuple[int, int]:
+    """Parses FIRST:END."""
     first, colon, last = steps.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise errors.UserError(
-            f"--profile_steps={steps} must be FIRST:END with FIRST below END: 10:13 traces steps 10, 11 and 12."
+            f"--profile_steps={steps} must be FIRST:END with FIRST below END: 10:13 "
+            "traces steps 10, 11 and 12."
         )
     return int(first), int(last)
