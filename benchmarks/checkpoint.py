@@ -145,19 +145,33 @@ class Raw:
             return dict(zip(target, pool.map(read, target.items()), strict=True))
 
 
-_ORBAX, _RAW = "orbax StandardCheckpointer", "raw fsync by 8 threads"
+_ORBAX = "orbax StandardCheckpointer"
+_RAW = "raw fsync by 8 threads"
 SIDES: dict[str, Any] = {
-    "xshard": Xshard, _ORBAX: Orbax, "orbax uncompressed": OrbaxUncompressed, _RAW: Raw,
-}  # fmt: skip
+    "xshard": Xshard,
+    _ORBAX: Orbax,
+    "orbax uncompressed": OrbaxUncompressed,
+    _RAW: Raw,
+}
 # The targets: the largest ratio to a peer's time, by number of arrays. They hold for a
 # gigabyte, because fixed costs dominate smaller states.
 TARGETS = {
-    ("save", _ORBAX, 24): 1 / 2.3, ("save", _ORBAX, 2000): 1 / 2.3,
-    ("save", _RAW, 24): 1.4, ("save", _RAW, 2000): 1.4,
-    ("restore", _ORBAX, 24): 1 / 1.3, ("restore", _ORBAX, 2000): 1 / 1.7,
-}  # fmt: skip
-FIGURES = [("save", "s", 1), ("restore", "s", 1), ("waits", "ms", 1e3), ("copies", "ms", 1e3),
-           ("save memory", "MB", 1), ("restore memory", "MB", 1)]  # fmt: skip
+    ("save", _ORBAX, 24): 1 / 2.3,
+    ("save", _ORBAX, 2000): 1 / 2.3,
+    ("save", _RAW, 24): 1.4,
+    ("save", _RAW, 2000): 1.4,
+    ("restore", _ORBAX, 24): 1 / 1.3,
+    ("restore", _ORBAX, 2000): 1 / 1.7,
+}
+# The figures of a side, their units, and the factors from seconds or megabytes.
+FIGURES = [
+    ("save", "s", 1),
+    ("restore", "s", 1),
+    ("waits", "ms", 1e3),
+    ("copies", "ms", 1e3),
+    ("save memory", "MB", 1),
+    ("restore memory", "MB", 1),
+]
 _NO_ORBAX = "orbax-checkpoint is not installed: pip install '.[dev]'"
 
 
@@ -268,10 +282,15 @@ def _start_child(
     task: str, side: str, count: int, folder: pathlib.Path
 ) -> dict[str, float]:
     command = [
-        sys.executable, "-m", "benchmarks.checkpoint", "--verbosity=-1", f"--child={task},{side},{count}",
-        f"--directory={folder}", f"--megabytes={_MEGABYTES.value}",
+        sys.executable,
+        "-m",
+        "benchmarks.checkpoint",
+        "--verbosity=-1",
+        f"--child={task},{side},{count}",
+        f"--directory={folder}",
+        f"--megabytes={_MEGABYTES.value}",
         f"--budget_megabytes={_BUDGET.value}",
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 

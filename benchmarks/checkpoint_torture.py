@@ -43,8 +43,9 @@ def main(argv: list[str]) -> None:
                 place, _SAVES.value, _SHARE, fault, _SEED.value
             )
             print(
-                f"{_SAVES.value} saves with {_SHARE:.0%} of the requests a '{fault}': none failed; "
-                f"{len(report['steps'])} kept and read, {len(report['bad'])} bad"
+                f"{_SAVES.value} saves with {_SHARE:.0%} of the requests a '{fault}': "
+                f"none failed; {len(report['steps'])} kept and read, "
+                f"{len(report['bad'])} bad"
             )
         if _TRIALS.value:
             counts = torture.run(

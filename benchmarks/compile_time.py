@@ -27,7 +27,10 @@ _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 # On CPUs XLA fuses the selections of all leaves with one another, which takes too long
 # for more leaves than this.
 _MOST_FOR_WHERE = 100
-_TOO_SLOW = "by hand with jnp.where 300 leaves compile for two minutes on a CPU, and more for many times that"
+_TOO_SLOW = (
+    "by hand with jnp.where 300 leaves compile for two minutes on a CPU, and more for "
+    "many times that"
+)
 
 
 def timed(side: str, size: models.Size) -> tuple[float, float]:

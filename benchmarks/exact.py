@@ -41,7 +41,10 @@ def compare() -> Iterator[measure.Row]:
             for title, of in {**peers, "exact": exact}.items()
         }
         seconds = models.in_turn(sides, _STEPS.value, _ROUNDS.value)
-        what = f"exact sums of {_REPLICAS.value} replicas on {_DEVICES.value} device(s); {name} model"
+        what = (
+            f"exact sums of {_REPLICAS.value} replicas on {_DEVICES.value} device(s); "
+            f"{name} model"
+        )
         for peer in peers:
             yield measure.ratio(what, peer, seconds["exact"], seconds[peer], _AT_MOST)
         first = [[sides[title].first] for title in ("exact", "float")]

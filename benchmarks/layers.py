@@ -66,5 +66,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.precision = "params=float32,compute=bfloat16,output=float32"
     config.batch_size = 4096
     del config["model"], config["optimizer"], config["max_shift"], config["loss_scale"]
-    config.layers, config.width, config.loss_scale = 8, 2048, True
+    config.layers = 8
+    config.width = 2048
+    config.loss_scale = True
     return config

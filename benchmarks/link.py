@@ -94,7 +94,8 @@ def count(reduction: dict[str, bool]) -> int:
     config = lm_tiny.get_config()
     config.model.width = _WIDTH.value
     config.reduction.update(reduction)
-    made, mesh = experiment.LanguageModel(config), experiment_lib.mesh_of(config)
+    made = experiment.LanguageModel(config)
+    mesh = experiment_lib.mesh_of(config)
     train = preflight.train_batches(made, mesh)
     state = state_lib.abstract_state(made, mesh, 0, train.example)
     compiled = preflight.jitted_step(made, mesh).lower(state, next(train)).compile()
@@ -110,7 +111,8 @@ def turn(
     step.
     """
     keys = [f"--config.reduction.{key}={value}" for key, value in reduction.items()]
-    sent, seconds = [], []
+    sent = []
+    seconds = []
     # The difference of two runs cancels the bytes that a run sends besides its steps,
     # such as at its start.
     for steps in (_STEPS.value, 2 * _STEPS.value):
@@ -130,11 +132,21 @@ def turn(
 def train(hosts: network.Hosts, directory: str, options: list[str]) -> None:
     """Runs a pod on the two hosts to its end."""
     command = [
-        sys.executable, "-m", "xshard.main", "--config=configs/lm_tiny.py", f"--workdir={directory}",
-        "--cpu_devices=1", "--num_processes=2", "--coordinator_address=h0:8476",
-        f"--config.log_every_steps={_EVERY}", "--config.eval_every_steps=100000", "--config.sample.length=0",
-        f"--config.model.width={_WIDTH.value}", *options, *harness.PATIENT,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "xshard.main",
+        "--config=configs/lm_tiny.py",
+        f"--workdir={directory}",
+        "--cpu_devices=1",
+        "--num_processes=2",
+        "--coordinator_address=h0:8476",
+        f"--config.log_every_steps={_EVERY}",
+        "--config.eval_every_steps=100000",
+        "--config.sample.length=0",
+        f"--config.model.width={_WIDTH.value}",
+        *options,
+        *harness.PATIENT,
+    ]
     processes = [
         hosts.start(index, *command, f"--process_id={index}") for index in range(2)
     ]

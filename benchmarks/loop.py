@@ -147,8 +147,9 @@ class Bare:
         self._step = jax.jit(made, donate_argnums=0)
 
     def by_hand(self) -> Iterator[Any]:
-        """Yields batches in a new order for each epoch, as one would make them by hand."""
-        data, size = self._run.experiment.train_data(), self._run.config.batch_size
+        """Yields batches as one would make them by hand: each epoch in a new order."""
+        data = self._run.experiment.train_data()
+        size = self._run.config.batch_size
         sharding = mesh_lib.sharding(self._run.mesh, mesh_lib.BATCH)
         count = len(next(iter(data.values())))
         order = np.random.default_rng(0)

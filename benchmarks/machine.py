@@ -27,12 +27,14 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Returns a description of the machine, its accelerators and its software; starts
-    JAX's backend.
+    """Returns a description of the machine, its accelerators and its software.
+
+    It starts JAX's backend.
     """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "CPU": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
-        "RAM": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB",
+        "RAM": f"{memory / 2**30:.1f} GiB",
         "system": platform.platform(),
         "Python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},

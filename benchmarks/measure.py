@@ -72,7 +72,8 @@ def in_turn(
     The order of the sides changes from round to round, because each side finds the
     caches and clock rates as the side before it left them.
     """
-    names, results = list(sides), {name: [] for name in sides}
+    names = list(sides)
+    results: dict[str, list[Any]] = {name: [] for name in sides}
     for number in range(0 if warm_up else 1, rounds + 1):
         first = number % len(names)
         order = names[first:] + names[:first]
@@ -102,7 +103,10 @@ def show(rows: Iterable[Row]) -> str:
     """Returns a table of the ratios with their targets, a table of absolute figures,
     and what was not measured.
     """
-    ratios, figures, missing = [], [], {}
+    ratios = []
+    figures = []
+    # The names of what was not measured, by the reason.
+    missing: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.median is None:
             missing.setdefault(row.missing, {})[row.what] = None
@@ -132,13 +136,11 @@ def _measured(row: Row) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    return (
-        f"{value:.3f}"
-        if unit == "x"
-        else f"{value:.3g}"
-        if value < 100
-        else f"{value:.0f}"
-    )
+    if unit == "x":
+        return f"{value:.3f}"
+    if value < 100:
+        return f"{value:.3g}"
+    return f"{value:.0f}"
 
 
 def _target(row: Row) -> str:

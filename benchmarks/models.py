@@ -38,7 +38,7 @@ _ON_ACCELERATOR = {"1 ms": Size(2048, 4, 4096), "20 ms": Size(4096, 8, 16384)}
 
 
 def sizes() -> dict[str, Size]:
-    """Returns the models for the available devices, by the approximate time of a step."""
+    """Returns the models for the devices here, by the approximate time of a step."""
     return _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
 
 
@@ -91,7 +91,8 @@ class RunStep:
         )
         config.update({"batch_size": size.batch, "fingerprint_every_steps": 0})
         config.update_from_flattened_dict(dict(changes))
-        made, mesh = experiment(config), experiment_lib.mesh_of(config)
+        made = experiment(config)
+        mesh = experiment_lib.mesh_of(config)
         train = preflight.train_batches(made, mesh)
         self._batch = next(train)
         self._step = preflight.jitted_step(made, mesh)

@@ -30,8 +30,13 @@ _SEED = flags.DEFINE_integer("seed", 0, "The seed of the instants.")
 _PROCESSES = flags.DEFINE_integer("processes", 4, "Of a pod that is disturbed.", 2)
 _COUNTS = flags.DEFINE_list("counts", ["2", "4", "8"], "The pods whose start is timed.")
 _STEPS = 300
-_OPTIONS = [f"--config.steps={_STEPS}", "--config.log_every_steps=10", "--config.eval_every_steps=25",
-            "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
+_OPTIONS = [
+    f"--config.steps={_STEPS}",
+    "--config.log_every_steps=10",
+    "--config.eval_every_steps=25",
+    "--config.checkpoint.every_steps=20",
+    "--config.overflow_above=2.0",
+]
 
 
 def main(argv: list[str]) -> None:
@@ -41,10 +46,8 @@ def main(argv: list[str]) -> None:
         scratch = pathlib.Path(folder)
         for count in map(int, _COUNTS.value):
             seconds = [startup(scratch / f"start{count}-{i}", count) for i in range(3)]
-            print(
-                f"{count} processes: first step after {statistics.median(seconds):.1f} s",
-                flush=True,
-            )
+            median = statistics.median(seconds)
+            print(f"{count} processes: first step after {median:.1f} s", flush=True)
         if _TRIALS.value:
             undisturbed = scratch / "undisturbed"
             code, output = harness.finish(start(undisturbed, _PROCESSES.value))
@@ -78,7 +81,8 @@ def disturb(
 ) -> None:
     """Runs the trials of one signal, and prints their results."""
     choose = random.Random(_SEED.value)
-    steps, seconds = [], []
+    steps = []
+    seconds = []
     for trial in range(_TRIALS.value):
         directory = scratch / f"{number.name}{trial}"
         process = start(directory, _PROCESSES.value)
@@ -99,12 +103,14 @@ def disturb(
         )
         harness.assert_same_end(directory, undisturbed, _STEPS)
         print(
-            f"{number.name} {trial}: left after {seconds[-1]:.1f} s, resumed from {steps[-1]}",
+            f"{number.name} {trial}: left after {seconds[-1]:.1f} s, resumed from "
+            f"{steps[-1]}",
             flush=True,
         )
     print(
-        f"{number.name}: {_TRIALS.value} of {_TRIALS.value} ended in the bits of the undisturbed run; left after "
-        f"{statistics.median(seconds):.1f} s (at most {max(seconds):.1f})"
+        f"{number.name}: {_TRIALS.value} of {_TRIALS.value} ended in the bits of the "
+        f"undisturbed run; left after {statistics.median(seconds):.1f} s (at most "
+        f"{max(seconds):.1f})"
     )
 
 

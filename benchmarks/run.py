@@ -177,7 +177,8 @@ def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measur
     """Yields the rows of the parts, each as soon as its command has ended."""
     for name in names:
         for command in PARTS[name].commands(quick, accelerator):
-            begin, shown = time.monotonic(), " ".join(command)
+            begin = time.monotonic()
+            shown = " ".join(command)
             print(f"{shown} ...", file=sys.stderr, end=" ", flush=True)
             try:
                 with tempfile.TemporaryDirectory() as directory:
@@ -190,9 +191,7 @@ def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measur
 def show(
     machine: dict[str, Any], rows: Sequence[measure.Row], notes: Sequence[str]
 ) -> str:
-    """Returns the text of the tables, the machine, the number of targets met, and the
-    notes.
-    """
+    """Returns the text of the tables, the machine, the targets met, and the notes."""
     lines = [{"machine": name, "": value} for name, value in machine.items()]
     judged = [row for row in rows if row.at_most is not None and row.median is not None]
     met = sum(row.median <= row.at_most for row in judged)
@@ -204,13 +203,15 @@ def show(
     missing = sum(row.median is None for row in rows)
     if missing:
         summary += f"; not measured: {missing}"
-    return "\n\n".join(
-        [
-            "Time, or bytes, of the first over those of the second: the median of the rounds, and their middle half."
-        ]
-        + [measure.show(rows)] * bool(rows)
-        + [formatting_lib.table(lines), "\n".join([summary, *notes])]
-    )
+    parts = [
+        "Time, or bytes, of the first over those of the second: the median of the "
+        "rounds, and their middle half."
+    ]
+    if rows:
+        parts.append(measure.show(rows))
+    parts.append(formatting_lib.table(lines))
+    parts.append("\n".join([summary, *notes]))
+    return "\n\n".join(parts)
 
 
 def main(argv: list[str]) -> int:
@@ -219,9 +220,12 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     names = _ONLY.value or list(PARTS)
     rows: list[measure.Row] = []
-    code, load = 0, os.getloadavg()[0]
-    notes = [f"--quick: no {PARTS[name].left_out}" for name in names
-             if _QUICK.value and PARTS[name].left_out]  # fmt: skip
+    code = 0
+    load = os.getloadavg()[0]
+    notes = []
+    for name in names:
+        if _QUICK.value and PARTS[name].left_out:
+            notes.append(f"--quick: no {PARTS[name].left_out}")
     machine: dict[str, Any] = {}
     # SIGTERM is handled as Ctrl-C, so that the processes that are being measured end
     # too.
@@ -241,7 +245,8 @@ def main(argv: list[str]) -> int:
     machine["load before, after"] = f"{load:.2f}, {os.getloadavg()[0]:.2f}"
     if load > 0.3:
         notes.append(
-            "the machine was not idle: ratios scatter more than they would, times are too long"
+            "the machine was not idle: ratios scatter more than they would, times are "
+            "too long"
         )
     print(f"\n{show(machine, rows, notes)}")
     if _JSON.value:

@@ -29,7 +29,8 @@ Side = tuple[Callable[[Any], Any], Local]
 ADAM = optax.adamw(1e-5)
 # The scale is low enough for float16, because a skipped step would do less work than
 # the steps to be timed.
-FIRST_SCALE, PERIOD = 2.0**10, 2000
+FIRST_SCALE = 2.0**10
+PERIOD = 2000
 
 
 def by_rules(loss: Loss, scale: bool) -> Side:
@@ -121,7 +122,7 @@ def with_jmp(loss: Loss) -> Side:
 
 
 def with_flax(loss: Loss) -> Side:
-    """Returns the step written by hand around flax's loss scale, as in flax's examples."""
+    """Returns the step written by hand around flax's loss scale, as its examples do."""
     from flax.training import dynamic_scale
 
     def local(state: Any, x: jax.Array) -> Any:

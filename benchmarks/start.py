@@ -51,7 +51,9 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
       RuntimeError: with the last lines of output, if the process fails or ends without
         printing all of the texts.
     """
-    begin, seconds, lines = time.perf_counter(), [], []
+    begin = time.perf_counter()
+    seconds: list[float] = []
+    lines: list[str] = []
     with subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,

@@ -32,9 +32,12 @@ _SIZES = flags.DEFINE_multi_enum(
     "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
 )
 _MEMORY = flags.DEFINE_enum(
-    "memory", None, list(sides_lib.SIDES),
-    "Makes steps of this side only, for the peak of the process's memory: give one --size.",
-)  # fmt: skip
+    "memory",
+    None,
+    list(sides_lib.SIDES),
+    "Makes steps of this side only, for the peak of the process's memory: give one "
+    "--size.",
+)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 # The approximate time of one side's turn.

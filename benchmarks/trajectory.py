@@ -79,7 +79,8 @@ def differs(whole: pathlib.Path, folder: pathlib.Path, draw: random.Random) -> s
 def main(argv: list[str]) -> int:
     """Runs all schedules; returns the exit code."""
     del argv
-    draw, bad = random.Random(_SEED.value), 0
+    draw = random.Random(_SEED.value)
+    bad = 0
     with tempfile.TemporaryDirectory() as folder:
         whole = pathlib.Path(folder, "whole")
         code, output = harness.finish(start(whole, 1, 1)())

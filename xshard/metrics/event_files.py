@@ -43,10 +43,12 @@ class EventFiles:
     """A folder with the rows of a run as event files.
 
     Numbers are scalars, and samples are texts, images and histograms. With several
-    groups, tags are 'loss/0', 'loss/1'. Each start of the program writes a
-    new file with all earlier rows, and appends to it. The file begins with a session
-    log (TensorFlow's `SessionLog.START`) at step 0, which makes TensorBoard drop the
-    events of earlier files. The file's name sorts after theirs.
+    groups, tags are 'loss/0', 'loss/1'.
+
+    Each start of the program writes a new file with all earlier rows, and appends to
+    it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0,
+    which makes TensorBoard drop the events of earlier files. The file's name sorts
+    after theirs.
     """
 
     def __init__(
