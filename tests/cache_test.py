@@ -1,4 +1,4 @@
-"""Tests that a restart loads the programs that an earlier attempt of the run compiled."""
+"""Tests that a restart loads the programs that an earlier start compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def hits():
 
 
 def compute(constant):
-    """Compiles and runs a program, after clearing the programs that JAX has in memory."""
+    """Compiles and runs a program, after clearing those that JAX has in memory."""
     jax.clear_caches()
     return jax.jit(lambda x: jnp.sin(x) + constant)(1.0)
 
@@ -49,7 +49,7 @@ def names(folder):
 
 
 @pytest.mark.sample(0.4)
-def test_an_attempt_loads_what_the_previous_one_compiled(tmp_path, hits):
+def test_a_start_loads_what_the_previous_one_compiled(tmp_path, hits):
     folder = tmp_path / compile_cache.FOLDER
     with compile_cache.enabled(tmp_path, print):
         compute(1)

@@ -105,11 +105,23 @@ def test_invalid_arguments_are_refused(arguments, match):
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
-        ("Stopping", {"metric": "loss"}, r"early_stopping\('loss'\) of Stopping.callbacks .* evaluation: error"),
-        ("Stopping", {"group_assignment": HALVES}, "has one for each group.*'ensemble/error'"),
-        ("None_", {}, "None_.callbacks .* returned None. It must return a list of functions"),
+        (
+            "Stopping",
+            {"metric": "loss"},
+            r"early_stopping\('loss'\) of Stopping.callbacks .* evaluation: error",
+        ),
+        (
+            "Stopping",
+            {"group_assignment": HALVES},
+            "has one for each group.*'ensemble/error'",
+        ),
+        (
+            "None_",
+            {},
+            "None_.callbacks .* returned None. It must return a list of functions",
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_callbacks_are_refused_before_a_run(tmp_path, name, changes, match):
     with pytest.raises(errors.UserError, match=match):
         loop.Run(make_config(name, **changes), str(tmp_path / "run"))
@@ -178,7 +190,8 @@ def test_other_programs_treat_an_ended_run_as_done(whole, tmp_path, capsys):
     content = json.loads((whole / "config.json").read_text())
     content.pop("_run")
     (tmp_path / "config.py").write_text(
-        f"import json, ml_collections\nget_config = lambda: ml_collections.ConfigDict({content!r})\n"
+        "import json, ml_collections\n"
+        f"get_config = lambda: ml_collections.ConfigDict({content!r})\n"
     )
     program = ("python", "-m", "xshard.main")
     command = (*program, f"--config={tmp_path}/config.py", f"--workdir={whole}")

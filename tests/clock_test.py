@@ -112,7 +112,8 @@ def test_an_evaluation_before_the_first_step_is_not_counted_as_start(now):
 
 @pytest.mark.parametrize("ends,counted", [("before", 4), ("after", 0)])
 def test_a_wait_for_data_counts_while_the_devices_are_idle(now, ends, counted):
-    timer, step = started(now), Step(now)
+    timer = started(now)
+    step = Step(now)
     if ends == "before":
         step.end()
     # The first wait does not count: it only shows that the devices were idle when it
@@ -120,10 +121,8 @@ def test_a_wait_for_data_counts_while_the_devices_are_idle(now, ends, counted):
     for _ in range(3):
         with timer.waiting(step):
             now.pass_(2)
-    assert (
-        timer.seconds()["data"] == counted
-        and timer.seconds()["training"] == 6 - counted
-    )
+    assert timer.seconds()["data"] == counted
+    assert timer.seconds()["training"] == 6 - counted
     assert not step.waited_for
 
 
@@ -164,11 +163,14 @@ def test_the_clock_can_wait_for_arrays(now):
 
 
 def test_the_process_start_time_comes_from_the_system():
-    code = "import time; time.sleep(0.3)\nfrom xshard.metrics import clock; print(clock.Clock().seconds()['start'])"
-    begin = time.monotonic()
-    start_seconds = float(
-        subprocess.run([sys.executable, "-c", code], stdout=-1, check=True).stdout
+    code = (
+        "import time; time.sleep(0.3)\n"
+        "from xshard.metrics import clock\n"
+        "print(clock.Clock().seconds()['start'])"
     )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], stdout=-1, check=True)
+    start_seconds = float(done.stdout)
     # A tick of the system's clock is a hundredth of a second.
     assert 0.25 < start_seconds < time.monotonic() - begin + 0.05
 

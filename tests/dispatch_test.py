@@ -19,7 +19,8 @@ from xshard.metrics import deferred
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # The steps that are recorded: from the one after the first row was written, which
 # counts the step's FLOPs in a trace.
-FIRST, LAST = 7, 11
+FIRST = 7
+LAST = 11
 
 
 def make_config(**changes):
@@ -63,7 +64,9 @@ def test_a_recording_has_the_names_of_all_programs(tmp_path):
 )
 def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
     run = loop.Run(make_config(**changes), str(tmp_path / "run"))
-    step, calls, recording = run.train_step, [], contextlib.ExitStack()
+    step = run.train_step
+    calls = []
+    recording = contextlib.ExitStack()
     names = None
 
     def train_step(*args):
@@ -88,15 +91,15 @@ class Output:
 
     # What does not wait for the value.
     FREE = (
-        *(
-            "shape",
-            "dtype",
-            "ndim",
-            "sharding",
-            "is_fully_addressable",
-            "is_fully_replicated",
-        ),
-        *("is_ready", "copy_to_host_async", "addressable_shards"),
+        "shape",
+        "dtype",
+        "ndim",
+        "sharding",
+        "is_fully_addressable",
+        "is_fully_replicated",
+        "is_ready",
+        "copy_to_host_async",
+        "addressable_shards",
     )
 
     def __init__(self, array, calls, waits):
@@ -136,7 +139,8 @@ def recorded_waits(function, is_last):
       The wrapped program; and, for each wait until then, the number of programs that
       were called after the one that is waited for.
     """
-    calls, waits = [], []
+    calls = []
+    waits = []
 
     def call(*args):
         args = jax.tree.map(lambda x: x.array if isinstance(x, Output) else x, args)
@@ -190,7 +194,8 @@ class Examined(toy.Toy):
 
 def make_evaluation(**changes):
     config = make_config(**changes)
-    experiment, mesh = Examined(config), experiment_lib.mesh_of(config)
+    experiment = Examined(config)
+    mesh = experiment_lib.mesh_of(config)
     state = state_lib.init(experiment, mesh, 0, experiment.train_data())
     return evaluation.Evaluation(experiment, mesh, config.eval_batch_size), state
 

@@ -31,7 +31,7 @@ def make_config(directory="", **changes):
 
 
 def files(folder):
-    """Returns the content of all files below a folder, except the status and the lock."""
+    """Returns the content of all files below a folder, without status and lock."""
     return {
         path.relative_to(folder): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -98,7 +98,8 @@ def test_a_run_with_missing_checkpoints_does_not_resume_from_older_ones(run, mis
 
 
 def test_checkpoints_on_a_disk_that_is_not_mounted(tmp_path):
-    store_folder, run = tmp_path / "disk", tmp_path / "run"
+    store_folder = tmp_path / "disk"
+    run = tmp_path / "run"
     assert loop.run(make_config(store_folder), str(run), "") == 0
     logged = rows.read(run)
     store_folder.rename(tmp_path / "unmounted")
@@ -116,7 +117,8 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(tmp_path):
 def test_a_run_is_set_aside_as_a_whole_if_its_id_is_given(run):
     # The ID of another run has no effect.
     assert loop.run(make_config(), str(run), "", set_aside="0" * 16) == 0
-    identity, before = workdir.Workdir(run).identity(), files(run)
+    identity = workdir.Workdir(run).identity()
+    before = files(run)
     other = make_config(seed=1)
     assert loop.run(other, str(run), "", set_aside=identity.id) == 0
     assert workdir.Workdir(run).identity().id != identity.id
@@ -162,15 +164,11 @@ def test_checkpoints_that_two_directories_share(tmp_path, whose, capsys):
     else:
         # This happens when the hosts of a pod lose their disks while the checkpoints
         # are in a bucket.
-        assert (
-            loop.run(make_config(store_folder, steps=24), str(tmp_path / "two"), "")
-            == 0
-        )
+        longer = make_config(store_folder, steps=24)
+        assert loop.run(longer, str(tmp_path / "two"), "") == 0
         assert "the work directory of run" in capsys.readouterr().out
-        assert (
-            workdir.Workdir(tmp_path / "two").identity()
-            == workdir.Workdir(tmp_path / "one").identity()
-        )
+        first = workdir.Workdir(tmp_path / "one").identity()
+        assert workdir.Workdir(tmp_path / "two").identity() == first
 
 
 def test_a_checkpoint_moved_here_from_another_run_is_refused(run, tmp_path):
@@ -200,7 +198,8 @@ def fail_once(monkeypatch, name, path, code):
     Returns:
       a list, to which the path is added when that call fails.
     """
-    real, failed = getattr(os, name), []
+    real = getattr(os, name)
+    failed = []
 
     def call(first, *args, **kwargs):
         if str(first) == str(path) and not failed:
@@ -315,7 +314,8 @@ def test_a_checkpoint_not_yet_listed_as_complete_is_not_deleted(run, monkeypatch
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_a_failed_read_does_not_count_as_damage(run, monkeypatch, passes):
-    real, failed = disk.read, []
+    real = disk.read
+    failed = []
 
     def read(path):
         if (
@@ -373,7 +373,8 @@ def test_the_bytes_of_another_checkpoint_fail_verification(tmp_path, size):
 
 def test_rows_are_on_the_disk_before_their_checkpoint_counts(tmp_path, monkeypatch):
     order = []
-    real_sync, real_create = disk.sync, store_lib.Store.create
+    real_sync = disk.sync
+    real_create = store_lib.Store.create
 
     def sync(path):
         real_sync(path)

@@ -51,9 +51,15 @@ def parsed(parse, content):
 
 
 COMMIT = {
-    "step": 1, "attempt": "01234567", "keys": 2, "bytes": 12, "time": 1.79e9, "nonfinite": ["params/w"],
-    "sha256": {"meta.json": "0" * 64, "manifest.ocdbt": "0" * 64}, "metrics": {"error": 0.5},
-}  # fmt: skip
+    "step": 1,
+    "attempt": "01234567",
+    "keys": 2,
+    "bytes": 12,
+    "time": 1.79e9,
+    "nonfinite": ["params/w"],
+    "sha256": {"meta.json": "0" * 64, "manifest.ocdbt": "0" * 64},
+    "metrics": {"error": 0.5},
+}
 
 
 @hostile.settings()
@@ -61,9 +67,9 @@ COMMIT = {
 def test_a_damaged_commit_is_refused_or_valid(content):
     document_read = parsed(schema.commit, content)
     if document_read is not None:
-        assert document_read["step"] >= 0 and all(
-            isinstance(v, int | float) for v in document_read["metrics"].values()
-        )
+        assert document_read["step"] >= 0
+        values = document_read["metrics"].values()
+        assert all(isinstance(value, int | float) for value in values)
 
 
 @hostile.settings()
@@ -84,9 +90,13 @@ ARRAY = {
     "sharding": "P()",
 }
 META = {
-    "version": format_lib.VERSION, "step": 1, "metadata": {"config": {}}, "data": [None],
-    "arrays": {"params/w": ARRAY, "x": ARRAY}, "written_with": {"jax": "0.10.2"},
-}  # fmt: skip
+    "version": format_lib.VERSION,
+    "step": 1,
+    "metadata": {"config": {}},
+    "data": [None],
+    "arrays": {"params/w": ARRAY, "x": ARRAY},
+    "written_with": {"jax": "0.10.2"},
+}
 
 
 def metas(document):
@@ -112,7 +122,7 @@ def test_a_damaged_meta_is_refused_or_valid(content):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A store with a checkpoint, the checkpoint's folder, and the content of its files."""
+    """A store with a checkpoint, the checkpoint's folder, and its files' content."""
     folder = tmp_path_factory.mktemp("whole")
     state = {"params": {"w": jnp.ones((3, 4))}, "s/current_loss_scale": jnp.float32(2)}
     options = {"keep_best": 1, "best_metric": "error", "best_mode": "min"}
@@ -122,11 +132,8 @@ def whole(tmp_path_factory):
     )
     manager.close()
     (step,) = folder.glob("step_*")
-    return (
-        folder,
-        step,
-        {path: path.read_bytes() for path in step.glob("*") if path.is_file()},
-    )
+    files = {path: path.read_bytes() for path in step.glob("*") if path.is_file()}
+    return folder, step, files
 
 
 @hostile.settings(slow=True)
@@ -162,7 +169,8 @@ def run_tool(arguments):
     """Runs the checkpoint tool. It must print strict JSON or a message, and may
     allocate only arrays below 1 MiB.
     """
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     allocate = array_reader._aligned
 
     def bounded(shape, dtype):
@@ -180,8 +188,14 @@ def run_tool(arguments):
 
 
 PROCESS = {
-    "doing": "training", "step": 5, "steps": 10, "rate": 1.0, "time": 1.79e9, "host": "h", "pid": 1,
-}  # fmt: skip
+    "doing": "training",
+    "step": 5,
+    "steps": 10,
+    "rate": 1.0,
+    "time": 1.79e9,
+    "host": "h",
+    "pid": 1,
+}
 RESULTS = {
     "step": 10,
     "eval": {"error": 0.5},
@@ -196,13 +210,19 @@ FILES = {
     "origin.json": {"training": "a", "evaluation": "b", "commit": "c"},
     "sweep.json": [{"seed": 0}, {"seed": 1}],
     "sweep_runs.json": {"000": "0123456789abcdef", "001": "a"},
-    "000/config.json": {"_run": {"id": "0123456789abcdef", "fingerprint": "a"}, "seed": 0},
+    "000/config.json": {
+        "_run": {"id": "0123456789abcdef", "fingerprint": "a"},
+        "seed": 0,
+    },
     "000/status.json": [PROCESS],
     "000/results.json": RESULTS,
     "eval/best.json": {
-        "metric": "error", "mode": "min", "best": [{"step": 5, "value": 0.5}], "pinned": [5],
+        "metric": "error",
+        "mode": "min",
+        "best": [{"step": 5, "value": 0.5}],
+        "pinned": [5],
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture

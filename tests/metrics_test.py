@@ -74,13 +74,8 @@ def test_nested_rows_are_flattened_to_one_name_per_number():
 def test_long_lists_of_lines_are_cut_in_the_middle():
     lines = [str(i) for i in range(10)]
     assert formatting.shortened(lines, 10) == lines
-    assert formatting.shortened(lines, 5) == [
-        "0",
-        "1",
-        "... 6 more; --verbose shows all",
-        "8",
-        "9",
-    ]
+    cut = ["0", "1", "... 6 more; --verbose shows all", "8", "9"]
+    assert formatting.shortened(lines, 5) == cut
 
 
 @pytest.mark.parametrize(

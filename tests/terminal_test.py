@@ -45,7 +45,8 @@ def test_each_row_is_a_line_where_stdout_is_a_file(capsys):
     display.close()
     out = capsys.readouterr().out
     assert out == (
-        "step   5/100  loss [1.25 3e-07]  accuracy 0.5  scale 65536  0.6 steps/s  3:10 left\n"
+        "step   5/100  loss [1.25 3e-07]  accuracy 0.5  scale 65536  0.6 steps/s  "
+        "3:10 left\n"
     )
 
 
@@ -64,7 +65,9 @@ class Screen:
     """
 
     def __init__(self):
-        self.lines, self._row, self._column = [""], 0, 0
+        self.lines = [""]
+        self._row = 0
+        self._column = 0
 
     def write(self, text):
         for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
@@ -139,7 +142,8 @@ def test_the_progress_line_is_updated_below_all_other_output(open_screen):
     thread.start()
     thread.join()
     display.say("step 50: saved")
-    lines_above, line = screen()[:-1], screen()[-1]
+    lines_above = screen()[:-1]
+    line = screen()[-1]
     assert lines_above == ["from anywhere", "from another thread", "step 50: saved"]
     assert line.endswith("step 48/100  loss 0.5  10.0 steps/s  0:05 left"), line
     now[0] += 1
@@ -202,11 +206,19 @@ def run_on_a_terminal(*arguments, until="", send=b""):
     ours, theirs = pty.openpty()
     # Ctrl-C reaches only processes whose controlling terminal this is, so the program
     # first makes it its own.
-    program = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv)"
+    program = (
+        "import fcntl, os, sys, termios\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.executable, sys.argv)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, env={**environment(), "TERM": "xterm", "COLUMNS": "200"},
-    )  # fmt: skip
+        [sys.executable, "-c", program, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**environment(), "TERM": "xterm", "COLUMNS": "200"},
+    )
     os.close(theirs)
     output = b""
     # A read raises an error when the other side is closed.
@@ -224,16 +236,22 @@ def run_on_a_terminal(*arguments, until="", send=b""):
 
 def test_ctrl_c_stops_a_run_on_a_real_terminal(tmp_path):
     code, lines = run_on_a_terminal(
-        "-m", "xshard.main", "--config=tests/toy.py", "--cpu_devices=4", f"--workdir={tmp_path}",
-        "--config.steps=1000000", "--config.checkpoint.every_steps=1000000",
-        "--config.overflow_above=2.0", until="step 6  evaluation: error", send=b"\x03",
-    )  # fmt: skip
+        "-m",
+        "xshard.main",
+        "--config=tests/toy.py",
+        "--cpu_devices=4",
+        f"--workdir={tmp_path}",
+        "--config.steps=1000000",
+        "--config.checkpoint.every_steps=1000000",
+        "--config.overflow_above=2.0",
+        until="step 6  evaluation: error",
+        send=b"\x03",
+    )
     assert code == 130, lines
     progress = [i for i, line in enumerate(lines) if "/1000000  loss" in line]
     assert len(progress) == 1
-    above, below = (
-        "\n".join(part) for part in (lines[: progress[0]], lines[progress[0] :])
-    )
+    above = "\n".join(lines[: progress[0]])
+    below = "\n".join(lines[progress[0] :])
     for text in (
         "of the last 4 steps skipped",
         "step 6  evaluation: error",

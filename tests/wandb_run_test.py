@@ -97,9 +97,8 @@ def test_all_parts_of_a_run_send_their_rows_to_one_wandb_run(tmp_path, sent):
     ]
     ids = {options["id"] for options in sent.options}
     assert len(sent.options) == 3 and len(ids) == 1
-    assert sent.options[0]["resume"] == "allow" and sent.options[0]["config"] == {
-        "a": 1
-    }
+    assert sent.options[0]["resume"] == "allow"
+    assert sent.options[0]["config"] == {"a": 1}
 
 
 def test_a_killed_first_part_belongs_to_the_same_run(tmp_path, sent):

@@ -85,15 +85,27 @@ def test_every_format_has_every_number(tmp_path):
     assert json_rows(tmp_path) == rows
     table = csv_rows(tmp_path)
     assert list(table[0]) == [
-        "step", "loss", "skipped", "perf/seconds", "loss/0", "loss/1", "eval/error", "perf/time",
-    ]  # fmt: skip
-    assert [(row["step"], row["loss"], row["loss/1"], row["eval/error"]) for row in table] == [
-        ("1", "1.0", "", ""), ("2", "", "0.25", ""), ("2", "", "", "1.0"),
-    ]  # fmt: skip
+        "step",
+        "loss",
+        "skipped",
+        "perf/seconds",
+        "loss/0",
+        "loss/1",
+        "eval/error",
+        "perf/time",
+    ]
+    assert [row["step"] for row in table] == ["1", "2", "2"]
+    assert [row["loss"] for row in table] == ["1.0", "", ""]
+    assert [row["loss/1"] for row in table] == ["", "0.25", ""]
+    assert [row["eval/error"] for row in table] == ["", "", "1.0"]
     assert scalars(tmp_path) == {
-        "loss": [(1, 1.0)], "loss/0": [(2, 0.5)], "loss/1": [(2, 0.25)],
-        "skipped": [(1, 0.0), (2, 0.0)], "perf/seconds": [(1, 1.0), (2, 2.0)], "eval/error": [(2, 1.0)],
-    }  # fmt: skip
+        "loss": [(1, 1.0)],
+        "loss/0": [(2, 0.5)],
+        "loss/1": [(2, 0.25)],
+        "skipped": [(1, 0.0), (2, 0.0)],
+        "perf/seconds": [(1, 1.0), (2, 2.0)],
+        "eval/error": [(2, 1.0)],
+    }
 
 
 def test_repeated_steps_are_written_once(tmp_path):
@@ -107,8 +119,13 @@ def test_repeated_steps_are_written_once(tmp_path):
         tmp_path, 2, [training(3, again=20.0), training(4, again=20.0), training(5)]
     )
     expected = [
-        training(1), training(2), evaluation(2), training(3, 20.0), training(4, 20.0), training(5),
-    ]  # fmt: skip
+        training(1),
+        training(2),
+        evaluation(2),
+        training(3, 20.0),
+        training(4, 20.0),
+        training(5),
+    ]
     assert json_rows(tmp_path) == expected
     assert [(row["step"], row["perf/seconds"]) for row in csv_rows(tmp_path)] == [
         (str(row["step"]), str(row["perf/seconds"]) if "loss" in row else "")
@@ -190,10 +207,8 @@ def test_files_of_others_are_neither_deleted_nor_written_to(tmp_path):
         write_part(tmp_path, 0, [training(1)])
     assert other.read_text() == "somebody's"
     result = sorted(path.name for path in folder.iterdir())
-    assert (
-        set(names) < set(result)
-        and "events.out.tfevents.1600000001.host.xshard" in result
-    )
+    assert set(names) < set(result)
+    assert "events.out.tfevents.1600000001.host.xshard" in result
     assert len(result) == len(names) + 1 + 2
 
 
@@ -362,7 +377,8 @@ def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
     write_part(tmp_path, 0, [training(step) for step in range(1, 21)])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     limit = 500 + max(path.stat().st_size for path in files)
-    opened, last_step = open_part(tmp_path, 20), 20
+    opened = open_part(tmp_path, 20)
+    last_step = 20
     match = (
         "(metrics|tensorboard).* could not be written: File too large.*the same command"
     )
@@ -393,10 +409,8 @@ def test_a_full_disk_ends_the_run_and_corrupts_nothing(tmp_path, name):
 
 def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
     write_part(tmp_path, 0, [training(step) for step in range(1, 200)])
-    before, old = (
-        (tmp_path / "metrics.csv").read_bytes(),
-        (tmp_path / "metrics.csv").open("rb"),
-    )
+    before = (tmp_path / "metrics.csv").read_bytes()
+    old = (tmp_path / "metrics.csv").open("rb")
     with (
         pytest.raises(ValueError, match=r"metrics\.csv could not be written"),
         full_disk(1000),

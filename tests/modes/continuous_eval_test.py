@@ -1,4 +1,4 @@
-"""Tests of the job that evaluates the checkpoints of a run, during the run or after it."""
+"""Tests of the job that evaluates the checkpoints of a run, beside it or after it."""
 
 import functools
 import json
@@ -61,9 +61,8 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert list(logged_errors(tmp_path)) == [2, 4]
-    assert (
-        "the run has ended, since it is not finite: step 5" in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "the run has ended, since it is not finite: step 5" in out
 
 
 def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
@@ -82,10 +81,8 @@ def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     # A second job evaluates nothing again.
     capsys.readouterr()
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
-    assert (
-        "evaluation" not in capsys.readouterr().out
-        and logged_errors(tmp_path) == errors
-    )
+    assert "evaluation" not in capsys.readouterr().out
+    assert logged_errors(tmp_path) == errors
 
 
 def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
@@ -103,10 +100,8 @@ def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
     assert job.follow() is None
     out = capsys.readouterr().out
     assert out.count("waiting for a run in") == 1
-    assert (
-        out.count("the run ends at step 6, which is evaluated; waiting for step 12")
-        == 1
-    )
+    told = "the run ends at step 6, which is evaluated; waiting for step 12"
+    assert out.count(told) == 1
     errors = logged_errors(tmp_path)
     assert list(errors) == [3, 6, 9, 12]
     assert best(tmp_path)["best"][0]["value"] == min(errors.values())
@@ -211,16 +206,13 @@ def test_a_job_killed_before_it_logged_a_row_removes_its_pins(run, monkeypatch):
 def test_values_that_are_not_finite_are_never_the_best(run):
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     logged_rows = rows.read(run / "eval")
-    logged_rows[-1]["eval/error"], logged_rows[0]["eval/error"] = None, [0.25, None]
+    logged_rows[-1]["eval/error"] = None
+    logged_rows[0]["eval/error"] = [0.25, None]
     (run / "eval/metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in logged_rows)
     )
-    assert (
-        continuous_eval.run(
-            make_config(keep_last=10, best_mode="max"), str(run), "", None
-        )
-        == 0
-    )
+    config = make_config(keep_last=10, best_mode="max")
+    assert continuous_eval.run(config, str(run), "", None) == 0
     largest = max(logged_rows[1:3], key=lambda row: row["eval/error"])
     assert best(run)["pinned"] == [largest["step"]]
 
@@ -232,15 +224,11 @@ def test_a_changed_choice_of_the_best_applies_to_logged_errors(run):
     # The new mode applies to the logged errors; nothing is evaluated again.
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
     errors = logged_errors(run)
-    assert (
-        best(run)["best"] == [{"step": 12, "value": min(errors.values())}]
-        and len(errors) == 4
-    )
+    assert best(run)["best"] == [{"step": 12, "value": min(errors.values())}]
+    assert len(errors) == 4
     assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
-    assert (
-        continuous_eval.run(make_config(keep_last=10, keep_best=0), str(run), "", None)
-        == 0
-    )
+    config = make_config(keep_last=10, keep_best=0)
+    assert continuous_eval.run(config, str(run), "", None) == 0
     assert best(run)["pinned"] == best(run)["best"] == []
     assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
 
@@ -249,10 +237,8 @@ def test_a_quiet_job_prints_only_its_end(run, capsys):
     show = terminal.Show.QUIET
     assert continuous_eval.run(make_config(keep_last=10), str(run), "", None, show) == 0
     out = capsys.readouterr().out
-    assert (
-        out.startswith("all checkpoints to step 12 are evaluated")
-        and len(logged_errors(run)) == 4
-    )
+    assert out.startswith("all checkpoints to step 12 are evaluated")
+    assert len(logged_errors(run)) == 4
 
 
 def test_the_job_reports_the_last_evaluated_step(run, capsys):
@@ -278,7 +264,8 @@ class Watch:
     """A watch that requests a stop at one of its polls."""
 
     def __init__(self, at):
-        self._at, self.polls = at, 0
+        self._at = at
+        self.polls = 0
 
     def poll(self):
         self.polls += 1
@@ -362,7 +349,5 @@ def test_the_job_follows_a_run_in_real_processes(tmp_path):
             assert run.returncode == 0, out
         out = job.communicate()[0]
         assert job.returncode == 0, out
-    assert (
-        12 in logged_errors(tmp_path)
-        and "all checkpoints to step 12 are evaluated" in out
-    )
+    assert 12 in logged_errors(tmp_path)
+    assert "all checkpoints to step 12 are evaluated" in out
