@@ -11,9 +11,7 @@ from xshard.files import compile_cache
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch):
-    """Turns off the cache that tests share, and caches programs however fast they
-    compile.
-    """
+    """Turns off the cache that tests share, and caches programs that compile fast."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0)

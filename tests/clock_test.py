@@ -1,6 +1,4 @@
-"""Tests that the clock counts each second in exactly one phase: the one that the
-devices wait for.
-"""
+"""Tests that the clock counts each second in the phase that the devices wait for."""
 
 import subprocess
 import sys

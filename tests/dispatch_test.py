@@ -1,5 +1,6 @@
-"""Tests that a run gives the devices one program for each step and batch, and never
-waits for the newest one.
+"""Tests that a run gives the devices one program for each step and batch.
+
+It never waits for the newest one.
 """
 
 import contextlib
@@ -85,8 +86,9 @@ def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
 
 
 class Output:
-    """Stands in for an output of a program, and records how many later programs were
-    called before it is waited for.
+    """Stands in for an output of a program.
+
+    It records how many later programs were called before it is waited for.
     """
 
     # What does not wait for the value.

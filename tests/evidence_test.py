@@ -1,5 +1,6 @@
-"""Tests that a run that misses files, or cannot read them, neither starts over nor
-deletes anything by mistake.
+"""Tests that a run that misses files, or cannot read them, loses nothing by mistake.
+
+It neither starts over nor deletes anything.
 """
 
 import errno

@@ -1,6 +1,4 @@
-"""Tests that the model FLOPs equal those computed by hand, whatever transformations
-surround the products.
-"""
+"""Tests that model FLOPs equal those computed by hand, under any transformation."""
 
 import functools
 import types

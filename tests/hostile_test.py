@@ -1,5 +1,6 @@
-"""Tests that a damaged or forged file yields a named error or valid content, in little
-memory.
+"""Tests that a damaged or forged file yields a named error or valid content.
+
+Neither takes much memory.
 """
 
 import contextlib
@@ -100,8 +101,9 @@ META = {
 
 
 def metas(document):
-    """Returns a strategy for the content of meta.json; half of the time, only one
-    array's entry is forged.
+    """Returns a strategy for the content of meta.json.
+
+    Half of the time, only one array's entry is forged.
     """
     path, entry = sorted(document["arrays"].items())[-1]
     other = lambda array: document | {"arrays": document["arrays"] | {path: array}}
@@ -166,8 +168,9 @@ def test_the_tool_reads_or_refuses_a_damaged_checkpoint(whole, data):
 
 
 def run_tool(arguments):
-    """Runs the checkpoint tool. It must print strict JSON or a message, and may
-    allocate only arrays below 1 MiB.
+    """Runs the checkpoint tool.
+
+    It must print strict JSON or a message, and may allocate only arrays below 1 MiB.
     """
     out = io.StringIO()
     err = io.StringIO()
@@ -238,9 +241,7 @@ def directory(tmp_path):
 
 
 def look(directory):
-    """Calls everything that reads a work directory; each call may raise only a
-    UserError.
-    """
+    """Calls everything that reads a work directory; only UserErrors may be raised."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         user_error(lambda: sweep.rows(directory))

@@ -1,6 +1,4 @@
-"""Tests of metrics: their transfer to the host, their JSON and text, and the files that
-hold them.
-"""
+"""Tests of metrics: their way to the host, their JSON and text, and their files."""
 
 import json
 

@@ -1,26 +1,21 @@
-"""Readers of the rows, results and state of a run, for comparisons; and ways to stop a
-run.
-"""
+"""What tests compare runs by: rows, results and state; and ways to stop a run."""
 
 import json
 
 from xshard import checkpoint
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
+from xshard.metrics import rows as rows_lib
 from xshard.pod import notice
 from xshard.run import preflight
 
 
 class Killed(BaseException):
-    """The end of a run at an instant that a test chooses, as if the process were
-    killed.
-    """
+    """Ends a run at an instant that a test chooses, as if its process were killed."""
 
 
 class ScriptedWatch:
-    """A stand-in for the watch over a run, which delivers one notice at the poll with a
-    given number.
-    """
+    """A stand-in for a run's watch, with one notice at the poll of a given number."""
 
     def __init__(self, at, kind):
         self._at = at
@@ -45,15 +40,8 @@ def read(directory):
 
 
 def same_bits(directory):
-    """Returns the rows as text, without the `perf/` values, which differ between runs
-    of the same bits.
-    """
-    return [
-        json.dumps(
-            {name: value for name, value in row.items() if not name.startswith("perf/")}
-        )
-        for row in read(directory)
-    ]
+    """Returns the rows as text, without what differs between runs of equal bits."""
+    return [json.dumps(rows_lib.reproducible(row)) for row in read(directory)]
 
 
 def results(directory):

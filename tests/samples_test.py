@@ -18,6 +18,7 @@ from tests import rows, toy
 from tests.report import samples as directories
 from xshard import errors, loop, samples
 from xshard.metrics import log as log_lib
+from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.report import page, runs
 
@@ -330,8 +331,12 @@ class Mine:
 
 def test_rows_and_samples_are_merged_in_the_order_of_steps(tmp_path):
     rows = [{"step": 1, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 1.5}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = [{"step": step, "samples": {}} for step in (1, 3)]
-    part = writers.Part(tmp_path, 4, {}, lambda: iter(rows), lambda: iter(shown))
+    part = writers.Part(
+        tmp_path, 4, {}, lambda: rows_lib.read(path), lambda: iter(shown)
+    )
     assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]
 
 

@@ -1,5 +1,6 @@
-"""Tests of standard streams that are closed, full, broken or ASCII only, with real
-processes and descriptors.
+"""Tests of standard streams that are closed, full, broken or ASCII only.
+
+The processes and the descriptors are real.
 """
 
 import io

@@ -1,6 +1,4 @@
-"""Tests of a run's output: a line for each row in a file, and one line that is updated
-in place on a terminal.
-"""
+"""Tests of a run's output: a line for each row, or a progress line on a terminal."""
 
 import contextlib
 import io
@@ -60,9 +58,7 @@ def test_quiet_prints_nothing(capsys):
 
 
 class Screen:
-    """A terminal that interprets the text and escape sequences written to it, and keeps
-    its lines.
-    """
+    """A terminal that interprets text and escape sequences, and keeps its lines."""
 
     def __init__(self):
         self.lines = [""]
@@ -103,8 +99,9 @@ class Tty(io.StringIO):
 
 @pytest.fixture
 def open_screen(monkeypatch):
-    """Returns a function that replaces stdout and stderr by a terminal, and returns a
-    reader of its lines.
+    """Returns a function that replaces stdout and stderr by a terminal.
+
+    The function returns a reader of the terminal's lines.
     """
 
     def open_terminal(term="xterm"):

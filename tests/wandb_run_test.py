@@ -1,5 +1,6 @@
-"""Tests of the data sent to Weights & Biases. A stand-in receives it, because real runs
-need the service.
+"""Tests of the data sent to Weights & Biases.
+
+A stand-in receives it, because real runs need the service.
 """
 
 import sys
@@ -33,8 +34,9 @@ class Error(Exception):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Returns the rows sent, the arguments of each `init`, and the error that `init`
-    raises, if set.
+    """A stand-in for wandb: the rows sent, and the arguments of each `init`.
+
+    If a test sets its `error`, `init` raises that.
     """
     record = types.SimpleNamespace(rows=[], options=[], error=None)
 

@@ -1,5 +1,6 @@
-"""Tests of the writers of rows: rows that an interrupted run wrote after its checkpoint
-do not stay.
+"""Tests of the writers of rows.
+
+Rows that an interrupted run wrote after its checkpoint do not stay.
 """
 
 import contextlib
@@ -26,8 +27,9 @@ def open_part(directory, step, names=ALL):
 
 
 def write_part(directory, step, rows, names=ALL):
-    """Writes a part of a run, which may end or be killed: the files are the same, since
-    no writer buffers rows.
+    """Writes a part of a run.
+
+    The part may end or be killed: the files are the same, since no writer buffers rows.
     """
     opened = open_part(directory, step, names)
     for row in rows:

@@ -26,9 +26,9 @@ from xshard.metrics import chips
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:
-    """Returns the FLOPs of a function's matrix products and convolutions, two for each
-    multiply-add.
+    """Returns the FLOPs of a function's matrix products and convolutions.
 
+    - A multiply-add counts as two.
     - The body of a scan counts once per iteration, and a Pallas kernel once per grid
       cell.
     - A conditional counts its most expensive branch. `lax.platform_dependent` counts
