@@ -198,6 +198,10 @@ PROCESS = {
     "time": 1.79e9,
     "host": "h",
     "pid": 1,
+    "begun": 1.78e9,
+    "first": 0,
+    "trained": 5,
+    "seconds": {"training": 1.0},
 }
 RESULTS = {
     "step": 10,
