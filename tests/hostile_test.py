@@ -266,7 +266,7 @@ def look(directory):
         best = user_error(
             lambda: continuous_eval._read_best(directory / "eval/best.json")
         )
-        assert best is None or all(isinstance(step, int) for step in best["pinned"])
+        assert best is None or all(isinstance(step, int) for step in best.pinned)
         evaluated = rows_lib.read(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in evaluated)
         continuous_eval._logged_values(

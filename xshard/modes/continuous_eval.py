@@ -10,8 +10,8 @@ so that the run does not delete them.
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -266,6 +266,22 @@ class ContinuousEvaluator:
         self._last_message = message
 
 
+class _Ranked(NamedTuple):
+    """A checkpoint in best.json."""
+
+    step: int
+    value: float
+
+
+class _Record(NamedTuple):
+    """The content of best.json."""
+
+    metric: str | None = None
+    mode: str | None = None
+    best: tuple[_Ranked, ...] = ()
+    pinned: tuple[int, ...] = ()
+
+
 class _Best:
     """The best checkpoints, in best.json, and pinned so that the run keeps them.
 
@@ -293,11 +309,11 @@ class _Best:
         self._keep = keep
         self._manager = manager
         before = _read_best(path)
-        self._pinned: set[int] = set(before["pinned"])
+        self._pinned: set[int] = set(before.pinned)
         # The values of the metric, by best step.
         self._values: dict[int, float] = {}
-        if (before["metric"], before["mode"]) == (keep.metric, keep.mode):
-            values = {entry["step"]: entry["value"] for entry in before["best"]}
+        if (before.metric, before.mode) == (keep.metric, keep.mode):
+            values = {entry.step: entry.value for entry in before.best}
             self._values = self._best_of(values)
         elif keep.best:
             self._rank_logged(rows)
@@ -413,33 +429,20 @@ def run(
     return notice.DONE
 
 
-def _read_best(path: pathlib.Path) -> dict[str, Any]:
-    """Reads best.json, with empty lists if there is no file.
+def _read_best(path: pathlib.Path) -> _Record:
+    """Reads best.json; an empty record if there is no file.
 
     Raises:
       UserError: if this job cannot have written it.
     """
-    content: dict[str, Any] = {"metric": None, "mode": None, "best": [], "pinned": []}
-    content |= jsonfile.read_if_exists(path) or {}
-    if not _is_best(content["best"], content["pinned"]):
+    content = jsonfile.read_if_exists(path) or {}
+    try:
+        return jsonfile.parse(content, _Record, extra_keys=True)
+    except ValueError as e:
         raise errors.UserError(
-            f"{path} was not written by this job; delete it, and the job ranks the "
-            "checkpoints again."
-        )
-    return content
-
-
-def _is_best(best: Any, pinned: Any) -> bool:
-    """Returns whether these are the lists of best and pinned steps in best.json."""
-    if not isinstance(best, list) or not isinstance(pinned, list):
-        return False
-    steps = list(pinned)
-    for entry in best:
-        if not isinstance(entry, dict) or not jsonfile.is_number(entry.get("value")):
-            return False
-        steps.append(entry.get("step"))
-    # Not isinstance, because a bool is an int too.
-    return all(type(step) is int for step in steps)
+            f"{path} was not written by this job ({e}); delete it, and the job ranks "
+            "the checkpoints again."
+        ) from e
 
 
 def _logged_values(
