@@ -11,11 +11,13 @@ import pytest
 
 import xshard
 from tests import rows, toy
+from xshard import errors, loop
 from xshard import experiment as experiment_lib
-from xshard import loop
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import array_reader, metadata_files
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.optimizers import trees
@@ -241,3 +243,39 @@ def test_verify_checks_the_fingerprint_of_a_checkpoint(tmp_path, capsys):
     (folder / "COMMIT").write_bytes(format_lib.seal(commit))
     assert tool.main(command) == 1
     assert "the fingerprint of its arrays is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("groups", [(), HALVES])
+def test_chunks_in_each_others_places_are_detected(tmp_path, capsys, groups):
+    config = config_of_a_run(
+        experiment="tests.toy.Wide", hidden=300, group_assignment=groups
+    )
+    assert loop.run(config, str(tmp_path), "") == 0
+    command = ["verify", str(tmp_path)]
+    assert tool.main(command) == 0
+    # Each chunk is followed by its own checksum, which is right in any place. A disk
+    # that loses writes may return such chunks: an earlier checkpoint's, of the same
+    # layout.
+    attempt = format_lib.committed(store_lib.Store(tmp_path / "checkpoints"))[-1]
+    metas = metadata_files.read_array_metas(attempt)
+    slots = {path: metas[path] for path in metas if path.endswith("linear_0/w")}
+    assert len(slots) == 3
+    chunks = []
+    for path, x in array_reader.read_arrays(attempt, slots):
+        shape = metas[path].chunk_shape
+        chunks.append(arrays_lib.encode(x[tuple(map(slice, shape))], shape))
+    (file,) = (tmp_path / "checkpoints" / attempt.folder).glob("p0/d/*")
+    content = file.read_bytes()
+    first, second, _ = map(content.index, chunks)
+    exchanged = bytearray(content)
+    exchanged[first : first + len(chunks[0])] = chunks[1]
+    exchanged[second : second + len(chunks[0])] = chunks[0]
+    file.write_bytes(exchanged)
+    assert tool.main(command) == 1
+    assert "the fingerprint of its arrays is" in capsys.readouterr().out
+    longer = config.copy_and_resolve_references()
+    longer.steps = 12
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(errors.UserError, match="differs from the saved state"):
+        loop.run(longer.lock(), str(tmp_path), "")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -334,11 +334,14 @@ def _damage(attempt: format_lib.SaveAttempt) -> str:
     """
 
     def read() -> str:
-        digest = hashing.of_arrays(_read_all(attempt))
         saved = metadata_lib.read_meta(attempt)["metadata"].get("fingerprint")
-        known = hashing.total(saved.values()) if isinstance(saved, dict) else None
-        if known not in (None, digest):
-            return f"the fingerprint of its arrays is {digest}, but on the devices it was {known}"
+        expected = _totals(saved)
+        actual = _fingerprints(_read_all(attempt), len(expected))
+        if expected and actual != expected:
+            return (
+                f"the fingerprint of its arrays is {', '.join(actual)}, but on the "
+                f"devices it was {', '.join(expected)}"
+            )
         metadata_lib.added_metrics(attempt)
         return ""
 
@@ -349,6 +352,42 @@ def _damage(attempt: format_lib.SaveAttempt) -> str:
         raise
     except format_lib.CheckpointError as e:
         return str(e)
+
+
+def _totals(saved: Any) -> list[str]:
+    """Returns the fingerprint of each group of a state, over all kinds of arrays.
+
+    Args:
+      saved: the fingerprints by kind, as a checkpoint's metadata have them: a text, or
+        a list with a text for each group. Without valid fingerprints, nothing is
+        returned.
+    """
+    if not isinstance(saved, dict) or not saved:
+        return []
+    of_kinds = [x if isinstance(x, list) else [x] for x in saved.values()]
+    if len({len(of_kind) for of_kind in of_kinds}) > 1:
+        return []
+    totals = [hashing.total(of_group) for of_group in zip(*of_kinds, strict=True)]
+    known = [total for total in totals if total is not None]
+    return known if len(known) == len(totals) else []
+
+
+def _fingerprints(
+    arrays: Iterator[tuple[str, np.ndarray]], num_groups: int
+) -> list[str]:
+    """Reads arrays, and returns the fingerprint of each group; of the whole state, if
+    it has no groups.
+    """
+    if num_groups <= 1:
+        return [hashing.of_arrays(arrays)]
+    texts: list[list[str]] = [[] for _ in range(num_groups)]
+    for path, x in arrays:
+        for group, of_group in enumerate(texts):
+            # Groups share the step and the key. Every other array has a leading
+            # dimension of groups.
+            value = x if path in ("step", "rng") else x[group]
+            of_group.append(hashing.of_arrays([(path, value)]))
+    return [hashing.total(of_group) or "" for of_group in texts]
 
 
 def _best(entry: catalog.Entry) -> str:

@@ -30,7 +30,7 @@ TYPES = (
     "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
     "complex64", "complex128",
 )  # fmt: skip
-CRC_BYTES = 4
+_CRC_BYTES = 4
 
 Shape = tuple[int, ...]
 # The index of a chunk in the grid of its array.
@@ -49,9 +49,6 @@ class ArrayMeta:
       chunk_shape: the shape of its chunks; chunks at the upper ends are padded.
       key_impl: the name of the PRNG implementation, if the array is a typed PRNG key.
       sharding: the partition spec at the time of the save, for people to read.
-      sums: the CRC-32C of each of `chunks()`, by which a chunk of another checkpoint or
-        array is detected; None in a checkpoint of an older version, which did not
-        record them.
     """
 
     shape: Shape
@@ -59,7 +56,6 @@ class ArrayMeta:
     chunk_shape: Shape
     key_impl: str | None = None
     sharding: str = ""
-    sums: Shape | None = None
 
     def __str__(self) -> str:
         return f"{self.key_impl or self.dtype}{list(self.shape)}"
@@ -95,11 +91,6 @@ class ArrayMeta:
         """The number of chunks."""
         return math.prod(self.grid)
 
-    @property
-    def checksum_slice(self) -> slice:
-        """The byte range of the checksum in a stored chunk."""
-        return slice(self.chunk_bytes, self.chunk_bytes + CRC_BYTES)
-
     def chunks(self, box: Box | None = None) -> list[ChunkIndex]:
         """Lists the chunks that hold a part of the array, by their places in the grid;
         all chunks by default.
@@ -121,19 +112,10 @@ class ArrayMeta:
             box.append((i * size, min((i + 1) * size, end)))
         return tuple(box)
 
-    def sum_of(self, chunk: ChunkIndex) -> int | None:
-        """Returns the recorded CRC-32C of a chunk; None if the checkpoint has none."""
-        if self.sums is None:
-            return None
-        return self.sums[np.ravel_multi_index(chunk, self.grid)]
-
     def keys(self, path: str) -> list[str]:
         """Lists the keys of the database that hold the array."""
-        return [f"{path}/zarr.json", *self.chunk_keys(path)]
-
-    def chunk_keys(self, path: str) -> list[str]:
-        """Lists the keys of `chunks()`, in the same order."""
-        return [chunk_key(path, chunk) for chunk in self.chunks()]
+        chunk_keys = [chunk_key(path, chunk) for chunk in self.chunks()]
+        return [f"{path}/zarr.json", *chunk_keys]
 
     def zarr(self) -> dict[str, Any]:
         """Returns the content of the array's zarr.json."""
@@ -214,41 +196,25 @@ def encode(chunk: np.ndarray, shape: Shape) -> bytes:
     return b"".join((flat, struct.pack("<I", google_crc32c.value(flat))))  # type: ignore[arg-type]
 
 
-def stored_sum(content: bytes) -> int:
-    """Returns the CRC-32C at the end of a stored chunk."""
-    (stored,) = struct.unpack("<I", content[-CRC_BYTES:])
-    return stored
-
-
-def check_sum(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> None:
-    """Raises ValueError if a stored chunk, or its last bytes, do not end with the
-    checksum that was recorded.
-    """
-    expected = meta.sum_of(chunk)
-    if expected is not None and stored_sum(content) != expected:
-        raise ValueError("the chunk does not match its recorded checksum")
-
-
-def decode(content: bytes, meta: ArrayMeta, chunk: ChunkIndex) -> np.ndarray:
+def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
     """Decodes a chunk from its bytes.
 
     Args:
       content: the stored bytes, with the checksum.
       meta: how the array is stored.
-      chunk: the chunk's place in the grid.
 
     Raises:
       ValueError: if the bytes are not what was written.
     """
-    if len(content) != meta.chunk_bytes + CRC_BYTES:
+    if len(content) != meta.chunk_bytes + _CRC_BYTES:
         raise ValueError(
-            f"{len(content)} bytes instead of {meta.chunk_bytes + CRC_BYTES}"
+            f"{len(content)} bytes instead of {meta.chunk_bytes + _CRC_BYTES}"
         )
     flat = np.frombuffer(content, np.uint8)
-    if google_crc32c.value(flat[:-CRC_BYTES]) != stored_sum(content):
+    (stored,) = struct.unpack("<I", content[-_CRC_BYTES:])
+    if google_crc32c.value(flat[:-_CRC_BYTES]) != stored:
         raise ValueError("its checksum differs")
-    check_sum(content, meta, chunk)
-    return flat[:-CRC_BYTES].view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
+    return flat[:-_CRC_BYTES].view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
 
 
 def _fill_value(dtype: str) -> Any:

@@ -34,7 +34,7 @@ from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 
 VERSION = 2
-COMMIT, META, MANIFEST, SUMS = "COMMIT", "meta.json", "manifest.ocdbt", "sums.json"
+COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
 PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
 RUN, REMOVED = "RUN", "removed/"
 # Optional keys of COMMIT: older versions did not write them.

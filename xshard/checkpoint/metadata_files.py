@@ -96,14 +96,12 @@ def array_metas(meta: dict[str, Any]) -> arrays_lib.ArrayMetas:
     """Returns the arrays in the content of meta.json, by path."""
     arrays = {}
     for path, entry in meta["arrays"].items():
-        sums = entry.get("sums")
         arrays[path] = arrays_lib.ArrayMeta(
             shape=tuple(entry["shape"]),
             dtype=entry["dtype"],
             chunk_shape=tuple(entry["chunk_shape"]),
             key_impl=entry.get("key_impl"),
             sharding=entry.get("sharding", ""),
-            sums=None if sums is None else tuple(sums),
         )
     return arrays
 

@@ -258,9 +258,8 @@ class Saver:
                 writers = [i for i, report in enumerate(reports) if report["keys"]]
                 merged = writer.merge(attempt, writers)
                 keys = writer.verify(merged, plan.arrays)
-                arrays = writer.with_sums(attempt, writers, plan.arrays)
                 data = [report["data"] for report in reports]
-                writer.describe(attempt, arrays, request.metadata, data)
+                writer.describe(attempt, plan.arrays, request.metadata, data)
                 request.before_commit()
                 folder.check_lock()
                 looked_at = nonfinite if self._finite else None

@@ -97,11 +97,6 @@ _ARRAY = {
         "a string", lambda value: value is None or _is_text(value), optional=True
     ),
     "sharding": _TEXT._replace(optional=True),
-    "sums": _Field(
-        "a list of checksums",
-        lambda value: value is None or _is_list_of(_is_count, value),
-        optional=True,
-    ),
 }
 
 
@@ -147,14 +142,6 @@ def _check_array(name: str, entry: Any) -> None:
         raise ValueError(
             f"{name}/chunk_shape is {_shown(chunk)}, not a chunk of {_shown(shape)}"
         )
-    if entry.get("sums") is not None:
-        count = arrays_lib.ArrayMeta(
-            tuple(shape), entry["dtype"], tuple(chunk)
-        ).chunk_count
-        if len(entry["sums"]) != count:
-            raise ValueError(
-                f"{name}/sums has {len(entry['sums'])} checksums for {count} chunks"
-            )
 
 
 def _is_part(chunk: list[int], shape: list[int]) -> bool:

@@ -64,14 +64,9 @@ def write_part(
             batches.write_chunk(piece, value)
             keys += 1
     batches.flush()
-    prefix = attempt.part(process)
-    if keys:
-        attempt.store.create(
-            prefix + format_lib.SUMS, format_lib.to_json(batches.sums())
-        )
     # Process 0 commits on the strength of this process's report, so the data must
     # already survive a power loss.
-    attempt.store.sync(prefix)
+    attempt.store.sync(attempt.part(process))
     return keys
 
 
@@ -108,26 +103,6 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
             f"such as {sorted(listed ^ expected)[0].decode()}"
         )
     return len(expected)
-
-
-def with_sums(
-    attempt: format_lib.SaveAttempt, processes: list[int], arrays: arrays_lib.ArrayMetas
-) -> arrays_lib.ArrayMetas:
-    """Adds the chunks' checksums, which the processes wrote to their sums.json, to the
-    arrays' metadata.
-    """
-    sums: dict[str, int] = {}
-    for process in processes:
-        name = attempt.part(process) + format_lib.SUMS
-        content = attempt.store.read(name)
-        if content is None:
-            raise format_lib.CheckpointError(f"{name} is missing")
-        sums |= json.loads(content)
-    summed = {}
-    for path, meta in arrays.items():
-        of_chunks = tuple(sums[key] for key in meta.chunk_keys(path))
-        summed[path] = dataclasses.replace(meta, sums=of_chunks)
-    return summed
 
 
 def describe(
@@ -254,8 +229,6 @@ class _Batches:
         self._arrays = arrays
         self._written = written
         self._under_way: list[tuple[Any, int]] = []
-        self._sums: dict[str, int] = {}
-        self._large: list[tuple[str, arrays_lib.ChunkIndex]] = []
         self._begin()
 
     def write(self, key: str, content: bytes) -> None:
@@ -266,9 +239,7 @@ class _Batches:
         meta = self._arrays[piece.path]
         if not arrays_lib.is_large(piece.path, meta):
             content = arrays_lib.encode(value, meta.chunk_shape)
-            key = arrays_lib.chunk_key(piece.path, piece.chunk)
-            self._sums[key] = arrays_lib.stored_sum(content)
-            self.write(key, content)
+            self.write(arrays_lib.chunk_key(piece.path, piece.chunk), content)
         else:
             index = arrays_lib.box_index(meta.box(piece.chunk))
             array = self._database.array(piece.path, meta.zarr())
@@ -277,27 +248,11 @@ class _Batches:
             # copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
-            self._large.append((piece.path, piece.chunk))
             self._keys += 1
         self._nbytes += meta.chunk_bytes
         if self._nbytes >= _BATCH_BYTES:
             self._commit()
             self._wait(leave=_BATCHES - 1)
-
-    def sums(self) -> dict[str, int]:
-        """Returns the checksum of each chunk that has been written, by its key."""
-        ends = {}
-        for path, chunk in self._large:
-            key = arrays_lib.chunk_key(path, chunk)
-            # Tensorstore computed the checksum of a large chunk, and stored it behind
-            # the chunk's bytes.
-            ends[key] = self._database.keys.read(
-                key, byte_range=self._arrays[path].checksum_slice
-            )
-        read = {
-            key: arrays_lib.stored_sum(end.result().value) for key, end in ends.items()
-        }
-        return self._sums | read
 
     def flush(self) -> None:
         if self._keys:
