@@ -23,7 +23,7 @@ from tests.checkpoint import harness
 from tests.report import samples
 from xshard import errors
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import array_reader, arrays, metadata_files, schema
+from xshard.checkpoint import array_reader, arrays
 from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, provenance, results, workdir
 from xshard.metrics import event_files, formatting, writers
@@ -66,10 +66,10 @@ COMMIT = {
 @hostile.settings()
 @hypothesis.given(hostile.contents(COMMIT, lambda value: format_lib.seal(value)))
 def test_a_damaged_commit_is_refused_or_valid(content):
-    document_read = parsed(schema.commit, content)
+    document_read = parsed(format_lib.parse_commit, content)
     if document_read is not None:
-        assert document_read["step"] >= 0
-        values = document_read["metrics"].values()
+        assert document_read.step >= 0
+        values = document_read.metrics.values()
         assert all(isinstance(value, int | float) for value in values)
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_commit_is_refused_or_valid(content):
     hostile.contents({"error": 0.5}, lambda value: format_lib.seal(value))
 )
 def test_damaged_metrics_are_refused_or_valid(content):
-    document_read = parsed(schema.metrics, content)
+    document_read = parsed(format_lib.parse_metrics, content)
     if document_read is not None:
         assert all(isinstance(value, int | float) for value in document_read.values())
 
@@ -114,9 +114,9 @@ def metas(document):
 @hostile.settings()
 @hypothesis.given(metas(META))
 def test_a_damaged_meta_is_refused_or_valid(content):
-    document_read = parsed(schema.meta, content)
+    document_read = parsed(format_lib.parse_meta, content)
     if document_read is not None:
-        for array in metadata_files.array_metas(document_read).values():
+        for array in document_read.arrays.values():
             assert array.chunk_count >= 0 and 0 <= array.nbytes < 1 << 63
             assert array.dtype in arrays.TYPES and str(array)
             assert all(part >= 1 for part in array.chunk_shape)

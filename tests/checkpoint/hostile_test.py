@@ -119,7 +119,7 @@ COMMITS = {
     ),
     "no step": (lambda commit: commit.pop("step") and None, "COMMIT .* step is missing"),
     "metrics": (lambda commit: commit.update(metrics="x"), "COMMIT .* metrics is 'x', not an"),
-    "a metric": (lambda commit: commit.update(metrics={"a": []}), "COMMIT .* metrics is"),
+    "a metric": (lambda commit: commit.update(metrics={"a": []}), r"COMMIT .* metrics/a is \[\], not a number"),
     "time": (lambda commit: commit.update(time="x"), "COMMIT .* time is 'x', not a time"),
     "the year": (lambda commit: commit.update(time=1e300), "COMMIT .* time is 1e.300, not a time"),
     "bytes": (lambda commit: commit.update(bytes="9"), "COMMIT .* bytes is '9', not an integer"),
@@ -270,24 +270,6 @@ def test_nan_and_infinities_are_saved_as_valid_json_and_restored(tmp_path, capsy
     assert tool.main(["show", str(folder), "1", "--json"]) == 0
     by_path = {row["path"]: row["value"] for row in strict(capsys.readouterr().out)}
     assert by_path["current_loss_scale"] is None and by_path["config"]["clip"] is None
-
-
-def test_an_old_commit_file_with_a_bare_nan_is_read(tmp_path):
-    folder = tmp_path / "old"
-    manager = make_manager(folder)
-    manager.save(1, {"x": jnp.ones(1)}, {}, metrics={"error": 0.5})
-    manager.close()
-    (path,) = folder.glob("step_*/COMMIT")
-    content = format_lib.unseal(path.read_bytes()) | {
-        "metrics": {"error": float("nan")}
-    }
-    dump = lambda value: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-    old = dump({"content": content, "sha256": format_lib.checksum(dump(content))})
-    assert b"NaN" in old
-    path.write_bytes(old)
-    manager = make_manager(folder)
-    assert str(manager.metrics(1)) == "{'error': nan}"
-    assert manager.restore({"x": jnp.zeros(1)}).step == 1
 
 
 def test_verify_fails_on_a_folder_without_checkpoints(tmp_path, capsys):

@@ -199,14 +199,12 @@ def _checkpoint(attempt):
     and whether it is pinned.
     """
     meta = metadata_files.read_meta(attempt)
-    digest = hashlib.sha256(json.dumps(meta["data"], sort_keys=True).encode())
-    for name, value in array_reader.read_arrays(
-        attempt, metadata_files.array_metas(meta)
-    ):
+    digest = hashlib.sha256(json.dumps(meta.data, sort_keys=True).encode())
+    for name, value in array_reader.read_arrays(attempt, meta.arrays):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),
-        "metrics": metadata_files.read_commit(attempt)["metrics"],
+        "metrics": metadata_files.read_commit(attempt).metrics,
         "pinned": format_lib.PINNED in attempt.marks,
     }
 

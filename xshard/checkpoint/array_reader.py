@@ -3,6 +3,7 @@ disk.
 """
 
 import collections
+import dataclasses
 import math
 import mmap
 import re
@@ -45,23 +46,38 @@ _MANY_CHUNKS = 4096
 _INLINE_BYTES = 1024
 
 
-class ArrayRegion(NamedTuple):
-    """A part of an array to read.
+@dataclasses.dataclass(frozen=True)
+class ArraySlice:
+    """A part of an array to read, such as the shard of a device.
 
     Attributes:
       path: the array's path.
       meta: how the array is stored.
-      box: the bounds of the part.
+      index: the part.
     """
 
     path: str
     meta: arrays_lib.ArrayMeta
-    box: arrays_lib.Box
+    index: arrays_lib.Index
 
     @property
     def nbytes(self) -> int:
         """The size of the part in bytes."""
-        return math.prod(arrays_lib.box_shape(self.box)) * self.meta.itemsize
+        return math.prod(arrays_lib.index_shape(self.index)) * self.meta.itemsize
+
+
+class _Read(NamedTuple):
+    """A read under way.
+
+    Attributes:
+      part: what is read.
+      out: the memory that it is read into.
+      wait: waits for the end of the read; raises ValueError or OSError if it failed.
+    """
+
+    part: ArraySlice
+    out: np.ndarray
+    wait: Callable[[], Any]
 
 
 def read_arrays(
@@ -72,17 +88,17 @@ def read_arrays(
 
     Raises:
       DamagedError: at the first array that is not what was written.
+      UnreadableError: at the first array that cannot be read.
     """
-    parts = [
-        ArrayRegion(path, meta, arrays_lib.whole_box(meta.shape))
-        for path, meta in arrays.items()
-    ]
-    yield from zip(arrays, read_regions(attempt, parts), strict=True)
+    parts = []
+    for path, meta in arrays.items():
+        parts.append(ArraySlice(path, meta, arrays_lib.full_index(meta.shape)))
+    yield from zip(arrays, read_slices(attempt, parts), strict=True)
 
 
-def read_regions(
+def read_slices(
     attempt: format_lib.SaveAttempt,
-    parts: Iterable[ArrayRegion],
+    parts: Iterable[ArraySlice],
     budget_bytes: int = AHEAD_BYTES,
 ) -> Iterator[np.ndarray]:
     """Reads parts of arrays, several at a time, and yields them in the order of
@@ -95,46 +111,118 @@ def read_regions(
 
     Raises:
       DamagedError: at the first part that is not what was written.
+      UnreadableError: at the first part that cannot be read.
     """
     database = store_lib.Database(attempt.store, attempt.prefix)
     stored_bytes = _stored_bytes(attempt)
     limit = min(budget_bytes, AHEAD_BYTES)
-    # The reads under way: each part, its memory, and a function that waits for the
-    # read.
-    reading: collections.deque[tuple[ArrayRegion, np.ndarray, Callable[[], None]]] = (
-        collections.deque()
-    )
-    held = 0
+    reads: collections.deque[_Read] = collections.deque()
+    nbytes = 0
     for part in parts:
         _check_size(attempt, part, stored_bytes)
-        while reading and held + part.nbytes > limit:
-            held -= reading[0][0].nbytes
-            yield _finish(attempt, *reading.popleft())
-        out = _allocate(attempt, part)
-        reading.append((part, out, _start(database, part, out)))
-        held += part.nbytes
-    while reading:
-        yield _finish(attempt, *reading.popleft())
+        while reads and nbytes + part.nbytes > limit:
+            nbytes -= reads[0].part.nbytes
+            yield _finish(attempt, reads.popleft())
+        reads.append(_begin(attempt, database, part))
+        nbytes += part.nbytes
+    while reads:
+        yield _finish(attempt, reads.popleft())
 
 
-def _finish(
-    attempt: format_lib.SaveAttempt,
-    part: ArrayRegion,
-    out: np.ndarray,
-    wait: Callable[[], None],
-) -> np.ndarray:
+def _begin(
+    attempt: format_lib.SaveAttempt, database: store_lib.Database, part: ArraySlice
+) -> _Read:
+    """Allocates memory for a part, and begins to read it.
+
+    Raises:
+      CheckpointError: if there is not enough memory.
+    """
+    shape = arrays_lib.index_shape(part.index)
+    try:
+        out = _aligned(shape, jnp.dtype(part.meta.dtype))
+    except (MemoryError, OSError) as e:
+        raise format_lib.CheckpointError(
+            f"'{part.path}' in {attempt} is {part.meta}: not enough memory for "
+            f"{part.nbytes} bytes."
+        ) from e
+    if arrays_lib.is_large(part.path, part.meta):
+        return _Read(part, out, _read_large(database, part, out))
+    return _Read(part, out, _read_small(database, part, out))
+
+
+def _finish(attempt: format_lib.SaveAttempt, read: _Read) -> np.ndarray:
     """Waits until a part has been read; raises DamagedError or UnreadableError with the
     array's path.
     """
     try:
-        wait()
+        read.wait()
     except (ValueError, OSError) as e:
-        raise _error(f"'{part.path}' in {attempt}", e) from e
-    return out
+        raise _classified(e, f"'{read.part.path}' in {attempt}") from e
+    return read.out
+
+
+def _read_large(
+    database: store_lib.Database, part: ArraySlice, out: np.ndarray
+) -> Callable[[], Any]:
+    """Begins to read a part with tensorstore's zarr3 driver, which assembles the chunks
+    and verifies the checksum of each. Returns a function that waits for the end.
+    """
+    array = database.array(part.path, part.meta.zarr())
+    source = array[arrays_lib.as_slices(part.index)]
+    # Tensorstore reads directly into this memory, without an intermediate copy.
+    target = ts.array(out, context=database.context)
+    return target.write(source[ts.d[:].translate_to[0]]).result
+
+
+def _read_small(
+    database: store_lib.Database, part: ArraySlice, out: np.ndarray
+) -> Callable[[], Any]:
+    """Begins to read each chunk as bytes, which takes less time than opening the array.
+    Returns a function that waits for the end.
+    """
+    futures = {}
+    for chunk in part.meta.chunks(part.index):
+        futures[chunk] = database.keys.read(arrays_lib.chunk_key(part.path, chunk))
+
+    def wait() -> None:
+        for chunk, future in futures.items():
+            stored = future.result()
+            if stored.state != "value":
+                raise ValueError("a chunk is missing")
+            value = arrays_lib.decode(stored.value, part.meta)
+            _copy_overlap(value, part.meta.index_of(chunk), out, part.index)
+
+    return wait
+
+
+def _copy_overlap(
+    chunk: np.ndarray,
+    chunk_index: arrays_lib.Index,
+    out: np.ndarray,
+    out_index: arrays_lib.Index,
+) -> None:
+    """Copies what a chunk and a part of the array have in common, which may be nothing.
+
+    Args:
+      chunk: the chunk, with its padding.
+      chunk_index: the place of the chunk in the array.
+      out: the part.
+      out_index: the place of the part in the array.
+    """
+    from_chunk = []
+    to_out = []
+    for bounds, out_bounds in zip(chunk_index, out_index, strict=True):
+        start = max(bounds[0], out_bounds[0])
+        stop = min(bounds[1], out_bounds[1])
+        if start >= stop:
+            return
+        from_chunk.append(slice(start - bounds[0], stop - bounds[0]))
+        to_out.append(slice(start - out_bounds[0], stop - out_bounds[0]))
+    out[tuple(to_out)] = chunk[tuple(from_chunk)]
 
 
 def _check_size(
-    attempt: format_lib.SaveAttempt, part: ArrayRegion, stored_bytes: int
+    attempt: format_lib.SaveAttempt, part: ArraySlice, stored_bytes: int
 ) -> None:
     """Raises DamagedError if an array seems too large for its checkpoint and its chunks
     do not match its description.
@@ -152,7 +240,7 @@ def _check_size(
     try:
         _check_chunks(attempt, part.path, meta)
     except (ValueError, OSError) as e:
-        raise _error(f"'{part.path}', {meta}, in {attempt}", e) from e
+        raise _classified(e, f"'{part.path}', {meta}, in {attempt}") from e
 
 
 def _check_chunks(
@@ -162,87 +250,20 @@ def _check_chunks(
     match the description.
     """
     database = attempt.store.database(attempt.prefix)
-    dimensions = len(meta.shape)
-    if dimensions:
+    rank = len(meta.shape)
+    if rank:
         prefix = arrays_lib.chunk_key(path, ()).encode()
         # The range of keys that begin with the prefix and a slash: "0" is the character
         # after "/".
         keys = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
         # The range also contains the keys of an array whose path begins with the
         # prefix.
-        chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % dimensions)
+        chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % rank)
         count = sum(1 for key in keys if chunk.fullmatch(key))
         if count != meta.chunk_count:
             raise ValueError(f"{count} of its {meta.chunk_count} chunks are there")
-    first = (0,) * dimensions
-    content = database.read(arrays_lib.chunk_key(path, first)).result().value
-    arrays_lib.decode(content, meta)
-
-
-def _start(
-    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
-) -> Callable[[], None]:
-    """Begins to read a part into memory; returns a function that waits for the end."""
-    if arrays_lib.is_large(part.path, part.meta):
-        return _start_large(database, part, out)
-    return _start_small(database, part, out)
-
-
-def _start_large(
-    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
-) -> Callable[[], None]:
-    """Begins to read a part with tensorstore's zarr3 driver, which assembles the
-    chunks.
-    """
-    path, meta, box = part
-    stored = database.array(path, meta.zarr())[arrays_lib.box_index(box)]
-    # Tensorstore reads directly into this memory, without an intermediate copy.
-    target = ts.array(out, context=database.context)
-    return target.write(stored[ts.d[:].translate_to[0]]).result
-
-
-def _start_small(
-    database: store_lib.Database, part: ArrayRegion, out: np.ndarray
-) -> Callable[[], None]:
-    """Begins to read each chunk as bytes, which takes less time than opening the array."""
-    path, meta, box = part
-    reading = []
-    for chunk in meta.chunks(box):
-        reading.append((chunk, database.keys.read(arrays_lib.chunk_key(path, chunk))))
-
-    def wait() -> None:
-        for chunk, future in reading:
-            stored = future.result()
-            if stored.state != "value":
-                raise ValueError("a chunk is missing")
-            _copy(meta.box(chunk), arrays_lib.decode(stored.value, meta), box, out)
-
-    return wait
-
-
-def _error(
-    what: str, e: Exception
-) -> metadata_files.DamagedError | metadata_files.UnreadableError:
-    """Classifies a read error as damage (wrong or missing content) or as unreadable (an
-    error of the disk).
-    """
-    text = str(e)
-    errno, status = _ERRNO.search(text), _STATUS.match(text)
-    if isinstance(e, OSError):
-        is_damage = False
-    elif errno is not None:
-        is_damage = errno[1] == "ENOENT"
-    else:
-        # An error without a status comes from this package's checks of bytes that were
-        # read.
-        is_damage = status is None or status[1] in _DAMAGE
-    if is_damage:
-        return metadata_files.DamagedError(
-            f"{what} is not what was written: {store_lib.reason(e)}."
-        )
-    return metadata_files.UnreadableError(
-        f"{what} cannot be read: {store_lib.reason(e)}."
-    )
+    first = arrays_lib.chunk_key(path, (0,) * rank)
+    arrays_lib.decode(database.read(first).result().value, meta)
 
 
 def _stored_bytes(attempt: format_lib.SaveAttempt) -> int:
@@ -253,19 +274,43 @@ def _stored_bytes(attempt: format_lib.SaveAttempt) -> int:
         size = attempt.store.size(attempt.prefix)
     except format_lib.CheckpointError as e:
         raise metadata_files.UnreadableError(f"{attempt} cannot be read: {e}.") from e
-    return metadata_files.read_commit(attempt)["bytes"] if size is None else size
+    if size is None:
+        return metadata_files.read_commit(attempt).bytes
+    return size
 
 
-def _allocate(attempt: format_lib.SaveAttempt, part: ArrayRegion) -> np.ndarray:
-    try:
-        return _aligned(arrays_lib.box_shape(part.box), jnp.dtype(part.meta.dtype))
-    except (MemoryError, OSError) as e:
-        raise format_lib.CheckpointError(
-            f"'{part.path}' in {attempt} is {part.meta}: not enough memory for {part.nbytes} bytes."
-        ) from e
+def _classified(
+    e: Exception, what: str
+) -> metadata_files.DamagedError | metadata_files.UnreadableError:
+    """Returns a read error as damage (wrong or missing content) or as unreadable (an
+    error of the disk).
+    """
+    if _is_damage(e):
+        return metadata_files.DamagedError(
+            f"{what} is not what was written: {store_lib.reason(e)}."
+        )
+    return metadata_files.UnreadableError(
+        f"{what} cannot be read: {store_lib.reason(e)}."
+    )
+
+
+def _is_damage(e: Exception) -> bool:
+    if isinstance(e, OSError):
+        return False
+    # Tensorstore's errors are ValueErrors that begin with a status. One of the disk
+    # also has the code of the operating system, and a status that fits no better than
+    # any other.
+    errno = _ERRNO.search(str(e))
+    if errno is not None:
+        return errno[1] == "ENOENT"
+    status = _STATUS.match(str(e))
+    # An error without a status comes from this package's checks of bytes that were
+    # read.
+    return status is None or status[1] in _DAMAGE
 
 
 def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
+    """Allocates an array that XLA on CPUs can use in place."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _MAPPED_BYTES:
         # NumPy requests huge pages for arrays of this size, and their allocation took
@@ -275,17 +320,3 @@ def _aligned(shape: arrays_lib.Shape, dtype: Any) -> np.ndarray:
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _copy(
-    source: arrays_lib.Box, value: np.ndarray, target: arrays_lib.Box, out: np.ndarray
-) -> None:
-    """Copies the intersection of two boxes of an array, if they intersect."""
-    out_index, value_index = [], []
-    for (s_low, s_high), (t_low, t_high) in zip(source, target, strict=True):
-        low, high = max(s_low, t_low), min(s_high, t_high)
-        if low >= high:
-            return
-        out_index.append(slice(low - t_low, high - t_low))
-        value_index.append(slice(low - s_low, high - s_low))
-    out[tuple(out_index)] = value[tuple(value_index)]

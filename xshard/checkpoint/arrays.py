@@ -1,18 +1,25 @@
-"""The storage of an array in a checkpoint.
+"""How an array is stored in a checkpoint.
 
-Each array is a zarr3 array of uncompressed chunks of at most 16 MiB. Each chunk is
-followed by its CRC-32C.
+Each array is a zarr3 array of uncompressed chunks of at most 16 MiB, under its path in
+the database of the checkpoint:
+
+    params/mlp/w/zarr.json     its shape, its type and the shape of its chunks
+    params/mlp/w/c/0/1         a chunk, padded to its full shape, and its CRC-32C
+
+Any reader of zarr3 in OCDBT opens it, such as tensorstore.
 """
 
 import dataclasses
 import itertools
 import math
 import struct
-from typing import Any
+from typing import Annotated, Any
 
 import google_crc32c
 import ml_dtypes
 import numpy as np
+
+from xshard.files import jsonfile
 
 # The largest chunk. Larger ones were slower in measurements, because memory of that
 # size is not reused.
@@ -25,35 +32,74 @@ SHARED_CHUNK_BYTES = 8 << 20
 LARGE_BYTES = 1 << 20
 # The types that tensorstore's zarr3 driver supports.
 TYPES = (
-    "bool", "int2", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-    "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz",
-    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float16", "bfloat16", "float32", "float64",
-    "complex64", "complex128",
-)  # fmt: skip
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
 _CRC_BYTES = 4
+# Tensorstore's limit.
+_MOST_DIMENSIONS = 32
+_WIDEST_BYTES = 16
 
 Shape = tuple[int, ...]
-# The index of a chunk in the grid of its array.
-ChunkIndex = tuple[int, ...]
-# The bounds of a part of an array, in each dimension.
-Box = tuple[tuple[int, int], ...]
+# The place of a chunk in the grid of an array's chunks.
+GridIndex = tuple[int, ...]
+# A part of an array: (start, stop) in each dimension. It means the same as an index of
+# slices, which Python 3.11 cannot hash.
+Index = tuple[tuple[int, int], ...]
+
+
+def _can_be_shape(shape: Shape) -> bool:
+    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
+        return False
+    # NumPy refuses larger arrays, even if one of their dimensions is 0.
+    size = math.prod(max(n, 1) for n in shape)
+    return size * _WIDEST_BYTES < 1 << 63
+
+
+_StoredShape = Annotated[Shape, jsonfile.Rule("a shape", _can_be_shape)]
+_StoredType = Annotated[
+    str, jsonfile.Rule("a type that zarr supports", lambda name: name in TYPES)
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayMeta:
-    """An array of the tree as it is stored.
+    """How an array is stored; an entry of meta.json.
 
     Attributes:
-      shape: the array's logical shape; for a typed PRNG key, the shape of its data.
+      shape: the array's global shape; for a typed PRNG key, the shape of its data.
       dtype: the name of its type, such as 'bfloat16'.
-      chunk_shape: the shape of its chunks; chunks at the upper ends are padded.
+      chunk_shape: the shape of its chunks. Those at the upper ends are padded to it.
       key_impl: the name of the PRNG implementation, if the array is a typed PRNG key.
       sharding: the partition spec at the time of the save, for people to read.
     """
 
-    shape: Shape
-    dtype: str
-    chunk_shape: Shape
+    shape: _StoredShape
+    dtype: _StoredType
+    chunk_shape: _StoredShape
     key_impl: str | None = None
     sharding: str = ""
 
@@ -83,34 +129,34 @@ class ArrayMeta:
     @property
     def grid(self) -> Shape:
         """The number of chunks in each dimension."""
-        pairs = zip(self.shape, self.chunk_shape, strict=True)
-        return tuple(-(-size // part) for size, part in pairs)
+        sizes = zip(self.shape, self.chunk_shape, strict=True)
+        return tuple(-(-size // chunk_size) for size, chunk_size in sizes)
 
     @property
     def chunk_count(self) -> int:
         """The number of chunks."""
         return math.prod(self.grid)
 
-    def chunks(self, box: Box | None = None) -> list[ChunkIndex]:
-        """Lists the chunks that hold a part of the array, by their places in the grid;
-        all chunks by default.
-        """
-        if box is None:
-            box = whole_box(self.shape)
+    def chunks(self, index: Index | None = None) -> list[GridIndex]:
+        """Lists the chunks that hold a part of the array; by default, all chunks."""
+        if index is None:
+            index = full_index(self.shape)
         ranges = []
-        for (low, high), size in zip(box, self.chunk_shape, strict=True):
-            first = low // size
+        for (start, stop), chunk_size in zip(index, self.chunk_shape, strict=True):
+            first = start // chunk_size
             # An empty part has no chunks.
-            end = -(-high // size) if high > low else first
+            end = -(-stop // chunk_size) if stop > start else first
             ranges.append(range(first, end))
         return list(itertools.product(*ranges))
 
-    def box(self, chunk: ChunkIndex) -> Box:
-        """Returns the part of the array that a chunk holds."""
-        box = []
-        for i, size, end in zip(chunk, self.chunk_shape, self.shape, strict=True):
-            box.append((i * size, min((i + 1) * size, end)))
-        return tuple(box)
+    def index_of(self, chunk: GridIndex) -> Index:
+        """Returns the part of the array that a chunk holds, without its padding."""
+        index = []
+        for i, chunk_size, size in zip(
+            chunk, self.chunk_shape, self.shape, strict=True
+        ):
+            index.append((i * chunk_size, min((i + 1) * chunk_size, size)))
+        return tuple(index)
 
     def keys(self, path: str) -> list[str]:
         """Lists the keys of the database that hold the array."""
@@ -119,23 +165,21 @@ class ArrayMeta:
 
     def zarr(self) -> dict[str, Any]:
         """Returns the content of the array's zarr.json."""
-        grid = {
-            "name": "regular",
-            "configuration": {"chunk_shape": list(self.chunk_shape)},
-        }
-        codecs = [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            {"name": "crc32c"},
-        ]
         return {
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(self.shape),
             "data_type": self.dtype,
-            "chunk_grid": grid,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(self.chunk_shape)},
+            },
             "chunk_key_encoding": {"name": "default"},
-            "fill_value": _fill_value(self.dtype),
-            "codecs": codecs,
+            "fill_value": _zero(self.dtype),
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "crc32c"},
+            ],
         }
 
 
@@ -150,24 +194,28 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def whole_box(shape: Shape) -> Box:
-    """Returns the box of a whole array."""
+def full_index(shape: Shape) -> Index:
+    """Returns the index of a whole array."""
     return tuple((0, size) for size in shape)
 
 
-def box_shape(box: Box) -> Shape:
-    """Returns the shape of a box."""
-    return tuple(high - low for low, high in box)
+def as_index(slices: tuple[slice, ...], shape: Shape) -> Index:
+    """Converts slices into an array of a shape, as JAX's shardings give them."""
+    index = []
+    for one, size in zip(slices, shape, strict=True):
+        start, stop, _ = one.indices(size)
+        index.append((start, stop))
+    return tuple(index)
 
 
-def box_index(box: Box) -> tuple[slice, ...]:
-    """Converts a box to an index of slices."""
-    return tuple(slice(low, high) for low, high in box)
+def as_slices(index: Index) -> tuple[slice, ...]:
+    """Converts an index to slices."""
+    return tuple(slice(start, stop) for start, stop in index)
 
 
-def as_box(index: tuple[slice, ...], shape: Shape) -> Box:
-    """Converts an index of slices into an array of a shape to a box."""
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+def index_shape(index: Index) -> Shape:
+    """Returns the shape of the part at an index."""
+    return tuple(stop - start for start, stop in index)
 
 
 def is_large(path: str, meta: ArrayMeta) -> bool:
@@ -179,21 +227,20 @@ def is_large(path: str, meta: ArrayMeta) -> bool:
     return bool(path) and meta.chunk_bytes >= LARGE_BYTES
 
 
-def chunk_key(path: str, chunk: ChunkIndex) -> str:
+def chunk_key(path: str, chunk: GridIndex) -> str:
     """Returns the database key of a chunk."""
     return "/".join([path, "c", *map(str, chunk)])
 
 
 def encode(chunk: np.ndarray, shape: Shape) -> bytes:
-    """Encodes a chunk, padded with zeros to a shape, as its bytes followed by their
-    CRC-32C.
-    """
+    """Encodes a chunk as its bytes, padded with zeros to a shape, and their CRC-32C."""
     if chunk.shape != shape:
-        whole = np.zeros(shape, chunk.dtype)
-        whole[tuple(map(slice, chunk.shape))] = chunk
-        chunk = whole
+        padded = np.zeros(shape, chunk.dtype)
+        padded[tuple(map(slice, chunk.shape))] = chunk
+        chunk = padded
     flat = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
-    return b"".join((flat, struct.pack("<I", google_crc32c.value(flat))))  # type: ignore[arg-type]
+    checksum = struct.pack("<I", google_crc32c.value(flat))
+    return b"".join((flat, checksum))  # type: ignore[arg-type]
 
 
 def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
@@ -204,20 +251,24 @@ def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
       meta: how the array is stored.
 
     Raises:
-      ValueError: if the bytes are not what was written.
+      ValueError: if the bytes are not those of a chunk of the array.
     """
     if len(content) != meta.chunk_bytes + _CRC_BYTES:
         raise ValueError(
             f"{len(content)} bytes instead of {meta.chunk_bytes + _CRC_BYTES}"
         )
+    # Every flipped bit, overwritten block and torn write within a chunk shows here, or
+    # in tensorstore's driver for large chunks. A whole chunk in the place of another
+    # does not: the fingerprint of the state shows that (see
+    # `xshard.stored.fingerprint`), to a run that resumes and to `verify`.
     flat = np.frombuffer(content, np.uint8)
-    (stored,) = struct.unpack("<I", content[-_CRC_BYTES:])
-    if google_crc32c.value(flat[:-_CRC_BYTES]) != stored:
+    (checksum,) = struct.unpack("<I", content[-_CRC_BYTES:])
+    if google_crc32c.value(flat[:-_CRC_BYTES]) != checksum:
         raise ValueError("its checksum differs")
     return flat[:-_CRC_BYTES].view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
 
 
-def _fill_value(dtype: str) -> Any:
+def _zero(dtype: str) -> Any:
     """Returns zero as zarr's JSON represents it for a type."""
     if dtype == "bool":
         return False

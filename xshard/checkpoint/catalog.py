@@ -2,6 +2,7 @@
 no lock.
 """
 
+import contextlib
 import os
 from typing import Any, NamedTuple
 
@@ -68,19 +69,33 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
         raise format_lib.CheckpointError(f"{store} is not a directory.")
-    # The content of each attempt's COMMIT; empty if the attempt does not count or is
-    # damaged.
-    contents: dict[format_lib.SaveAttempt, dict[str, Any]] = {}
+    listed = []
+    commits: dict[format_lib.SaveAttempt, format_lib.Commit] = {}
     for attempt in format_lib.attempts(store):
-        content = _commit(attempt) if attempt.counts else {}
-        # None: a run deleted the attempt after it was listed.
-        if content is not None:
-            contents[attempt] = content
-    commits = {attempt: content for attempt, content in contents.items() if content}
+        if attempt.counts:
+            try:
+                commits[attempt] = _read_commit(attempt)
+            except _DeletedError:
+                continue
+            except metadata_files.DamagedError:
+                # It is listed without a COMMIT.
+                pass
+        listed.append(attempt)
+
     meta = _newest_meta(list(commits))
-    best = _best(commits, meta)
-    entries = [_entry(attempt, content, best) for attempt, content in contents.items()]
-    return Catalog(entries, meta.get("written_with", {}))
+    ranks = {}
+    written_with = {}
+    if meta is not None:
+        ranks = _rank(commits, _retention_rule(meta))
+        written_with = meta.written_with
+    entries = []
+    for attempt in listed:
+        entry = _entry(attempt, commits.get(attempt))
+        if attempt in ranks:
+            rank, metric = ranks[attempt]
+            entry = entry._replace(best=rank, best_metric=metric)
+        entries.append(entry)
+    return Catalog(entries, written_with)
 
 
 def newest_entry(store: store_lib.Store) -> Entry | None:
@@ -88,9 +103,8 @@ def newest_entry(store: store_lib.Store) -> Entry | None:
     other; None if there is none.
     """
     for attempt in reversed(format_lib.committed(store)):
-        content = _commit(attempt)
-        if content:
-            return _entry(attempt, content, best={})
+        with contextlib.suppress(_DeletedError, metadata_files.DamagedError):
+            return _entry(attempt, _read_commit(attempt))
     return None
 
 
@@ -98,90 +112,98 @@ def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
     """Returns the metadata of the newest checkpoint; empty if there is none or it is
     damaged.
     """
-    return _newest_meta(format_lib.committed(store)).get("metadata", {})
+    meta = _newest_meta(format_lib.committed(store))
+    return {} if meta is None else meta.metadata
 
 
-def _entry(
-    attempt: format_lib.SaveAttempt,
-    commit: dict[str, Any],
-    best: dict[format_lib.SaveAttempt, tuple[int, str]],
-) -> Entry:
-    if commit.get(format_lib.NONFINITE):
-        state = "not finite"
-    elif commit:
-        state = "complete"
-    elif format_lib.COMMIT in attempt.marks:
-        state = "damaged"
-    else:
-        state = "incomplete"
-    place, metric = best.get(attempt, (None, ""))
-    return Entry(
-        step=attempt.step,
-        state=state,
-        folder=attempt.folder,
-        time=commit.get("time"),
-        nbytes=commit.get("bytes"),
-        metrics=commit.get("metrics", {}),
-        pinned=format_lib.PINNED in attempt.marks,
-        best=place,
-        best_metric=metric,
-    )
+class _DeletedError(Exception):
+    """A run deleted the checkpoint after it was listed."""
 
 
-def _commit(attempt: format_lib.SaveAttempt) -> dict[str, Any] | None:
-    """Reads a COMMIT; returns an empty one if it is damaged, None if it was deleted
-    after the listing.
+def _read_commit(attempt: format_lib.SaveAttempt) -> format_lib.Commit:
+    """Reads the COMMIT of an attempt that was listed as one that counts.
+
+    Raises:
+      DamagedError: if it is not what was written.
+      _DeletedError: if it no longer exists.
     """
     try:
         return metadata_files.retry_on_damage(
             lambda: metadata_files.read_commit(attempt)
         )
-    except metadata_files.DamagedError:
-        is_gone = attempt.store.read(attempt.prefix + format_lib.COMMIT) is None
-        return None if is_gone else {}
+    except metadata_files.DamagedError as e:
+        # A missing COMMIT is damage to its reader, but a deletion removes COMMIT first.
+        if attempt.store.read(attempt.prefix + format_lib.COMMIT) is None:
+            raise _DeletedError from e
+        raise
 
 
-def _newest_meta(attempts: list[format_lib.SaveAttempt]) -> dict[str, Any]:
-    """Reads the meta.json of the last of some attempts; returns an empty one if there
-    is none or it is damaged.
+def _entry(attempt: format_lib.SaveAttempt, commit: format_lib.Commit | None) -> Entry:
+    """Describes an attempt; the commit is None if the attempt does not count, or is
+    damaged.
+    """
+    entry = Entry(
+        step=attempt.step,
+        state="damaged" if format_lib.COMMIT in attempt.marks else "incomplete",
+        folder=attempt.folder,
+        time=None,
+        nbytes=None,
+        metrics={},
+        pinned=format_lib.PINNED in attempt.marks,
+        best=None,
+        best_metric="",
+    )
+    if commit is None:
+        return entry
+    return entry._replace(
+        state="not finite" if commit.nonfinite else "complete",
+        time=commit.time,
+        nbytes=commit.bytes,
+        metrics=commit.metrics,
+    )
+
+
+def _newest_meta(attempts: list[format_lib.SaveAttempt]) -> format_lib.Meta | None:
+    """Reads the meta.json of the last of some attempts; returns None if there is none
+    or it is damaged.
     """
     if not attempts:
-        return {}
+        return None
     try:
         return metadata_files.retry_on_damage(
             lambda: metadata_files.read_meta(attempts[-1])
         )
     except metadata_files.DamagedError:
-        return {}
+        return None
 
 
-def _best(
-    commits: dict[format_lib.SaveAttempt, dict[str, Any]], meta: dict[str, Any]
+def _rank(
+    commits: dict[format_lib.SaveAttempt, format_lib.Commit],
+    keep: retention.Keep | None,
 ) -> dict[format_lib.SaveAttempt, tuple[int, str]]:
-    """Ranks the best checkpoints by the rule in the newest checkpoint's config; returns
-    each rank and the metric.
+    """Returns the rank of each of the best checkpoints, from 1, and the metric that
+    decides.
     """
-    keep = _rule(meta)
     if keep is None:
         return {}
+    # Of several attempts to save a step, the last counts.
     attempts = {attempt.step: attempt for attempt in commits}
     saved = []
     for step, attempt in attempts.items():
-        saved.append(
-            retention.Saved(step, commits[attempt]["metrics"].get(keep.metric))
-        )
-    best = {}
-    for place, step in enumerate(keep.best_steps(saved), 1):
-        best[attempts[step]] = (place, keep.metric)
-    return best
+        metric = commits[attempt].metrics.get(keep.metric)
+        saved.append(retention.Saved(step, metric))
+    ranks = {}
+    for rank, step in enumerate(keep.best_steps(saved), 1):
+        ranks[attempts[step]] = (rank, keep.metric)
+    return ranks
 
 
-def _rule(meta: dict[str, Any]) -> retention.Keep | None:
-    """Returns the rule for the best checkpoints; None if the config has none or an
-    invalid one.
+def _retention_rule(meta: format_lib.Meta) -> retention.Keep | None:
+    """Returns the rule for the best checkpoints in the config of the run; None if it
+    has none or an invalid one.
     """
-    options: Any = meta
-    for key in ("metadata", "config", "checkpoint"):
+    options: Any = meta.metadata
+    for key in ("config", "checkpoint"):
         options = options.get(key)
         if not isinstance(options, dict):
             return None
@@ -190,7 +212,11 @@ def _rule(meta: dict[str, Any]) -> retention.Keep | None:
         return None
     try:
         return retention.Keep(
-            1, 0, options["keep_best"], name, options.get("best_mode")
+            last=1,
+            every_steps=0,
+            best=options["keep_best"],
+            metric=name,
+            mode=options.get("best_mode"),
         )
     except format_lib.CheckpointError:
         return None

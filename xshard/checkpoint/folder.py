@@ -74,7 +74,7 @@ class Folder:
                 # A run must not resume from a damaged checkpoint either, so it is
                 # treated as not finite.
                 return [str(e)]
-            self._nonfinite[attempt] = commit.get(format_lib.NONFINITE, [])
+            self._nonfinite[attempt] = commit.nonfinite or []
         return self._nonfinite[attempt]
 
     def acquire(self) -> None:
@@ -195,9 +195,8 @@ class Folder:
         metric = None
         if self._keep.best:
             with contextlib.suppress(metadata_files.DamagedError):
-                metric = metadata_files.read_commit(attempt)["metrics"].get(
-                    self._keep.metric
-                )
+                commit = metadata_files.read_commit(attempt)
+                metric = commit.metrics.get(self._keep.metric)
         # A link means that a person moved the checkpoint elsewhere, and only that
         # person may delete it.
         pinned = format_lib.PINNED in attempt.marks or attempt.is_link

@@ -1,24 +1,26 @@
 """The on-disk format of a checkpoint.
 
-    step_00001200.3f9a11c2/     one folder per attempt to save a step, so that nothing
-    is ever overwritten
-        p0/, p1/, ...           the output of each process: an OCDBT database, and its
-        chunks' checksums (sums.json) manifest.ocdbt, d/      the merge of all
-        processes' databases; its entries refer to p0/, p1/, ... meta.json
-        the tree (paths, shapes, types), the run's metadata, and library versions COMMIT
-        created last, and only if absent; its existence makes the checkpoint count
-        PINNED                  a mark: no retention rule deletes this checkpoint
-        DAMAGED                 a mark with the reason: the checkpoint no longer counts
-        METRICS                 the metrics of an evaluation that ran after the save
-    removed/step_...            a note for each attempt that a person deleted
-    RUN                         the run that owns these checkpoints (see `Owner`)
+    step_00001200.3f9a11c2/   one folder per attempt to save a step, so that nothing is
+                              ever overwritten
+        p0/, p1/, ...         what each process wrote: an OCDBT database of its chunks
+        manifest.ocdbt, d/    the databases of all processes, merged into one that
+                              refers to their data in place
+        meta.json             the arrays (see `arrays.ArrayMeta`), the run's metadata,
+                              and the versions of the libraries
+        COMMIT                created last, and only if absent: its existence makes the
+                              checkpoint count
+        PINNED                a mark: no retention rule deletes this checkpoint
+        DAMAGED               a mark with the reason: the checkpoint no longer counts
+        METRICS               the metrics of an evaluation that ran after the save
+    removed/step_...          a note for each attempt that a person deleted
+    RUN                       the run that owns these checkpoints (see `Owner`)
 
-An attempt "counts" if it may be restored: it has COMMIT and is not marked DAMAGED.
+An attempt counts if it may be restored: it has COMMIT and is not marked DAMAGED.
 
-Each array of the tree is a zarr3 array under its path (see arrays.py). COMMIT holds its
-own checksum, the checksums of meta.json and of the manifest, the number of keys, and
-the metrics by which the best checkpoint is chosen. If the run checks its parameters,
-COMMIT also lists the paths of arrays that are not finite.
+What makes a restored state the saved one, from the inside out: each chunk is followed
+by its CRC-32C, and so is each node of the databases' trees. COMMIT has the SHA-256 of
+meta.json and of the manifest, from which the trees hang, and its own. The run's
+metadata have the fingerprint of the state, which was computed on the devices.
 """
 
 import dataclasses
@@ -28,23 +30,83 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
+from xshard.files import identity as identity_lib
 from xshard.files import jsonfile
 
 VERSION = 2
-COMMIT, META, MANIFEST = "COMMIT", "meta.json", "manifest.ocdbt"
-PINNED, DAMAGED, METRICS = "PINNED", "DAMAGED", "METRICS"
-RUN, REMOVED = "RUN", "removed/"
-# Optional keys of COMMIT: older versions did not write them.
-NONFINITE, OWNER = "nonfinite", "run"
-# JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
-_NOT_FINITE = "not finite"
+COMMIT = "COMMIT"
+META = "meta.json"
+MANIFEST = "manifest.ocdbt"
+PINNED = "PINNED"
+DAMAGED = "DAMAGED"
+METRICS = "METRICS"
+RUN = "RUN"
+REMOVED = "removed/"
 _MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
+# JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
+_NOT_FINITE = "not finite"
+# The last second of the year 9999, the largest date that Python can represent.
+_LAST_SECOND = 253402300799
 
 CheckpointError = store_lib.CheckpointError
+_Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
+_Time = Annotated[
+    float, jsonfile.Rule("a time", lambda seconds: 0 <= seconds <= _LAST_SECOND)
+]
+
+
+class Commit(NamedTuple):
+    """The content of COMMIT.
+
+    Attributes:
+      step: the step.
+      attempt: the nonce of the attempt. Without it, COMMIT of one attempt would pass
+        for that of another.
+      keys: the number of keys in the database.
+      bytes: the size of the arrays.
+      time: when the checkpoint was committed, in seconds since 1970.
+      sha256: the checksums of meta.json and of the manifest, by name.
+      metrics: the metrics by which the best checkpoint is chosen.
+      nonfinite: the paths of checked arrays that are not finite, possibly incomplete;
+        None if the save checked no arrays.
+      run: the run that saved the checkpoint; None if no run did.
+    """
+
+    step: _Count
+    attempt: str
+    keys: _Count
+    bytes: _Count
+    time: _Time
+    sha256: dict[str, str]
+    metrics: dict[str, float]
+    nonfinite: list[str] | None = None
+    run: identity_lib.Identity | None = None
+
+
+class Meta(NamedTuple):
+    """The content of meta.json.
+
+    Attributes:
+      version: the version of the format.
+      step: the step.
+      arrays: how each array is stored, by path.
+      metadata: the metadata that the caller of the save gave, such as a run's config
+        and the fingerprint of the state.
+      data: the position in the data of each process, in the order of the processes.
+      written_with: the numbers of processes and devices, and the libraries' versions.
+    """
+
+    version: _Count
+    step: _Count
+    arrays: arrays_lib.ArrayMetas
+    metadata: dict[str, Any]
+    data: list[Any]
+    written_with: dict[str, Any]
 
 
 class Owner(NamedTuple):
@@ -67,9 +129,11 @@ class Owner(NamedTuple):
 class SaveAttempt:
     """The folder of one attempt to save a step, as it was when the store was listed.
 
+    Two attempts are equal if they are the same folder, whatever its marks.
+
     Attributes:
       store: the store that holds the folder.
-      step: the step's number.
+      step: the step.
       nonce: a random string that distinguishes attempts to save the same step.
       marks: which of COMMIT, PINNED, DAMAGED and METRICS exist in the folder.
       is_link: whether the folder is a symbolic link, which only a person creates. Links
@@ -94,14 +158,14 @@ class SaveAttempt:
 
     @property
     def counts(self) -> bool:
-        """Returns whether the attempt is a checkpoint that may be restored."""
+        """Whether the attempt is a checkpoint that may be restored."""
         return COMMIT in self.marks and DAMAGED not in self.marks
 
     def __str__(self) -> str:
         return f"{self.store}/{self.folder}"
 
     def part(self, process: int) -> str:
-        """The prefix of the objects that a process writes."""
+        """Returns the prefix of the objects that a process writes."""
         return f"{self.prefix}p{process}/"
 
 
@@ -152,20 +216,24 @@ def choose(
       CheckpointError: if no attempt is selected.
     """
     chosen = [attempt for attempt in reversed(there) if step in (None, attempt.step)]
-    if not chosen:
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        steps = sorted({attempt.step for attempt in there})
-        rest = sorted({attempt.step for attempt in attempts(store)}.difference(steps))
-        others = f"; incomplete or marked as damaged: {rest}" if rest else ""
-        raise CheckpointError(
-            f"There is no {wanted} in {store}; steps there: {steps or 'none'}{others}."
-        )
-    return chosen
+    if chosen:
+        return chosen
+    wanted = "checkpoint"
+    if step is not None:
+        wanted += f" of step {step}"
+    steps = {attempt.step for attempt in there}
+    message = f"There is no {wanted} in {store}; steps there: {sorted(steps) or 'none'}"
+    others = {attempt.step for attempt in attempts(store)} - steps
+    if others:
+        message += f"; incomplete or marked as damaged: {sorted(others)}"
+    raise CheckpointError(f"{message}.")
 
 
 def pin(attempt: SaveAttempt) -> bool:
-    """Pins a checkpoint, so that no retention rule deletes it; returns False if it was
-    already pinned.
+    """Pins a checkpoint, so that no retention rule deletes it.
+
+    Returns:
+      False if it was pinned already.
     """
     if PINNED in attempt.marks:
         return False
@@ -201,8 +269,7 @@ def is_given_up(store: store_lib.Store, folder: str) -> bool:
 
 
 def read_owner(store: store_lib.Store) -> Owner | None:
-    """Returns the run that owns the checkpoints in a store; None if there is no RUN, as
-    in older versions.
+    """Returns the run that owns the checkpoints in a store; None if no run does.
 
     Raises:
       CheckpointError: if RUN cannot be read, or its content is not what a run wrote.
@@ -211,14 +278,11 @@ def read_owner(store: store_lib.Store) -> Owner | None:
     if content is None:
         return None
     try:
-        owner = Owner(**unseal(content))
-        if not isinstance(owner.config, dict):
-            raise ValueError("its config is not an object")
-        return owner
-    except (ValueError, TypeError) as e:
+        return jsonfile.parse(unseal(content), Owner)
+    except ValueError as e:
         raise CheckpointError(
-            f"{store}/{RUN} is not a valid record of a run ({e}), so the owner of these checkpoints is "
-            "unknown: give another checkpoint.directory."
+            f"{store}/{RUN} is not a valid record of a run ({e}), so the owner of "
+            "these checkpoints is unknown: give another checkpoint.directory."
         ) from e
 
 
@@ -233,8 +297,9 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
         store.create(RUN, seal(owner._asdict()))
     elif other.id != owner.id:
         raise CheckpointError(
-            f"{store} holds the checkpoints of run {other.id} ({other.workdir}), but this is run {owner.id} "
-            f"({owner.workdir}): give another checkpoint.directory; --init_from takes their parameters."
+            f"{store} holds the checkpoints of run {other.id} ({other.workdir}), but "
+            f"this is run {owner.id} ({owner.workdir}): give another "
+            "checkpoint.directory; --init_from takes their parameters."
         )
 
 
@@ -245,6 +310,69 @@ def add_metrics(attempt: SaveAttempt, metrics: dict[str, float]) -> None:
     # `create` refuses to overwrite an object that has other content.
     attempt.store.delete(attempt.prefix + METRICS)
     attempt.store.create(attempt.prefix + METRICS, seal(metrics))
+
+
+def serialize_commit(commit: Commit) -> bytes:
+    """Returns the content of COMMIT."""
+    value = commit._asdict()
+    if commit.run is not None:
+        value["run"] = commit.run._asdict()
+    # What is not known is left out.
+    return seal({key: item for key, item in value.items() if item is not None})
+
+
+def parse_commit(content: bytes) -> Commit:
+    """Parses COMMIT, which may have further keys.
+
+    Raises:
+      ValueError: if it is not what was written, or could not have been.
+    """
+    return jsonfile.parse(unseal(content), Commit, extra_keys=True)
+
+
+def parse_metrics(content: bytes) -> dict[str, float]:
+    """Parses METRICS; raises ValueError as `parse_commit` does."""
+    return jsonfile.parse(unseal(content), dict[str, float])
+
+
+def serialize_meta(meta: Meta) -> bytes:
+    """Returns the content of meta.json."""
+    arrays = {path: dataclasses.asdict(entry) for path, entry in meta.arrays.items()}
+    return to_json(meta._asdict() | {"arrays": arrays})
+
+
+def parse_meta(content: bytes) -> Meta:
+    """Parses meta.json, which may have further keys.
+
+    Raises:
+      CheckpointError: if it has another format version.
+      ValueError: if it could not have been written.
+    """
+    value = from_json(content)
+    version = value.get("version")
+    # Of another version, nothing else is known.
+    if type(version) is int and version != VERSION:
+        raise CheckpointError(
+            f"has format version {version}; this code reads version {VERSION}."
+        )
+    meta = jsonfile.parse(value, Meta, extra_keys=True)
+    for path, entry in meta.arrays.items():
+        if not _has_valid_chunks(entry):
+            raise ValueError(
+                f"arrays/{path}/chunk_shape is {list(entry.chunk_shape)}, "
+                f"not a chunk of {list(entry.shape)}"
+            )
+    return meta
+
+
+def _has_valid_chunks(meta: arrays_lib.ArrayMeta) -> bool:
+    if len(meta.chunk_shape) != len(meta.shape):
+        return False
+    for chunk_size, size in zip(meta.chunk_shape, meta.shape, strict=True):
+        # Along a dimension of size 0 the chunk has size 1.
+        if not 1 <= chunk_size <= max(size, 1):
+            return False
+    return True
 
 
 def checksum(content: bytes) -> str:
@@ -260,8 +388,10 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(content: bytes) -> dict[str, Any]:
-    """Parses an object that `to_json` wrote; raises ValueError if the content is not a
-    JSON object.
+    """Parses an object that `to_json` wrote.
+
+    Raises:
+      ValueError: if the content is not a JSON object.
     """
     return _with_nonfinite(jsonfile.loads(content))
 
@@ -272,10 +402,15 @@ def seal(value: dict[str, Any]) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, Any]:
-    """Returns the object that `seal` wrote; raises ValueError if its checksum differs."""
+    """Returns the object that `seal` wrote.
+
+    Raises:
+      ValueError: if the content is not what was written.
+    """
     value = jsonfile.loads(content).get("content")
-    # The parsed value is sealed again as it is, without `_without_nonfinite`: older
-    # versions wrote a bare NaN.
+    # Every byte is compared, so that even a change that JSON ignores is found. The same
+    # value has the same bytes again, since keys are sorted, and floats do not change on
+    # their way through text.
     if not isinstance(value, dict) or content != _seal(value):
         raise ValueError("its checksum differs")
     return _with_nonfinite(value)

@@ -159,7 +159,7 @@ class Manager:
         """
         for attempt in reversed(self._folder.committed()):
             if attempt.step == step:
-                return metadata_files.read_commit(attempt)["metrics"]
+                return metadata_files.read_commit(attempt).metrics
         return {}
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
@@ -185,7 +185,7 @@ class Manager:
             )
         except metadata_files.DamagedError:
             return []
-        return commit.get(format_lib.NONFINITE, [])
+        return commit.nonfinite or []
 
     def finite_steps(self) -> list[int]:
         """Lists the steps with no array known to be nonfinite, in ascending order."""

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     """
 
     path: str
-    chunk: arrays_lib.ChunkIndex
+    chunk: arrays_lib.GridIndex
     shard: int
     start: tuple[int, ...]
     shape: arrays_lib.Shape
@@ -66,7 +66,7 @@ def plan(leaves: dict[str, Any], index: int, count: int) -> Plan:
         meta = leaves_lib.describe(leaf, fewest)
         arrays[path] = meta
         for chunk in meta.chunks():
-            block = _block(holders, meta.box(chunk))
+            block = _block(holders, meta.index_of(chunk))
             choices.append(_Choice(path, chunk, meta.chunk_bytes, holders[block]))
     loads = [0] * count
     own = []
@@ -86,7 +86,7 @@ class _Choice(NamedTuple):
     """
 
     path: str
-    chunk: arrays_lib.ChunkIndex
+    chunk: arrays_lib.GridIndex
     nbytes: int
     holders: list[int]
 
@@ -97,23 +97,25 @@ def _order(choice: _Choice) -> tuple[Any, ...]:
     return len(choice.holders) > 1, -choice.nbytes, choice.path, choice.chunk
 
 
-def _holders(leaf: Any, count: int) -> dict[arrays_lib.Box, list[int]]:
+def _holders(leaf: Any, count: int) -> dict[arrays_lib.Index, list[int]]:
     """Returns the processes that hold each distinct block of an array, in ascending
     order.
     """
     data, _ = leaves_lib.key_data(leaf)
     if not isinstance(leaf, jax.Array) or count == 1:
-        return {arrays_lib.whole_box(data.shape): list(range(count))}
-    holders: dict[arrays_lib.Box, set[int]] = {}
+        return {arrays_lib.full_index(data.shape): list(range(count))}
+    holders: dict[arrays_lib.Index, set[int]] = {}
     for device, index in data.sharding.devices_indices_map(data.shape).items():
-        block = arrays_lib.as_box(index, data.shape)
+        block = arrays_lib.as_index(index, data.shape)
         holders.setdefault(block, set()).add(device.process_index)
     return {block: sorted(processes) for block, processes in holders.items()}
 
 
-def _block(blocks: Iterable[arrays_lib.Box], box: arrays_lib.Box) -> arrays_lib.Box:
+def _block(
+    blocks: Iterable[arrays_lib.Index], box: arrays_lib.Index
+) -> arrays_lib.Index:
     """Returns the block that contains a box; all blocks of an array have the same size."""
-    sizes = arrays_lib.box_shape(next(iter(blocks)))
+    sizes = arrays_lib.index_shape(next(iter(blocks)))
     block = []
     for (low, _), size in zip(box, sizes, strict=True):
         start = low // size * size
@@ -128,27 +130,27 @@ def _pieces(
     array.
     """
     pieces = []
-    blocks: dict[str, dict[arrays_lib.Box, int]] = {}
+    blocks: dict[str, dict[arrays_lib.Index, int]] = {}
     for choice in sorted(own):
         path = choice.path
         if path not in blocks:
             blocks[path] = _local_blocks(leaves[path])
-        box = arrays[path].box(choice.chunk)
+        box = arrays[path].index_of(choice.chunk)
         block = _block(blocks[path], box)
         start = tuple(
             low - first for (low, _), (first, _) in zip(box, block, strict=True)
         )
-        shape = arrays_lib.box_shape(box)
+        shape = arrays_lib.index_shape(box)
         pieces.append(Piece(path, choice.chunk, blocks[path][block], start, shape))
     return pieces
 
 
-def _local_blocks(leaf: Any) -> dict[arrays_lib.Box, int]:
+def _local_blocks(leaf: Any) -> dict[arrays_lib.Index, int]:
     """Returns the index of the first of this process's shards that holds each block."""
     data, _ = leaves_lib.key_data(leaf)
     if not isinstance(data, jax.Array):
-        return {arrays_lib.whole_box(np.shape(data)): 0}
-    blocks: dict[arrays_lib.Box, int] = {}
+        return {arrays_lib.full_index(np.shape(data)): 0}
+    blocks: dict[arrays_lib.Index, int] = {}
     for i, shard in enumerate(data.addressable_shards):
-        blocks.setdefault(arrays_lib.as_box(shard.index, data.shape), i)
+        blocks.setdefault(arrays_lib.as_index(shard.index, data.shape), i)
     return blocks

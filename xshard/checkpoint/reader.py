@@ -22,8 +22,8 @@ _PLACED_AT_ONCE = 64
 _SHOWN = 5
 
 
-class Leaf(NamedTuple):
-    """An array to be read onto devices.
+class ArrayTarget(NamedTuple):
+    """A stored array, and the array on devices to create from it.
 
     Attributes:
       path: its path in the checkpoint.
@@ -42,27 +42,31 @@ class Leaf(NamedTuple):
     group: int | None = None
     repeat: bool = False
 
-    def stored_box(self, index: tuple[slice, ...]) -> arrays_lib.Box:
-        """Maps an index of the wanted array to the part of the stored array that
-        provides its values.
+    def stored_index(self, shard: tuple[slice, ...]) -> arrays_lib.Index:
+        """Returns the part of the stored array that provides the values of a shard of
+        the array to create.
         """
-        box = arrays_lib.as_box(index, self.shape)
+        index = arrays_lib.as_index(shard, self.shape)
         if self.repeat:
-            box = box[1:]
+            index = index[1:]
         if self.group is not None:
-            box = ((self.group, self.group + 1), *box)
-        return box
+            index = ((self.group, self.group + 1), *index)
+        return index
 
-    def wanted(self, part: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Converts the part of the stored array for an index to the wanted array's
-        dimensions.
+    def to_shard(self, stored: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
+        """Returns the values of a shard of the array to create.
+
+        Args:
+          stored: the part of the stored array at `stored_index(shard)`.
+          shard: the slices of the shard.
         """
         if self.group is not None:
-            part = part[0]
+            stored = stored[0]
         if self.repeat:
-            count, *_ = arrays_lib.box_shape(arrays_lib.as_box(index, self.shape))
-            part = np.broadcast_to(part, (count, *part.shape))
-        return part
+            index = arrays_lib.as_index(shard, self.shape)
+            count, *_ = arrays_lib.index_shape(index)
+            stored = np.broadcast_to(stored, (count, *stored.shape))
+        return stored
 
 
 class Restored(NamedTuple):
@@ -113,39 +117,45 @@ def restore(
         shapes or types differ from the target's.
     """
     commit, meta = metadata_files.read_commit_meta(attempt)
-    of_run = commit.get(format_lib.OWNER)
-    if owner is not None and of_run is not None and of_run["id"] != owner.id:
+    # RUN names the owner of the folder, but a person may have moved another run's
+    # checkpoint there.
+    if owner is not None and commit.run is not None and commit.run.id != owner.id:
         raise format_lib.CheckpointError(
-            f"{attempt} belongs to run {of_run['id']}, but this is run {owner.id}: move it away, or give another "
-            "checkpoint.directory."
+            f"{attempt} belongs to run {commit.run.id}, but this is run {owner.id}: "
+            "move it away, or give another checkpoint.directory."
         )
-    stored = metadata_files.array_metas(meta)
+    stored = meta.arrays
     # A target may depend on the stored shapes: `PerReplica` state has one entry for
     # each replica that saved it.
     if callable(target):
-        target = target({path: stored[path].shape for path in stored})
-    wanted = leaves_lib.flatten(target)
-    described = {path: leaves_lib.describe(leaf) for path, leaf in wanted.items()}
-    unread = _unread(stored, described, may_hold)
+        target = target({path: entry.shape for path, entry in stored.items()})
+    leaves = leaves_lib.flatten(target)
+    wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
+    unread = _unread(stored, wanted, may_hold)
     if unread:
-        say(
-            f"{attempt} holds arrays that are not used here: {formatting.listed(sorted(unread), _SHOWN, '; ')}"
+        listed = formatting.listed(sorted(unread), _SHOWN, "; ")
+        say(f"{attempt} holds arrays that are not used here: {listed}")
+    _check_same(attempt, stored, wanted, unread)
+
+    targets = []
+    for path, leaf in leaves.items():
+        targets.append(
+            ArrayTarget(path, stored[path], stored[path].shape, leaf.sharding)
         )
-    _check_same(attempt, stored, described, unread)
-    leaves = []
-    for path, leaf in wanted.items():
-        leaves.append(Leaf(path, stored[path], stored[path].shape, leaf.sharding))
-    values = read_leaves(attempt, leaves, say, budget_bytes)
-    state = jax.tree.unflatten(jax.tree.structure(target), values)
-    is_whole = wanted.keys() == stored.keys()
+    arrays = read_onto_devices(attempt, targets, say, budget_bytes)
     return Restored(
-        state, meta["metadata"], meta["data"], attempt.step, attempt.folder, is_whole
+        state=jax.tree.unflatten(jax.tree.structure(target), arrays),
+        metadata=meta.metadata,
+        data=meta.data,
+        step=attempt.step,
+        folder=attempt.folder,
+        is_whole=leaves.keys() == stored.keys(),
     )
 
 
-def read_leaves(
+def read_onto_devices(
     attempt: format_lib.SaveAttempt,
-    leaves: list[Leaf],
+    targets: list[ArrayTarget],
     say: Callable[[str], None],
     budget_bytes: int = array_reader.AHEAD_BYTES,
 ) -> list[jax.Array]:
@@ -157,74 +167,91 @@ def read_leaves(
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
     """
-    parts: list[array_reader.ArrayRegion] = []
-    readings: list[_Reading] = []
-    for leaf in leaves:
-        reading = _Reading(leaf)
-        for box in reading.boxes:
-            parts.append(array_reader.ArrayRegion(leaf.path, leaf.meta, box))
-            readings.append(reading)
+    parts: list[array_reader.ArraySlice] = []
+    # For each part, the array that it belongs to.
+    arrays: list[_LocalShards] = []
+    for target in targets:
+        array = _LocalShards(target)
+        for index in array.indices:
+            parts.append(array_reader.ArraySlice(target.path, target.meta, index))
+            arrays.append(array)
     total = sum(part.nbytes for part in parts)
     progress = budget_lib.ProgressReporter(f"reading {attempt}", total, say)
-    values = array_reader.read_regions(attempt, parts, budget_bytes)
-    full: list[_Reading] = []
-    arrays: dict[str, jax.Array] = {}
-    for reading, part, value in zip(readings, parts, values, strict=True):
-        reading.parts[part.box] = value
+    values = array_reader.read_slices(attempt, parts, budget_bytes)
+
+    complete: list[_LocalShards] = []
+    placed: dict[str, jax.Array] = {}
+    for array, part, value in zip(arrays, parts, values, strict=True):
+        array.parts[part.index] = value
         progress.add(value.nbytes)
-        if len(reading.parts) == len(reading.boxes):
-            full.append(reading)
-        if len(full) >= _PLACED_AT_ONCE:
-            arrays |= _place(full)
-            full.clear()
-    arrays |= _place(full)
-    return [arrays[leaf.path] for leaf in leaves]
+        if array.is_complete:
+            complete.append(array)
+        # Placed arrays leave the host's memory, so at most these few are in it.
+        if len(complete) >= _PLACED_AT_ONCE:
+            placed |= _place(complete)
+            complete.clear()
+    placed |= _place(complete)
+    return [placed[target.path] for target in targets]
 
 
-class _Reading:
-    """Collects the parts of one array that this process's devices hold, while they are
-    read.
+class _LocalShards:
+    """The shards of one array on this process's devices, while they are read.
+
+    Attributes:
+      target: the array.
+      devices: this process's devices that hold a shard.
+      indices: the parts of the stored array to read, each once.
+      parts: the parts that have been read, by index.
     """
 
-    def __init__(self, leaf: Leaf):
-        self.leaf = leaf
-        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        self.devices = list(indices)
-        self._places = [(index, leaf.stored_box(index)) for index in indices.values()]
-        # Duplicates are dropped: a part that several devices hold is read once.
-        self.boxes = list(dict.fromkeys(box for _, box in self._places))
-        self.parts: dict[arrays_lib.Box, np.ndarray] = {}
+    def __init__(self, target: ArrayTarget):
+        self.target = target
+        shards = target.sharding.addressable_devices_indices_map(target.shape)
+        self.devices = list(shards)
+        # The shard of each device, and the part of the stored array that it needs.
+        self._shards = [(s, target.stored_index(s)) for s in shards.values()]
+        # A part that several devices need is read once.
+        self.indices = list(dict.fromkeys(index for _, index in self._shards))
+        self.parts: dict[arrays_lib.Index, np.ndarray] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts have been read."""
+        return len(self.parts) == len(self.indices)
 
     def on_host(self) -> list[np.ndarray]:
-        """Returns the values for each of `devices`, in that order."""
-        return [self.leaf.wanted(self.parts[box], index) for index, box in self._places]
+        """Returns the shard of each of `devices`, in that order."""
+        values = []
+        for shard, index in self._shards:
+            values.append(self.target.to_shard(self.parts[index], shard))
+        return values
 
-    def join(self, parts: list[jax.Array]) -> jax.Array:
-        """Combines the arrays of the single devices into one sharded array."""
-        leaf = self.leaf
+    def join(self, shards: list[jax.Array]) -> jax.Array:
+        """Combines the shards on `devices` into one array."""
         array = jax.make_array_from_single_device_arrays(
-            leaf.shape, leaf.sharding, parts
+            self.target.shape, self.target.sharding, shards
         )
-        if leaf.meta.key_impl is None:
+        key_impl = self.target.meta.key_impl
+        if key_impl is None:
             return array
-        return jax.random.wrap_key_data(array, impl=leaf.meta.key_impl)
+        return jax.random.wrap_key_data(array, impl=key_impl)
 
 
-def _place(readings: list[_Reading]) -> dict[str, jax.Array]:
+def _place(arrays: list[_LocalShards]) -> dict[str, jax.Array]:
     """Puts arrays on their devices in one call, frees their host memory, and returns
     them by path.
     """
-    values = [reading.on_host() for reading in readings]
-    devices = [reading.devices for reading in readings]
-    placed = jax.device_put(values, devices)
-    arrays = {}
-    for reading, parts in zip(readings, placed, strict=True):
-        arrays[reading.leaf.path] = reading.join(parts)
+    values = [array.on_host() for array in arrays]
+    devices = [array.devices for array in arrays]
+    shards = jax.device_put(values, devices)
+    placed = {}
+    for array, shards_of_array in zip(arrays, shards, strict=True):
+        placed[array.target.path] = array.join(shards_of_array)
     # The transfers read the host memory until they are complete.
-    jax.block_until_ready(list(arrays.values()))
-    for reading in readings:
-        reading.parts.clear()
-    return arrays
+    jax.block_until_ready(list(placed.values()))
+    for array in arrays:
+        array.parts.clear()
+    return placed
 
 
 def _unread(
@@ -262,8 +289,9 @@ def _check_same(
         if stored[path].kind != wanted[path].kind:
             problems.append(f"'{path}' is {stored[path]} in it, {wanted[path]} here")
     if problems:
+        listed = formatting.listed(problems, _SHOWN, "; ")
         raise format_lib.CheckpointError(
-            f"{attempt} was saved with another model or optimizer: {formatting.listed(problems, _SHOWN, '; ')}. "
-            "Restore it with the config that it was saved with, start a new run in another directory, or "
-            "take a part of it with --init_from."
+            f"{attempt} was saved with another model or optimizer: {listed}. Restore "
+            "it with the config that it was saved with, start a new run in another "
+            "directory, or take a part of it with --init_from."
         )

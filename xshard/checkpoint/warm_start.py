@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
-from xshard.checkpoint import metadata_files as metadata_lib
+from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.checkpoint import reader
 from xshard.files import tensors
 from xshard.metrics import formatting
 
@@ -29,6 +28,7 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
+# The most paths that a message lists.
 _SHOWN = 5
 
 
@@ -57,22 +57,22 @@ class Source(NamedTuple):
     rename: Sequence[tuple[str, str]] = ()
 
 
-class _Stored(NamedTuple):
+class _Offer(NamedTuple):
     """The arrays that a checkpoint or a file offers, under their paths in the state.
 
     Attributes:
       where: the checkpoint or the file, for messages.
       names: the stored name of each array, by its path in the state.
       metas: how each array is stored, by its path in the state.
-      groups: the size of the leading dimension of groups; 0: the arrays have none.
+      num_groups: the size of the leading dimension of groups; 0: the arrays have none.
       read: reads arrays, by their stored names, onto devices.
     """
 
     where: Any
     names: dict[str, str]
     metas: arrays_lib.ArrayMetas
-    groups: int
-    read: Callable[[list[reader.Leaf], Callable[[str], None]], list[jax.Array]]
+    num_groups: int
+    read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[jax.Array]]
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -84,7 +84,8 @@ def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
         old, equals, new = text.partition("=")
         if not equals or "=" in new or old == new:
             raise format_lib.CheckpointError(
-                f"--init_rename={text}: a renaming has the form OLD=NEW, such as params/encoder=params/backbone/encoder."
+                f"--init_rename={text}: a renaming has the form OLD=NEW, such as "
+                "params/encoder=params/backbone/encoder."
             )
         pairs.append((old.strip("/"), new.strip("/")))
     return tuple(pairs)
@@ -97,7 +98,8 @@ def check_init(source: Source, target: Any) -> None:
       CheckpointError: if there is no such checkpoint, nothing is selected, or a
         selected leaf is missing in the checkpoint or has another shape there.
     """
-    _requests(source, leaves_lib.flatten(target))
+    leaves = leaves_lib.flatten(target)
+    _targets(source, _open(source, leaves), leaves)
 
 
 def init_from(source: Source, state: Any, say: Callable[[str], None] = print) -> Any:
@@ -117,103 +119,109 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
       CheckpointError: for the reasons of `check_init`, or if the checkpoint is damaged.
     """
     leaves = leaves_lib.flatten(state)
-    stored, requests = _requests(source, leaves)
-    values = stored.read(list(requests.values()), say)
-    for path, value in zip(requests, values, strict=True):
+    offer = _open(source, leaves)
+    targets = _targets(source, offer, leaves)
+    values = offer.read(list(targets.values()), say)
+    for path, value in zip(targets, values, strict=True):
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
         # are equal.
-        if requests[path].meta.key_impl is None:
+        if targets[path].meta.key_impl is None:
             value = value.astype(leaves[path].dtype)
         leaves[path] = value
-    unused = sorted(set(_selected(source, stored.metas)) - requests.keys())
-    lacking = sorted(set(_selected(source, leaves)) - requests.keys())
-    message = f"initialized {len(requests)} arrays from {stored.where}"
+
+    unused = sorted(set(_selected(source, offer.metas)) - targets.keys())
+    lacking = sorted(set(_selected(source, leaves)) - targets.keys())
+    message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
         message += f"; not used: {', '.join(unused[:_SHOWN])}"
     if lacking:
-        message += f"; not taken, and left at their initial values: {', '.join(lacking[:_SHOWN])}"
+        listed = ", ".join(lacking[:_SHOWN])
+        message += f"; not taken, and left at their initial values: {listed}"
     say(message)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
-def _requests(
-    source: Source, leaves: dict[str, Any]
-) -> tuple[_Stored, dict[str, reader.Leaf]]:
-    """Returns the stored arrays, and what to read for each path of the state; raises as
-    `check_init`.
+def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
+    """Lists the paths in which a regular expression matches.
+
+    Raises:
+      CheckpointError: if the pattern is not a regular expression; the message names the
+        flag.
     """
-    stored = _open(source, leaves)
-    paths = _selected(source, leaves)
-    if not paths:
+    try:
+        return [path for path in paths if re.search(pattern, path)]
+    except re.error as e:
         raise format_lib.CheckpointError(
-            f"--init_select='{source.select}' matches none of the paths of this run, such as "
-            f"{', '.join(list(leaves)[:_SHOWN])}."
-        )
-    groups = _Groups(stored.groups, _count(leaves), source.group)
-    fitting, problems = [], []
-    for path in paths:
-        wanted = leaves_lib.describe(leaves[path])
-        problem = _problem(path, stored.metas.get(path), wanted, groups)
-        if not problem:
-            fitting.append(path)
-        # By default, network state that is missing or has another shape is left as the
-        # new run initialized it.
-        elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
-            problems.append(
-                problem + ("" if path in stored.metas else _near(path, stored.metas))
-            )
-    if problems:
-        raise format_lib.CheckpointError(
-            f"{stored.where} does not fit --init_select='{source.select}': "
-            f"{formatting.listed(problems, _SHOWN, '; ')}. Narrow the selection, as in --init_select='^params/(?!head)', or "
-            "rename paths, as in --init_rename=params/old=params/new."
-        )
-    requests = {}
-    for path in fitting:
-        leaf = _request(path, stored.metas[path], leaves[path], groups)
-        requests[path] = leaf._replace(path=stored.names[path])
-    return stored, requests
+            f"{flag}='{pattern}' is not a valid regular expression: {e}."
+        ) from e
 
 
-def _open(source: Source, leaves: Iterable[str]) -> _Stored:
+def _selected(source: Source, paths: Iterable[str]) -> list[str]:
+    return selected(source.select, paths, "--init_select")
+
+
+def _open(source: Source, leaves: Iterable[str]) -> _Offer:
     """Opens the checkpoint or the file, and applies the renamings."""
-    where: Any
     if source.place.endswith(tensors.SUFFIX):
-        file = tensors.File(source.place)
-        where, read = (
-            source.place,
-            lambda leaves, _: [_read_leaf(file, leaf) for leaf in leaves],
-        )
-        metas = {
-            name: arrays_lib.ArrayMeta(shape, file.dtypes[name], shape)
-            for name, shape in file.shapes.items()
-        }
-        count = file.metadata.get(GROUPS, "")
-        groups = int(count) if count.isdecimal() else 0
-    else:
-        where = place_lib.find(source.place)
-        metas = metadata_lib.read_array_metas(where)
-        groups = _count(metas)
-        read = lambda leaves, say: reader.read_leaves(where, leaves, say)
-    names = _renamed(source, where, metas, leaves)
-    return _Stored(
-        where, names, {path: metas[name] for path, name in names.items()}, groups, read
+        return _open_file(source, leaves)
+    attempt = place_lib.find(source.place)
+    metas = metadata_files.read_array_metas(attempt)
+    names = _renamed(source, attempt, metas, leaves)
+    return _Offer(
+        where=attempt,
+        names=names,
+        metas={path: metas[name] for path, name in names.items()},
+        num_groups=_num_groups(metas),
+        read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
     )
 
 
-def _read_leaf(file: tensors.File, leaf: reader.Leaf) -> jax.Array:
-    def part(index: Any) -> Any:
-        box = arrays_lib.box_index(leaf.stored_box(index))
-        return leaf.wanted(file.read(leaf.path, box), index)
+def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
+    file = tensors.File(source.place)
+    names = _renamed(source, source.place, file.shapes, leaves)
+    metas = {}
+    for path, name in names.items():
+        shape = file.shapes[name]
+        # A file has no chunks: each array is one.
+        metas[path] = arrays_lib.ArrayMeta(shape, file.dtypes[name], chunk_shape=shape)
+    count = file.metadata.get(GROUPS, "")
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    def read(targets: list[reader.ArrayTarget], _: Any) -> list[jax.Array]:
+        return [_read_from_file(file, target) for target in targets]
+
+    return _Offer(
+        where=source.place,
+        names=names,
+        metas=metas,
+        num_groups=int(count) if count.isdecimal() else 0,
+        read=read,
+    )
+
+
+def _read_from_file(file: tensors.File, target: reader.ArrayTarget) -> jax.Array:
+    def read_shard(shard: Any) -> Any:
+        slices = arrays_lib.as_slices(target.stored_index(shard))
+        return target.to_shard(file.read(target.path, slices), shard)
+
+    return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
 
 
 def _renamed(
     source: Source, where: Any, stored: Iterable[str], leaves: Iterable[str]
 ) -> dict[str, str]:
-    """Applies the renamings; returns the stored name of each array by its path in the
-    state.
+    """Applies the renamings.
+
+    Args:
+      source: has the renamings.
+      where: the checkpoint or the file, for messages.
+      stored: the names of the stored arrays.
+      leaves: the paths of the state.
+
+    Returns:
+      The stored name of each array, by its path in the state.
+
+    Raises:
+      CheckpointError: if two arrays get the same path, or a renaming applies to none.
     """
     names: dict[str, str] = {}
     renamed: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
@@ -221,23 +229,28 @@ def _renamed(
         path = name
         for pair in source.rename:
             old, new = pair
+            # A prefix consists of whole names: 'params/mlp' is none of 'params/mlp_1'.
             if not old or f"{name}/".startswith(f"{old}/"):
-                path = "/".join(filter(None, [new, name[len(old) :].strip("/")]))
+                rest = name[len(old) :].strip("/")
+                path = "/".join(filter(None, [new, rest]))
                 renamed[pair].append(path)
                 break
         if path in names:
             raise format_lib.CheckpointError(
-                f"--init_rename maps both '{names[path]}' and '{name}' in {where} to '{path}': rename one of them."
+                f"--init_rename maps both '{names[path]}' and '{name}' in {where} to "
+                f"'{path}': rename one of them."
             )
         names[path] = name
     for (old, new), paths in renamed.items():
         if not paths:
             raise format_lib.CheckpointError(
-                f"--init_rename={old}={new}: no path in {where} begins with '{old}'{_near(old, stored)}."
+                f"--init_rename={old}={new}: no path in {where} begins with "
+                f"'{old}'{_near(old, stored)}."
             )
         if not set(paths) & set(leaves):
             raise format_lib.CheckpointError(
-                f"--init_rename={old}={new}: this run has no '{paths[0]}'{_near(paths[0], leaves)}."
+                f"--init_rename={old}={new}: this run has no "
+                f"'{paths[0]}'{_near(paths[0], leaves)}."
             )
     return names
 
@@ -246,14 +259,59 @@ def _near(path: str, paths: Iterable[str]) -> str:
     """Returns a hint with paths, or beginnings of paths, that are similar to one; empty
     if there are none.
     """
-    parts = {"/".join(x.split("/")[: path.count("/") + 1]) for x in paths}
-    near = difflib.get_close_matches(path, sorted({*paths, *parts}), n=2, cutoff=0.5)
+    depth = path.count("/") + 1
+    beginnings = {"/".join(other.split("/")[:depth]) for other in paths}
+    choices = sorted({*paths, *beginnings})
+    near = difflib.get_close_matches(path, choices, n=2, cutoff=0.5)
     return f" (near it: {', '.join(near)})" if near else ""
 
 
+def _targets(
+    source: Source, offer: _Offer, leaves: dict[str, Any]
+) -> dict[str, reader.ArrayTarget]:
+    """Returns what to read for each selected path of the state.
+
+    Raises:
+      CheckpointError: for the reasons of `check_init`.
+    """
+    paths = _selected(source, leaves)
+    if not paths:
+        raise format_lib.CheckpointError(
+            f"--init_select='{source.select}' matches none of the paths of this run, "
+            f"such as {', '.join(list(leaves)[:_SHOWN])}."
+        )
+    groups = _Groups(offer.num_groups, _num_groups(leaves), source.group)
+    targets = {}
+    problems = []
+    for path in paths:
+        stored = offer.metas.get(path)
+        problem = _problem(path, stored, leaves_lib.describe(leaves[path]), groups)
+        if stored is not None and not problem:
+            target = _target(path, stored, leaves[path], groups)
+            targets[path] = target._replace(path=offer.names[path])
+        # By default, network state that is missing or has another shape is left as the
+        # new run initialized it.
+        elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
+            hint = _near(path, offer.metas) if stored is None else ""
+            problems.append(problem + hint)
+    if problems:
+        listed = formatting.listed(problems, _SHOWN, "; ")
+        raise format_lib.CheckpointError(
+            f"{offer.where} does not fit --init_select='{source.select}': {listed}. "
+            "Narrow the selection, as in --init_select='^params/(?!head)', or rename "
+            "paths, as in --init_rename=params/old=params/new."
+        )
+    return targets
+
+
 class _Groups(NamedTuple):
-    """The numbers of groups in the checkpoint and in the state, 0 for none, and the
-    index of the group to take.
+    """The numbers of groups in the checkpoint and in the state.
+
+    Attributes:
+      stored: the number of groups in the checkpoint; 0: its arrays have no dimension of
+        groups.
+      wanted: likewise in the state.
+      chosen: the index of the group to take.
     """
 
     stored: int
@@ -274,11 +332,11 @@ class _Groups(NamedTuple):
         return (self.stored, *of_one_group) if self.stored else of_one_group
 
 
-def _count(tree: dict[str, Any]) -> int:
+def _num_groups(leaves: dict[str, Any]) -> int:
     """Returns the number of groups in a run's state, the first dimension of every array
-    but the step and the key.
+    but the step and the key; 0 if they have no such dimension.
     """
-    for path, leaf in tree.items():
+    for path, leaf in leaves.items():
         # A state may have several learners, each with a global_step. It is a scalar
         # unless there are groups.
         if path.rpartition("/")[2] == "global_step" and len(leaf.shape) == 1:
@@ -286,20 +344,30 @@ def _count(tree: dict[str, Any]) -> int:
     return 0
 
 
-def _request(
+def _target(
     path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups
-) -> reader.Leaf:
-    group, repeat = None, False
+) -> reader.ArrayTarget:
+    """Returns how to create a leaf of the state from the stored array."""
+    group = None
+    repeat = False
     if groups.differ(path):
         repeat = groups.wanted > 0
         if groups.stored:
             group = groups.chosen
             if not 0 <= group < groups.stored:
                 raise format_lib.CheckpointError(
-                    f"--init_group={group}: the checkpoint has groups 0 to {groups.stored - 1}."
+                    f"--init_group={group}: the checkpoint has groups 0 to "
+                    f"{groups.stored - 1}."
                 )
     data, _ = leaves_lib.key_data(leaf)
-    return reader.Leaf(path, meta, tuple(data.shape), leaf.sharding, group, repeat)
+    return reader.ArrayTarget(
+        path=path,
+        meta=meta,
+        shape=tuple(data.shape),
+        sharding=leaf.sharding,
+        group=group,
+        repeat=repeat,
+    )
 
 
 def _problem(
@@ -314,6 +382,7 @@ def _problem(
     if stored is None:
         return f"'{path}' is missing from it"
     is_same_type = (stored.dtype, stored.key_impl) == (wanted.dtype, wanted.key_impl)
+    # Floating-point numbers are converted.
     fits = is_same_type or (_is_float(stored) and _is_float(wanted))
     if fits and stored.shape == groups.stored_shape(path, wanted.shape):
         return ""
@@ -322,22 +391,3 @@ def _problem(
 
 def _is_float(meta: arrays_lib.ArrayMeta) -> bool:
     return jnp.issubdtype(jnp.dtype(meta.dtype), jnp.floating)
-
-
-def _selected(source: Source, paths: Iterable[str]) -> list[str]:
-    return selected(source.select, paths, "--init_select")
-
-
-def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
-    """Lists the paths in which a regular expression matches.
-
-    Raises:
-      CheckpointError: if the pattern is not a regular expression; the message names the
-        flag.
-    """
-    try:
-        return [path for path in paths if re.search(pattern, path)]
-    except re.error as e:
-        raise format_lib.CheckpointError(
-            f"{flag}='{pattern}' is not a valid regular expression: {e}."
-        ) from e

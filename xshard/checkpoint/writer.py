@@ -1,8 +1,18 @@
-"""Writes one attempt: each process writes its own chunks, and process 0 writes the
-rest, with COMMIT last.
+"""Writes one attempt to save a step: each process writes the chunks that it owns, and
+process 0 the rest, with COMMIT last.
+
+What makes an attempt durable and whole, in this order:
+
+1. Each process writes its chunks and syncs them (`write_part`).
+2. Process 0 merges the databases (`merge`), and verifies that the result has every key
+   of every array and no other (`verify`).
+3. It writes meta.json (`describe`), and reads the manifest and meta.json back for their
+   checksums.
+4. It syncs all folders, and creates COMMIT, if absent (`commit`). Before this the
+   attempt does not count, and a kill or a power loss leaves nothing but a folder that
+   the next save removes.
 """
 
-import dataclasses
 import json
 import platform
 import time
@@ -17,6 +27,7 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
+from xshard.files import identity as identity_lib
 from xshard.pod import origin
 
 # A transaction holds its data in memory until it is committed. These limit the size of
@@ -51,23 +62,24 @@ def write_part(
       The number of keys written.
     """
     batches = _Batches(attempt, process, arrays, written)
-    keys = 0
+    num_keys = 0
     if process == 0:
         for path, meta in arrays.items():
             batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
-            keys += 1
+            num_keys += 1
     for chunk in chunks:
         if chunk is None:
             batches.flush()
         else:
             piece, value = chunk
             batches.write_chunk(piece, value)
-            keys += 1
+            num_keys += 1
     batches.flush()
     # Process 0 commits on the strength of this process's report, so the data must
-    # already survive a power loss.
+    # already survive a power loss. Tensorstore has synced the files; the names of new
+    # files and folders are not durable before their folders are synced, too.
     attempt.store.sync(attempt.part(process))
-    return keys
+    return num_keys
 
 
 def merge(attempt: format_lib.SaveAttempt, processes: list[int]) -> ts.KvStore:
@@ -87,8 +99,10 @@ def merge(attempt: format_lib.SaveAttempt, processes: list[int]) -> ts.KvStore:
 
 
 def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
-    """Verifies that a merged database holds every key of the arrays and no other;
-    returns the number of keys.
+    """Verifies that a merged database holds every key of the arrays and no other.
+
+    Returns:
+      The number of keys.
 
     Raises:
       CheckpointError: if a key is missing, or there is an unexpected one.
@@ -99,8 +113,8 @@ def verify(merged: ts.KvStore, arrays: arrays_lib.ArrayMetas) -> int:
     listed = set(merged.list().result())
     if listed != expected:
         raise format_lib.CheckpointError(
-            f"{len(expected - listed)} keys are missing and {len(listed - expected)} are unexpected, "
-            f"such as {sorted(listed ^ expected)[0].decode()}"
+            f"{len(expected - listed)} keys are missing and {len(listed - expected)} "
+            f"are unexpected, such as {sorted(listed ^ expected)[0].decode()}"
         )
     return len(expected)
 
@@ -119,20 +133,21 @@ def describe(
       metadata: the run's metadata.
       data: each process's position in the data, in order of the processes.
     """
-    meta = {
-        "version": format_lib.VERSION,
-        "step": attempt.step,
-        "arrays": {path: dataclasses.asdict(meta) for path, meta in arrays.items()},
-        "metadata": metadata,
-        "data": data,
-        "written_with": {
+    meta = format_lib.Meta(
+        version=format_lib.VERSION,
+        step=attempt.step,
+        arrays=arrays,
+        metadata=metadata,
+        data=data,
+        written_with={
             "processes": len(data),
             "devices": jax.device_count(),
             "python": platform.python_version(),
             **origin.library_versions(),
         },
-    }
-    attempt.store.create(attempt.prefix + format_lib.META, format_lib.to_json(meta))
+    )
+    content = format_lib.serialize_meta(meta)
+    attempt.store.create(attempt.prefix + format_lib.META, content)
 
 
 def commit(
@@ -154,6 +169,7 @@ def commit(
         no arrays were checked.
       owner: the run that saves the attempt; None: it is not recorded.
     """
+    # The checksums are those of what the store returns, not of what was sent to it.
     checksums = {}
     for name in (format_lib.META, format_lib.MANIFEST):
         content = attempt.store.read(attempt.prefix + name)
@@ -163,20 +179,25 @@ def commit(
     # Every folder must be durable before COMMIT exists: a power loss must not leave
     # COMMIT without its data.
     attempt.store.sync(attempt.prefix)
-    commit: dict[str, Any] = {
-        "step": attempt.step,
-        "attempt": attempt.nonce,
-        "keys": keys,
-        "bytes": nbytes,
-        "time": time.time(),
-        "sha256": checksums,
-        "metrics": metrics,
-    }
-    if nonfinite is not None:
-        commit[format_lib.NONFINITE] = nonfinite
+    run = None
     if owner is not None:
-        commit[format_lib.OWNER] = {"id": owner.id, "fingerprint": owner.fingerprint}
-    attempt.store.create(attempt.prefix + format_lib.COMMIT, format_lib.seal(commit))
+        run = identity_lib.Identity(owner.id, owner.fingerprint)
+    content = format_lib.serialize_commit(
+        format_lib.Commit(
+            step=attempt.step,
+            attempt=attempt.nonce,
+            keys=keys,
+            bytes=nbytes,
+            time=time.time(),
+            sha256=checksums,
+            metrics=metrics,
+            nonfinite=nonfinite,
+            run=run,
+        )
+    )
+    # `create` is atomic and does not overwrite, so that COMMIT exists as a whole or not
+    # at all.
+    attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
 
 
 def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
@@ -193,7 +214,8 @@ def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
     """
     if attempt.is_link:
         raise format_lib.CheckpointError(
-            f"{attempt} is a symbolic link, which a run never creates: delete it and its target by hand."
+            f"{attempt} is a symbolic link, which a run never creates: delete it and "
+            "its target by hand."
         )
     if by_hand:
         try:
@@ -204,13 +226,34 @@ def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
             there = format_lib.committed(attempt.store)
             if all(other.step <= attempt.step for other in there):
                 raise format_lib.CheckpointError(
-                    f"{e}. The deletion of the newest checkpoint must be recorded: make room first, as by deleting an older one."
+                    f"{e}. The deletion of the newest checkpoint must be recorded: "
+                    "make room first, as by deleting an older one."
                 ) from e
     # Without COMMIT the attempt does not count, however far the rest of the deletion
-    # gets.
+    # gets. The sync keeps this order through a power loss.
     attempt.store.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
     attempt.store.delete_folder(attempt.prefix)
+
+
+class _Transaction:
+    """A transaction that is being filled.
+
+    Attributes:
+      tensorstore: the transaction.
+      keys: the database within it.
+      num_keys: the number of keys written into it.
+      nbytes: the size of the chunks written into it.
+      copies: for each large chunk, a future that is done when tensorstore needs its
+        memory no more.
+    """
+
+    def __init__(self, database: store_lib.Database):
+        self.tensorstore = ts.Transaction(atomic=True)
+        self.keys = database.keys.with_transaction(self.tensorstore)
+        self.num_keys = 0
+        self.nbytes = 0
+        self.copies: list[Any] = []
 
 
 class _Batches:
@@ -223,56 +266,57 @@ class _Batches:
         arrays: arrays_lib.ArrayMetas,
         written: Callable[[int], None],
     ):
+        """Opens the database, for arguments as those of `write_part`."""
         self._database = store_lib.Database(
             attempt.store, attempt.part(process), target_data_file_size=_FILE_BYTES
         )
         self._arrays = arrays
         self._written = written
+        # The transactions under way: the future of each, and its size in bytes.
         self._under_way: list[tuple[Any, int]] = []
-        self._begin()
+        self._open = _Transaction(self._database)
 
     def write(self, key: str, content: bytes) -> None:
-        self._target.write(key, content)
-        self._keys += 1
+        """Writes a value."""
+        self._open.keys.write(key, content)
+        self._open.num_keys += 1
 
     def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
+        """Writes a chunk, whose memory must not change until `written` is called."""
         meta = self._arrays[piece.path]
         if not arrays_lib.is_large(piece.path, meta):
             content = arrays_lib.encode(value, meta.chunk_shape)
             self.write(arrays_lib.chunk_key(piece.path, piece.chunk), content)
         else:
-            index = arrays_lib.box_index(meta.box(piece.chunk))
+            slices = arrays_lib.as_slices(meta.index_of(piece.chunk))
             array = self._database.array(piece.path, meta.zarr())
-            target = array[index].with_transaction(self._transaction)
+            target = array[slices].with_transaction(self._open.tensorstore)
             # Nobody modifies this memory before it is written, so tensorstore need not
             # copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
-            self._copies.append(writing.copy)
-            self._keys += 1
-        self._nbytes += meta.chunk_bytes
-        if self._nbytes >= _BATCH_BYTES:
+            self._open.copies.append(writing.copy)
+            self._open.num_keys += 1
+        self._open.nbytes += meta.chunk_bytes
+        if self._open.nbytes >= _BATCH_BYTES:
             self._commit()
             self._wait(leave=_BATCHES - 1)
 
     def flush(self) -> None:
-        if self._keys:
+        """Waits until everything is written."""
+        if self._open.num_keys:
             self._commit()
         self._wait(leave=0)
 
-    def _begin(self) -> None:
-        self._transaction = ts.Transaction(atomic=True)
-        self._target = self._database.keys.with_transaction(self._transaction)
-        self._nbytes = self._keys = 0
-        self._copies: list[Any] = []
-
     def _commit(self) -> None:
-        for copy in self._copies:
+        full = self._open
+        for copy in full.copies:
             # Write errors surface here or when the transaction is committed.
             copy.result()
-        self._under_way.append((self._transaction.commit_async(), self._nbytes))
-        self._begin()
+        self._under_way.append((full.tensorstore.commit_async(), full.nbytes))
+        self._open = _Transaction(self._database)
 
     def _wait(self, leave: int) -> None:
+        """Waits until at most some transactions are under way."""
         while len(self._under_way) > leave:
             future, nbytes = self._under_way.pop(0)
             future.result()

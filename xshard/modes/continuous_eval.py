@@ -10,7 +10,7 @@ so that the run does not delete them.
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
