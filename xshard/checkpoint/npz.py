@@ -11,12 +11,22 @@ import numpy as np
 # Characters and names that are unsafe in an archive's entry names. % itself is escaped,
 # since it begins an escape.
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\%\ud800-\udfff]|^\.{1,2}$|^$|\.(?=npy$)")
-_LONGEST_PART, _LONGEST_NAME = 200, 1000
+# The most bytes of a folder's name, and of a whole name, that file systems take when an
+# archive is unpacked; with some room for the folder that it is unpacked in.
+_LONGEST_FOLDER = 200
+_LONGEST_NAME = 1000
 
 
 def write(out: IO[bytes], arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes arrays one by one in the format that `np.load` reads; returns each array's
-    name in the archive.
+    """Writes arrays one by one, in the format that `np.load` reads.
+
+    Args:
+      out: the file.
+      arrays: each array with its path. Types that NumPy alone does not know, such as
+        bfloat16, are converted to float32.
+
+    Returns:
+      The name of each array in the archive, by its path.
     """
     names = {}
     with zipfile.ZipFile(out, "w") as archive:
@@ -35,14 +45,15 @@ def _entry_name(path: str) -> str:
     """Converts a path to the name of an archive's entry; different paths get different
     names.
     """
-    folders = [_UNSAFE.sub(_escaped, folder) or "%" for folder in path.split("/")]
+    # An empty name becomes "%", which no other name does: "%" itself is escaped.
+    folders = [_UNSAFE.sub(_escape, folder) or "%" for folder in path.split("/")]
     name = "/".join(folders)
     longest = max(len(folder.encode()) for folder in folders)
-    if longest > _LONGEST_PART or len(name.encode()) > _LONGEST_NAME:
+    if longest > _LONGEST_FOLDER or len(name.encode()) > _LONGEST_NAME:
         return f"%{hashlib.sha256(name.encode()).hexdigest()}"
     return name
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     encoded = match[0].encode("utf-8", "surrogatepass")
     return "".join(f"%{byte:02X}" for byte in encoded)

@@ -1,23 +1,51 @@
-"""Conversion to and from orbax's checkpoints, which are tensorstore arrays with a
-description. Orbax is not needed.
+"""Conversion to and from orbax's checkpoints, without orbax.
+
+Both are arrays in tensorstore with a description. Orbax's is the file _METADATA.
 """
 
 import json
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files as metadata_lib
+from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 
 _METADATA = "_METADATA"
 # Orbax's code for a key of a mapping.
 _DICT_KEY = 2
+
+
+class _Key(NamedTuple):
+    """A key on the path of an array, which may be the index of a list."""
+
+    key: str | int
+
+
+class _Value(NamedTuple):
+    """The value of an entry, which may be one that is not stored, such as None."""
+
+    skip_deserialize: bool | None = None
+
+
+class _Entry(NamedTuple):
+    """An entry of the tree: an array, or another value."""
+
+    key_metadata: list[_Key]
+    value_metadata: _Value
+
+
+class _Description(NamedTuple):
+    """The content of _METADATA, as far as it is read."""
+
+    tree_metadata: dict[str, _Entry]
+    use_ocdbt: bool = True
+    use_zarr3: bool | None = None
 
 
 def describe(attempt: format_lib.SaveAttempt) -> int:
@@ -30,7 +58,7 @@ def describe(attempt: format_lib.SaveAttempt) -> int:
     Returns:
       The number of arrays.
     """
-    arrays = metadata_lib.read_array_metas(attempt)
+    arrays = metadata_files.read_array_metas(attempt)
     tree = {}
     for path, meta in arrays.items():
         tree[str((path,))] = {
@@ -64,49 +92,47 @@ def read(source: store_lib.Store) -> dict[str, np.ndarray]:
     content = source.read(_METADATA)
     if content is None:
         raise store_lib.CheckpointError(
-            f"{source} is not an orbax checkpoint: it has no {_METADATA}. For a checkpoint of a "
-            "CheckpointManager, give STEP/default."
+            f"{source} is not an orbax checkpoint: it has no {_METADATA}. For a "
+            "checkpoint of a CheckpointManager, give STEP/default."
         )
     try:
-        meta = jsonfile.loads(content)
-        names = _names(meta)
+        value = jsonfile.loads(content)
+        description = jsonfile.parse(value, _Description, extra_keys=True)
+        names = _names(description.tree_metadata)
     except ValueError as e:
         raise store_lib.CheckpointError(
             f"{source}/{_METADATA} is not a valid orbax file: {e}."
         ) from e
     # All arrays are opened before one is read, so that their total size is checked
     # before memory is allocated.
-    futures = {path: _open(source, name, meta) for path, name in names.items()}
+    futures = {path: _open(source, name, description) for path, name in names.items()}
     try:
         opened = {path: future.result() for path, future in futures.items()}
         _check_size(source, opened)
-        return {
-            path: np.asarray(array.read().result()) for path, array in opened.items()
-        }
+        arrays = {}
+        for path, array in opened.items():
+            arrays[path] = np.asarray(array.read().result())
+        return arrays
     except store_lib.CheckpointError:
         raise
     except (ValueError, OSError, MemoryError) as e:
         raise store_lib.CheckpointError(f"{source}: {store_lib.reason(e)}.") from e
 
 
-def _names(meta: dict[str, Any]) -> dict[str, str]:
+def _names(tree: dict[str, _Entry]) -> dict[str, str]:
     """Returns the folder name of each array, by path; raises ValueError if the
     description is invalid.
     """
-    tree = meta.get("tree_metadata")
-    if not isinstance(tree, dict) or not tree:
-        raise ValueError("its tree_metadata is not an object of arrays")
+    if not tree:
+        raise ValueError("its tree_metadata is empty")
     names = {}
     for name, entry in tree.items():
-        if not isinstance(entry, dict) or not isinstance(
-            entry.get("value_metadata"), dict
-        ):
-            raise ValueError(f"its entry {name!r} is not an object with value_metadata")
-        if entry["value_metadata"].get("skip_deserialize"):
+        if entry.value_metadata.skip_deserialize:
             continue
-        keys = _keys(name, entry.get("key_metadata"))
+        keys = [str(key.key) for key in entry.key_metadata]
         # Orbax joins the keys of a path with dots to the name of the array's folder.
-        path, folder = "/".join(keys), ".".join(keys)
+        path = "/".join(keys)
+        folder = ".".join(keys)
         # A forged description must not lead to files outside the checkpoint.
         is_elsewhere = not {"", ".", ".."}.isdisjoint(folder.split("/"))
         if is_elsewhere or "\0" in folder:
@@ -116,18 +142,6 @@ def _names(meta: dict[str, Any]) -> dict[str, str]:
         if path in names:
             raise ValueError(f"it has two arrays named {path!r}")
         names[path] = folder
-    return names
-
-
-def _keys(name: str, keys: Any) -> list[str]:
-    error = ValueError(f"its entry {name!r} has key_metadata {keys!r}")
-    if not isinstance(keys, list) or not keys:
-        raise error
-    names = []
-    for key in keys:
-        if not isinstance(key, dict) or "key" not in key:
-            raise error
-        names.append(str(key["key"]))
     return names
 
 
@@ -144,16 +158,17 @@ def _check_size(source: store_lib.Store, arrays: dict[str, Any]) -> None:
         return
     largest = max(sizes, key=lambda path: sizes[path])
     raise store_lib.CheckpointError(
-        f"{source} declares arrays of {total} bytes, {sizes[largest]} of them in '{largest}'; "
-        f"an import holds them all in memory, and this machine has {memory} bytes."
+        f"{source} declares arrays of {total} bytes, {sizes[largest]} of them in "
+        f"'{largest}'; an import holds them all in memory, and this machine has "
+        f"{memory} bytes."
     )
 
 
-def _open(source: store_lib.Store, name: str, meta: dict[str, Any]) -> Any:
+def _open(source: store_lib.Store, name: str, description: _Description) -> Any:
     base = source.spec()
-    if meta.get("use_ocdbt", True):
+    if description.use_ocdbt:
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     else:
         kvstore = {**base, "path": f"{base['path']}{name}/"}
-    driver = "zarr3" if meta.get("use_zarr3") else "zarr"
+    driver = "zarr3" if description.use_zarr3 else "zarr"
     return ts.open({"driver": driver, "kvstore": kvstore}, open=True)

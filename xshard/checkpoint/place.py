@@ -29,26 +29,37 @@ def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
         run's config.json is not valid.
     """
     store = store_lib.Store(directory)
-    if store.path is not None and store.path.is_file():
-        raise format_lib.CheckpointError(
-            f"{store} is a file: give a run's work directory, or a folder of checkpoints."
-        )
-    if store.path is None or format_lib.attempts(store):
+    if store.path is None:
         return store
-    file = store.path / "config.json"
-    options = (jsonfile.read_if_exists(file) or {}).get("checkpoint", {})
+    if store.path.is_file():
+        raise format_lib.CheckpointError(
+            f"{store} is a file: give a run's work directory, or a folder of "
+            "checkpoints."
+        )
+    if format_lib.attempts(store):
+        return store
+    # A work directory holds no checkpoints itself. Its config names their folder, and
+    # one that names none keeps them beside the config.
+    config_file = store.path / "config.json"
+    config = jsonfile.read_if_exists(config_file) or {}
+    options = config.get("checkpoint", {})
     elsewhere = options.get("directory", "") if isinstance(options, dict) else options
     if not isinstance(elsewhere, str):
         raise format_lib.CheckpointError(
-            f"{file} is not a run's config: its checkpoint.directory is {elsewhere!r}, not text."
+            f"{config_file} is not a run's config: its checkpoint.directory is "
+            f"{elsewhere!r}, not text."
         )
     of_run = store_lib.Store(elsewhere or store.path / "checkpoints")
-    return of_run if of_run.path is None or of_run.path.is_dir() else store
+    if of_run.path is not None and not of_run.path.is_dir():
+        return store
+    return of_run
 
 
 def find(place: str) -> format_lib.SaveAttempt:
-    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest;
-    raises CheckpointError if there is none.
+    """Returns the checkpoint that 'DIR' or 'DIR@STEP' names, by default the newest.
+
+    Raises:
+      CheckpointError: if there is none.
     """
     directory, step = split(place)
     return format_lib.find(open_store(directory), step)

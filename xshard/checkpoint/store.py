@@ -1,13 +1,16 @@
 """The stores of checkpoints: folders on a local or mounted disk, on GCS or on S3,
 behind one interface.
 
-    runs/digits/checkpoints                             a disk gs://bucket/folder
-    Google Cloud Storage s3://bucket/folder                                  Amazon S3
-    s3://bucket/folder?endpoint=http://host:9000        a service that speaks the S3
-    protocol
+    runs/digits/checkpoints                        a disk
+    gs://bucket/folder                             Google Cloud Storage
+    s3://bucket/folder                             Amazon S3
+    s3://bucket/folder?endpoint=http://host:9000   a service that speaks S3's protocol
 
 Credentials come from the machine: Google's application default, or AWS's environment or
 profile.
+
+All stores promise the same: an object is created as a whole, and only if it is absent;
+after `sync` it survives a power loss; and an error is never reported as an absence.
 """
 
 import contextlib
@@ -27,8 +30,10 @@ from xshard.files import disk
 
 # Retries of requests to object stores. The delay between tries grows up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
-# The time between two looks at whether a deletion has ended.
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.1
+# The time between two looks at whether a deletion has ended grows from the first to the
+# second.
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.1
 # For each URL scheme: tensorstore's driver, and tensorstore's names for the options in
 # the query string.
 _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
@@ -123,6 +128,9 @@ class Store:
                 # tensorstore would overwrite only its beginning. Deleting the absent
                 # object removes that file, after waiting for a live writer.
                 self._result(self._kv().write(name, None, if_equal=absent))
+            # Atomic: of two processes that create the object, one succeeds. On a disk,
+            # tensorstore writes and syncs a file beside it, renames that, and syncs the
+            # folder.
             written = self._result(self._kv().write(name, content, if_equal=absent))
             if written.generation:
                 return
@@ -135,8 +143,10 @@ class Store:
             )
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
-        """Replaces an object if it still has a given generation; returns its new
-        generation, or None if it has not.
+        """Replaces an object if it still has a given generation.
+
+        Returns:
+          Its new generation; None if it had another one.
         """
         written = self._result(self._kv().write(name, content, if_equal=generation))
         if written.generation:
@@ -221,6 +231,8 @@ class Store:
         with _named():
             if not disk.exists(top):
                 return
+            # A file is synced by whoever writes it, but its name survives a power loss
+            # only when its folder is synced, and so on up to the root.
             for folder in _folders(top):
                 disk.sync(folder)
             for parent in top.parents:
@@ -249,8 +261,8 @@ class Store:
             endpoint = self._spec.get("endpoint")
             if endpoint:
                 message += (
-                    f". The requests went to {endpoint}/{self._spec['bucket']}/...; an endpoint must accept "
-                    "buckets in the path"
+                    f". The requests went to {endpoint}/{self._spec['bucket']}/...; an "
+                    "endpoint must accept buckets in the path"
                 )
             raise CheckpointError(message) from e
 
@@ -301,9 +313,11 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
             name = os.fsencode(path).decode()
         except UnicodeDecodeError as e:
             raise CheckpointError(
-                f"'{path}' is not a valid place for checkpoints: its name must be UTF-8."
+                f"'{path}' is not a valid place for checkpoints: its name must be "
+                "UTF-8."
             ) from e
         return {"driver": "file", "path": name.rstrip("/") + "/"}, path
+
     rest, _, query = rest.partition("?")
     bucket, _, path = rest.partition("/")
     path = path.strip("/")
@@ -311,17 +325,17 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
     options = dict(urllib.parse.parse_qsl(query))
     if not driver or not bucket or not path or options.keys() - known.keys():
         raise CheckpointError(
-            f"'{url}' is not a valid place for checkpoints: give a path, gs://BUCKET/FOLDER or "
-            "s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
+            f"'{url}' is not a valid place for checkpoints: give a path, "
+            "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
         )
     spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
     if scheme == "s3" and "endpoint" not in options:
         # Amazon's own programs read these two in this order. Tensorstore reads neither.
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
-            "AWS_ENDPOINT_URL"
-        )
-        if endpoint:
-            options["endpoint"] = endpoint
+        for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+            endpoint = os.environ.get(variable)
+            if endpoint:
+                options["endpoint"] = endpoint
+                break
     for name, value in options.items():
         spec[known[name]] = value
     return spec, f"{scheme}://{bucket}/{path}"
@@ -400,6 +414,7 @@ def _named() -> Iterator[None]:
 
 
 def _files(root: pathlib.Path, prefix: str) -> Iterator[str]:
+    """Yields the names of the files below a prefix; links are not followed."""
     for entry in disk.entries(root / prefix) or ():
         name = prefix + entry.name
         if entry.is_dir(follow_symlinks=False):
@@ -409,7 +424,7 @@ def _files(root: pathlib.Path, prefix: str) -> Iterator[str]:
 
 
 def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a folder and all folders below it. Links are not followed."""
+    """Yields a folder and all folders below it; links are not followed."""
     yield top
     for entry in disk.entries(top) or ():
         if entry.is_dir(follow_symlinks=False):
@@ -424,6 +439,8 @@ def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
         if slash and wanted.fullmatch(folder):
             first, _, _ = rest.partition("/")
             folders.setdefault(folder, set()).add(first)
-    return {
-        folder: Folder(frozenset(inside), False) for folder, inside in folders.items()
-    }
+    listed = {}
+    for folder, inside in folders.items():
+        # An object store has no links.
+        listed[folder] = Folder(frozenset(inside), is_link=False)
+    return listed
