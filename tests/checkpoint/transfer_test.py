@@ -97,7 +97,8 @@ def test_a_pattern_excludes_arrays_and_unused_arrays_are_reported(tmp_path):
     source = save_state(tmp_path, head=7)
     with pytest.raises(
         checkpoint.CheckpointError,
-        match=r"'params/head/w' is float32\[5, 7\] in it, float32\[5, 3\] here. Narrow the",
+        match=r"'params/head/w' is float32\[5, 7\] in it, float32\[5, 3\] here. "
+        "Narrow the",
     ):
         take(source, make_state())
     new = make_state(value=-1.0)

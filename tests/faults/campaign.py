@@ -190,7 +190,9 @@ class Campaign:
             self._place.keep("finished")
 
     def _look(self):
-        """Returns what `judge.look` returns; an error text if the files cannot be read."""
+        """Returns what `judge.look` returns; an error text if the files cannot be
+        read.
+        """
 
         def look():
             found = self._judge.look(self._place.run, self._place.checkpoints)

@@ -123,7 +123,8 @@ def outcome(kind, fault):
         assert seam.hit()[0] == kind
         return e.strerror
 print({outcome(kind, "ESTALE") for kind in actions}, os.listdir(folder))
-print(outcome("read", shim.SHORT), outcome("write", shim.SHORT), (folder / "a").read_text())
+read, written = outcome("read", shim.SHORT), outcome("write", shim.SHORT)
+print(read, written, (folder / "a").read_text())
 seam.plan("write", 1, shim.TORN)
 if os.fork() == 0:
     actions["write"]()
@@ -132,7 +133,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]), (folder / "a").read_text())
 
 
 def printed_under_the_shim(tmp_path, program):
-    """Runs a program with the shim on a new folder; returns the lines that it prints."""
+    """Runs a program with the shim on a new folder; returns the lines it prints."""
     needs_compiler("disk")
     (tmp_path / "folder").mkdir()
     environment = {**harness.environment(), **shim.preloaded(tmp_path)}
@@ -167,7 +168,8 @@ def do(action, kind=None, at=0):
     print(code, {path.name: path.read_text() for path in sorted(folder.iterdir())})
 do(lambda store: store.create("RUN", b"a long content"), "rename", 1)
 do(lambda store: store.create("RUN", b"short"))
-# The object is deleted before its lock file, so the second `unlink` is for the lock file.
+# The object is deleted before its lock file, so the second `unlink` is for the lock
+# file.
 do(lambda store: store.delete("RUN"), "unlink", 2)
 do(lambda store: store.create("RUN", b"again"))
 do(lambda store: store.delete("RUN"), "unlink", 1)

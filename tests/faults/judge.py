@@ -70,7 +70,8 @@ def broken(before, after, wanted, output):
     reported = max(map(int, re.findall(r"step (\d+): saved", output)), default=0)
     if newest < reported:
         texts.append(
-            f"step {reported} was reported as saved, but the newest step that counts is {newest}"
+            f"step {reported} was reported as saved, but the newest step that counts "
+            f"is {newest}"
         )
     if _best(old) is not None and (_best(new) is None or _best(new) > _best(old)):
         texts.append("the best checkpoint was deleted")
@@ -317,4 +318,7 @@ def _first(want, got):
         return f"{str(got)[:150]} instead of {str(want)[:150]}"
     lacking = [row for row in want if row not in got]
     more = [row for row in got if row not in want]
-    return f"{len(got)} instead of {len(want)}; missing {str(lacking[:1])[:150]}, extra {str(more[:1])[:150]}"
+    return (
+        f"{len(got)} instead of {len(want)}; missing {str(lacking[:1])[:150]}, "
+        f"extra {str(more[:1])[:150]}"
+    )

@@ -28,8 +28,14 @@ LAG = "lag"
 DONE_ALREADY = "412"
 KINDS = ("read", "list", "write", "delete", "head")
 _OF_METHOD = {"POST": "write", "PUT": "write", "DELETE": "delete", "HEAD": "head"}
-CODES = {"403": "AccessDenied", "404": "NoSuchKey", "412": "PreconditionFailed",
-          "429": "TooManyRequests", "500": "InternalError", "503": "SlowDown"}  # fmt: skip
+CODES = {
+    "403": "AccessDenied",
+    "404": "NoSuchKey",
+    "412": "PreconditionFailed",
+    "429": "TooManyRequests",
+    "500": "InternalError",
+    "503": "SlowDown",
+}
 # Headers of a connection are not forwarded. Preconditions are dropped when a state is
 # restored.
 _HOP = {

@@ -145,7 +145,7 @@ class Place:
             self._power.settle()
 
     def describe(self, part):
-        """Returns the state that a part starts from, and whether the part only reads."""
+        """Returns the state that a part starts from, and whether it only reads."""
         return PARTS[part].start, PARTS[part].module == "xshard.checkpoint"
 
     def power_up(self):

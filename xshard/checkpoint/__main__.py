@@ -15,8 +15,8 @@ show, export and orbax take the newest one.
                           diff DIR@STEP DIR@STEP
     pin DIR STEP          protects a step from the retention rules; unpin removes the
                           protection
-    rm DIR STEP           deletes a step, pinned or not; its run may then resume from the
-                          step before
+    rm DIR STEP           deletes a step, pinned or not; its run may then resume from
+                          the step before
     heal DIR STEP         reads every byte of a step that is marked as damaged, and
                           removes the mark if it is whole
     export DIR STEP FILE  writes the arrays to an .npz file; types that NumPy lacks

@@ -383,7 +383,7 @@ class Database:
 
 
 def make_context() -> ts.Context:
-    """Creates a tensorstore context, to be shared by databases that are used together."""
+    """Creates a tensorstore context, for databases that are used together."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 64},
@@ -432,7 +432,7 @@ def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
-    """Groups the names of objects into folders, as a listing of a disk would show them."""
+    """Groups the names of objects into folders, as a disk would list them."""
     folders: dict[str, set[str]] = {}
     for name in names:
         folder, slash, rest = name.partition("/")

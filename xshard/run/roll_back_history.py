@@ -74,14 +74,14 @@ def read(path: pathlib.Path) -> list[RollBack]:
         return jsonfile.parse(values, list[RollBack])
     except ValueError as e:
         raise errors.UserError(
-            f"{path} was not written by a run ({e}): it must hold the run's roll-backs, "
-            "which determine the batches that the run skips. Restore the file, or give "
-            "a new --workdir."
+            f"{path} was not written by a run ({e}): it must hold the run's "
+            "roll-backs, which determine the batches that the run skips. Restore the "
+            "file, or give a new --workdir."
         ) from e
 
 
 def batches_to_skip(entries: list[RollBack]) -> dict[int, int]:
-    """Returns the number of batches to skip, by the step before which they are skipped."""
+    """Returns the number of batches to skip before a step, by the step."""
     return {step + 1: entry.num_skipped for step, entry in in_effect(entries).items()}
 
 
