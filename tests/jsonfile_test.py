@@ -125,3 +125,8 @@ def test_a_union_accepts_each_of_its_types():
     assert jsonfile.parse(None, kind) is None
     with pytest.raises(ValueError, match="it is 'x', not a list"):
         jsonfile.parse("x", kind)
+
+
+def test_a_type_that_is_not_known_is_a_bug():
+    with pytest.raises(TypeError, match="is not a type that `parse` knows"):
+        jsonfile.parse({"step": 1}, "Saved")

@@ -6,6 +6,7 @@ file holds is checked by `parse`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -188,81 +189,62 @@ def is_number(value: Any) -> bool:
 
 # For each scalar type of JSON: what messages call it, and whether a value is of it.
 _SCALARS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    types.NoneType: ("null", lambda value: value is None),
     bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: (
-        "an integer of 64 bits",
-        lambda value: type(value) is int and is_number(value),
-    ),
+    int: ("an integer of 64 bits", lambda x: type(x) is int and is_number(x)),
     float: ("a number", is_number),
     str: ("a string", lambda value: isinstance(value, str)),
 }
+# The keys and the numbers of list items that lead to a value.
+_Path = tuple[str | int, ...]
 
 
-def _parse(value: Any, kind: Any, path: tuple[str, ...], extra_keys: bool) -> Any:
-    """Parses the value at a path, the keys that lead to it, as `parse` describes."""
+def _parse(value: Any, kind: Any, path: _Path, extra_keys: bool) -> Any:
+    """Parses the value at a path, as `parse` describes."""
     if kind is Any:
         return value
     # For list[int], the origin is list, and the arguments are (int,).
     origin = typing.get_origin(kind) or kind
     arguments = typing.get_args(kind)
-
-    def parse_item(key: Any, item_kind: Any, item: Any) -> Any:
-        return _parse(item, item_kind, (*path, str(key)), extra_keys)
-
+    if origin in _SCALARS:
+        words, is_valid = _SCALARS[origin]
+        if not is_valid(value):
+            raise _mismatch(path, value, words)
+        return value
+    if origin is Literal:
+        for choice in arguments:
+            # The types are compared, too, since True equals 1.
+            if type(value) is type(choice) and value == choice:
+                return value
+        choices = ", ".join(map(repr, arguments))
+        raise _mismatch(path, value, f"one of {choices}")
     if origin is Annotated:
         inner, rule = arguments
         try:
             parsed = _parse(value, inner, path, extra_keys)
         except ValueError:
-            # The rule's words tell more than those of its type.
+            # The rule's words tell more than those of the type.
             raise _mismatch(path, value, rule.words) from None
         if not rule.holds(parsed):
             raise _mismatch(path, value, rule.words)
         return parsed
     if origin in (typing.Union, types.UnionType):
         return _parse_union(value, arguments, path, extra_keys)
-    if origin is Literal:
-        # The types are compared, too, since True equals 1.
-        if not any(type(value) is type(x) and value == x for x in arguments):
-            choices = ", ".join(map(repr, arguments))
-            raise _mismatch(path, value, f"one of {choices}")
-        return value
-    if origin in _SCALARS:
-        words, is_valid = _SCALARS[origin]
-        if not is_valid(value):
-            raise _mismatch(path, value, words)
-        return value
     if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise _mismatch(path, value, "a list")
-        item_kinds = (arguments[:1] or (Any,)) * len(value)
-        if origin is tuple and arguments and Ellipsis not in arguments:
-            item_kinds = arguments
-        if len(item_kinds) != len(value):
-            raise _mismatch(path, value, f"a list of {len(item_kinds)} values")
-        items = enumerate(zip(item_kinds, value, strict=True))
-        return origin(parse_item(i, item_kind, item) for i, (item_kind, item) in items)
+        items = _parse_list(value, origin, arguments, path, extra_keys)
+        return items if origin is list else tuple(items)
     if not isinstance(value, dict):
         raise _mismatch(path, value, "an object")
     if origin is dict:
         _, item_kind = arguments or (str, Any)
-        return {key: parse_item(key, item_kind, item) for key, item in value.items()}
-    fields = _fields(origin)
-    parsed = {}
-    for key, item in value.items():
-        if key in fields:
-            parsed[key] = parse_item(key, fields[key].annotation, item)
-        elif not extra_keys:
-            raise ValueError(f"{_place(*path, key)} is not one of {', '.join(fields)}")
-    for key, field in fields.items():
-        if key not in value and field.default is field.empty:
-            raise ValueError(f"{_place(*path, key)} is missing")
-    return origin(**parsed)
+        parsed = {}
+        for key, item in value.items():
+            parsed[key] = _parse(item, item_kind, (*path, key), extra_keys)
+        return parsed
+    return _parse_record(value, origin, path, extra_keys)
 
 
 def _parse_union(
-    value: Any, kinds: tuple[Any, ...], path: tuple[str, ...], extra_keys: bool
+    value: Any, kinds: tuple[Any, ...], path: _Path, extra_keys: bool
 ) -> Any:
     """Parses a value into the first of some types that it is of."""
     if value is None and types.NoneType in kinds:
@@ -277,21 +259,60 @@ def _parse_union(
     return _parse(value, last, path, extra_keys)
 
 
+def _parse_list(
+    value: Any, origin: type, arguments: tuple[Any, ...], path: _Path, extra_keys: bool
+) -> list[Any]:
+    """Parses the items of a list or a tuple, whose type has some arguments."""
+    if not isinstance(value, list):
+        raise _mismatch(path, value, "a list")
+    item_kinds = (arguments[:1] or (Any,)) * len(value)
+    # Only the likes of tuple[S, T] have a type for each item.
+    if origin is tuple and arguments and Ellipsis not in arguments:
+        item_kinds = arguments
+    if len(item_kinds) != len(value):
+        raise _mismatch(path, value, f"a list of {len(item_kinds)} values")
+    parsed = []
+    for i, (item, item_kind) in enumerate(zip(value, item_kinds, strict=True)):
+        parsed.append(_parse(item, item_kind, (*path, i), extra_keys))
+    return parsed
+
+
+def _parse_record(
+    value: dict[str, Any], kind: Any, path: _Path, extra_keys: bool
+) -> Any:
+    """Parses an object into a NamedTuple or a dataclass."""
+    fields = _fields(kind)
+    parsed = {}
+    for key, item in value.items():
+        if key in fields:
+            field_kind = fields[key].annotation
+            parsed[key] = _parse(item, field_kind, (*path, key), extra_keys)
+        elif not extra_keys:
+            known = ", ".join(fields)
+            raise ValueError(f"{_place((*path, key))} is not one of {known}")
+    for key, field in fields.items():
+        if key not in value and field.default is field.empty:
+            raise ValueError(f"{_place((*path, key))} is missing")
+    return kind(**parsed)
+
+
 @functools.cache
-def _fields(kind: type) -> Mapping[str, inspect.Parameter]:
+def _fields(kind: Any) -> Mapping[str, inspect.Parameter]:
     """Returns the fields of a NamedTuple or a dataclass, by name."""
+    if not hasattr(kind, "_fields") and not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind!r} is not a type that `parse` knows")
     return inspect.signature(kind).parameters
 
 
-def _mismatch(path: tuple[str, ...], value: Any, words: str) -> ValueError:
+def _mismatch(path: _Path, value: Any, words: str) -> ValueError:
     shown = repr(value)
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}..."
-    return ValueError(f"{_place(*path)} is {shown}, not {words}")
+    return ValueError(f"{_place(path)} is {shown}, not {words}")
 
 
-def _place(*path: str) -> str:
-    return "/".join(path) or "it"
+def _place(path: _Path) -> str:
+    return "/".join(map(str, path)) or "it"
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
