@@ -128,7 +128,8 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rows:
             directory = options.store
             return diff(f"{directory}@{options.first}", f"{directory}@{options.second}")
 
-    directory, step = options.store, options.step
+    directory = options.store
+    step = options.step
     if step is None:
         directory, step = place_lib.split(directory)
     match options.command:
