@@ -158,12 +158,18 @@ def _differences(job: engine.Job) -> str:
     if requested is None:
         return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
-    old, new = config_lib.flatten(there), config_lib.flatten(requested)
+    old = _with_present_names(there)
+    new = config_lib.flatten(requested)
     changed = [
         key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     ]
     texts = [f"{key}: {old.get(key)!r} instead of {new.get(key)!r}" for key in changed]
     return formatting.listed(texts, _SHOWN, "; ")
+
+
+def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a run's config.json by path, as a config has them now."""
+    return config_lib.with_present_names(config_lib.flatten(config))
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
@@ -290,7 +296,11 @@ def has_ended(job: engine.Job) -> bool:
     of_this_run = identity is None or results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
-    return of_this_run and is_over and config == requested_config(job)
+    requested = requested_config(job)
+    if requested is None:
+        return False
+    is_requested = _with_present_names(config) == config_lib.flatten(requested)
+    return of_this_run and is_over and is_requested
 
 
 def requested_config(job: engine.Job) -> dict[str, Any] | None:

@@ -168,7 +168,7 @@ def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\n"
         "def get_config():\n"
-        "    changes = {'on_parted': 'roll_back', 'roll_back.limit': 1}\n"
+        "    changes = {'on_divergence': 'roll_back', 'roll_back.limit': 1}\n"
         "    return replication_test.config(lies='state', **changes).copy_and_resolve_references()\n"
     )
     command = [

@@ -502,7 +502,7 @@ class Acting(toy.Poisoned):
         ({"learning_rate_factor": 0.5}, "backs_off=True., but this experiment has none"),
         ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 requires on_nonfinite='roll_back'"),
         ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
-        ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
+        ({"on_divergence": "skip"}, "on_divergence='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -604,7 +604,7 @@ def assert_same_history(directory, other, config):
 def test_a_run_whose_replicas_part_repeats_the_same_steps(
     tmp_path, uninterrupted, monkeypatch, capsys, steps, begin, first, change
 ):
-    config = make_config(on_parted="roll_back", limit=9)
+    config = make_config(on_divergence="roll_back", limit=9)
     left = list(steps)
     flips.after(monkeypatch, left, FLIPPED, 3, begin=begin, change=change)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -630,7 +630,7 @@ def test_a_run_whose_replicas_part_repeats_the_same_steps(
 def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     tmp_path, uninterrupted, monkeypatch
 ):
-    config = make_config(on_parted="roll_back", limit=9)
+    config = make_config(on_divergence="roll_back", limit=9)
     flips.after(monkeypatch, [5], FLIPPED, 3)
     with monkeypatch.context() as before:
         before.setattr(roll_backs.RollBacks, "add", killing(roll_backs.RollBacks.add))
@@ -651,7 +651,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
 
 @pytest.mark.sample(5, of="roll-backs")
 def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch):
-    config = make_config(on_parted="roll_back", poisoned=(), limit=2)
+    config = make_config(on_divergence="roll_back", poisoned=(), limit=2)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
     with pytest.raises(replication.ReplicaDivergenceError) as e:
         loop.run(config, str(tmp_path), "")
@@ -660,14 +660,14 @@ def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch)
         in str(e.value)
     )
     assert str(e.value).count("This step was not saved") == 1
-    # With on_parted='stop' the first flip ends the run, whatever on_nonfinite is.
-    for on_parted, on_nonfinite, count in (
+    # With on_divergence='stop' the first flip ends the run, whatever on_nonfinite is.
+    for on_divergence, on_nonfinite, count in (
         ("stop", "roll_back", 0),
         ("roll_back", "stop", 2),
     ):
-        other = tmp_path / on_parted
+        other = tmp_path / on_divergence
         config = make_config(
-            on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2
+            on_divergence=on_divergence, on_nonfinite=on_nonfinite, poisoned=(), limit=2
         )
         with pytest.raises(replication.ReplicaDivergenceError):
             loop.run(config, str(other), "")
@@ -685,7 +685,7 @@ def lowered_config(**changes):
 def lowered(tmp_path_factory):
     """The directory of a run that lowers its updates at two roll-backs."""
     directory = tmp_path_factory.mktemp("lowered")
-    assert loop.run(lowered_config(on_parted="roll_back"), str(directory), "") == 0
+    assert loop.run(lowered_config(on_divergence="roll_back"), str(directory), "") == 0
     return directory
 
 
@@ -733,7 +733,7 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
 def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at
 ):
-    config = lowered_config(on_parted="roll_back")
+    config = lowered_config(on_divergence="roll_back")
     assert (
         loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
         == 42
@@ -741,7 +741,7 @@ def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     if at == 20:
         # A changed factor applies only to later roll-backs; repeated steps use the
         # recorded one.
-        config = make_config(experiment=config.experiment, on_parted="roll_back")
+        config = make_config(experiment=config.experiment, on_divergence="roll_back")
         flips.after(monkeypatch, [10], FLIPPED, 3)
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same_history(tmp_path, lowered, config)

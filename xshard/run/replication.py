@@ -25,7 +25,7 @@ from xshard.stored import fingerprint, hashing
 
 _ADVICE = (
     "This step was not saved. If only one device differs, and at another step when the run is repeated, suspect that device; "
-    "on_parted='roll_back' repeats the steps. Otherwise make the state equal with a collective, such as jax.lax.pmean(x, "
+    "on_divergence='roll_back' repeats the steps. Otherwise make the state equal with a collective, such as jax.lax.pmean(x, "
     "('slice', 'replica')), draw keys that are equal on all replicas, or wrap the state in xshard.PerReplica; check each "
     "xshard.equal_on_replicas, and custom optimizer rules."
 )
@@ -41,7 +41,7 @@ class ReplicaDivergenceError(errors.UserError):
     """The replicas of a group hold different copies of state that must be equal on all
     of them.
 
-    It is raised on all processes after the same step. A run with on_parted='roll_back'
+    It is raised on all processes after the same step. A run with on_divergence='roll_back'
     catches it and rolls back.
 
     Attributes:

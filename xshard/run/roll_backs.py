@@ -67,7 +67,7 @@ class RollBacks:
         self._factor = config.roll_back.learning_rate_factor
         policies = {
             nonfinite.NonfiniteError: config.on_nonfinite,
-            replication.ReplicaDivergenceError: config.on_parted,
+            replication.ReplicaDivergenceError: config.on_divergence,
         }
         self._reasons = [
             x for x, policy in policies.items() if policy == config_lib.ROLL_BACK
