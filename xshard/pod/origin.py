@@ -19,7 +19,7 @@ from xshard import config as config_lib
 from xshard import logical
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
-from xshard.pod import processes
+from xshard.pod import host_collectives
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change how XLA compiles a program.
@@ -73,7 +73,7 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
       UserError: if the data differs between processes.
     """
     summaries = {"training": lambda: training, "evaluation": lambda: evaluation}
-    processes.check_equal_data(summaries)
+    host_collectives.check_equal_data(summaries)
     file = getattr(sys.modules.get(module), "__file__", None)
     git_commit = ""
     if file:

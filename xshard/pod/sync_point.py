@@ -6,8 +6,8 @@ import json
 import threading
 from collections.abc import Callable
 
+from xshard.pod import host_collectives
 from xshard.pod import notice as notice_lib
-from xshard.pod import processes
 
 
 class SyncPoint:
@@ -20,7 +20,7 @@ class SyncPoint:
     numbers, which is the earliest poll that every process can still reach.
     """
 
-    def __init__(self, board: processes.Board):
+    def __init__(self, board: host_collectives.Board):
         self._board = board
         self._nudge = threading.Event()
         # Taking the lock itself costs less than entering the condition, and each step

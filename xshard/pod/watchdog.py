@@ -26,7 +26,7 @@ from xshard.pod import (
     attempts,
     exits,
     heartbeat,
-    processes,
+    host_collectives,
     signals,
     startup,
     status,
@@ -83,8 +83,8 @@ class Watchdog:
         )
         self._console = console
         self._signal_receiver = signal_receiver
-        self._board = processes.Board(self._index, len(self._hosts))
-        self._end = processes.Exchange("the end of the run", timeouts.shutdown)
+        self._board = host_collectives.Board(self._index, len(self._hosts))
+        self._end = host_collectives.Exchange("the end of the run", timeouts.shutdown)
         self._ended = threading.Event()
         self._published = False
         self._sync_point = sync_point.SyncPoint(self._board)
@@ -157,8 +157,8 @@ class Watchdog:
         self.doing(what)
         self._post_status()
         try:
-            self._end()
-        except processes.LostError as e:
+            self._end.gather()
+        except host_collectives.LostError as e:
             raise errors.UserError(str(e)) from e
         self._write_status()
 
@@ -175,7 +175,10 @@ class Watchdog:
         with self._exit_lock:
             self._fail_all(own)
             # Another process may have failed earlier, and caused the failure here.
-            first = processes.with_timeout(self._first_failure, _LEAVE_SECONDS) or own
+            first = (
+                host_collectives.with_timeout(self._first_failure, _LEAVE_SECONDS)
+                or own
+            )
             if first != own:
                 self._say(f"the first error: {first}")
             self._exit(notice_lib.FAILED)
@@ -337,7 +340,7 @@ class Watchdog:
         # JAX aborts with its client locked. If the board answers, the abort has another
         # cause.
         if (
-            processes.with_timeout(
+            host_collectives.with_timeout(
                 lambda: self._board.read("failed"), exits.SHORT_SECONDS
             )
             is not None
@@ -353,7 +356,7 @@ class Watchdog:
             exits.exit_now(notice_lib.FAILED)
 
     def _fail_all(self, message: str) -> None:
-        processes.with_timeout(
+        host_collectives.with_timeout(
             lambda: self._board.append("failed", message), _LEAVE_SECONDS
         )
 
@@ -365,8 +368,8 @@ class Watchdog:
         if self._index == 0:
             # JAX aborts the processes that are left when process 0 ends.
             patience = self._timeouts.heartbeat
-        processes.with_timeout(self._announce_exit, patience)
-        processes.with_timeout(self._write_status, _LEAVE_SECONDS)
+        host_collectives.with_timeout(self._announce_exit, patience)
+        host_collectives.with_timeout(self._write_status, _LEAVE_SECONDS)
         exits.exit_now(code)
 
     def _announce_exit(self) -> None:
