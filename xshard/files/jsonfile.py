@@ -1,17 +1,22 @@
-"""Reads and writes JSON files. A file may be damaged or forged, so it is read within
-bounds of size and depth.
+"""Reads and writes JSON files, and parses JSON into types.
 
-A file that exceeds the bounds, or is invalid, is refused with a message that names it.
+A file may be damaged or forged, so it is read within bounds of size and depth. One that
+exceeds the bounds, or is invalid, is refused with a message that names it. What a valid
+file holds is checked by `parse`.
 """
 
 import contextlib
+import functools
+import inspect
 import json
 import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 from xshard import errors
 from xshard.files import disk
@@ -24,6 +29,8 @@ LINE_BYTES = 4 << 20
 _DEPTH = 200
 _LARGEST = 1 << 63
 _NAMES: dict[type, str] = {dict: "an object", list: "a list"}
+# The most characters of a wrong value that a message shows.
+_SHOWN = 60
 
 
 def loads(content: bytes, kind: type = dict) -> Any:
@@ -127,11 +134,164 @@ def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> No
         disk.replace(path, f"{content}\n".encode())
 
 
+class Rule(NamedTuple):
+    """A condition on a value beyond its type, as in `Annotated[int, Rule(...)]`.
+
+    Attributes:
+      words: what the value must be, for messages, such as "an integer of at least 0".
+      holds: returns whether a parsed value satisfies the condition.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def parse(value: Any, kind: Any, *, extra_keys: bool = False) -> Any:
+    """Parses a JSON value into a type, and converts nothing to make it fit.
+
+    A type is `str`, `bool`, `int`, `float`, `Any` or a `Literal`; `list[T]`,
+    `tuple[T, ...]`, `tuple[S, T]` or `dict[str, T]`; a union such as `T | None`;
+    `Annotated[T, Rule(...)]`; or a NamedTuple or a dataclass, which stands for an
+    object with the keys of its fields. A field with a default may be missing. An int
+    must fit in 64 bits, and a bool is no int. An int passes for a float, and a list for
+    a tuple; nothing else passes for another type.
+
+    >>> class Saved(NamedTuple):
+    ...     step: int
+    ...     metrics: dict[str, float]
+    ...     attempt: str = ""
+    >>> parse([{"step": 3, "metrics": {"error": 0.5}}], list[Saved])
+    [Saved(step=3, metrics={'error': 0.5}, attempt='')]
+    >>> parse([{"step": 3, "metrics": {"error": "low"}}], list[Saved])
+    Traceback (most recent call last):
+    ValueError: 0/metrics/error is 'low', not a number
+
+    Args:
+      value: the value, as `loads` and `read` return it.
+      kind: the type.
+      extra_keys: whether objects may have keys that their types do not name, as those
+        that a later version adds. They are dropped.
+
+    Raises:
+      ValueError: if the value is not of the type. The message begins with the path of
+        what is wrong, or with "it" if that is the whole value.
+    """
+    return _parse(value, kind, (), extra_keys)
+
+
 def is_number(value: Any) -> bool:
     """Returns whether a JSON value is a float, or an integer that fits in an int64. A
     boolean is not a number.
     """
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+# For each scalar type of JSON: what messages call it, and whether a value is of it.
+_SCALARS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    types.NoneType: ("null", lambda value: value is None),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: (
+        "an integer of 64 bits",
+        lambda value: type(value) is int and is_number(value),
+    ),
+    float: ("a number", is_number),
+    str: ("a string", lambda value: isinstance(value, str)),
+}
+
+
+def _parse(value: Any, kind: Any, path: tuple[str, ...], extra_keys: bool) -> Any:
+    """Parses the value at a path, the keys that lead to it, as `parse` describes."""
+    if kind is Any:
+        return value
+    # For list[int], the origin is list, and the arguments are (int,).
+    origin = typing.get_origin(kind) or kind
+    arguments = typing.get_args(kind)
+
+    def parse_item(key: Any, item_kind: Any, item: Any) -> Any:
+        return _parse(item, item_kind, (*path, str(key)), extra_keys)
+
+    if origin is Annotated:
+        inner, rule = arguments
+        try:
+            parsed = _parse(value, inner, path, extra_keys)
+        except ValueError:
+            # The rule's words tell more than those of its type.
+            raise _mismatch(path, value, rule.words) from None
+        if not rule.holds(parsed):
+            raise _mismatch(path, value, rule.words)
+        return parsed
+    if origin in (typing.Union, types.UnionType):
+        return _parse_union(value, arguments, path, extra_keys)
+    if origin is Literal:
+        # The types are compared, too, since True equals 1.
+        if not any(type(value) is type(x) and value == x for x in arguments):
+            choices = ", ".join(map(repr, arguments))
+            raise _mismatch(path, value, f"one of {choices}")
+        return value
+    if origin in _SCALARS:
+        words, is_valid = _SCALARS[origin]
+        if not is_valid(value):
+            raise _mismatch(path, value, words)
+        return value
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise _mismatch(path, value, "a list")
+        item_kinds = (arguments[:1] or (Any,)) * len(value)
+        if origin is tuple and arguments and Ellipsis not in arguments:
+            item_kinds = arguments
+        if len(item_kinds) != len(value):
+            raise _mismatch(path, value, f"a list of {len(item_kinds)} values")
+        items = enumerate(zip(item_kinds, value, strict=True))
+        return origin(parse_item(i, item_kind, item) for i, (item_kind, item) in items)
+    if not isinstance(value, dict):
+        raise _mismatch(path, value, "an object")
+    if origin is dict:
+        _, item_kind = arguments or (str, Any)
+        return {key: parse_item(key, item_kind, item) for key, item in value.items()}
+    fields = _fields(origin)
+    parsed = {}
+    for key, item in value.items():
+        if key in fields:
+            parsed[key] = parse_item(key, fields[key].annotation, item)
+        elif not extra_keys:
+            raise ValueError(f"{_place(*path, key)} is not one of {', '.join(fields)}")
+    for key, field in fields.items():
+        if key not in value and field.default is field.empty:
+            raise ValueError(f"{_place(*path, key)} is missing")
+    return origin(**parsed)
+
+
+def _parse_union(
+    value: Any, kinds: tuple[Any, ...], path: tuple[str, ...], extra_keys: bool
+) -> Any:
+    """Parses a value into the first of some types that it is of."""
+    if value is None and types.NoneType in kinds:
+        return None
+    *others, last = [kind for kind in kinds if kind is not types.NoneType]
+    for kind in others:
+        try:
+            return _parse(value, kind, path, extra_keys)
+        except ValueError:
+            continue
+    # The last type's error is the message; for `T | None`, that of T.
+    return _parse(value, last, path, extra_keys)
+
+
+@functools.cache
+def _fields(kind: type) -> Mapping[str, inspect.Parameter]:
+    """Returns the fields of a NamedTuple or a dataclass, by name."""
+    return inspect.signature(kind).parameters
+
+
+def _mismatch(path: tuple[str, ...], value: Any, words: str) -> ValueError:
+    shown = repr(value)
+    if len(shown) > _SHOWN:
+        shown = f"{shown[:_SHOWN]}..."
+    return ValueError(f"{_place(*path)} is {shown}, not {words}")
+
+
+def _place(*path: str) -> str:
+    return "/".join(path) or "it"
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
