@@ -179,7 +179,9 @@ def run_tool(arguments):
 
 
 PROCESS = {
-    "doing": "training", "step": 5, "steps": 10, "rate": 1.0, "time": 1.79e9, "host": "h", "pid": 1,
+    "doing": "training", "step": 5, "steps": 10, "rate": 1.0, "time": 1.79e9,
+    "host": "h", "pid": 1, "begun": 1.78e9, "first": 0, "trained": 5,
+    "seconds": {"training": 1.0},
 }  # fmt: skip
 RESULTS = {
     "step": 10,

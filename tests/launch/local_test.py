@@ -29,7 +29,9 @@ with open(os.path.join(place, "pid" + index), "w") as file:
 end = ends[min(os.path.getsize(starts), len(ends)) - 1]
 if "STEP" in os.environ:
     with open(os.path.join(workdir, "status.json"), "w") as file:
-        row = {"doing": "training", "steps": None, "rate": None, "time": 0, "host": "here", "pid": 1}
+        row = {"doing": "training", "steps": None, "rate": None, "time": 0}
+        row |= {"host": "here", "pid": 1, "begun": 0, "first": None, "trained": 0}
+        row["seconds"] = {}
         json.dump([{**row, "step": os.path.getsize(starts)}], file)
 if end == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

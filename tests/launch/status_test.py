@@ -26,6 +26,10 @@ def write(directory, *rows, ago=0.0):
         "rate": 10.0,
         "host": "h0",
         "pid": 1,
+        "begun": time.time() - ago,
+        "first": 0,
+        "trained": 0,
+        "seconds": {},
     }
     directory.mkdir(exist_ok=True)
     rows = [{**base, "time": time.time() - ago, **row} for row in rows]
@@ -131,10 +135,6 @@ def test_attempts_are_kept_once_and_damaged_files_do_not_end_a_run(tmp_path):
             len(attempts.read(path))
             == len((path / attempts.FILE).read_text().split("\n")) - 1
         )
-    # The status of an older version, which did not record when the attempt began.
-    write(path, {})
-    attempts.preserve_previous(path)
-    assert len(attempts.read(path)) == 1
     with (path / attempts.FILE).open("a") as file:
         file.write('{"begun": "noon"}\nnot JSON\n{"begun": 1, "doing": "do')
     assert len(attempts.read(path)) == 1

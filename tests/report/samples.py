@@ -153,7 +153,9 @@ def write(
             "rate": 10.0,
             "host": "h0",
         }
-        row |= {"pid": 1, "time": time.time() - ago}
+        when = time.time() - ago
+        row |= {"pid": 1, "time": when, "begun": when}
+        row |= {"first": last, "trained": 0, "seconds": {}}
         if attempts:
             row = attempts[-1]
             write_rows(directory / "attempts.jsonl", attempts[:-1])

@@ -88,8 +88,7 @@ def preserve_previous(directory: pathlib.Path) -> None:
 
 
 def read(directory: pathlib.Path) -> list[Attempt]:
-    """Returns the attempts of a run, including the last; empty if an older version,
-    which recorded none, ran it.
+    """Returns the attempts of a run, including the last; empty if it has none.
 
     Raises:
       UserError: if a file of the run is damaged.
@@ -155,13 +154,15 @@ def _rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the last status of each attempt, without damaged lines. The newest is
     read from the status file.
     """
-    lines = [row for _, row in jsonfile.read_lines(directory / FILE)]
-    kept = [
-        row
-        for row in lines
-        if row is not None and "begun" in row and status.is_row(row)
-    ]
-    last = (status.read_if_exists(directory) or [{}])[0]
-    if "begun" not in last:
+    kept = []
+    for _, row in jsonfile.read_lines(directory / FILE):
+        if row is None:
+            continue
+        with contextlib.suppress(ValueError):
+            status.check_row(row)
+            kept.append(row)
+    rows = status.read_if_exists(directory)
+    if rows is None:
         return kept
+    last = rows[0]
     return [*(row for row in kept if row["begun"] != last["begun"]), last]

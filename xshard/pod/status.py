@@ -5,7 +5,7 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard import errors
 from xshard.files import disk, jsonfile
@@ -25,6 +25,22 @@ ENDS = (DONE, "stopped", "failed")
 # running.
 SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
+
+
+class _Row(NamedTuple):
+    """The status of a process in the file; `Status.row` describes it."""
+
+    doing: str
+    step: float | None
+    steps: float | None
+    begun: float
+    first: float | None
+    trained: float
+    seconds: dict[str, float]
+    rate: float | None
+    time: float
+    host: str
+    pid: int
 
 
 class Status:
@@ -77,8 +93,13 @@ def read(directory: pathlib.Path) -> list[dict[str, Any]]:
     """
     path = directory / FILE
     rows = jsonfile.read(path, list)
-    if not rows or not all(is_row(row) for row in rows):
-        raise errors.UserError(f"{path} was not written by a run.")
+    try:
+        if not rows:
+            raise ValueError("it is empty")
+        for row in rows:
+            check_row(row)
+    except ValueError as e:
+        raise errors.UserError(f"{path} was not written by a run: {e}.") from e
     return rows
 
 
@@ -89,27 +110,12 @@ def read_if_exists(directory: pathlib.Path) -> list[dict[str, Any]] | None:
     return read(directory)
 
 
-def is_row(row: Any) -> bool:
-    """Returns whether a JSON value is a valid status of a process; one of an earlier
-    version has no 'begun'.
-    """
-    if not isinstance(row, dict):
-        return False
-    for name in ("doing", "host"):
-        if not isinstance(row.get(name), str):
-            return False
-    for name in ("step", "steps", "rate", "first"):
-        if row.get(name) is not None and not jsonfile.is_number(row[name]):
-            return False
-    numbers = [row.get("time"), row.get("pid")]
-    if "begun" in row:
-        if not isinstance(row.get("seconds"), dict):
-            return False
-        numbers += [row["begun"], row.get("trained"), *row["seconds"].values()]
-        # A process that trained knows the step it started from.
-        if row["trained"] and (row.get("first") is None or row.get("step") is None):
-            return False
-    return all(map(jsonfile.is_number, numbers))
+def check_row(row: Any) -> None:
+    """Raises ValueError if a JSON value is not a status as `Status.row` returns it."""
+    parsed = jsonfile.parse(row, _Row, extra_keys=True)
+    # A process that trained knows the step it started from.
+    if parsed.trained and (parsed.first is None or parsed.step is None):
+        raise ValueError(f"first is {parsed.first} and step {parsed.step}")
 
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
