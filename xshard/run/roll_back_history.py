@@ -4,7 +4,7 @@ that they skip.
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,11 @@ from xshard import state as state_lib
 from xshard.files import jsonfile
 from xshard.learners.state import LearnerState
 from xshard.optimizers import back_off
+
+_Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
+_Scale = Annotated[
+    float, jsonfile.Rule("a number above 0 and up to 1", lambda x: 0 < x <= 1)
+]
 
 
 class RollBack(NamedTuple):
@@ -33,13 +38,13 @@ class RollBack(NamedTuple):
         such a factor.
     """
 
-    step: int
+    step: _Count
     why: str
-    restored: int
-    first_batch: int
-    last_batch: int
+    restored: _Count
+    first_batch: _Count
+    last_batch: _Count
     given_up: list[str]
-    update_scale: float = 1.0
+    update_scale: _Scale = 1.0
 
     @property
     def num_skipped(self) -> int:
@@ -60,37 +65,19 @@ class RollBack(NamedTuple):
         return f"{self.why}; rolled back to step {self.restored}, {then}{lowered}"
 
 
-def _is_roll_back(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    # Files of older versions have no scale.
-    value = {"update_scale": 1.0, **value}
-    if value.keys() != set(RollBack._fields):
-        return False
-    scale, folders = value["update_scale"], value["given_up"]
-    if type(scale) is not float or not 0 < scale <= 1 or not isinstance(folders, list):
-        return False
-    texts = [value["why"], *folders]
-    numbers = [
-        value[name] for name in ("step", "restored", "first_batch", "last_batch")
-    ]
-    are_counts = all(
-        type(x) is int and jsonfile.is_number(x) and x >= 0 for x in numbers
-    )
-    return are_counts and all(isinstance(x, str) for x in texts)
-
-
 def read(path: pathlib.Path) -> list[RollBack]:
     """Returns the recorded roll-backs of a run; raises UserError if a run cannot have
     written the file.
     """
     values = jsonfile.read_if_exists(path, list) or []
-    if all(map(_is_roll_back, values)):
-        return [RollBack(**value) for value in values]
-    raise errors.UserError(
-        f"{path} was not written by a run: it must hold the run's roll-backs, which determine the batches that "
-        "the run skips. Restore the file, or give a new --workdir."
-    )
+    try:
+        return jsonfile.parse(values, list[RollBack])
+    except ValueError as e:
+        raise errors.UserError(
+            f"{path} was not written by a run ({e}): it must hold the run's roll-backs, "
+            "which determine the batches that the run skips. Restore the file, or give "
+            "a new --workdir."
+        ) from e
 
 
 def batches_to_skip(entries: list[RollBack]) -> dict[int, int]:
