@@ -20,6 +20,7 @@ from xshard import errors
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import formatting
+from xshard.metrics import rows as rows_lib
 from xshard.pod import notice, status
 
 Point = Mapping[str, Any]
@@ -364,13 +365,10 @@ def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
     """Returns the newest fingerprint of a run's parameters, with its step; None if it
     has logged none.
     """
-    lines = (disk.read(workdir.Workdir(directory).metrics) or b"").splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if _FINGERPRINT in row:
-                return row["step"], row[_FINGERPRINT]
-    return None
+    row = rows_lib.newest_with(workdir.Workdir(directory).metrics, _FINGERPRINT)
+    if row is None:
+        return None
+    return row["step"], row[_FINGERPRINT]
 
 
 def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from launch import engine, sweep
 from tests import rows, stopping, toy
 from xshard import callbacks, errors, loop
 from xshard.metrics import log as log_lib
+from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 from xshard.modes import continuous_eval
 from xshard.report import runs
@@ -243,7 +244,7 @@ def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
     replayed.begin(
         lambda: [
             {k: x for k, x in row.items() if k != "time"}
-            for row in writers.evaluations(path, 2)
+            for row in rows_lib.evaluations(path, 2)
         ]
     )
     assert (
@@ -251,5 +252,5 @@ def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
         and "nan" in repr(seen[-1])
         and "inf" not in repr(seen[-1])
     )
-    replayed.begin(lambda: writers.evaluations(path, 1))
+    replayed.begin(lambda: rows_lib.evaluations(path, 1))
     assert [row["step"] for row in seen[-1]] == [1]

@@ -26,6 +26,7 @@ from xshard.checkpoint import array_reader, arrays, metadata_files, schema
 from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, workdir
 from xshard.metrics import event_files, formatting, writers
+from xshard.metrics import rows as rows_lib
 from xshard.modes import continuous_eval
 from xshard.report import gallery, runs
 
@@ -243,7 +244,7 @@ def look(directory):
             lambda: continuous_eval._read_best(directory / "eval/best.json")
         )
         assert best is None or all(isinstance(step, int) for step in best["pinned"])
-        judged = writers.read_steps(directory / "eval/metrics.jsonl")
+        judged = rows_lib.read(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in judged)
         continuous_eval._judged(directory / "eval/metrics.jsonl", "eval/accuracy", [10])
 
@@ -293,7 +294,7 @@ def test_damaged_samples_are_shown_safely(directory, content):
     (directory / "samples.jsonl").write_bytes(content + b"\n")
     for run in user_error(lambda: runs.read([str(directory)])) or []:
         assert "<script" not in gallery.gallery([run])
-    rows = lambda: writers.read(directory / "samples.jsonl")
+    rows = lambda: rows_lib.read(directory / "samples.jsonl")
     part = writers.Part(directory, 5, {}, rows, rows)
     event_files.EventFiles(directory / "tensorboard", part.everything).close()
 

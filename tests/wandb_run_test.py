@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xshard import samples
+from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
 
 
@@ -55,9 +56,9 @@ def sent(monkeypatch):
 
 
 def write_part(directory, step, rows, *, killed=False):
-    history = lambda: writers.read(directory / "metrics.jsonl")
+    history = lambda: rows_lib.read(directory / "metrics.jsonl")
     shown = writers.JsonLines(directory / "samples.jsonl", step)
-    from_file = lambda: writers.read(directory / "samples.jsonl")
+    from_file = lambda: rows_lib.read(directory / "samples.jsonl")
     the_part = writers.Part(directory, step, {"a": 1}, history, from_file)
     opened = writers.open_all(["wandb", "jsonl"], the_part)
     for row in rows:

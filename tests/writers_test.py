@@ -15,12 +15,13 @@ import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
 from xshard.metrics import event_files, writers
+from xshard.metrics import rows as rows_lib
 
 ALL = ("jsonl", "csv", "tensorboard")
 
 
 def open_part(directory, step, names=ALL):
-    history = lambda: writers.read(directory / "metrics.jsonl")
+    history = lambda: rows_lib.read(directory / "metrics.jsonl")
     return writers.open_all(names, writers.Part(directory, step, {}, history))
 
 
@@ -403,7 +404,7 @@ def test_a_table_is_replaced_whole_or_not_at_all(tmp_path):
         full_disk(1000),
     ):
         writers.Csv(
-            tmp_path / "metrics.csv", lambda: writers.read(tmp_path / "metrics.jsonl")
+            tmp_path / "metrics.csv", lambda: rows_lib.read(tmp_path / "metrics.jsonl")
         )
     assert (tmp_path / "metrics.csv").read_bytes() == before
     # A reader that has the table open still reads the old one, which is not

@@ -20,6 +20,7 @@ from xshard.files import compile_cache, workdir
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import log as log_lib
 from xshard.metrics import overview, writers
+from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.pod import notice as notice_lib
 from xshard.pod import origin as origin_lib
@@ -240,7 +241,7 @@ class Run:
             self.config, self.mesh, learners, say, begin.watched
         )
         self._evaluations.begin(
-            lambda: writers.evaluations(self.workdir.metrics, start)
+            lambda: rows_lib.evaluations(self.workdir.metrics, start)
         )
         if self.step < 0:
             params, whole = state_lib.params(begin.state), self.terminal.verbose

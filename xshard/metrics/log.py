@@ -63,8 +63,8 @@ class Log:
                 directory.path,
                 start,
                 identity.plain(config),
-                rows=lambda: writers_lib.read(directory.metrics),
-                samples=lambda: writers_lib.read(directory.samples),
+                rows=lambda: rows_lib.read(directory.metrics),
+                samples=lambda: rows_lib.read(directory.samples),
             )
             self._samples = writers_lib.JsonLines(directory.samples, start)
             self._writers = writers_lib.open_all(config.writers, part)

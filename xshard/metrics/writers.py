@@ -1,14 +1,10 @@
-"""Writers of a run's rows: their interface, the built-in ones, and the two that write
-plain files.
-"""
+"""Writers of a run's rows: their interface, the known ones, and those of plain files."""
 
 import csv
 import heapq
 import importlib
 import importlib.util
 import io
-import json
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,14 +18,13 @@ Row = rows_lib.Row
 
 
 class Writer(Protocol):
-    """The interface of writers, which receive the rows of a run, on process 0, in the
-    order of their steps.
+    """The interface of writers, which receive a run's rows in the order of their steps.
 
-    A row maps names to numbers, or to lists of numbers with several groups. Every row
-    has 'step', the number of completed steps. A row of training has 'loss' and the
-    other metrics of a step; a row of an evaluation has 'eval/...'. Values under 'perf/'
-    may differ between runs with the same bits. A row arrives when its numbers have
-    reached the host, some steps after they were computed.
+    Only process 0 has writers. A row maps names to numbers, or to lists of numbers with
+    several groups. Every row has 'step', the number of completed steps. A row of
+    training has 'loss' and the other metrics of a step; a row of an evaluation has
+    'eval/...'. Values under 'perf/' may differ between runs with the same bits. A row
+    arrives when its numbers have reached the host, some steps after they were computed.
 
     A resumed run starts from a checkpoint and repeats the steps after it. So a writer
     begins by dropping the rows of later steps, as far as its destination supports that.
@@ -42,8 +37,7 @@ class Writer(Protocol):
         """Writes a row; it must not modify the row."""
 
     def flush(self) -> None:
-        """Hands all rows to the destination, so that a committed checkpoint has its
-        rows.
+        """Hands all rows to the destination, so that a committed checkpoint has its rows.
 
         A writer may also have a method `sync`, which makes the flushed rows durable. It
         is called from another thread, before the checkpoint is committed. It may have a
@@ -73,63 +67,68 @@ class Part(NamedTuple):
     samples: Callable[[], Iterator[Row]] = lambda: iter(())
 
     def history(self) -> Iterator[Row]:
-        """Yields the earlier rows without fingerprints, for a writer that is new to the
-        run or rewrites its file.
+        """Yields the earlier rows without fingerprints.
+
+        It is for a writer that is new to the run, or that rewrites its file.
         """
         return map(rows_lib.numbers, self.rows())
 
     def everything(self) -> Iterator[Row]:
-        """Yields earlier rows of numbers and of samples in the order of their steps,
-        without rows that lack a step.
-        """
+        """Yields the earlier rows of numbers and of samples, in the order of steps."""
         # Both are sorted by step, so the merge holds only one row of each in memory.
-        rows, samples = _with_step(self.history()), _with_step(self.samples())
-        return heapq.merge(rows, samples, key=lambda row: row["step"])
+        return heapq.merge(self.history(), self.samples(), key=lambda row: row["step"])
 
 
 def check(names: Any) -> None:
-    """Raises ValueError unless a config's `writers` is a list of valid writers that
-    includes 'jsonl'.
+    """Raises UserError unless a config's `writers` is a list of valid names with 'jsonl'.
 
     A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine':
     a class or function that takes a `Part` and returns a `Writer`.
     """
-    if (
-        not isinstance(names, Sequence)
-        or isinstance(names, str)
-        or len(set(names)) < len(names)
-    ):
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    if not is_list or len(set(names)) < len(names):
         raise errors.UserError(
-            f"writers={names!r} must be a list of names, each once, as {('jsonl', 'csv')} is."
+            f"writers={names!r} must be a list of names, each once, as "
+            f"{('jsonl', 'csv')} is."
         )
     for name in names:
         _find(name)
     if "jsonl" not in names:
         raise errors.UserError(
-            f"writers={tuple(names)} must have 'jsonl': a run's status and reports are read from it."
+            f"writers={tuple(names)} must have 'jsonl': a run's status and reports are "
+            "read from it."
         )
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise errors.UserError(
-            "writers has 'wandb', which is not installed: pip install 'xshard[wandb]', or pip install wandb."
+            "writers has 'wandb', which is not installed: pip install 'xshard[wandb]', "
+            "or pip install wandb."
         )
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """Opens the writers of these names, 'jsonl' first, since the others read its file
-    through `part.rows`.
-    """
-    return [
-        _find(name)(part) for name in sorted(names, key=lambda name: name != "jsonl")
-    ]
+    """Opens the writers of these names."""
+    # The others read the file of 'jsonl' through `part.rows`, so it comes first: it
+    # drops the rows of the steps that the run repeats.
+    ordered = sorted(names, key=lambda name: name != "jsonl")
+    return [_find(name)(part) for name in ordered]
 
 
 def write(writers: Sequence[Writer], row: Row) -> None:
-    """Writes a row with each writer: with fingerprints to text files, without to the
-    others.
-    """
+    """Writes a row with each writer; only text files receive its fingerprints."""
     numbers = rows_lib.numbers(row)
     for writer in writers:
-        writer.write(row if isinstance(writer, JsonLines | Csv) else numbers)
+        if isinstance(writer, JsonLines | Csv):
+            writer.write(row)
+        else:
+            writer.write(numbers)
+
+
+def count(writers: Sequence[Writer]) -> int:
+    """Returns the number of rows that the writer 'jsonl' began with; 0 without it."""
+    for writer in writers:
+        if isinstance(writer, JsonLines):
+            return writer.count
+    return 0
 
 
 class _File:
@@ -153,20 +152,32 @@ class _File:
 
 
 class JsonLines(_File):
-    """A file with one JSON object per line, each with a 'step'."""
+    """A file with one JSON object per line, each with a 'step'.
+
+    Attributes:
+      count: the number of rows that were in the file when it was opened.
+      last: the step of the last row; -1 if there is none.
+    """
 
     def __init__(self, path: pathlib.Path, step: int):
-        """Opens the file to append rows after `step`; later rows, from an interrupted
-        part of the run, are dropped.
+        """Opens the file to append rows after `step`.
+
+        Later rows, from an interrupted part of the run, are dropped, and so are lines
+        that hold no row, such as the last one of a process that was killed.
         """
         super().__init__(path)
+        self.last = -1
+        kept: list[bytes] = []
         before = disk.read(path) or b""
-        kept = [line for line in before.splitlines() if _is_row_until(line, step)]
+        for line in before.splitlines():
+            row = rows_lib.parse(line)
+            if row is not None and row["step"] <= step:
+                kept.append(line + b"\n")
+                self.last = row["step"]
         self.count = len(kept)
-        self.last = json.loads(kept[-1])["step"] if kept else -1
+        content = b"".join(kept)
         # The file is compared as bytes. A last row that lost only its newline would
         # otherwise merge with the next row.
-        content = b"".join(line + b"\n" for line in kept)
         if content != before:
             with disk.writing(path):
                 disk.replace(path, content)
@@ -179,12 +190,11 @@ class JsonLines(_File):
 
 
 class Csv(_File):
-    """A table for spreadsheets: a column for each name, with several groups one per
-    group: 'loss/0', 'loss/1'.
+    """A table for spreadsheets, with a column for each name.
 
-    A cell is empty if the row lacks the value or the value is not finite (null in
-    JSON). A name that first appears later becomes the last column, and the file is
-    rewritten.
+    With several groups there is a column for each group: 'loss/0', 'loss/1'. A cell is
+    empty if the row lacks the value or the value is not finite (null in JSON). A name
+    that first appears later becomes the last column, and the file is rewritten.
     """
 
     def __init__(self, path: pathlib.Path, history: Callable[[], Iterator[Row]]):
@@ -225,6 +235,7 @@ class Csv(_File):
 
 
 def _cells(row: Row) -> Row:
+    """Returns the cells of a row of a table, by column."""
     return {name: jsonfile.finite(value) for name, value in rows_lib.flat(row).items()}
 
 
@@ -233,78 +244,12 @@ def _table(file: TextIO, columns: Sequence[str]) -> "csv.DictWriter[str]":
     return csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
 
 
-def read(path: pathlib.Path) -> Iterator[Row]:
-    """Yields the rows of a file of JSON lines; none if the file does not exist. Invalid
-    lines are skipped.
-    """
-    return (row for _, row in jsonfile.read_lines(path) if row is not None)
+def _jsonl(part: Part) -> Writer:
+    return JsonLines(part.directory / "metrics.jsonl", part.step)
 
 
-def read_steps(path: pathlib.Path) -> Iterator[Row]:
-    """Yields the rows of a file like `read`, without rows that lack a step, as after
-    editing by hand.
-    """
-    return _with_step(read(path))
-
-
-def _with_step(rows: Iterable[Row]) -> Iterator[Row]:
-    for row in rows:
-        if type(row.get("step")) is int and jsonfile.is_number(row["step"]):
-            yield row
-
-
-def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Returns the rows of training, and those of evaluations, without values that may
-    differ between runs with the same bits.
-    """
-    training: dict[int, Row] = {}
-    evaluated: dict[int, Row] = {}
-    for row in read_steps(path):
-        if rows_lib.is_of_training(row):
-            training[row["step"]] = rows_lib.reproducible(row)
-        elif any(name.startswith("eval/") for name in row):
-            evaluated[row["step"]] = rows_lib.reproducible(row)
-    return dict(sorted(training.items())), evaluated
-
-
-def count(writers: Sequence[Writer]) -> int:
-    """Returns the number of rows in the file of JSON lines, if these writers include
-    it; else 0.
-    """
-    return sum(writer.count for writer in writers if isinstance(writer, JsonLines))
-
-
-def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
-    """Yields the evaluations up to a step from a file of JSON lines: 'step' and the
-    metrics by name.
-    """
-    prefix = "eval/"
-    for row in read_steps(path):
-        names = [name for name in row if name.startswith(prefix)]
-        if names and row["step"] <= last:
-            values = {name.removeprefix(prefix): _not_null(row[name]) for name in names}
-            yield {"step": row["step"], **values}
-
-
-def evaluation(path: pathlib.Path, step: int) -> dict[str, Any] | None:
-    """Returns the metrics of the evaluation at a step, from a file of JSON lines; None
-    if there is none.
-    """
-    for row in evaluations(path, step):
-        if row.pop("step") == step:
-            return row
-    return None
-
-
-def _not_null(value: Any) -> Any:
-    """Returns a number of a row; null stands for a value that is not finite, and
-    becomes NaN.
-    """
-    if isinstance(value, list):
-        return [_not_null(number) for number in value]
-    if value is None:
-        return math.nan
-    return value
+def _csv(part: Part) -> Writer:
+    return Csv(part.directory / "metrics.csv", part.rows)
 
 
 def _tensorboard(part: Part) -> Writer:
@@ -321,14 +266,15 @@ def _wandb(part: Part) -> Writer:
 
 
 KNOWN: dict[str, Callable[[Part], Writer]] = {
-    "jsonl": lambda part: JsonLines(part.directory / "metrics.jsonl", part.step),
-    "csv": lambda part: Csv(part.directory / "metrics.csv", part.rows),
+    "jsonl": _jsonl,
+    "csv": _csv,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }
 
 
 def _find(name: Any) -> Callable[[Part], Writer]:
+    """Returns what opens the writer of a name; raises UserError if there is none."""
     if name in KNOWN:
         return KNOWN[name]
     module, _, attribute = str(name).rpartition(".")
@@ -337,18 +283,11 @@ def _find(name: Any) -> Callable[[Part], Writer]:
     except (ImportError, AttributeError, ValueError) as e:
         reason = f": {e}" if module else ""
         raise errors.UserError(
-            f"writers has {name!r}, which is none of {', '.join(KNOWN)}, nor the dotted path of a class that "
-            f"can be imported from here{reason}."
+            f"writers has {name!r}, which is none of {', '.join(KNOWN)}, nor the "
+            f"dotted path of a class that can be imported from here{reason}."
         ) from e
     if not callable(writer):
         raise errors.UserError(
             f"writers has {name!r}, which is {writer!r}, and cannot be called."
         )
     return writer
-
-
-def _is_row_until(line: bytes, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # The last line of a process that was killed in the middle of it.

@@ -22,6 +22,7 @@ from xshard import experiment as experiment_lib
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
+from xshard.metrics import rows as rows_lib
 from xshard.pod import notice, processes
 from xshard.pod import watchdog as monitor_lib
 from xshard.run import saving, states
@@ -175,11 +176,11 @@ class ContinuousEvaluator:
         # A row is written after its step is evaluated, so the last complete row names
         # the last evaluated step.
         self._judged = max(
-            (row["step"] for row in writers.read_steps(rows)), default=-1
+            (row["step"] for row in rows_lib.read(rows)), default=-1
         )
         config = identity_lib.plain(self._config)
         part = writers.Part(
-            self._own.path, self._judged, config, lambda: writers.read(rows)
+            self._own.path, self._judged, config, lambda: rows_lib.read(rows)
         )
         self._writers = writers.open_all(self._config.writers, part)
         for writer in self._writers:
@@ -394,7 +395,7 @@ def _is_best(best: Any, pinned: Any) -> bool:
 def _judged(path: pathlib.Path, name: str, saved: list[int]) -> dict[int, float]:
     """Returns the finite values of a metric in the rows of the saved steps, by step."""
     values = {}
-    for row in writers.read_steps(path):
+    for row in rows_lib.read(path):
         if name in row:
             values[row["step"]] = row[name]
     known = {}

@@ -94,9 +94,8 @@ def rows_of(directory: pathlib.Path) -> list[writers.Row]:
     """Returns a run's rows, without values that may differ between runs with the same
     bits.
     """
-    return [
-        *map(rows_lib.reproducible, writers.read(workdir.Workdir(directory).metrics))
-    ]
+    rows = rows_lib.read(workdir.Workdir(directory).metrics)
+    return [*map(rows_lib.reproducible, rows)]
 
 
 def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.SaveAttempt]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from xshard import config as config_lib
 from xshard import errors
 from xshard.files import jsonfile, workdir
-from xshard.metrics import formatting, writers
+from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
 
@@ -62,7 +62,7 @@ def read(directory: str) -> Run:
         raise errors.UserError(
             f"{directory} holds no {there.config.name}: give the work directory of a run."
         )
-    rows, evaluations = writers.by_step(there.metrics)
+    rows, evaluations = rows_lib.by_step(there.metrics)
     if not rows:
         raise errors.UserError(
             f"{there.metrics} has no rows of training, to be compared."

@@ -16,7 +16,7 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, workdir
-from xshard.metrics import formatting, writers
+from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
@@ -77,7 +77,7 @@ class Replayer:
         self._roll_backs = roll_back_history.in_effect(entries)
         self._batches.set_skips(self._skips)
         self.changes = self._changes()
-        self.rows, self._evaluations = writers.by_step(self._workdir.metrics)
+        self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
         stopped = re.search(
             r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path)
         )

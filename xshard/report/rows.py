@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard import errors
-from xshard.files import jsonfile
 from xshard.metrics import formatting
 from xshard.metrics import rows as logged_rows
-
-_EVALUATION = "eval/"
 
 
 class Column(NamedTuple):
@@ -46,15 +43,15 @@ def read(path: pathlib.Path) -> Rows:
     training: _Table = collections.defaultdict(lambda: ([], []))
     evaluation: _Table = collections.defaultdict(lambda: ([], []))
     notes: list[str] = []
-    for step, row in _rows(path, notes):
-        is_evaluation = any(name.startswith(_EVALUATION) for name in row)
-        table = evaluation if is_evaluation else training
+    for row in _rows(path, notes):
+        step = row.pop("step")
+        table = evaluation if logged_rows.is_of_evaluation(row) else training
         for name, value in logged_rows.numbers(row).items():
             steps, values = table[name]
             steps.append(step)
             values.append(value)
     evaluated = {
-        name.removeprefix(_EVALUATION): column
+        name.removeprefix(logged_rows.EVALUATION): column
         for name, column in _columns(evaluation, path.name, notes).items()
     }
     return Rows(_columns(training, path.name, notes), evaluated, notes)
@@ -71,9 +68,9 @@ def newest_samples(
       notes: receives notes on the file to show.
     """
     rows: dict[int, dict[str, Any]] = {}
-    for step, row in _rows(path, notes):
+    for row in _rows(path, notes):
         # If a step has two rows, the later one counts.
-        rows[step] = {"step": step, **row}
+        rows[row["step"]] = row
         if len(rows) > most:
             del rows[min(rows)]
     return [rows[step] for step in sorted(rows)]
@@ -91,41 +88,12 @@ def numbers_of(values: Any) -> dict[str, list[float]]:
     return {name: numbers for name, numbers in columns.items() if numbers}
 
 
-def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields rows with their steps, one by one: all rows of a long run would take a lot
-    of memory.
-    """
-    damaged: list[int] = []
-    ends_whole, number = True, 0
+def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[logged_rows.Row]:
+    """Yields the rows of a file. A file that cannot be read is a note, not an error."""
     try:
-        for number, (is_whole, row) in enumerate(jsonfile.read_lines(path), 1):
-            ends_whole = is_whole
-            step = _step(row.pop("step", None)) if row else None
-            if row is None or step is None:
-                damaged.append(number)
-            else:
-                yield step, row
+        yield from logged_rows.read(path, notes)
     except errors.UserError as e:
         notes.append(str(e))
-    # An incomplete last line is not damage: a run may be writing it.
-    if not ends_whole and number in damaged:
-        damaged.remove(number)
-        notes.append(
-            f"The last line of {path.name} is incomplete, or still being written. It was skipped."
-        )
-    if damaged:
-        lines = ", ".join(map(str, damaged[:5]))
-        if len(damaged) > 5:
-            lines += ", …"
-        notes.append(f"{path.name}: skipped {len(damaged)} invalid line(s): {lines}.")
-
-
-def _step(value: Any) -> int | None:
-    """Returns a step as an integer of 64 bits; None if it is not one."""
-    try:
-        return int(np.int64(value))
-    except (ValueError, TypeError, OverflowError):
-        return None
 
 
 def _columns(table: _Table, file: str, notes: list[str]) -> Columns:

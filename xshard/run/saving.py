@@ -18,7 +18,7 @@ from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.learners.state import LearnerState
-from xshard.metrics import formatting, writers
+from xshard.metrics import formatting, rows
 from xshard.metrics import log as log_lib
 from xshard.optimizers import moving_average, trees
 from xshard.run import nonfinite, resuming, states
@@ -180,7 +180,7 @@ class Checkpoints:
         been written since, else None.
         """
         return self.manager.agree(
-            lambda: writers.evaluation(self._directory.metrics, step)
+            lambda: rows.evaluation(self._directory.metrics, step)
         )
 
     def wait(self) -> None:
