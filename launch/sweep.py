@@ -368,7 +368,8 @@ def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
     row = rows_lib.newest_with(workdir.Workdir(directory).metrics, _FINGERPRINT)
     if row is None:
         return None
-    return row["step"], row[_FINGERPRINT]
+    # With several groups, it is a list of texts, which could not be looked up.
+    return row["step"], jsonfile.dumps(row[_FINGERPRINT])
 
 
 def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:

@@ -317,3 +317,9 @@ def test_runs_that_trained_the_same_parameters_are_marked(ended):
     assert ended.doing() == ["done", "done"]
     log(1, "x", "b")
     assert ended.doing() == ["done", "done; same parameters as 000"]
+    # With several groups, each has a fingerprint.
+    log(0, ["a", "b"])
+    log(1, ["a", "c"])
+    assert ended.doing() == ["done", "done"]
+    log(1, ["a", "b"])
+    assert ended.doing() == ["done", "done; same parameters as 000"]
