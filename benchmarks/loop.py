@@ -220,23 +220,26 @@ class HostTime:
 
         def begin_and_time() -> Any:
             begun = begin()
-            # These exist only now.
-            self._time(run._log, "push", "log")
-            self._time(run._finite, "push", "finite checks")
-            self._time(run._copies, "push", "copies of replicas")
+            # The check exists only now.
+            for name in ("fetch", "check"):
+                self._time(run._nonfinite_check, name, "finite checks")
             return begun
 
         run._begin = begin_and_time
+        for name in ("fetch", "write_row"):
+            self._time(run._log, name, "log")
+        for name in ("fetch", "check"):
+            self._time(run._replica_check, name, "copies of replicas")
         self._time(run.batches, "_take_next", "data")
         self._time(run.batches._rows, "to_devices", "place")
         self._time(run, "train_step", "dispatch")
-        self._time(run, "doing", "status")
-        self._time(run, "_poll", "poll")
+        self._time(run, "set_phase", "status")
+        self._time(run, "_take_request", "poll")
         self._time(run, "_save", "save")
 
     def _time(self, owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        self.seconds[part] = 0.0
+        self.seconds.setdefault(part, 0.0)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.thread_time()

@@ -556,16 +556,17 @@ def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 5])
-def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
+def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatch):
     """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which
     takes 1000 s.
     """
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
-    run = loop.Run(make_config(), str(tmp_path))
     now, began = [0.0], []
-    run.clock = clock.Clock(-500.0, lambda: now[0])
+    of_run = clock.Clock(-500.0, lambda: now[0])
+    monkeypatch.setattr(clock, "Clock", lambda: of_run)
+    run = loop.Run(make_config(), str(tmp_path))
     run.terminal._now = lambda: now[0]
 
     def taking(seconds, function):
@@ -578,7 +579,8 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
 
     begin = time.time()
     run.train_step = taking(1.0, run.train_step)
-    run._evaluation = taking(10.0, run._evaluation)
+    evaluation_of_run = run._evaluation
+    evaluation_of_run.by_batch = taking(10.0, evaluation_of_run.by_batch)
     run.checkpoints.save = taking(100.0, run.checkpoints.save)
     with run.opened():
         run.train()

@@ -116,8 +116,8 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
     tmp_path, monkeypatch
 ):
     values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
-    evaluate = lambda self, state, go_on: {"error": values[int(state.step)]}
-    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "__call__", evaluate)
+    evaluate = lambda self, state: iter([{"error": values[int(state.step)]}])
+    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "by_batch", evaluate)
 
     def train(last_step):
         config = make_config(keep_last=1, keep_best=0)
@@ -127,8 +127,8 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
         with monkeypatch.context() as patch:
             patch.setattr(
                 continuous_eval.evaluation.Evaluation,
-                "__call__",
-                lambda *_: {"error": 1.0},
+                "by_batch",
+                lambda *_: iter([{"error": 1.0}]),
             )
             assert loop.run(config, str(tmp_path), "") == 0
 
@@ -180,7 +180,7 @@ def kill_at_call(monkeypatch, config, directory, owner, name):
 def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
     config = make_config(keep_last=10)
     kill_at_call(
-        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "__call__"
+        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "by_batch"
     )
     assert best(run)["pinned"] == [3]
     continuous_eval.run(config, str(run), "", None)

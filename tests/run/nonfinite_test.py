@@ -23,7 +23,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as learner_state
-from xshard.metrics import formatting
+from xshard.metrics import deferred, formatting
 from xshard.optimizers import inspection, phases
 from xshard.pod import notice
 from xshard.run import nonfinite
@@ -471,17 +471,22 @@ def watch(policy="warn", patience=100, names=("",), **roll_back):
     ), messages
 
 
-def push_one(watching, number, verdict, name="", loss=1.0):
-    loss = math.inf if verdict == nonfinite.NONFINITE else loss
-    observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
-    watching.push(number, {name: learner_state.Observed(*observed)})
+def check_one(watching, number, verdict, name="", loss=1.0):
+    """Checks a step with this verdict."""
+    if verdict == nonfinite.NONFINITE:
+        loss = math.inf
+    observed = learner_state.Observed(
+        verdict=jnp.int32(verdict),
+        loss=jnp.float32(loss),
+        gradients=jnp.array([False, True]),
+    )
+    watching.check(number, watching.fetch({name: observed}))
 
 
-def push(watching, verdicts, first=1):
-    """Pushes steps with these verdicts; each is judged before the next is pushed."""
+def check(watching, verdicts, first=1):
+    """Checks steps with these verdicts."""
     for number, verdict in enumerate(verdicts, first):
-        push_one(watching, number, verdict)
-        watching.flush()
+        check_one(watching, number, verdict)
 
 
 F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
@@ -489,22 +494,21 @@ F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
 
 def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
     watching, messages = watch()
-    push(watching, [F, T, T, S, T, F, F, T])
+    check(watching, [F, T, T, S, T, F, F, T])
     assert messages == [
         "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
         "step 6: finite again (not finite since step 2)",
         "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
     ]
     assert watching.failure().startswith("step 8: the loss is inf")
-    push(watching, [F], 9)
+    check(watching, [F], 9)
     assert watching.failure() == ""
 
 
 def test_a_learner_without_observations_is_fine():
     watching, messages = watch(names=("frozen", "student", "teacher"))
     for number, verdict in enumerate([F, T, F], 1):
-        push_one(watching, number, verdict, "student")
-    watching.flush()
+        check_one(watching, number, verdict, "student")
     assert messages[0].startswith("step 2: for learner student the loss is inf")
     assert messages[1].startswith("step 3: finite again") and watching.failure() == ""
     watching, _ = watch(
@@ -514,36 +518,38 @@ def test_a_learner_without_observations_is_fine():
         nonfinite.NonfiniteError, match="^step 3: for learner student the loss is 9"
     ):
         for number, loss in enumerate([1.0, 1.0, 9.0], 1):
-            push_one(watching, number, F, "student", loss)
-        watching.flush()
+            check_one(watching, number, F, "student", loss)
 
 
 def test_the_number_of_reported_stretches_is_limited():
     watching, messages = watch()
-    push(watching, [T, F] * 50)
+    check(watching, [T, F] * 50)
     assert len(messages) == 20 and messages[-2].endswith("later ones are not reported")
 
 
-def test_a_step_is_judged_after_later_steps_are_dispatched():
-    watching, _ = watch("stop")
-    push_one(watching, 1, T)
-    push_one(watching, 2, F)
-    with pytest.raises(nonfinite.NonfiniteError, match="^step 1: "):
-        push_one(watching, 3, F)
-    watching, _ = watch("stop")
-    push_one(watching, 1, F)
-    push_one(watching, 2, T)
-    with pytest.raises(nonfinite.NonfiniteError, match="^step 2: "):
-        watching.flush()
+@pytest.mark.parametrize(("every_steps", "flushed"), [(100, 0), (6, 1)])
+def test_a_step_is_checked_when_later_ones_are_dispatched_or_saved(
+    tmp_path, every_steps, flushed
+):
+    config = make_config()
+    with config.unlocked():
+        config.checkpoint.every_steps = every_steps
+    run = loop.Run(config, str(tmp_path))
+    with run.opened(), pytest.raises(nonfinite.NonfiniteError, match="^step 5: "):
+        run.train()
+    # A save waits for all steps before it.
+    assert run.step == 5 + (flushed or deferred.IN_FLIGHT)
+    # Its row tells what was wrong, and comes before the error.
+    assert rows.read(tmp_path)[-1]["step"] == 5
 
 
 def test_a_fine_step_resets_the_count_of_skips_in_a_row():
     watching, _ = watch("stop", patience=3)
-    push(watching, [S, S, F, S, S])
+    check(watching, [S, S, F, S, S])
     with pytest.raises(
         nonfinite.NonfiniteError, match="3 steps in a row .* the last, step 6: "
     ):
-        push(watching, [S], 6)
+        check(watching, [S], 6)
 
 
 def test_a_long_list_names_only_its_first_items():

@@ -182,7 +182,7 @@ def test_processes_compare_their_replicas(tmp_path):
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
-    # Both processes roll back to the first state, and their replicas part again.
+    # Both processes roll back to the first state, and their replicas diverge again.
     message = done.stdout + done.stderr
     assert (
         "'seen', which" in message
@@ -249,7 +249,9 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
 
 def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(replication.ReplicaCheck, "of_state", lambda self, state: None)
+        before.setattr(
+            replication.ReplicaCheck, "fingerprints_of", lambda self, state: None
+        )
         new_config = saved_at_5(tmp_path)
     change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
     assert loop.run(new_config.lock(), str(tmp_path), "") == 0
@@ -273,9 +275,11 @@ def test_a_state_restored_to_another_layout_equals_the_saved_one(
     new_config.update_from_flattened_dict(changes)
     run = loop.Run(new_config.lock(), str(tmp_path))
     seen = []
-    of_state = run._copies.of_state
+    fingerprints_of = run._replica_check.fingerprints_of
     monkeypatch.setattr(
-        run._copies, "of_state", lambda state: seen.append(state) or of_state(state)
+        run._replica_check,
+        "fingerprints_of",
+        lambda state: seen.append(state) or fingerprints_of(state),
     )
     with run.opened():
         begin = run._begin()

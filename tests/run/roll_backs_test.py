@@ -25,7 +25,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
 from xshard.pod import notice
 from xshard.replay import replayer
-from xshard.run import loss_jumps, replication, roll_back_history, roll_backs
+from xshard.run import loss_jumps, replication, roll_backs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -223,12 +223,12 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     )
     add = roll_backs.RollBacks.add
 
-    def adds(self, step, why):
+    def adds(self, *args):
         monkeypatch.setattr(roll_backs.RollBacks, "add", add)
         # The kill is prepared when the first roll-back begins, so calls before it do
         # not count.
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
-        self.add(step, why)
+        self.add(*args)
 
     monkeypatch.setattr(roll_backs.RollBacks, "add", adds)
     with pytest.raises(rows.Killed):
@@ -535,10 +535,8 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
 
 def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
-    (entry,) = roll_back_history.read(tmp_path / "roll_backs.json")
-    assert entry.update_scale == 1.0 and roll_back_history.batches_to_skip([entry]) == {
-        5: 3
-    }
+    (entry,) = roll_backs.read(tmp_path / "roll_backs.json")
+    assert entry.update_scale == 1.0 and roll_backs.batches_to_skip([entry]) == {5: 3}
 
 
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):

@@ -5,7 +5,7 @@ the terminal.
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,52 +27,41 @@ _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALU
 
 
 class Log:
-    """The log of a run. As a context, it closes its writers at the end."""
+    """The log of a run.
+
+    The host reads the metrics of a step some steps later: `fetch` starts to copy them,
+    and `write_row` writes them.
+
+    Attributes:
+      rows: the number of rows in the log, including earlier parts of the run.
+    """
 
     def __init__(
         self,
         directory: workdir.Workdir,
-        start: int,
         experiment: experiment_lib.Experiment,
         mesh: jax.sharding.Mesh,
         batches: batches_lib.TrainBatches,
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
     ):
-        """Opens the config's writers, on process 0.
+        """Creates the log; `opened` opens its writers.
 
         Args:
-          directory: the work directory; rows of steps after `start` are dropped.
-          start: the step that the run starts or resumes from.
+          directory: the work directory.
           experiment: the run's experiment, with its config.
           mesh: the run's mesh.
           batches: the run's training batches.
           clock: this process's clock.
           terminal: the run's terminal.
-
-        Attributes:
-          rows: the number of rows in the log, including earlier parts of the run.
-          newest: a metric of the most recently dispatched step; None before the first
-            step.
         """
         config = experiment.config
-        self._writers: list[writers_lib.Writer] = []
-        self._samples: writers_lib.JsonLines | None = None
-        if jax.process_index() == 0:
-            part = writers_lib.Part(
-                directory.path,
-                start,
-                identity.plain(config),
-                rows=lambda: rows_lib.read(directory.metrics),
-                samples=lambda: rows_lib.read(directory.samples),
-            )
-            self._samples = writers_lib.JsonLines(directory.samples, start)
-            self._writers = writers_lib.open_all(config.writers, part)
-        self.rows = writers_lib.count(self._writers)
+        self.rows = 0
+        self._directory = directory
         self._config = config
         # Read from the config once, because each look-up takes microseconds.
-        self._every, self._last = config.log_every_steps, config.steps
-        self._start = start
+        self._every = config.log_every_steps
+        self._last = config.steps
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
@@ -81,49 +70,86 @@ class Log:
         self._flops = functools.cache(
             lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
         )
-        self._peak = flops_lib.peak(
-            mesh, jmp.get_policy(config.precision).compute_dtype
-        )
+        compute_dtype = jmp.get_policy(config.precision).compute_dtype
+        self._peak = flops_lib.peak(mesh, compute_dtype)
         self._epoch_examples = batches.epoch_examples
-        self._deferred, self._in_flight = deferred.Deferred(), deferred.InFlight()
+        # Process 0 alone has writers, while the log is open.
+        self._writers: list[writers_lib.Writer] = []
+        self._samples: writers_lib.JsonLines | None = None
         # The previous row, to report skips and changes of the loss scale since then.
-        self._before: rows_lib.Row = {"step": start}
-        self._paced = (start, 0.0)
-        self.newest: jax.Array | None = None
+        self._before: rows_lib.Row = {"step": 0}
+        # The step of the previous row, and the seconds that count for its rate.
+        self._paced = (0, 0.0)
 
-    def __enter__(self) -> "Log":
-        return self
+    @contextlib.contextmanager
+    def opened(self, start: int) -> Iterator[None]:
+        """Opens the config's writers, on process 0, and closes them at the end.
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._terminal.close()
-        with contextlib.ExitStack() as stack:
-            if kind is not None:
-                # The exception that ended the run must not be replaced by one from
-                # closing a writer.
-                stack.enter_context(contextlib.suppress(OSError, ValueError))
-            for writer in self._writers:
-                stack.callback(writer.close)
-
-    def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Adds the metrics of a step, and writes the rows of earlier steps that have
-        reached the host.
+        Args:
+          start: the step that the run starts or resumes from. Rows of later steps are
+            dropped.
         """
-        if step == self._start + 1:
-            # The first step includes compilation, so timing starts after it.
-            self._clock.started()
-            self._terminal.start(self._start)
-        if step % self._every == 0 or step == self._last:
-            # A host can only read arrays on its own devices.
-            values = mesh_lib.replicate(self._mesh, values)
-            self._deferred.push(step, values)
-        self.newest = next(iter(values.values()))
-        self._in_flight.push(self.newest)
-        self._write(self._deferred.due(step))
-        self._terminal.progress(step)
+        if jax.process_index() == 0:
+            part = writers_lib.Part(
+                self._directory.path,
+                start,
+                identity.plain(self._config),
+                rows=lambda: rows_lib.read(self._directory.metrics),
+                samples=lambda: rows_lib.read(self._directory.samples),
+            )
+            self._samples = writers_lib.JsonLines(self._directory.samples, start)
+            self._writers = writers_lib.open_all(self._config.writers, part)
+        self.rows = writers_lib.count(self._writers)
+        self._before = {"step": start}
+        self._paced = (start, 0.0)
+        try:
+            yield
+        except BaseException:
+            # The exception that ended the run must not be replaced by one from closing
+            # a writer.
+            with contextlib.suppress(OSError, ValueError):
+                self._close()
+            raise
+        self._close()
+
+    def fetch(
+        self, step: int, metrics: Mapping[str, jax.Array]
+    ) -> Mapping[str, jax.Array] | None:
+        """Starts to copy the metrics of a step to the host, if it has a row.
+
+        All processes must call it.
+
+        Returns:
+          The metrics, as `write_row` takes them; None if the step has no row.
+        """
+        if step % self._every and step != self._last:
+            return None
+        # A host can only read arrays on its own devices.
+        fetched = mesh_lib.replicate(self._mesh, metrics)
+        deferred.to_host(fetched.values())
+        return fetched
+
+    def write_row(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Writes the row of a step, and waits for its metrics if they are not ready."""
+        row: rows_lib.Row = {"step": step}
+        for name, value in metrics.items():
+            row[name] = rows_lib.to_number(value)
+        row = with_skips(row)
+        if self._epoch_examples is not None:
+            # An experiment may log its own 'epoch', which takes precedence.
+            examples = step * self._config.batch_size
+            row.setdefault("epoch", examples / self._epoch_examples)
+        seconds = self._clock.seconds()
+        rate = self._rate(step, seconds)
+        self._send(row | self._performance(rate, seconds))
+        self._terminal.row(rows_lib.numbers(row), rate)
+        text = changes(self._before, row)
+        if text:
+            self._terminal.say(text)
+        self._before = row
 
     def flush(self) -> None:
-        """Waits for all steps that were pushed, and writes their rows."""
-        self._write(self._deferred.flush())
+        """Flushes the rows so far to the writers' files."""
         for writer in self._writers:
             writer.flush()
 
@@ -145,10 +171,10 @@ class Log:
         self._terminal.say(text)
 
     def write_ahead(self, row: rows_lib.Row) -> None:
-        """Writes a row about the step that comes next, after the rows of all earlier
-        steps.
+        """Writes a row about the step that comes next.
+
+        The caller has written the rows of all earlier steps.
         """
-        self.flush()
         self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
@@ -169,21 +195,12 @@ class Log:
             if hasattr(writer, "write_samples"):
                 writer.write_samples(row)
 
-    def _write(self, rows: Iterable[rows_lib.Row]) -> None:
-        for row in map(with_skips, rows):
-            steps = row["step"]
-            if self._epoch_examples is not None:
-                # An experiment may log its own 'epoch', which takes precedence.
-                examples = steps * self._config.batch_size
-                row.setdefault("epoch", examples / self._epoch_examples)
-            seconds = self._clock.seconds()
-            rate = self._rate(steps, seconds)
-            self._send(row | self._performance(rate, seconds))
-            self._terminal.row(rows_lib.numbers(row), rate)
-            text = changes(self._before, row)
-            if text:
-                self._terminal.say(text)
-            self._before = row
+    def _close(self) -> None:
+        self._terminal.close()
+        with contextlib.ExitStack() as stack:
+            # All writers are closed, even if one of them fails.
+            for writer in self._writers:
+                stack.callback(writer.close)
 
     def _send(self, row: rows_lib.Row) -> None:
         self.rows += 1

@@ -229,9 +229,10 @@ class ContinuousEvaluator:
                 self._best.release()
             return
         self._evaluation.check(state, self._config.checkpoint)
-        values = self._evaluation(state, self._should_continue)
-        if values is None:
-            return
+        for values in self._evaluation.by_batch(state):
+            if values is None and not self._should_continue():
+                return
+        assert values is not None
         self._judged = step
         # best.json is written before the row. After a kill in between, the step has no
         # row and is evaluated again.

@@ -20,7 +20,7 @@ from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
-from xshard.run import preflight, resuming, roll_back_history, states
+from xshard.run import preflight, resuming, roll_backs, states
 from xshard.stored import fingerprint
 
 
@@ -72,9 +72,9 @@ class Replayer:
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
         self._batches = preflight.train_batches(self.experiment, self.mesh)
-        entries = roll_back_history.read(self._workdir.roll_backs)
-        self._skips = roll_back_history.batches_to_skip(entries)
-        self._roll_backs = roll_back_history.in_effect(entries)
+        entries = roll_backs.read(self._workdir.roll_backs)
+        self._skips = roll_backs.batches_to_skip(entries)
+        self._roll_backs = roll_backs.in_effect(entries)
         self._batches.set_skips(self._skips)
         self.changes = self._changes()
         self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
@@ -191,7 +191,7 @@ class Replayer:
         state = self._begin(keep.start - 1)
         self.first_step = int(state.step)
         for number in range(self.first_step + 1, keep.stop):
-            state = roll_back_history.with_back_off(self._roll_backs, number, state)
+            state = roll_backs.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = (
                 jax.tree.map(lambda x: x.copy(), state) if number in keep else state
