@@ -8,7 +8,7 @@ from typing import Any
 from launch import engine, sweep
 from xshard import errors
 from xshard.checkpoint import catalog, place
-from xshard.files import jsonfile, workdir
+from xshard.files import jsonfile, results
 from xshard.metrics import formatting as formatting_lib
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
@@ -38,7 +38,7 @@ def show(words: Sequence[str], as_json: bool) -> int:
         )
         return 0
     processes, latest = rows(directory), latest_checkpoint(directory)
-    why = workdir.nonfinite_reason(directory)
+    why = results.nonfinite_reason(directory)
     tries = attempts.read(directory)
     goodput = attempts.goodput(tries)
     if as_json:

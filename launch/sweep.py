@@ -19,6 +19,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
+from xshard.files import results as results_lib
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.pod import notice, status
@@ -28,9 +29,6 @@ POINTS_FILE = "sweep.json"
 # The ID of the run that the sweep started in each point's directory, by the directory's
 # name.
 RUNS_FILE = "sweep_runs.json"
-# Stands for the ID of a run that an older version, without IDs, started. It is never
-# recorded in RUNS_FILE.
-_OLDER = "of an older version"
 # The fingerprint of the parameters in a row. Its module imports JAX, which the launcher
 # does without.
 _FINGERPRINT = "fingerprint/params"
@@ -119,7 +117,7 @@ def claim(
         begun = runs.pop(name, "" if old is None else there)
         if there != begun:
             texts.append(_adopt(job, there, begun))
-        if there not in ("", _OLDER):
+        if there:
             runs[name] = there
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -184,10 +182,7 @@ def run_in(directory: pathlib.Path) -> str:
     """Returns the ID of the run in a work directory, empty if there is none; raises
     UserError if it is unreadable.
     """
-    identity = workdir.Workdir(directory).identity()
-    if identity is not None:
-        return identity.id
-    return _OLDER if disk.exists(directory / "config.json") else ""
+    return workdir.Workdir(directory).run_id()
 
 
 def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
@@ -207,7 +202,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     failed = [
         job.name
         for job in all_jobs
-        if job not in todo and workdir.nonfinite_reason(job.workdir)
+        if job not in todo and results_lib.nonfinite_reason(job.workdir)
     ]
     count = len(all_jobs) - len(todo) - len(failed)
     print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
@@ -272,7 +267,7 @@ def _record_run(job: engine.Job) -> None:
     # records it.
     with contextlib.suppress(errors.UserError):
         there = run_in(job.workdir)
-        if there not in ("", _OLDER):
+        if there:
             runs = {**read_runs(directory), job.workdir.name: there}
             jsonfile.write(directory / RUNS_FILE, runs)
 

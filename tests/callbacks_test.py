@@ -192,7 +192,7 @@ INSTANTS = [
     (log_lib.Log, "write_evaluation"),
     (callbacks.Evaluations, "add"),
     (loop.Run, "_save"),
-    (loop.workdir.Workdir, "write_results"),
+    (loop.results_lib, "write"),
 ]
 
 
@@ -202,7 +202,7 @@ def test_a_killed_run_ends_at_the_same_step(tmp_path, whole, owner, name, monkey
 
     def run_and_die(self, *args, **kwargs):
         returned = real(self, *args, **kwargs)
-        step = args[0]["step"] if name == "write_results" else args[0]
+        step = args[0]["step"] if name == "write" else args[0]
         if step == last:
             raise rows.Killed
         return returned

@@ -184,33 +184,14 @@ def test_a_checkpoint_moved_here_from_another_run_is_refused(run, tmp_path):
         resume(run)
 
 
-@pytest.mark.parametrize("kept", ["everything", "rows", "config"])
-def test_a_directory_of_an_older_version_without_an_identity(run, kept):
+def test_a_config_that_no_run_has_written_is_refused(run):
     config = json.loads((run / "config.json").read_bytes())
     del config[workdir.IDENTITY]
     (run / "config.json").write_text(json.dumps(config))
-    (run / "reached.json").unlink()
-    (run / "checkpoints" / "RUN").unlink()
-    for path in (run / "checkpoints").glob("step_*/COMMIT"):
-        content = format_lib.unseal(path.read_bytes())
-        del content["run"]
-        path.write_bytes(format_lib.seal(content))
-    if kept == "everything":
-        assert resume(run) == 0
-        assert workdir.Workdir(run).identity() is not None
-        return
-    shutil.rmtree(run / "checkpoints")
-    if kept == "rows":
-        with pytest.raises(
-            errors.UserError, match="rows or results of a run of an older version"
-        ):
-            resume(run)
-    else:
-        # The directory now looks like that of a run that was stopped before its first
-        # row.
-        (run / "metrics.jsonl").unlink()
-        (run / "results.json").unlink()
-        assert resume(run) == 0
+    before = files(run)
+    with pytest.raises(errors.UserError, match="not a valid config of a run"):
+        resume(run)
+    assert files(run) == before
 
 
 def fail_once(monkeypatch, name, path, code):
@@ -239,12 +220,6 @@ def test_a_config_may_hold_numbers_that_are_not_finite(tmp_path):
     assert place.check(make_config(**values)) == []
     with pytest.raises(errors.UserError, match=r"another config \(bound: inf -> 1.0\)"):
         place.check(make_config(**{**values, "bound": 1.0}))
-    # Older versions wrote null for these numbers.
-    text = place.config.read_text()
-    for word in ("-Infinity", "Infinity", "NaN"):
-        text = text.replace(word, "null")
-    place.config.write_text(text)
-    assert len(place.check(make_config(**values))) == 2
 
 
 @pytest.mark.parametrize(

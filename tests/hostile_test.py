@@ -24,7 +24,7 @@ from xshard import errors
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, arrays, metadata_files, schema
 from xshard.checkpoint import format as format_lib
-from xshard.files import jsonfile, workdir
+from xshard.files import jsonfile, provenance, results, workdir
 from xshard.metrics import event_files, formatting, writers
 from xshard.metrics import rows as rows_lib
 from xshard.modes import continuous_eval
@@ -232,12 +232,12 @@ def look(directory):
         user_error(lambda: jsonfile.dumps(status.latest_checkpoint(directory)))
         for (run,) in [user_error(lambda: runs.read([str(directory)])) or [None]]:
             assert run is None or isinstance(run.step, int | None)
-        user_error(lambda: workdir.nonfinite_reason(directory))
+        user_error(lambda: results.nonfinite_reason(directory))
         config = ml_collections.ConfigDict(samples.CONFIG)
         user_error(lambda: workdir.Workdir(directory).check(config))
         user_error(
-            lambda: workdir.Workdir(directory).check_origin(
-                workdir.Origin("a", "b", "c")
+            lambda: workdir.Workdir(directory).check_provenance(
+                provenance.Provenance("a", "b", "c")
             )
         )
         best = user_error(

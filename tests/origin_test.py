@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from xshard.files import workdir
+from xshard.files import provenance, workdir
 from xshard.pod import origin as origin_lib
 
 
@@ -60,12 +60,14 @@ def test_without_git_or_a_repository_the_commit_is_empty(
 
 
 def test_a_resume_with_other_libraries_is_reported(tmp_path):
-    then = workdir.Origin("data", "data", "", "jax 0.10.2, jaxlib 0.10.2, optax 0.2.8")
+    then = provenance.Provenance(
+        "data", "data", "", "jax 0.10.2, jaxlib 0.10.2, optax 0.2.8"
+    )
     now = then._replace(libraries="jax 0.12.0.1, jaxlib 0.12.0.1, optax 0.2.8")
     (tmp_path / "origin.json").write_text(json.dumps(then._asdict()))
     of_run = workdir.Workdir(tmp_path)
-    assert of_run.check_origin(then) == []
-    (change,) = of_run.check_origin(now)
+    assert of_run.check_provenance(then) == []
+    (change,) = of_run.check_provenance(now)
     assert (
         change
         == "libraries: jax 0.10.2, jaxlib 0.10.2 -> jax 0.12.0.1, jaxlib 0.12.0.1"

@@ -17,6 +17,7 @@ from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import compile_cache, workdir
+from xshard.files import results as results_lib
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
@@ -75,7 +76,7 @@ class Run:
       batches: the training batches.
       checkpoints: the run's checkpoints.
       roll_backs: the run's roll-backs.
-      origin: the origin of the run as it is now.
+      provenance: the data, the code and the machine of the run as they are now.
       changes: a line for each change since the run was started.
       train_step: the compiled training step.
       predict: the compiled prediction, from host to host.
@@ -137,15 +138,15 @@ class Run:
 
         # Which run this is, and whether it may begin or resume here.
         self._plan = resuming.identify(config, self.workdir, set_aside)
-        self.origin = origin_lib.origin(
+        self.provenance = origin_lib.origin(
             type(self.experiment).__module__,
             self.batches.summary(),
             self._evaluation.summary(),
         )
         self.changes = list(self._plan.changes)
         if self._is_process_0 and not self._plan.sets_aside:
-            self.changes += self.workdir.check_origin(
-                self.origin, exact=logical.is_exact(config)
+            self.changes += self.workdir.check_provenance(
+                self.provenance, exact=logical.is_exact(config)
             )
         self.checkpoints = saving.Checkpoints(
             self.experiment,
@@ -154,7 +155,7 @@ class Run:
             self._plan,
             self.batches,
             self.terminal.say,
-            self.origin,
+            self.provenance,
         )
         self.checkpoints.check_can_start(init)
         # The shapes of the run's state.
@@ -217,8 +218,6 @@ class Run:
         self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._stop: notice_lib.Notice | None = None
         self._is_save_requested = False
-        # Why an earlier start ended this run as not finite, if no step is left to make.
-        self._earlier_failure = ""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -231,7 +230,7 @@ class Run:
                 claim = self.workdir.opened(
                     self.config,
                     self._plan.identity,
-                    self.origin,
+                    self.provenance,
                     self._plan.sets_aside,
                 )
                 stack.enter_context(claim)
@@ -263,7 +262,7 @@ class Run:
             why = (
                 self.checkpoints.nonfinite(self.step)
                 or self._nonfinite_check.failure()
-                or self._earlier_failure
+                or self._earlier_failure()
                 or ending.nonfinite_metrics(self.step, metrics)
             )
             results = ending.results(
@@ -277,7 +276,7 @@ class Run:
             finally:
                 # Results are written even if sampling fails.
                 if self._is_process_0:
-                    self.workdir.write_results(results)
+                    results_lib.write(self.workdir, results)
         with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
             self.checkpoints.wait()
         return state, self._stop, results
@@ -437,10 +436,10 @@ class Run:
             overview.plan(start, self.config.steps, store, self._evaluations.end)
         )
         self.step = start
-        goes_on = start < self.config.steps and not self._is_over()
-        self._earlier_failure = self._exchange.on_process_0(
-            lambda: self.workdir.failure(goes_on)
-        )
+        if start < self.config.steps and not self._is_over():
+            self._exchange.on_process_0(
+                lambda: results_lib.discard_early_end(self.workdir.path)
+            )
         # The log drops rows after the checkpoint, because the run repeats their steps.
         self._resources.enter_context(self._log.opened(start))
         self.checkpoints.check_rows(begin, self._log)
@@ -488,6 +487,15 @@ class Run:
             return
         if self._exchange.on_process_0(self._log.sampled) < step:
             self._sample(step, begin.state)
+
+    def _earlier_failure(self) -> str:
+        """Returns why an earlier start ended the run as not finite; empty if none did.
+
+        A run that has made steps since has discarded the earlier results.
+        """
+        return self._exchange.on_process_0(
+            lambda: results_lib.nonfinite_reason(self.workdir.path)
+        )
 
     def _is_over(self) -> bool:
         """Returns whether a notice stopped the run, or a callback ended it."""

@@ -315,8 +315,9 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
     wide = make_config(directory=str(run / "checkpoints"))
     with wide.unlocked():
         wide.experiment = "tests.toy.Wide"
-    (tmp_path / "wide").mkdir()
-    (tmp_path / "wide/config.json").write_text(wide.to_json_best_effort())
+    identity = workdir.Workdir(run).identity()
+    with workdir.Workdir(tmp_path / "wide").opened(wide, identity):
+        pass
     with pytest.raises(
         checkpoint.CheckpointError, match="saved with another model or optimizer"
     ):

@@ -1,4 +1,4 @@
-"""The identity of a run, and the changes of its config that do not make it another run."""
+"""The identity of a run, and which changes of its config make it another run."""
 
 import hashlib
 import json
@@ -9,9 +9,8 @@ import ml_collections
 
 from xshard import config as config_lib
 from xshard import errors
-from xshard.files import jsonfile
 
-ID_LENGTH = 16
+_ID_LENGTH = 16
 
 
 class Identity(NamedTuple):
@@ -28,24 +27,29 @@ class Identity(NamedTuple):
 
 def new(config: ml_collections.ConfigDict) -> Identity:
     """Creates the identity of a new run."""
-    return Identity(secrets.token_hex(ID_LENGTH // 2), fingerprint(config))
+    return Identity(
+        id=secrets.token_hex(_ID_LENGTH // 2), fingerprint=fingerprint(config)
+    )
 
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Returns a checksum of the config values that may not change during a run."""
-    content = json.dumps(
-        _fixed(config_lib.flatten(plain(config))), sort_keys=True
-    ).encode()
-    return hashlib.sha256(content).hexdigest()[:ID_LENGTH]
+    fixed = _fixed(config_lib.flatten(plain(config)))
+    content = json.dumps(fixed, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:_ID_LENGTH]
+
+
+def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Converts a config to plain JSON values."""
+    return json.loads(config.to_json_best_effort())
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
-    """Checks whether a run may resume with another config than the one it was started
-    with.
+    """Checks whether a run may resume with another config than it was started with.
 
     Args:
-      old: the run's config, as JSON-serializable values.
-      new: the config to resume with.
+      old: the run's config, as plain JSON values.
+      new: the config to resume with, likewise.
       whose: the beginning of the message, such as '--workdir=DIR holds'.
 
     Returns:
@@ -58,29 +62,32 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     new = config_lib.with_defaults(config_lib.flatten(new))
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
-            f"{whose} a run of experiment={old.get('experiment')!r}, not of {new.get('experiment')!r}; give "
-            "another directory."
+            f"{whose} a run of experiment={old.get('experiment')!r}, not of "
+            f"{new.get('experiment')!r}; give another directory."
         )
-    old_fixed, new_fixed = _fixed(old), _fixed(new)
-    texts, fatal = [], []
+    old_fixed = _fixed(old)
+    new_fixed = _fixed(new)
+    changes = []
+    fatal = []
     for key in sorted(old.keys() | new.keys()):
-        # Their texts are compared too, since NaN is not equal to itself.
-        if old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key)):
+        if _is_equal(old.get(key), new.get(key)):
             continue
-        text = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-        texts.append(text)
-        # Older versions wrote null for a number that is not finite.
-        if old_fixed.get(key) not in (
-            new_fixed.get(key),
-            jsonfile.finite(new_fixed.get(key)),
-        ):
-            fatal.append(text)
+        change = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        changes.append(change)
+        if old_fixed.get(key) != new_fixed.get(key):
+            fatal.append(change)
     if fatal:
         raise errors.UserError(
-            f"{whose} a run with another config ({'; '.join(fatal)}). A run cannot continue with these changes: "
-            "give its old values, or a new directory; --init_from takes its parameters."
+            f"{whose} a run with another config ({'; '.join(fatal)}). A run cannot "
+            "continue with these changes: give its old values, or a new directory; "
+            "--init_from takes its parameters."
         )
-    return texts
+    return changes
+
+
+def _is_equal(old: Any, new: Any) -> bool:
+    # NaN is not equal to itself, so the values are compared as texts, too.
+    return old == new or repr(old) == repr(new)
 
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +100,3 @@ def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
     if isinstance(groups, list):
         fixed["group_assignment"] = max(len(groups), 1)
     return fixed
-
-
-def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Converts a config to plain JSON values."""
-    return json.loads(config.to_json_best_effort())

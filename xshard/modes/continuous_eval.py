@@ -19,7 +19,7 @@ import ml_collections
 from xshard import checkpoint, errors, evaluation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard.files import disk, jsonfile, workdir
+from xshard.files import disk, jsonfile, results, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
 from xshard.metrics import rows as rows_lib
@@ -116,11 +116,11 @@ class ContinuousEvaluator:
         """Returns whether no more checkpoints will appear: the last step was evaluated,
         or the run ended earlier.
         """
-        why = workdir.nonfinite_reason(self._run.path)
+        why = results.nonfinite_reason(self._run.path)
         if why:
             self._say(f"the run has ended, since it is not finite: {why}")
             return True
-        early, reason = workdir.callback_stop(self._run.path) or (None, "")
+        early, reason = results.callback_stop(self._run.path) or (None, "")
         if early is not None and self._judged >= early:
             self._say(f"the run has ended at step {early}: {reason}")
             return True

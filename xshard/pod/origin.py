@@ -18,7 +18,7 @@ import ml_collections
 from xshard import config as config_lib
 from xshard import logical
 from xshard.files import identity as identity_lib
-from xshard.files import workdir
+from xshard.files import provenance
 from xshard.pod import host_collectives
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
@@ -60,7 +60,7 @@ def library_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
-def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
+def origin(module: str, training: str, evaluation: str) -> provenance.Provenance:
     """Returns the origin of a run: its data, code, libraries and devices. All processes
     must call it.
 
@@ -90,7 +90,7 @@ def origin(module: str, training: str, evaluation: str) -> workdir.Origin:
     flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     libraries = ", ".join(versions)
     environment = libraries, devices, " ".join(flags)
-    return workdir.Origin(training, evaluation, git_commit, *environment, kinds)
+    return provenance.Provenance(training, evaluation, git_commit, *environment, kinds)
 
 
 def _instructions() -> int:

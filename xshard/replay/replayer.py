@@ -15,7 +15,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
-from xshard.files import jsonfile, workdir
+from xshard.files import jsonfile, results, workdir
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
@@ -79,7 +79,7 @@ class Replayer:
         self.changes = self._changes()
         self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
         stopped = re.search(
-            r"\bstep (\d+):", workdir.nonfinite_reason(self._workdir.path)
+            r"\bstep (\d+):", results.nonfinite_reason(self._workdir.path)
         )
         # The step that ended the run, because it was not finite or was skipped; 0 if
         # none did.

@@ -10,6 +10,7 @@ import numpy as np
 from xshard import cli
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import formatting, overview, rows
 from xshard.pod import notice
@@ -115,7 +116,7 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
     """
     content = {"step": step, "eval": {}, "samples": "", "finite": False, "why": why}
     if jax.process_index() == 0:
-        directory.write_results(content)
+        results_lib.write(directory, content)
     print(f"{nonfinite.message(why)} {kept}", file=sys.stderr, flush=True)
 
 

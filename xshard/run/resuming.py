@@ -9,8 +9,8 @@ import ml_collections
 
 from xshard import checkpoint, errors
 from xshard import state as state_lib
-from xshard.files import disk, workdir
 from xshard.files import identity as identity_lib
+from xshard.files import workdir
 from xshard.metrics import formatting
 from xshard.pod import processes
 from xshard.stored import replica_state
@@ -24,14 +24,11 @@ class ResumePlan(NamedTuple):
       changes: one text for each change since the run was started.
       sets_aside: the ID of the run in the work directory, if it must be moved away
         first; else empty.
-      is_older: whether an older version, which recorded no identity, began the run in
-        the directory.
     """
 
     identity: identity_lib.Identity
     changes: Sequence[str] = ()
     sets_aside: str = ""
-    is_older: bool = False
 
 
 class StartState(NamedTuple):
@@ -83,7 +80,7 @@ def _identify(
 ) -> ResumePlan:
     store = checkpoint.Store(config.checkpoint.directory or str(directory.checkpoints))
     new = identity_lib.new(config)
-    if set_aside and set_aside == directory.id_to_set_aside():
+    if set_aside and set_aside == directory.run_id():
         if store.path is None:
             raise errors.UserError(
                 f"--restart_from_scratch cannot move the checkpoints in {store}: give another checkpoint.directory too."
@@ -94,14 +91,13 @@ def _identify(
     # name their run.
     own = directory.identity()
     owner = checkpoint.read_owner(store)
-    is_older = own is None and disk.exists(directory.config)
     if owner is None:
         older = checkpoint.newest_metadata(store).get("config")
         if older is not None:
             identity_lib.compare(
                 older, identity_lib.plain(config), f"{store} holds the checkpoints of"
             )
-        return ResumePlan(own or new, changes, is_older=is_older)
+        return ResumePlan(own or new, changes)
     if own is not None and own.id != owner.id:
         raise errors.UserError(
             f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={directory.path} "
@@ -112,16 +108,11 @@ def _identify(
     whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
     identity_lib.compare(owner.config, identity_lib.plain(config), whose)
     changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
-    return ResumePlan(
-        identity_lib.Identity(owner.id, new.fingerprint), changes, is_older=is_older
-    )
+    return ResumePlan(identity_lib.Identity(owner.id, new.fingerprint), changes)
 
 
 def check_newest(
-    manager: checkpoint.Manager,
-    directory: workdir.Workdir,
-    run: ResumePlan,
-    latest: int | None,
+    manager: checkpoint.Manager, directory: workdir.Workdir, latest: int | None
 ) -> int | None:
     """Returns the newest step that the run has saved, if the work directory records it;
     called on process 0.
@@ -129,7 +120,6 @@ def check_newest(
     Args:
       manager: the run's checkpoints.
       directory: the run's work directory.
-      run: the run.
       latest: the step of the newest checkpoint; None if there is none.
 
     Raises:
@@ -138,7 +128,7 @@ def check_newest(
     reached = directory.reached()
     if reached is None:
         if latest is None:
-            _check_is_new(manager, directory, run)
+            _check_is_new(manager, directory)
         return None
     # An earlier checkpoint is acceptable only if the newest one is known to be damaged,
     # deleted by hand, or given up by a roll-back. If it is missing for no known reason,
@@ -157,21 +147,13 @@ def check_newest(
     )
 
 
-def _check_is_new(
-    manager: checkpoint.Manager, directory: workdir.Workdir, run: ResumePlan
-) -> None:
+def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir) -> None:
     """Raises UserError if a run without checkpoints shows signs of earlier progress."""
     damaged = manager.damaged_steps()
     if damaged:
         raise errors.UserError(
             f"All checkpoints in {manager.store} are damaged (steps {', '.join(map(str, damaged))}): "
             f"'python -m xshard.checkpoint heal' removes a mark that is wrong; {_or_begin_again(directory)}"
-        )
-    if run.is_older and directory.has_history():
-        raise errors.UserError(
-            f"{directory.path} holds rows or results of a run of an older version, which may have had "
-            f"checkpoints, but there are none in {manager.store}. Nothing was changed. Bring them back; "
-            f"{_or_begin_again(directory)}"
         )
 
 
@@ -190,7 +172,7 @@ def check_replicas(
 
 
 def _or_begin_again(directory: workdir.Workdir) -> str:
-    run = directory.id_to_set_aside()
+    run = directory.run_id()
     return (
         f"or give --restart_from_scratch={run}, which moves all of this run to "
         f"{directory.path}/{workdir.SET_ASIDE}/{run} and begins a new one."

@@ -16,7 +16,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
-from xshard.files import workdir
+from xshard.files import provenance, workdir
 from xshard.learners.state import LearnerState
 from xshard.metrics import formatting, rows
 from xshard.metrics import log as log_lib
@@ -39,7 +39,7 @@ class Checkpoints:
         run: resuming.ResumePlan,
         batches: batches_lib.TrainBatches,
         notify: Callable[[str], None],
-        origin: workdir.Origin,
+        origin: provenance.Provenance,
     ):
         """Opens the checkpoints; writes nothing.
 
@@ -152,8 +152,9 @@ class Checkpoints:
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
-        args = self.manager, self._directory, self._run, latest
-        return self.manager.agree(lambda: resuming.check_newest(*args))
+        return self.manager.agree(
+            lambda: resuming.check_newest(self.manager, self._directory, latest)
+        )
 
     def record_restored_step(self, begin: resuming.StartState) -> None:
         """Records the restored step as the newest that the run has reached; later steps
