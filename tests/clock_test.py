@@ -14,13 +14,22 @@ from xshard.metrics import clock
 
 
 class Now:
-    """A time source that a test advances."""
+    """A time source that a test advances.
+
+    Attributes:
+      seconds: the time.
+      was_read_by_thread: is set when another thread than the main one reads the time.
+    """
 
     def __init__(self):
         self.seconds = 100.0
+        self.was_read_by_thread = threading.Event()
 
     def __call__(self):
-        return self.seconds
+        seconds = self.seconds
+        if threading.current_thread() is not threading.main_thread():
+            self.was_read_by_thread.set()
+        return seconds
 
     def pass_(self, seconds):
         self.seconds += seconds
@@ -125,32 +134,24 @@ def test_a_wait_that_outlasts_the_step_counts_from_the_end_of_the_step(now):
         with timer.waiting(step):
             now.pass_(3)
             step.end()
-            # Wait until the clock's thread has recorded the end of the step.
+            # The first wait is not measured, so nobody knows when its step ended.
             if number:
-                timer._waiting._ended.result()
+                now.was_read_by_thread.wait()
+                now.was_read_by_thread.clear()
             now.pass_(2)
-    # The first wait is not measured, so nobody knows when its step ended.
-    assert timer.seconds()["data"] == 3 * 2 and timer.seconds()["training"] == 5 + 3 * 3
+        assert step.waited_for == bool(number)
+    assert timer.seconds()["data"] == 3 * 2
+    assert timer.seconds()["training"] == 5 + 3 * 3
     # After a wait during which the devices stayed busy, no thread waits for the step.
-    for expected in (True, False):
+    for is_measured in (True, False):
         step = Step(now)
         with timer.waiting(step):
             now.pass_(1)
         step.end()
-        assert (timer._waiting._ended is not None) == expected
+        if is_measured:
+            now.was_read_by_thread.wait()
+        assert step.waited_for == is_measured
     assert timer.seconds()["data"] == 6
-
-
-def test_half_of_a_short_wait_that_outlasts_the_step_counts(now):
-    timer = started(now)
-    for _ in range(4):
-        step = Step(now)
-        with timer.waiting(step):
-            now.pass_(2**-11)
-            step.end()
-        assert timer._waiting._ended is None and not step.waited_for
-    # The first wait is not measured, so nobody knows when its step ended.
-    assert timer.seconds()["data"] == 3 * 2**-12
 
 
 def test_the_clock_can_wait_for_arrays(now):

@@ -1,5 +1,4 @@
-"""A clock that divides a process's time into training and the phases that keep its
-devices from training.
+"""A clock that divides a process's time into training and what keeps it from training.
 
 A host runs ahead of its devices, so host work does not always delay them. The phases
 are:
@@ -7,11 +6,10 @@ are:
 start       from the start of the process until the first training step has been
             dispatched: imports, reading data, restoring, and compiling that step.
 data        the host waits for a batch while the devices are idle. A wait during which
-the devices still compute
-            earlier steps costs nothing, and counts as training.
+            the devices still compute earlier steps costs nothing, and counts as
+            training.
 checkpoint  the host saves. It has waited for all earlier steps first, which counts as
-training. Writing in the
-            background does not count.
+            training. Writing in the background does not count.
 evaluation  the same for an evaluation, including its compilation.
 training    the rest.
 
@@ -25,19 +23,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-START, DATA, CHECKPOINT, EVALUATION, TRAINING = PHASES = (
-    "start",
-    "data",
-    "checkpoint",
-    "evaluation",
-    "training",
-)
-
-
-# Several times as long as a round trip to another thread.
-_SHORT_SECONDS = 1e-3
+START = "start"
+DATA = "data"
+CHECKPOINT = "checkpoint"
+EVALUATION = "evaluation"
+TRAINING = "training"
+PHASES = (START, DATA, CHECKPOINT, EVALUATION, TRAINING)
 
 
 class Every:
@@ -75,15 +68,25 @@ class Rate:
         """Returns the rate; None if no step was made between the observations."""
         if not self._steps:
             return None
-        (begin, first), (end, last) = self._steps[0], self._steps[-1]
+        begin, first = self._steps[0]
+        end, last = self._steps[-1]
         if last <= first:
             return None
         return (last - first) / (end - begin)
 
 
+class _Counted(NamedTuple):
+    """The present phase, when it began, and the seconds of each phase until then."""
+
+    phase: str
+    since: float
+    seconds: dict[str, float]
+
+
 class Clock:
-    """Counts the seconds of each phase since the process started; one thread enters
-    phases, any may read.
+    """Counts the seconds of each phase since the process started.
+
+    One thread enters phases, and any thread may read the seconds.
     """
 
     def __init__(
@@ -102,10 +105,12 @@ class Clock:
             # rather than counted twice.
             already = age()
             begin = now() - already
-        # The present phase, its begin, and the seconds of each phase until then. They
-        # are replaced together, because another thread may read them.
-        self._counted = START, begin, dict.fromkeys(PHASES, 0.0)
-        self._waiting = _Waiting(self)
+        # It is always replaced as a whole, because another thread may read it.
+        self._counted = _Counted(START, begin, dict.fromkeys(PHASES, 0.0))
+        # Whether the devices were idle when the last wait for data ended.
+        self._was_idle = False
+        # Starts its thread when the first task is submitted.
+        self._idle_watcher = concurrent.futures.ThreadPoolExecutor(1, "idle")
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase until now."""
@@ -118,117 +123,82 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside the context as this phase only, not as the enclosing
-        one.
-        """
+        """Counts the time in the context as this phase only, not as the enclosing one."""
         outer = self._enter(name)
         try:
             yield
         finally:
             self._enter(outer)
 
-    def waiting(self, newest: Any) -> "_Waiting":
-        """Returns a context in which the host waits for data.
+    @contextlib.contextmanager
+    def waiting(self, newest: Any) -> Iterator[None]:
+        """Counts the part of the context during which the devices are idle as 'data'.
+
+        In a healthy run the devices are still busy when each wait ends. Then nothing
+        counts, and to find that out costs a microsecond or two. Once the devices were
+        idle at the end of a wait, it is known of the next wait since when they are: from
+        its beginning, or from the moment at which a thread sees them become idle. So
+        the first of several such waits does not count.
 
         Args:
           newest: a `jax.Array` computed by the most recently dispatched step; None
-            before the first step.
+            before the first step of a run and after a roll-back, when nothing counts.
         """
-        self._waiting.newest = newest
-        return self._waiting
+        if newest is None:
+            self._was_idle = False
+            yield
+            return
+        begin = self._now()
+        becomes_idle = None
+        if self._was_idle and not newest.is_ready():
+            becomes_idle = self._idle_watcher.submit(self._time_when_ready, newest)
+        yield
+        is_idle = newest.is_ready()
+        if is_idle and self._was_idle:
+            end = self._now()
+            idle_since = begin
+            if becomes_idle is not None:
+                idle_since = becomes_idle.result()
+            self._move_to_data(max(end - idle_since, 0.0))
+        self._was_idle = is_idle
+
+    def _time_when_ready(self, newest: Any) -> float:
+        newest.block_until_ready()
+        return self._now()
 
     def _enter(self, phase: str) -> str:
-        """Counts the time since the last change, and enters another phase; returns the
-        previous one.
-        """
+        """Counts the time until now, and enters a phase; returns the previous one."""
         now = self._now()
         before, since, seconds = self._counted
-        self._counted = phase, now, seconds | {before: seconds[before] + now - since}
+        seconds = seconds | {before: seconds[before] + now - since}
+        self._counted = _Counted(phase, now, seconds)
         return before
 
-    def _move_to_data(self, seconds: float) -> None:
-        """Counts seconds that have just passed, and are not counted yet, as a wait for
-        data.
-        """
+    def _move_to_data(self, moved: float) -> None:
+        """Counts seconds of the present phase, not counted yet, as a wait for data."""
         # `_enter` will also count them for the present phase, so they are subtracted
         # from it in advance.
-        phase, since, counted = self._counted
-        moved = counted | {phase: counted[phase] - seconds}
-        moved[DATA] += seconds
-        self._counted = phase, since, moved
-
-
-class _Waiting:
-    """A wait for a batch, which counts the part during which the devices were idle.
-
-    If the devices are still busy when the wait ends, no part counts. In a healthy run
-    this is always so, and the check costs a microsecond or two. Otherwise the next wait
-    is measured more closely:
-
-    - If the devices are idle when it begins, all of it counts.
-    - If not, a thread waits for the moment they become idle.
-    - If the previous wait was so short that a thread would prolong it, half of the wait
-      counts instead.
-    """
-
-    newest: Any = None
-
-    def __init__(self, clock: Clock):
-        self._clock = clock
-        # Whether the devices were idle when the previous wait ended, and how long that
-        # wait was.
-        self._was_idle = False
-        self._last_seconds = 0.0
-        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
-
-    def __enter__(self) -> None:
-        self._begin = self._clock._now()
-        self._ended: concurrent.futures.Future[float] | None = None
-        # Before the first step of a run, and after a roll-back, no step is being
-        # computed.
-        self._was_idle = self._was_idle and self.newest is not None
-        self._is_busy = self._was_idle and not self.newest.is_ready()
-        if self._is_busy and self._last_seconds > _SHORT_SECONDS:
-            if self._thread is None:
-                self._thread = concurrent.futures.ThreadPoolExecutor(1, "idle")
-            self._ended = self._thread.submit(self._wait, self.newest)
-
-    def __exit__(self, *exc: object) -> None:
-        if self.newest is None:
-            return
-        now = self._clock._now()
-        is_idle = self.newest.is_ready()
-        if is_idle and self._was_idle:
-            self._clock._move_to_data(max(now - self._idle_since(now), 0.0))
-        self._was_idle = is_idle
-        self._last_seconds = now - self._begin
-
-    def _idle_since(self, now: float) -> float:
-        if not self._is_busy:
-            return self._begin
-        if self._ended is None:
-            return (self._begin + now) / 2
-        return self._ended.result()
-
-    def _wait(self, newest: Any) -> float:
-        newest.block_until_ready()
-        return self._clock._now()
+        phase, since, seconds = self._counted
+        seconds = seconds | {phase: seconds[phase] - moved}
+        seconds[DATA] += moved
+        self._counted = _Counted(phase, since, seconds)
 
 
 _IMPORTED = time.monotonic()
 
 
 def age() -> float:
-    """Returns the seconds since this process started; without support by the system,
-    since this module was imported.
+    """Returns the seconds since this process started.
+
+    Without support by the system, these are the seconds since this module was imported.
     """
     try:
         with open("/proc/self/stat", "rb") as file:
-            # proc(5): field 22 is the start time. Field 2 is a name that may contain
-            # anything and ends with ')', so the fields are counted from the last ')'.
-            ticks = int(file.read().rpartition(b")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf(
-            "SC_CLK_TCK"
-        )
+            content = file.read()
+        # proc(5): field 22 is the start time. Field 2 is a name that may contain
+        # anything and ends with ')', so the fields are counted from the last ')'.
+        fields = content.rpartition(b")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError, ValueError, IndexError):
         return time.monotonic() - _IMPORTED
