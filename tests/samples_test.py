@@ -329,7 +329,7 @@ class Mine:
 
 
 def test_rows_and_samples_are_merged_in_the_order_of_steps(tmp_path):
-    rows = [{"step": 1, "loss": 1.0}, {"step": 4, "loss": 2.0}, {"step": 1.5}]
+    rows = [{"step": 1, "loss": 1.0}, {"step": 4, "loss": 2.0}]
     shown = [{"step": step, "samples": {}} for step in (1, 3)]
     part = writers.Part(tmp_path, 4, {}, lambda: iter(rows), lambda: iter(shown))
     assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]
