@@ -19,6 +19,7 @@ from tests import forks, pace, programs, rows, toy
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, evaluation, loop
+from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.modes import continuous_eval
@@ -266,7 +267,7 @@ def test_an_unknown_best_metric_is_refused_before_the_run(tmp_path):
 def test_a_full_disk_stops_the_run_or_is_reported(
     tmp_path, capfd, on_failure, monkeypatch
 ):
-    real = checkpoint.saver.writer.write_part
+    real = writer.write_part
     full = [False]
 
     def write_part(attempt, *args):
@@ -276,7 +277,7 @@ def test_a_full_disk_stops_the_run_or_is_reported(
             raise OSError(28, "No space left on device")
         return real(attempt, *args)
 
-    monkeypatch.setattr(checkpoint.saver.writer, "write_part", write_part)
+    monkeypatch.setattr(writer, "write_part", write_part)
     config = with_checkpoint(
         make_config(), every_steps=3, on_failure=on_failure, keep_last=9
     )
@@ -302,7 +303,7 @@ def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch
     def commit(attempt, *args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.saver.writer, "commit", commit)
+    monkeypatch.setattr(writer, "commit", commit)
     config = with_checkpoint(make_config(), every_steps=100, on_failure="go_on")
     with pytest.raises(ValueError, match="Step 12 could not be saved"):
         loop.run(config, str(tmp_path), "")

@@ -132,7 +132,7 @@ def test_a_target_that_differs_is_refused_and_the_leaf_is_named(
 
 def test_extra_arrays_that_may_hold_allows_are_not_read(tmp_path):
     messages = []
-    manager = make_manager(tmp_path, say=messages.append)
+    manager = make_manager(tmp_path, log=messages.append)
     kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
     save(manager, 1, old)
     restored = manager.restore(kept, may_hold=lambda: old)
@@ -194,7 +194,7 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
 def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     keep = checkpoint.Keep(1, best=1, metric="error", mode="min")
     messages = []
-    manager = checkpoint.Manager(tmp_path / "run", keep, say=messages.append)
+    manager = checkpoint.Manager(tmp_path / "run", keep, log=messages.append)
     tree = {"a": jnp.arange(3.0)}
     save(manager, 1, tree)
     manager.add_metrics(1, {"error": 0.5})
@@ -367,21 +367,23 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
         save(make_manager(tmp_path / "file"), 1, {"a": jnp.ones(3)})
 
 
-def test_an_agreed_action_keeps_the_message_of_an_error_and_the_type_of_a_bug(tmp_path):
-    agree = make_manager(tmp_path).agree
+def test_an_action_on_process_0_keeps_the_message_of_an_error_and_the_type_of_a_bug(
+    tmp_path,
+):
+    on_process_0 = make_manager(tmp_path).on_process_0
 
     def fail(e):
         raise e
 
     with pytest.raises(checkpoint.CheckpointError, match=r"^a=1 must be 2\.$"):
-        agree(lambda: fail(errors.UserError("a=1 must be 2.")))
+        on_process_0(lambda: fail(errors.UserError("a=1 must be 2.")))
     full = OSError(errno.ENOSPC, "No space left", "file")
     with pytest.raises(checkpoint.CheckpointError, match=r"^No space left \(file\)$"):
-        agree(lambda: fail(full))
+        on_process_0(lambda: fail(full))
     # As a CheckpointError, this would be printed as a user's mistake, without its
     # traceback.
     with pytest.raises(KeyError):
-        agree(lambda: fail(KeyError("step")))
+        on_process_0(lambda: fail(KeyError("step")))
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])

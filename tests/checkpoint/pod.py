@@ -170,9 +170,9 @@ def save(task, index, manager):
         state = device_state(step, devices_mesh)
         saved_path(task.report, index).write_text(str(number))
         harness.save(manager, step, state, {"note": step}, data={"at": [step, index]})
-    plan = manager._saver._plan[1]
-    own = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
-    return {"loads": plan.loads, "own": own}
+    plan = manager._plan[1]
+    written = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
+    return {"loads": plan.loads, "written": written}
 
 
 def saved_path(report, index):

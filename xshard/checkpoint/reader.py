@@ -10,9 +10,9 @@ import numpy as np
 
 from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
+from xshard.checkpoint import progress as progress_lib
 from xshard.metrics import formatting
 
 # Arrays are put on devices in groups of this size. One call for each of thousands takes
@@ -165,7 +165,7 @@ def read_leaves(
             parts.append(array_reader.ArrayRegion(leaf.path, leaf.meta, box))
             readings.append(reading)
     total = sum(part.nbytes for part in parts)
-    progress = budget_lib.ProgressReporter(f"reading {attempt}", total, say)
+    progress = progress_lib.ProgressReporter(f"reading {attempt}", total, say)
     values = array_reader.read_regions(attempt, parts, budget_bytes)
     full: list[_Reading] = []
     arrays: dict[str, jax.Array] = {}

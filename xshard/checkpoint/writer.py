@@ -32,7 +32,7 @@ def write_part(
     attempt: format_lib.SaveAttempt,
     process: int,
     arrays: arrays_lib.ArrayMetas,
-    chunks: Iterator[ownership.Chunk | None],
+    chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
     written: Callable[[int], None],
 ) -> int:
     """Writes the chunks that a process owns into its own database. Process 0 also
@@ -42,7 +42,7 @@ def write_part(
       attempt: the attempt.
       process: the index of the process.
       arrays: how each array is stored, by path.
-      chunks: the chunks that the process owns. None asks to flush, since the next chunk
+      chunks: the chunks that the process owns, with their values. None asks to flush, since the next chunk
         may wait for memory that unwritten chunks hold.
       written: called with the number of bytes that have been written and whose memory
         may be released.
@@ -56,12 +56,12 @@ def write_part(
         for path, meta in arrays.items():
             batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
             keys += 1
-    for chunk in chunks:
-        if chunk is None:
+    for item in chunks:
+        if item is None:
             batches.flush()
         else:
-            piece, value = chunk
-            batches.write_chunk(piece, value)
+            chunk, value = item
+            batches.write_chunk(chunk, value)
             keys += 1
     batches.flush()
     prefix = attempt.part(process)
@@ -262,22 +262,22 @@ class _Batches:
         self._target.write(key, content)
         self._keys += 1
 
-    def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
-        meta = self._arrays[piece.path]
-        if not arrays_lib.is_large(piece.path, meta):
+    def write_chunk(self, chunk: ownership.Chunk, value: np.ndarray) -> None:
+        meta = self._arrays[chunk.path]
+        if not arrays_lib.is_large(chunk.path, meta):
             content = arrays_lib.encode(value, meta.chunk_shape)
-            key = arrays_lib.chunk_key(piece.path, piece.chunk)
+            key = arrays_lib.chunk_key(chunk.path, chunk.grid_index)
             self._sums[key] = arrays_lib.stored_sum(content)
             self.write(key, content)
         else:
-            index = arrays_lib.box_index(meta.box(piece.chunk))
-            array = self._database.array(piece.path, meta.zarr())
+            index = arrays_lib.box_index(meta.box(chunk.grid_index))
+            array = self._database.array(chunk.path, meta.zarr())
             target = array[index].with_transaction(self._transaction)
             # Nobody modifies this memory before it is written, so tensorstore need not
             # copy it.
             writing = target.write(value, can_reference_source_data_indefinitely=True)
             self._copies.append(writing.copy)
-            self._large.append((piece.path, piece.chunk))
+            self._large.append((chunk.path, chunk.grid_index))
             self._keys += 1
         self._nbytes += meta.chunk_bytes
         if self._nbytes >= _BATCH_BYTES:

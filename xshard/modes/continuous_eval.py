@@ -90,7 +90,7 @@ class ContinuousEvaluator:
         """Returns the last step that was evaluated, -1 if there is none. All processes
         must call it.
         """
-        return self._checkpoints.agree(lambda: self._judged)
+        return self._checkpoints.on_process_0(lambda: self._judged)
 
     def follow(self) -> notice.Notice | None:
         """Evaluates checkpoints, the oldest first, up to the run's last; returns the
@@ -102,10 +102,10 @@ class ContinuousEvaluator:
 
     def _judge_all(self) -> None:
         while self._should_continue():
-            step = self._checkpoints.agree(self._next_step)
+            step = self._checkpoints.on_process_0(self._next_step)
             if step is not None:
                 self._judge(step)
-            elif self._checkpoints.agree(self._is_over):
+            elif self._checkpoints.on_process_0(self._is_over):
                 break
             elif self._checkpoints.store.path is not None:
                 self._sleep(_POLL_SECONDS)
@@ -175,9 +175,7 @@ class ContinuousEvaluator:
         rows = self._own.metrics
         # A row is written after its step is evaluated, so the last complete row names
         # the last evaluated step.
-        self._judged = max(
-            (row["step"] for row in rows_lib.read(rows)), default=-1
-        )
+        self._judged = max((row["step"] for row in rows_lib.read(rows)), default=-1)
         config = identity_lib.plain(self._config)
         part = writers.Part(
             self._own.path, self._judged, config, lambda: rows_lib.read(rows)
@@ -219,7 +217,7 @@ class ContinuousEvaluator:
         try:
             state = self._states.restore(step, fits=True).state
         except checkpoint.CheckpointError as e:
-            if step in self._checkpoints.agree(self._checkpoints.all_steps):
+            if step in self._checkpoints.on_process_0(self._checkpoints.all_steps):
                 raise
             # The checkpoint is damaged, or was deleted while it was read. Neither must
             # stop the job.

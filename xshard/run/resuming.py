@@ -183,14 +183,14 @@ def check_finite(manager: checkpoint.Manager, step: int) -> None:
     """Raises UserError, on all processes, if a checkpoint is not finite, because the
     run could only fail again.
     """
-    bad = manager.agree(lambda: manager.nonfinite(step))
+    bad = manager.on_process_0(lambda: manager.nonfinite(step))
     if not bad:
         return
     store = manager.store
-    newest = manager.agree(manager.newest_finite_step)
+    newest = manager.on_process_0(manager.newest_finite_step)
     way = "No checkpoint there is finite: give a new --workdir."
     if newest is not None:
-        steps = manager.agree(manager.all_steps)
+        steps = manager.on_process_0(manager.all_steps)
         commands = [
             f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest
         ]

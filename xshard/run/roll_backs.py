@@ -238,7 +238,7 @@ class RollBacks:
         given_up = []
         for entry in self._entries:
             given_up += entry.given_up
-        self._manager.agree(lambda: self._manager.give_up(given_up))
+        self._manager.on_process_0(lambda: self._manager.give_up(given_up))
         self._batches.set_skips(batches_to_skip(self._entries))
 
     def retry(self, attempt: Callable[[], T]) -> T:
@@ -320,10 +320,12 @@ class RollBacks:
         # Replicas that differ are a sign neither of bad data nor of too large updates.
         skips_data = reason is nonfinite.NonfiniteError
         choose = self._choose_before if skips_data else self._choose_newest
-        restored = self._manager.agree(lambda: choose(step))
+        restored = self._manager.on_process_0(lambda: choose(step))
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to roll back to", step)
-        given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
+        given_up = self._manager.on_process_0(
+            lambda: self._manager.folders_after(restored)
+        )
         last_batch = self._batches_drawn(restored)
         update_scale = 1.0
         if self._entries:

@@ -92,7 +92,7 @@ class Checkpoints:
             latest = self.manager.latest_step()
             self._check_newest(latest)
         if latest is not None:
-            self.manager.agree(
+            self.manager.on_process_0(
                 lambda: resuming.check_replicas(self.manager, target, latest)
             )
         if source is not None and latest is None:
@@ -135,7 +135,7 @@ class Checkpoints:
             # A run that resumed from this checkpoint may have made the evaluation
             # since.
             evaluated = bool(
-                self.manager.agree(lambda: self.manager.metrics(restored.step))
+                self.manager.on_process_0(lambda: self.manager.metrics(restored.step))
             )
         # If the state lacks arrays of the checkpoint, the saved fingerprints cannot be
         # compared with it.
@@ -152,7 +152,7 @@ class Checkpoints:
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
-        return self.manager.agree(
+        return self.manager.on_process_0(
             lambda: resuming.check_newest(self.manager, self._directory, latest)
         )
 
@@ -162,7 +162,7 @@ class Checkpoints:
         """
         step = int(begin.state.step)
         if begin.folder:
-            self.manager.agree(lambda: self._record_newest(step, begin.folder))
+            self.manager.on_process_0(lambda: self._record_newest(step, begin.folder))
 
     def check_rows(self, begin: resuming.StartState, log: log_lib.Log) -> None:
         """Reports, on process 0, if rows that were logged before the checkpoint was
@@ -180,7 +180,7 @@ class Checkpoints:
         """Returns the evaluation of a step that was saved without one, if its row has
         been written since, else None.
         """
-        return self.manager.agree(
+        return self.manager.on_process_0(
             lambda: rows.evaluation(self._directory.metrics, step)
         )
 
@@ -194,7 +194,7 @@ class Checkpoints:
         """Describes what of a saved state is not finite; empty if all is that must be.
         All processes call it.
         """
-        bad = self.manager.agree(lambda: self.manager.nonfinite(step))
+        bad = self.manager.on_process_0(lambda: self.manager.nonfinite(step))
         return nonfinite.of_state(step, bad) if bad else ""
 
     def kept(self) -> str:
@@ -205,7 +205,7 @@ class Checkpoints:
         # that reason.
         with contextlib.suppress(checkpoint.CheckpointError):
             self.manager.wait()
-        newest = self.manager.agree(self.manager.newest_finite_step)
+        newest = self.manager.on_process_0(self.manager.newest_finite_step)
         if newest is None:
             return f"There is no finite checkpoint in {self.manager.store}."
         return (

@@ -68,7 +68,7 @@ class States:
             finite=_must_be_finite(target, mesh),
             refuse_nonfinite=must_be_finite(config),
             owner=owner,
-            say=say,
+            log=say,
             committed=committed,
         )
         self.target = target
