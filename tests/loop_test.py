@@ -410,7 +410,8 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
         (first.experiment.params, first.experiment.net_state),
     )
     harness.assert_equal(
-        state.experiment.opt_state, run.checkpoints.states.init().experiment.opt_state
+        state.experiment.opt_state,
+        run.checkpoints.manager.init_state().experiment.opt_state,
     )
     assert "initialized 4 arrays from" in capsys.readouterr().out
     # Moving averages start at the restored parameters, however the update is sharded.

@@ -159,7 +159,7 @@ class Run:
         )
         self.checkpoints.check_can_start(init)
         # The shapes of the run's state.
-        self._target = self.checkpoints.states.target
+        self._target = self.checkpoints.manager.target
         self.roll_backs = roll_backs.RollBacks(
             config,
             self.workdir,

@@ -77,9 +77,8 @@ def load(
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
-    state = (
-        states.States(experiment, mesh, example, run).restore(number, fits=True).state
-    )
+    manager = states.StateManager(experiment, mesh, example, run)
+    state = manager.restore_state(number, fits=True).state
     return Trained(experiment, state, _predictor(experiment, mesh, state))
 
 

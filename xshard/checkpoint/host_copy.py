@@ -137,7 +137,10 @@ class HostCopy:
         self._reporter.add(nbytes)
 
     def close(self) -> None:
-        """Releases a caller that waits for the budget, since nothing more is written."""
+        """Releases a caller that waits for the budget.
+
+        Nothing more will be written.
+        """
         self._budget.close()
 
     def _copy(self, leaves: dict[str, Any]) -> None:

@@ -67,13 +67,12 @@ class ContinuousEvaluator:
         self._run = workdir.Workdir(directory)
         self._own = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
-        self._states = states.States(experiment, mesh, example, self._run)
-        self._checkpoints = self._states.manager
+        self._checkpoints = states.StateManager(experiment, mesh, example, self._run)
         self._evaluation = evaluation.Evaluation(
             experiment, mesh, config.eval_batch_size
         )
         processes.check_equal_data({"evaluation": self._evaluation.summary})
-        self._evaluation.check(self._states.target, config.checkpoint)
+        self._evaluation.check(self._checkpoints.target, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
         self._terminal = terminal.Terminal(config.steps, show)
@@ -215,7 +214,7 @@ class ContinuousEvaluator:
 
     def _judge(self, step: int) -> None:
         try:
-            state = self._states.restore(step, fits=True).state
+            state = self._checkpoints.restore_state(step, fits=True).state
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.on_process_0(self._checkpoints.all_steps):
                 raise

@@ -212,20 +212,18 @@ class Replayer:
     def _begin(self, last: int) -> state_lib.TrainState:
         """Restores the newest checkpoint up to a step, or creates the first state."""
         example = self._batches.example
-        saved = states.States(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed(
-            [step for step in saved.manager.all_steps() if step <= last]
-        ):
+        saved = states.StateManager(self.experiment, self.mesh, example, self._workdir)
+        for step in reversed([step for step in saved.all_steps() if step <= last]):
             try:
-                resuming.check_replicas(saved.manager, saved.target, step)
-                restored = saved.restore(step)
+                resuming.check_replicas(saved, saved.target, step)
+                restored = saved.restore_state(step)
             except checkpoint.CheckpointError:
                 # The checkpoint is damaged, or was deleted meanwhile. An earlier one
                 # gives the same steps.
                 continue
             self._batches.restore(restored.data)
             return restored.state
-        return saved.init()
+        return saved.init_state()
 
     def difference(self, step: Step) -> Difference | None:
         """Returns the first number of a step that differs from its logged row; None if
