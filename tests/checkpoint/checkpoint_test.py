@@ -101,8 +101,10 @@ def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
     manager = make_manager(tmp_path)
     save(manager, 1, {"w": jax.device_put(value, mesh.sharding(eight, "replica"))})
     for place in (
-        mesh.sharding(four), mesh.sharding(four, None, "replica"), mesh.sharding(groups, "group", "replica"),
-    ):  # fmt: skip
+        mesh.sharding(four),
+        mesh.sharding(four, None, "replica"),
+        mesh.sharding(groups, "group", "replica"),
+    ):
         target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=place)}
         restored = manager.restore(target)[0]["w"]
         np.testing.assert_array_equal(restored, value)
@@ -112,13 +114,30 @@ def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
 @pytest.mark.parametrize(
     "change,match",
     [
-        (lambda t: t["names"].pop("empty"), "'names/empty' is only in it"),
-        (lambda t: t["names"].update(new=jnp.ones(2)), "'names/new' is missing from it"),
-        (lambda t: t["names"].update(empty=jnp.ones(2)), r"'names/empty' is float32\[0, 4\] in it, float32\[2\] here"),
-        (lambda t: t["names"].update(scalar=jnp.int32(1)), r"float32\[\] in it, int32\[\] here"),
-        (lambda t: t.update(keys=[jax.random.key(0, impl="rbg"), t["keys"][1]]), "fry2x32.* in it, rbg"),
+        (
+            lambda tree: tree["names"].pop("empty"),
+            "'names/empty' is only in it",
+        ),
+        (
+            lambda tree: tree["names"].update(new=jnp.ones(2)),
+            "'names/new' is missing from it",
+        ),
+        (
+            lambda tree: tree["names"].update(empty=jnp.ones(2)),
+            r"'names/empty' is float32\[0, 4\] in it, float32\[2\] here",
+        ),
+        (
+            lambda tree: tree["names"].update(scalar=jnp.int32(1)),
+            r"float32\[\] in it, int32\[\] here",
+        ),
+        (
+            lambda tree: tree.update(
+                keys=[jax.random.key(0, impl="rbg"), tree["keys"][1]]
+            ),
+            "fry2x32.* in it, rbg",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_target_that_differs_is_refused_and_the_leaf_is_named(
     tmp_path, change, match
 ):

@@ -127,10 +127,13 @@ def run(task, index):
     if task.count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            f"127.0.0.1:{task.port}", task.count, index,
+            f"127.0.0.1:{task.port}",
+            task.count,
+            index,
             initialization_timeout=harness.FOREVER,
-            heartbeat_timeout_seconds=harness.FOREVER, shutdown_timeout_seconds=harness.FOREVER,
-        )  # fmt: skip
+            heartbeat_timeout_seconds=harness.FOREVER,
+            shutdown_timeout_seconds=harness.FOREVER,
+        )
     # With small chunks, the arrays of a test are cut into as many chunks as those of a
     # large model.
     arrays_lib.SHARED_CHUNK_BYTES = 4 << 10

@@ -153,10 +153,14 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
         ({"a": np.array(["x"])}, {}, "'a' is of type <U1, which zarr cannot hold"),
         ({"a": np.array([None])}, {}, "'a' is of type object"),
         ({"a": jnp.zeros(3, jnp.uint4)}, {}, "'a' is of type uint4"),
-        ({"a": jnp.zeros(3)}, {"metadata": {"x": jnp}}, "metadata of step 1 must be JSON-serializable"),
+        (
+            {"a": jnp.zeros(3)},
+            {"metadata": {"x": jnp}},
+            "metadata of step 1 must be JSON-serializable",
+        ),
         ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
     ],
-)  # fmt: skip
+)
 def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra, match):
     manager = make_manager(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match=match):
@@ -261,12 +265,14 @@ def test_a_save_from_devices_with_their_own_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(host_copy, "start_copy", host_copy.start_device_copy)
     monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 256)
     devices = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
+    by_replica = mesh.sharding(devices, "replica")
+    by_both = mesh.sharding(devices, "group", "replica")
     tree = {
         "whole": jnp.arange(300.0).reshape(15, 20),
-        "sharded": jax.device_put(jnp.ones((8, 30)), mesh.sharding(devices, "replica")),
-        "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), mesh.sharding(devices, "group", "replica")),
+        "sharded": jax.device_put(jnp.ones((8, 30)), by_replica),
+        "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), by_both),
         **make_tree(),
-    }  # fmt: skip
+    }
     # The budget holds only a few chunks, so the copies start in several rounds.
     manager = make_manager(tmp_path, budget_bytes=1000)
     manager.save(1, tree, {})

@@ -47,8 +47,9 @@ class Counts:
 
     def __str__(self):
         return (
-            f"{self.trials} trials: {self.verified} checkpoints that count, each read in full; "
-            f"{self.dead} attempts that do not count; {len(self.bad)} bad {self.bad or ''}"
+            f"{self.trials} trials: {self.verified} checkpoints that count, each read "
+            f"in full; {self.dead} attempts that do not count; {len(self.bad)} bad "
+            f"{self.bad or ''}"
         )
 
 

@@ -10,9 +10,8 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from xshard import errors
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
@@ -28,37 +27,6 @@ _FIX = (
     "Is the same disk mounted on all hosts, and the same path given? Nothing was "
     "changed."
 )
-
-
-def on_process_0(exchange: host_collectives.Exchange, action: Callable[[], Any]) -> Any:
-    """Runs an action on a store on process 0, and returns its result on all processes.
-
-    Args:
-      exchange: connects the processes.
-      action: returns a JSON-serializable value.
-
-    Raises:
-      CheckpointError: on all processes, if the action fails. A bug in it is raised as
-        it is on process 0.
-    """
-
-    def action_with_reasons() -> Any:
-        try:
-            return action()
-        except errors.UserError as e:
-            raise store_lib.CheckpointError(str(e)) from e
-        except (OSError, ValueError, RuntimeError) as e:
-            # tensorstore raises ValueError and RuntimeError for what is wrong with a
-            # store.
-            raise store_lib.CheckpointError(store_lib.reason(e)) from e
-
-    try:
-        return exchange.on_process_0(action_with_reasons)
-    except store_lib.CheckpointError:
-        raise
-    except errors.UserError as e:
-        # The error of process 0 arrives at the other processes as this type.
-        raise store_lib.CheckpointError(str(e)) from e
 
 
 def wait_until_none(

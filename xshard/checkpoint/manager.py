@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
+from xshard import errors
 from xshard.checkpoint import (
     agreement,
     deletions,
@@ -167,7 +168,7 @@ class Manager:
         self._refuse_nonfinite = refuse_nonfinite
         self._owner = owner
         self._log = log
-        self._call_committed = committed
+        self._on_committed = committed
         # A save uses it in the background, so no other thread may meanwhile.
         self._exchange = host_collectives.Exchange(
             f"checkpoints in {self.store}", deadline_seconds
@@ -312,9 +313,27 @@ class Manager:
           The action's result, on all processes.
 
         Raises:
-          CheckpointError: on all processes, if the action fails.
+          CheckpointError: on all processes, if the action fails. A bug in it is raised
+            as it is on process 0.
         """
-        return agreement.on_process_0(self._exchange, action)
+
+        def action_with_reasons() -> Any:
+            try:
+                return action()
+            except errors.UserError as e:
+                raise store_lib.CheckpointError(str(e)) from e
+            except (OSError, ValueError, RuntimeError) as e:
+                # tensorstore raises ValueError and RuntimeError for what is wrong with
+                # a store.
+                raise store_lib.CheckpointError(store_lib.reason(e)) from e
+
+        try:
+            return self._exchange.on_process_0(action_with_reasons)
+        except store_lib.CheckpointError:
+            raise
+        except errors.UserError as e:
+            # The error of process 0 arrives at the other processes as this type.
+            raise store_lib.CheckpointError(str(e)) from e
 
     def agreed_latest_step(self) -> int | None:
         """Returns the newest step with a checkpoint that counts, on all processes.
@@ -485,10 +504,10 @@ class Manager:
         plan: ownership.Plan,
         copy: host_copy.HostCopy,
     ) -> None:
+        """Runs `_write_and_commit`, and leaves its end to `_join_save`."""
         try:
             saving.end.set_result(self._write_and_commit(request, plan, copy))
         except BaseException as e:
-            # `_join_save` raises it in the thread of the caller.
             saving.end.set_exception(e)
         finally:
             # A save that has ended writes nothing more, so a caller whose copy waits
@@ -496,8 +515,11 @@ class Manager:
             copy.close()
 
     def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
-        # The plan is cached: it is the same for every save of a run, and slow to
-        # compute for thousands of arrays.
+        """Plans which process writes what.
+
+        The plan is cached: it is the same for every save of a run, and slow to compute
+        for thousands of arrays.
+        """
         key = []
         for path, leaf in leaves.items():
             sharding = getattr(leaf, "sharding", None)
@@ -541,13 +563,13 @@ class Manager:
 
         # 3. All processes have the same reports, so all of them decide alike, and all
         # of them raise, or none.
-        errors = _errors(reports)
+        failures = _failures(reports)
         nonfinite = _nonfinite(reports)
         is_refused = bool(nonfinite) and self._refuse_nonfinite
-        if errors or is_refused:
+        if failures or is_refused:
             self.on_process_0(lambda: self._remove_failed(attempt))
-            if errors:
-                raise store_lib.CheckpointError("; ".join(errors))
+            if failures:
+                raise store_lib.CheckpointError("; ".join(failures))
             return nonfinite
 
         # 4. Process 0 completes the checkpoint. All processes raise its error.
@@ -651,7 +673,7 @@ class Manager:
 
         # The checkpoint counts now, whatever fails later. The run records that it
         # reached this step before older checkpoints are deleted.
-        self._call_committed(
+        self._on_committed(
             Committed(
                 step=request.step,
                 folder=attempt.folder,
@@ -692,7 +714,10 @@ class Manager:
         self._deletions.wait()
 
     def _join_save(self) -> store_lib.CheckpointError | None:
-        """Waits for the last save; returns its error, if any, once only."""
+        """Waits for the last save; returns its error, if any, once only.
+
+        The error is made here, so that it is raised in the thread of the caller.
+        """
         if self._saving is None:
             return None
         step, end = self._saving
@@ -812,8 +837,10 @@ class Manager:
         self._remove_old()
 
     def _remove_dead(self, attempts: list[format_lib.SaveAttempt]) -> None:
-        """Deletes those of some attempts that never counted, or no longer do."""
+        """Deletes those of some attempts that have no COMMIT."""
         for attempt in attempts:
+            # A damaged attempt has COMMIT, too, and stays in place for inspection. A
+            # link was created by a person, and is for that person to delete.
             if format_lib.COMMIT in attempt.marks or attempt.is_link:
                 continue
             # COMMIT is read by name before anything is deleted, since a listing may lag
@@ -999,17 +1026,17 @@ def _note_nonfinite(
         yield item
 
 
-def _errors(reports: list[dict[str, Any]]) -> list[str]:
-    """Lists the errors of processes that could not write.
+def _failures(reports: list[dict[str, Any]]) -> list[str]:
+    """Lists why processes could not write.
 
-    With several processes, each error follows its process's index.
+    With several processes, each reason follows its process's index.
     """
-    errors = []
+    failures = []
     for index, report in enumerate(reports):
         if "error" in report:
             process = f"process {index}: " if len(reports) > 1 else ""
-            errors.append(process + report["error"])
-    return errors
+            failures.append(process + report["error"])
+    return failures
 
 
 def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
