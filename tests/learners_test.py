@@ -34,7 +34,9 @@ def axes_of(f, *args, inputs=(R | S,)):
         f, mesh=the_mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
     )
     (eqn,) = jax.make_jaxpr(mapped)(*args).jaxpr.eqns
-    return varying.outputs(eqn.params["jaxpr"], [*inputs])
+    variations = [varying.Variation(axes) for axes in inputs]
+    results = varying.outputs(eqn.params["jaxpr"], variations)
+    return [result.axes for result in results]
 
 
 psum = functools.partial(jax.lax.psum, axis_name=("slice", "replica"))

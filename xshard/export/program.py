@@ -23,8 +23,6 @@ from xshard.run import preflight
 from xshard.stored import replica_state
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# The mark of a batch array in the analysis of what the outputs depend on.
-_READ = frozenset(["read"])
 _Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -154,9 +152,7 @@ def _read(
     program = jax.make_jaxpr(functools.partial(predict, {}))(shapes)
     read = []
     for place, name in enumerate(names):
-        inputs: list[varying.Axes] = [frozenset() for _ in names]
-        inputs[place] = _READ
-        if any(_READ & axes for axes in varying.outputs(program.jaxpr, inputs)):
+        if varying.depends_on(program.jaxpr, place):
             read.append(name)
     if not read:
         raise errors.UserError(

@@ -129,9 +129,8 @@ class Learner:
         """
         with validation.network_errors(self._function):
             args, kwargs = self._cast(self._policy.cast_to_param, args, kwargs)
-            network, requested = gathering.recording_shapes(self._function)
-            params, net_state = hk.transform_with_state(network).init(
-                key, *args, **kwargs
+            params, net_state, requested = gathering.init_network(
+                self._function, key, *args, **kwargs
             )
         validation.parameters(self._function, params)
         params = self._policy.cast_to_param(params)
@@ -167,11 +166,9 @@ class Learner:
             ready = {
                 path: x.gathered for path, x in shards.items() if x.gathered is not None
             }
-            call = gathering.gathering_apply(
-                self._function,
-                *self._how_gathered(state),
-                state.rules.reduce_dtype,
-                ready=ready,
+            gatherer = self._gatherer(state)
+            call = gatherer.apply(
+                self._function, self._policy.compute_dtype, gathered=ready
             )
         with validation.network_errors(self._function):
             outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
@@ -198,13 +195,9 @@ class Learner:
 
         return jax.tree_util.tree_map_with_path(choose, (args, dict(kwargs)))
 
-    def _how_gathered(
-        self, state: state_lib.LearnerState
-    ) -> tuple[jax.sharding.Mesh, layouts.Layouts, Any]:
-        return (
-            run_context.current().mesh,
-            state.rules.sharding,
-            self._policy.compute_dtype,
+    def _gatherer(self, state: state_lib.LearnerState) -> gathering.Gatherer:
+        return gathering.Gatherer(
+            run_context.current().mesh, state.rules.sharding, state.rules.reduce_dtype
         )
 
     def update(
@@ -396,15 +389,16 @@ class Learner:
 
         ready = {}
         if self._gathers_once and parts > 1:
-            ready = gathering.gather_params(state.params, *self._how_gathered(state))
+            ready = self._gatherer(state).gather_global(
+                state.params, self._policy.compute_dtype
+            )
 
         def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
-            held = gathering.sharded(params, state.rules.sharding)
-            run = run_context.current()
-            rules = state.rules
-            whole = gathering.whole(held, run.mesh, rules.sharding, rules.reduce_dtype)
+            gatherer = self._gatherer(state)
+            held = gatherer.select_shards(params)
+            whole = gatherer.gather(held)
             with run_context.with_shards(whole, held, ready):
                 returned = loss(
                     state.replace(params=trees.replace(params, whole)), *inputs

@@ -330,17 +330,16 @@ class _Island:
         inner = long[len(long) - len(mapped) :]
         noted = []
         for index, spec in enumerate(self._in_specs[1:], 1):
-            axes = [
-                axis
-                for axis, flags in zip(reversed(inner), mapped, strict=True)
-                if flags[index]
-            ]
-            noted.append(frozenset([*axes, *mesh.axes_of(spec)]))
+            axes = set(mesh.axes_of(spec))
+            for axis, flags in zip(reversed(inner), mapped, strict=True):
+                if flags[index]:
+                    axes.add(axis)
+            noted.append(varying.Variation(frozenset(axes)))
         every = frozenset(self._replicas.axes)
         found = varying.outputs(self._program.jaxpr, noted, axes=every)
         results = []
         for differs, spec in zip(found, self._out_specs, strict=True):
-            own = differs.difference(mesh.axes_of(spec))
+            own = differs.axes.difference(mesh.axes_of(spec))
             results.append(tuple(axis for axis in inner if axis in own))
         return results
 

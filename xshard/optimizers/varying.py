@@ -1,14 +1,19 @@
-"""Analysis of a step's program, before it runs, for results that differ between
-replicas or groups.
+"""Analysis of a program before it runs: which of its values differ between replicas.
 
 A value differs between replicas if it depends on the replica's part of the batch, its
 keys or its number, and has not passed through a collective that makes it equal. Values
 of different groups also differ by the groups' states.
+
+This is a dataflow analysis. It visits the equations of a program in order, and computes
+the `Variation` of each result from those of the equation's operands. An analysis that
+asks for more than axes attaches labels to the inputs, which spread to all that is
+computed from them.
 """
 
+import enum
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,41 +21,96 @@ from xshard import jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import primitives
 
-# The mesh axes along which a value differs.
 Axes = frozenset[str]
-_NONE: Axes = frozenset()
+
+# The mesh axes of groups and replicas.
 ALL: Axes = frozenset(mesh_lib.BATCH)
+
 # Collectives after which all replicas along an axis hold the same value.
-EQUALISING = {
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_gather_invariant",
-}
-# The names of marks in a program: on values declared equal, on the results of a
-# learner's update, and on the rounding errors that each slice keeps of its own sums.
-EQUAL, UPDATED = "equal_on_replicas", "updated"
+EQUALIZING = frozenset(
+    [
+        "psum",
+        "psum_invariant",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_gather_invariant",
+    ]
+)
+
+# Names of calls that mark values in a program: values that are declared equal, the
+# results of a learner's update, and the rounding errors that each slice keeps of its
+# own sums.
+EQUAL = "equal_on_replicas"
+UPDATED = "updated"
 SLICES_ERROR = "slices_error"
+
 # The name, in a program, of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"
-# Notes on why a value differs between replicas, and the words for that.
-OF_BATCH, OF_STATE, OF_INDEX, OF_KEY = "of batch", "of state", "of index", "of key"
-_WORDS = {
-    OF_BATCH: "its part of the batch",
-    OF_STATE: "state of its own",
-    OF_INDEX: "its index",
-    OF_KEY: "its key",
-}
-_CAUSES: Axes = frozenset(_WORDS)
-# A function of an equation and its inputs' axes that returns its results' axes, or None
-# to treat it like any other.
-Special = Callable[[Any, list[Axes]], list[Axes] | None]
+
+
+class Cause(enum.Enum):
+    """Labels a value with the reason why it differs between replicas.
+
+    The values of the members are the words for messages.
+    """
+
+    BATCH = "its part of the batch"
+    STATE = "state of its own"
+    INDEX = "its index"
+    KEY = "its key"
+
+
+_CAUSES = frozenset(Cause)
+
+
+class Variation(NamedTuple):
+    """How a value of a program varies.
+
+    Attributes:
+      axes: the mesh axes along which it differs.
+      labels: the labels of all inputs that it was computed from, of any hashable type.
+        Unlike axes, they stay when a collective makes the value equal.
+    """
+
+    axes: Axes = frozenset()
+    labels: frozenset[Any] = frozenset()
+
+    def __or__(self, other: "Variation") -> "Variation":
+        """Returns the variation of a value that is computed from two others."""
+        return Variation(self.axes | other.axes, self.labels | other.labels)
+
+    def equal_along(self, axes: Iterable[str]) -> "Variation":
+        """Returns the variation of a value that was made equal along some axes."""
+        return self._replace(axes=self.axes.difference(axes))
+
+    def add_labels(self, *labels: Any) -> "Variation":
+        """Returns the variation with further labels."""
+        return self._replace(labels=self.labels.union(labels))
+
+    def remove_labels(self, labels: Iterable[Any]) -> "Variation":
+        """Returns the variation without some labels."""
+        return self._replace(labels=self.labels.difference(labels))
+
+
+# The variation of a constant.
+NONE = Variation()
+
+# Computes the variations of an equation's results from those of its operands. It
+# returns None for an equation that it leaves to `of_equation`.
+TransferFunction = Callable[[Any, list[Variation]], list[Variation] | None]
+
+
+def join(variations: Iterable[Variation]) -> Variation:
+    """Returns the variation of a value that is computed from all of these."""
+    joined = NONE
+    for variation in variations:
+        joined |= variation
+    return joined
 
 
 class _Mark:
-    """A function that returns its first argument. Its name marks the call in a program."""
+    """A function that returns its first argument, under a name that programs show."""
 
     def __init__(self, name: str):
         self.__name__ = name
@@ -60,10 +120,10 @@ class _Mark:
 
 
 def marked(name: str, tree: Any, given: Any = ()) -> Any:
-    """The same tree, as the result of a call that a program shows under `name`.
+    """Returns the same tree, as the result of a call that a program shows.
 
     Args:
-      name: the name.
+      name: the name of the call.
       tree: arrays.
       given: further arrays, which the program shows as arguments of the call.
     """
@@ -71,224 +131,294 @@ def marked(name: str, tree: Any, given: Any = ()) -> Any:
 
 
 def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
-    """The one equation of a program on all replicas that maps a replica's program: its
-    `jax.shard_map`.
-    """
+    """Returns the equation of a program that maps the replicas: its `jax.shard_map`."""
     (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     return mapped
 
 
 def mapped_outputs(
-    jaxpr: jax_internals.Jaxpr, causes: Sequence[str] = ()
-) -> tuple[list[Axes], list[Axes]]:
-    """The axes along which each result of a program on all replicas differs, and the
-    axes that its spec declares.
+    jaxpr: jax_internals.Jaxpr, causes: Sequence[Any] = ()
+) -> tuple[list[Variation], list[Axes]]:
+    """Analyzes a program of all replicas, which contains one `jax.shard_map`.
+
+    All computation before the `jax.shard_map` must be on whole arrays.
 
     Args:
-      jaxpr: the program, which contains one `jax.shard_map`. All computation before
-        that is on whole arrays.
-      causes: for each of the last inputs, the note on what depends on it where it
-        differs: OF_BATCH or OF_STATE. Results then have such notes, too.
+      jaxpr: the program.
+      causes: for each of the last inputs, the `Cause` that a value which depends on it
+        differs. Variations of results then have causes among their labels.
+
+    Returns:
+      The variation of each result, and the axes that its spec declares.
     """
     mapped = mapped_equation(jaxpr).params
-    inputs = with_causes(list(map(of_spec, mapped["in_specs"])), causes)
-    declared = list(map(of_spec, mapped["out_specs"]))
-    long = frozenset(axis for axis in ALL if mapped["mesh"].shape.get(axis, 1) > 1)
-    special = functools.partial(of_cause, long)
-    return outputs(jax_internals.opened(mapped["jaxpr"]), inputs, special), declared
+    inputs = with_causes(mapped["in_specs"], causes)
+    declared = [axes_of_spec(spec) for spec in mapped["out_specs"]]
+    sizes = mapped["mesh"].shape
+    long_axes = frozenset(axis for axis in ALL if sizes.get(axis, 1) > 1)
+    transfer = functools.partial(transfer_causes, long_axes)
+    program = jax_internals.opened(mapped["jaxpr"])
+    return outputs(program, inputs, transfer), declared
 
 
-def with_causes(inputs: Sequence[Axes], causes: Sequence[str]) -> list[Axes]:
-    """The axes along which inputs differ, with the note on what depends on them, if
-    they do.
-    """
-    # The constants of a program come before its arguments.
-    known = [""] * (len(inputs) - len(causes)) + list(causes)
-    return [
-        axes | {cause} if axes and cause else axes
-        for axes, cause in zip(inputs, known, strict=True)
-    ]
-
-
-def of_cause(long: Axes, eqn: Any, inputs: list[Axes]) -> list[Axes] | None:
-    """Notes that a value depends on a replica's index or on a key that was made from
-    it, as a `Special`.
+def with_causes(in_specs: Sequence[jax.P], causes: Sequence[Any]) -> list[Variation]:
+    """Returns the variations of the inputs of a `jax.shard_map`.
 
     Args:
-      long: the axes of a size above 1. A value that is equal along them differs for no
-        cause.
+      in_specs: the spec of each input.
+      causes: for each of the last inputs, the label of the input if it differs.
+    """
+    variations = [Variation(axes_of_spec(spec)) for spec in in_specs]
+    # The constants of a program come before its arguments, and have no cause.
+    first = len(variations) - len(causes)
+    for index, cause in enumerate(causes, first):
+        if variations[index].axes:
+            variations[index] = variations[index].add_labels(cause)
+    return variations
+
+
+def transfer_causes(
+    long_axes: Axes, eqn: Any, inputs: list[Variation]
+) -> list[Variation] | None:
+    """Labels values that depend on a replica's index, or on a key made from it.
+
+    With its first argument bound it is a `TransferFunction`.
+
+    Args:
+      long_axes: the axes of a size above 1. A value that is equal along them differs
+        for no cause.
       eqn: the equation.
-      inputs: the notes of its inputs.
+      inputs: the variations of its operands.
     """
     name = eqn.primitive.name
     if name == "axis_index":
-        return [mapped_axes(eqn) | {OF_INDEX}]
-    if name in EQUALISING:
-        return [x if x & long else x - _CAUSES for x in _of_collective(eqn, inputs)]
-    if name.startswith("random_") and any(OF_INDEX in x for x in inputs):
-        results = of_equation(eqn, inputs)
-        return [x - {OF_INDEX} | {OF_KEY} if OF_INDEX in x else x for x in results]
+        return [Variation(mapped_axes(eqn), frozenset([Cause.INDEX]))]
+    if name in EQUALIZING:
+        results = []
+        for result in _of_collective(eqn, inputs):
+            differs = not result.axes.isdisjoint(long_axes)
+            results.append(result if differs else without_causes(result))
+        return results
+    if name.startswith("random_") and any(Cause.INDEX in x.labels for x in inputs):
+        results = []
+        for result in of_equation(eqn, inputs):
+            if Cause.INDEX in result.labels:
+                result = result.remove_labels([Cause.INDEX]).add_labels(Cause.KEY)
+            results.append(result)
+        return results
     return None
 
 
-def without_causes(noted: Axes) -> Axes:
-    """The notes without those on why a value differs."""
-    return noted - _CAUSES
+def without_causes(variation: Variation) -> Variation:
+    """Returns the variation without the labels that say why a value differs."""
+    return variation.remove_labels(_CAUSES)
 
 
-def because(noted: Axes) -> str:
-    """The causes in a value's notes as words, such as 'its index'."""
-    words = [text for note, text in _WORDS.items() if note in noted]
+def because(variation: Variation) -> str:
+    """Returns the causes among a value's labels as words, such as 'its index'."""
+    words = [cause.value for cause in Cause if cause in variation.labels]
     return " and ".join(words) or "its part of the batch, its key or its index"
 
 
 def mapped_axes(eqn: Any, axes: Axes = ALL) -> Axes:
-    """The axes, of those of groups and replicas, over which an equation is a
-    collective, or of which it is an index.
+    """Returns the axes, of those given, that an equation is a collective over.
+
+    Those of an `axis_index` are the axes of the index.
     """
     return axes.intersection(primitives.mapped_axes(eqn))
 
 
-def of_spec(spec: jax.P) -> Axes:
-    """The axes of groups and replicas that an array lies along."""
+def axes_of_spec(spec: jax.P) -> Axes:
+    """Returns the axes of groups and replicas that an array lies along."""
     return ALL.intersection(mesh_lib.axes_of(spec))
+
+
+def depends_on(jaxpr: jax_internals.Jaxpr, index: int) -> bool:
+    """Returns whether any result of a program depends on the input of an index."""
+    inputs = [NONE] * len(jaxpr.invars)
+    inputs[index] = NONE.add_labels("input")
+    return any(result.labels for result in outputs(jaxpr, inputs))
 
 
 def outputs(
     jaxpr: jax_internals.Jaxpr,
-    inputs: Sequence[Axes],
-    special: Special | None = None,
+    inputs: Sequence[Variation],
+    transfer: TransferFunction | None = None,
     axes: Axes = ALL,
-) -> list[Axes]:
-    """The axes along which each result of a replica's program differs.
+) -> list[Variation]:
+    """Returns the variation of each result of a replica's program.
 
     Args:
       jaxpr: the program.
-      inputs: the axes along which each of its inputs differs.
-      special: called first for each equation. It may also return notes that are not
-        axes.
+      inputs: the variations of its inputs.
+      transfer: called for each equation first, and again for those of inner programs.
       axes: the mapped axes.
     """
-    noted: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
-    read = lambda x: (
-        _NONE if isinstance(x, jax_internals.Literal) else noted.get(x, _NONE)
-    )
+    known: dict[Any, Variation] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(x: Any) -> Variation:
+        if isinstance(x, jax_internals.Literal):
+            return NONE
+        # The constants of a program are not in `known`.
+        return known.get(x, NONE)
+
     for eqn in jaxpr.eqns:
-        read_axes = [read(x) for x in eqn.invars]
-        results = of_equation(eqn, read_axes, special, axes)
-        noted.update(zip(eqn.outvars, results, strict=True))
+        operands = [read(x) for x in eqn.invars]
+        results = of_equation(eqn, operands, transfer, axes)
+        known.update(zip(eqn.outvars, results, strict=True))
         if eqn.effects:
-            # An effect may write any input into a mutable reference, from which later
+            # An effect may write any operand into a mutable reference, from which later
             # equations read it.
+            written = join(operands)
             for x in eqn.invars:
-                if (
-                    not isinstance(x, jax_internals.Literal)
-                    and "Ref" in type(x.aval).__name__
-                ):
-                    noted[x] = read(x).union(*read_axes)
+                if _is_reference(x):
+                    known[x] = read(x) | written
     return [read(x) for x in jaxpr.outvars]
 
 
+def _is_reference(x: Any) -> bool:
+    if isinstance(x, jax_internals.Literal):
+        return False
+    return "Ref" in type(x.aval).__name__
+
+
 def of_equation(
-    eqn: Any, inputs: list[Axes], special: Special | None = None, axes: Axes = ALL
-) -> list[Axes]:
-    """The axes along which each result of an equation differs, with the arguments of
-    `outputs`.
+    eqn: Any,
+    inputs: list[Variation],
+    transfer: TransferFunction | None = None,
+    axes: Axes = ALL,
+) -> list[Variation]:
+    """Returns the variation of each result of an equation.
+
+    Args:
+      eqn: the equation.
+      inputs: the variations of its operands.
+      transfer: as for `outputs`.
+      axes: the mapped axes.
     """
-    name, params = eqn.primitive.name, eqn.params
-    known = None if special is None else special(eqn, inputs)
-    if known is not None:
-        return known
-    if name == "axis_index":
-        return [mapped_axes(eqn, axes)]
-    if name in EQUALISING:
+    if transfer is not None:
+        results = transfer(eqn, inputs)
+        if results is not None:
+            return results
+    primitive = eqn.primitive.name
+    if primitive == "axis_index":
+        return [Variation(mapped_axes(eqn, axes))]
+    if primitive in EQUALIZING:
         return _of_collective(eqn, inputs)
-    if name == "scan":
-        return _of_scan(eqn, inputs, special, axes)
-    if name == "while":
-        return _of_while(params, inputs, special, axes)
-    if name == "cond":
-        return _of_cond(params, inputs, special, axes)
-    if params.get("name") == EQUAL:
+    if primitive == "scan":
+        return _of_scan(eqn, inputs, transfer, axes)
+    if primitive == "while":
+        return _of_while(eqn, inputs, transfer, axes)
+    if primitive == "cond":
+        return _of_cond(eqn, inputs, transfer, axes)
+    if "callback" in primitive:
+        # The host may compute a different number on each replica.
+        return [join(inputs) | Variation(axes)] * len(eqn.outvars)
+    called = eqn.params.get("name")
+    if called == EQUAL:
+        # What is declared equal still differs by group, and as its given arrays do.
         given = inputs[len(eqn.outvars) :]
-        # Notes that are not axes pass through: the mark makes values equal only along
-        # axes.
         of_replicas = axes - {mesh_lib.GROUP}
-        others = [x - of_replicas for x in inputs]
-        return [_NONE.union(*given, *others) for _ in eqn.outvars]
-    if params.get("name") == GATHERED:
+        declared = join(inputs).equal_along(of_replicas)
+        return [declared | join(given)] * len(eqn.outvars)
+    if called == GATHERED:
         # Each gather may be among some replicas only, but after all of its steps the
         # result is equal on all.
-        return [_NONE.union(*inputs) - {mesh_lib.REPLICA} for _ in eqn.outvars]
-    if "callback" in name:
-        # The host may compute a different number on each replica.
-        return [axes.union(*inputs) for _ in eqn.outvars]
+        gathered = join(inputs).equal_along([mesh_lib.REPLICA])
+        return [gathered] * len(eqn.outvars)
+    return _of_any(eqn, inputs, transfer, axes)
+
+
+def _of_any(
+    eqn: Any,
+    inputs: list[Variation],
+    transfer: TransferFunction | None,
+    axes: Axes,
+) -> list[Variation]:
     inner = list(jax_internals.inner_programs(eqn))
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
-        results = outputs(inner[0], inputs, special, axes)
+        # It calls a program with its own operands.
+        results = outputs(inner[0], inputs, transfer, axes)
         if len(results) == len(eqn.outvars):
             return results
-    # The results of any other equation differ along the axes of all its inputs, and
-    # along those that arise in its inner programs. Those of any other collective, such
-    # as ppermute, differ along its axes even if its inputs are equal.
-    within = [
-        _NONE.union(*outputs(x, [_NONE] * len(x.invars), axes=axes)) for x in inner
-    ]
-    noted = mapped_axes(eqn, axes).union(*inputs, *within)
-    return [noted for _ in eqn.outvars]
+    # The results of any other equation vary as all its operands do, and as what arises
+    # in its inner programs. Those of any other collective, such as ppermute, differ
+    # along its axes even if its operands are equal.
+    result = join(inputs) | Variation(mapped_axes(eqn, axes))
+    for program in inner:
+        equal = [NONE] * len(program.invars)
+        result |= join(outputs(program, equal, axes=axes))
+    return [result] * len(eqn.outvars)
 
 
-def _of_collective(eqn: Any, inputs: list[Axes]) -> list[Axes]:
+def _of_collective(eqn: Any, inputs: list[Variation]) -> list[Variation]:
     # With axis_index_groups, the collective makes values equal only within each of
     # these groups.
     if eqn.params.get("axis_index_groups") is None:
-        inputs = [x.difference(primitives.mapped_axes(eqn)) for x in inputs]
+        over = primitives.mapped_axes(eqn)
+        inputs = [x.equal_along(over) for x in inputs]
     if len(inputs) == len(eqn.outvars):
         return inputs
-    return [_NONE.union(*inputs) for _ in eqn.outvars]
+    return [join(inputs)] * len(eqn.outvars)
 
 
 def _of_scan(
-    eqn: Any, inputs: list[Axes], special: Special | None, axes: Axes
-) -> list[Axes]:
-    consts, carries = jax_internals.scan_counts(eqn)
+    eqn: Any,
+    inputs: list[Variation],
+    transfer: TransferFunction | None,
+    axes: Axes,
+) -> list[Variation]:
+    num_consts, num_carry = jax_internals.scan_counts(eqn)
     body = jax_internals.opened(eqn.params["jaxpr"])
-    fixed, carry = inputs[:consts], inputs[consts : consts + carries]
-    scanned = inputs[consts + carries :]
+    consts = inputs[:num_consts]
+    carry = inputs[num_consts : num_consts + num_carry]
+    scanned = inputs[num_consts + num_carry :]
     # Each round may make more of the carry differ, so this repeats until nothing
     # changes.
     while True:
-        results = outputs(body, [*fixed, *carry, *scanned], special, axes)
-        joined = [old | new for old, new in zip(carry, results[:carries], strict=True)]
-        if joined == carry:
-            return [*carry, *results[carries:]]
-        carry = joined
+        results = outputs(body, [*consts, *carry, *scanned], transfer, axes)
+        new_carry = [
+            old | new for old, new in zip(carry, results[:num_carry], strict=True)
+        ]
+        if new_carry == carry:
+            return [*carry, *results[num_carry:]]
+        carry = new_carry
 
 
 def _of_while(
-    params: Any, inputs: list[Axes], special: Special | None, axes: Axes
-) -> list[Axes]:
-    of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts = inputs[:of_cond], inputs[of_cond : of_cond + of_body]
-    carry = inputs[of_cond + of_body :]
-    condition = jax_internals.opened(params["cond_jaxpr"])
-    body = jax_internals.opened(params["body_jaxpr"])
+    eqn: Any,
+    inputs: list[Variation],
+    transfer: TransferFunction | None,
+    axes: Axes,
+) -> list[Variation]:
+    condition = jax_internals.opened(eqn.params["cond_jaxpr"])
+    body = jax_internals.opened(eqn.params["body_jaxpr"])
+    first_body_const = eqn.params["cond_nconsts"]
+    first_carry = first_body_const + eqn.params["body_nconsts"]
+    cond_consts = inputs[:first_body_const]
+    body_consts = inputs[first_body_const:first_carry]
+    carry = inputs[first_carry:]
     while True:
         # If the number of rounds differs between replicas, so do all results.
-        rounds = _NONE.union(*outputs(condition, [*cond_consts, *carry], special, axes))
-        results = outputs(body, [*body_consts, *carry], special, axes)
-        joined = [old | new | rounds for old, new in zip(carry, results, strict=True)]
-        if joined == carry:
+        rounds = join(outputs(condition, [*cond_consts, *carry], transfer, axes))
+        results = outputs(body, [*body_consts, *carry], transfer, axes)
+        new_carry = [
+            old | new | rounds for old, new in zip(carry, results, strict=True)
+        ]
+        if new_carry == carry:
             return carry
-        carry = joined
+        carry = new_carry
 
 
 def _of_cond(
-    params: Any, inputs: list[Axes], special: Special | None, axes: Axes
-) -> list[Axes]:
+    eqn: Any,
+    inputs: list[Variation],
+    transfer: TransferFunction | None,
+    axes: Axes,
+) -> list[Variation]:
     which, *operands = inputs
-    branches = [
-        outputs(jax_internals.opened(branch), operands, special, axes)
-        for branch in params["branches"]
-    ]
-    return [which.union(*results) for results in zip(*branches, strict=True)]
+    joined = [which] * len(eqn.outvars)
+    for branch in eqn.params["branches"]:
+        results = outputs(jax_internals.opened(branch), operands, transfer, axes)
+        joined = [old | new for old, new in zip(joined, results, strict=True)]
+    return joined

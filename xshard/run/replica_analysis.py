@@ -20,15 +20,14 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.optimizers import trees, varying
 
-# Notes on the values of a program, beside the mesh axes along which they differ: that a
-# value is a replica's own along an axis and has not been reduced over it, and that it
-# is a shard of an array that lies along an axis.
+# Labels of the values of a program: that a value is a replica's own along an axis and
+# has not been reduced over it, and that it is a shard of an array that lies along an
+# axis.
 _OWN = {axis: f"own along {axis}" for axis in mesh_lib.REPLICAS}
 _SHARD = {axis: f"a shard along {axis}" for axis in mesh_lib.REPLICAS}
-_ALL_OWN: varying.Axes = frozenset(_OWN.values())
-# The note on an input that is state of a learner.
+# The label of an input that is state of a learner.
 _LEARNER = "of a learner"
-_REDUCING = varying.EQUALISING | {"reduce_scatter"}
+_REDUCING = varying.EQUALIZING | {"reduce_scatter"}
 
 
 def check_outputs(
@@ -55,16 +54,16 @@ def check_outputs(
       UserError: if a result may differ between replicas without being declared as such.
     """
     causes = jax.tree.leaves(
-        (_labeled(state, varying.OF_STATE), _labeled(batch, varying.OF_BATCH))
+        (_labeled(state, varying.Cause.STATE), _labeled(batch, varying.Cause.BATCH))
     )
     differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, causes)
     axes_of_copies = _axes_of_copies(mesh)
     where = validation.describe_method(experiment.train_step)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), axes, declared_axes in zip(
+    for (path, leaf), variation, declared_axes in zip(
         leaves, differing, declared, strict=True
     ):
-        if not (axes - declared_axes) & axes_of_copies:
+        if not (variation.axes - declared_axes) & axes_of_copies:
             continue
         kind, _, name = trees.path_name(path).partition("/")
         if kind == "metrics" and jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -78,7 +77,7 @@ def check_outputs(
             continue
         why = (
             f"{name!r}, of type {leaf.dtype}, which differs between the replicas: on "
-            f"each of them it depends on {varying.because(axes)}"
+            f"each of them it depends on {varying.because(variation)}"
         )
         for learner in state_lib.learners(state):
             if name.removeprefix(f"{learner}/").startswith("net_state/"):
@@ -121,18 +120,18 @@ def check_rules(
       UserError: if one does.
     """
     several = _axes_of_several(mesh)
-    own = _notes(_OWN, several)
+    own = _labels(_OWN, several)
     if not own:
         # One replica has no values of its own, and its program shows no sums.
         return
     # An experiment's own state may differ between replicas; a learner's never does.
     labels = state_lib.map_learners(
         lambda _, learner: _labeled(learner, _LEARNER),
-        _labeled(state, varying.OF_STATE),
+        _labeled(state, varying.Cause.STATE),
     )
-    causes = jax.tree.leaves((labels, _labeled(batch, varying.OF_BATCH)))
-    for name, notes in _updated_values(traced.jaxpr.jaxpr, causes, several):
-        if notes & own:
+    causes = jax.tree.leaves((labels, _labeled(batch, varying.Cause.BATCH)))
+    for name, variation in _updated_values(traced.jaxpr.jaxpr, causes, several):
+        if variation.labels & own:
             # Supervised has a method that makes its rule; other experiments make theirs
             # where they like.
             maker = getattr(experiment, "optimizer", experiment.train_step)
@@ -140,7 +139,8 @@ def check_rules(
             raise errors.UserError(
                 f"The rule of {validation.describe_method(maker)} updates {path!r} "
                 "with a value of a replica's own, which depends on "
-                f"{varying.because(notes)}. Each replica would make another update. "
+                f"{varying.because(variation)}. Each replica would make another "
+                "update. "
                 "Make the value equal where the rule takes it, as with "
                 "jax.lax.pmean(value, ('slice', 'replica')) in compute_gradients; or "
                 "use it only before the sum of gradients."
@@ -162,11 +162,11 @@ def check_prediction(
     """
     differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
     leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), axes in zip(leaves, differing, strict=True):
-        different = axes & _axes_of_copies(mesh)
-        if not different:
+    for (path, leaf), variation in zip(leaves, differing, strict=True):
+        axes = variation.axes & _axes_of_copies(mesh)
+        if not axes:
             continue
-        if mesh_lib.GROUP in different:
+        if mesh_lib.GROUP in axes:
             among = "groups"
             fix = (
                 "Return the outputs of all groups, as jax.lax.all_gather(outputs, "
@@ -188,90 +188,95 @@ def check_prediction(
 
 
 def _updated_values(
-    jaxpr: jax_internals.Jaxpr, causes: Sequence[str], several: varying.Axes
-) -> list[tuple[str, varying.Axes]]:
+    jaxpr: jax_internals.Jaxpr, causes: Sequence[Any], several: varying.Axes
+) -> list[tuple[str, varying.Variation]]:
     """Lists what the rules of a step update with.
 
     Args:
       jaxpr: a training step, which contains one `jax.shard_map`.
-      causes: for each argument of the step, what depends on it: a note of `varying`, or
-        _LEARNER for state of a learner.
+      causes: for each argument of the step, a `varying.Cause`, or _LEARNER for state of
+        a learner.
       several: the mesh axes along which there are several replicas.
 
     Returns:
-      The name of each value in the program, and its notes.
+      The name of each value in the program, and its variation.
     """
-    own = _notes(_OWN, several)
+    own = _labels(_OWN, several)
     mapped = varying.mapped_equation(jaxpr).params
-    in_axes = [varying.of_spec(spec) for spec in mapped["in_specs"]]
     inputs = []
-    for axes in varying.with_causes(in_axes, causes):
-        if _LEARNER in axes:
+    for variation in varying.with_causes(mapped["in_specs"], causes):
+        if _LEARNER in variation.labels:
             # A learner's state is equal on all replicas or in shards along them. What
             # lies along slices is the rounding errors of each slice's sums.
-            shards = _notes(_SHARD, axes & {mesh_lib.REPLICA})
-            inputs.append(axes - {_LEARNER} | shards)
+            shards = _labels(_SHARD, variation.axes & {mesh_lib.REPLICA})
+            inputs.append(variation.remove_labels([_LEARNER]).add_labels(*shards))
         else:
-            inputs.append(axes | _notes(_OWN, axes))
-    updated: list[tuple[str, varying.Axes]] = []
+            inputs.append(variation.add_labels(*_labels(_OWN, variation.axes)))
+    updated: list[tuple[str, varying.Variation]] = []
 
-    def of_equation(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes] | None:
+    def transfer(
+        eqn: Any, operands: list[varying.Variation]
+    ) -> list[varying.Variation] | None:
         name = eqn.params.get("name")
         if name == varying.UPDATED:
-            updated.extend(zip(jax_internals.argument_names(eqn), notes, strict=True))
-            return notes
+            names = jax_internals.argument_names(eqn)
+            updated.extend(zip(names, operands, strict=True))
+            return operands
         if name == varying.SLICES_ERROR:
-            return [_without_own(x) for x in notes]
+            return [_without_own(x) for x in operands]
         if name == varying.EQUAL:
             # What is declared equal is not a replica's own.
-            return [_without_own(x) for x in varying.of_equation(eqn, notes)]
+            return [_without_own(x) for x in varying.of_equation(eqn, operands)]
         if eqn.primitive.name == "axis_index":
             axes = varying.mapped_axes(eqn)
-            return [axes | _notes(_OWN, axes) | {varying.OF_INDEX}]
+            labels = _labels(_OWN, axes) | {varying.Cause.INDEX}
+            return [varying.Variation(axes, labels)]
         if eqn.primitive.name in _REDUCING:
             results = []
-            for x in _of_collective(eqn, notes):
-                if not x & own:
+            for x in _of_collective(eqn, operands):
+                if not x.labels & own:
                     x = _without_own(x)
                 results.append(x)
             return results
-        return varying.of_cause(several, eqn, notes)
+        return varying.transfer_causes(several, eqn, operands)
 
-    varying.outputs(jax_internals.opened(mapped["jaxpr"]), inputs, of_equation)
+    varying.outputs(jax_internals.opened(mapped["jaxpr"]), inputs, transfer)
     return updated
 
 
-def _of_collective(eqn: Any, notes: list[varying.Axes]) -> list[varying.Axes]:
-    """Returns the notes of a collective's results.
+def _of_collective(
+    eqn: Any, operands: list[varying.Variation]
+) -> list[varying.Variation]:
+    """Returns the variations of a collective's results.
 
     A reduction over an axis leaves nothing of a replica's own along it.
     """
     axes = varying.mapped_axes(eqn)
-    own = _notes(_OWN, axes)
-    shards = _notes(_SHARD, axes)
+    own = _labels(_OWN, axes)
+    shards = _labels(_SHARD, axes)
     name = eqn.primitive.name
     if name == "reduce_scatter":
-        return [x - own | shards for x in notes]
-    results = varying.of_equation(eqn, notes)
-    if name.startswith("all_gather") and any(shards & x for x in notes):
+        return [x.remove_labels(own).add_labels(*shards) for x in operands]
+    results = varying.of_equation(eqn, operands)
+    if name.startswith("all_gather") and any(shards & x.labels for x in operands):
         # Shards differ, and what is gathered from them is the global array. If a shard
         # was computed from a replica's own value, so was that array.
         return results
-    return [x - own for x in results]
+    return [x.remove_labels(own) for x in results]
 
 
-def _without_own(notes: varying.Axes) -> varying.Axes:
-    """Returns the notes of a value that is no replica's own any more."""
+def _without_own(variation: varying.Variation) -> varying.Variation:
+    """Returns the variation of a value that is no replica's own any more."""
     # Then it does not matter either why it was.
-    return varying.without_causes(notes - _ALL_OWN)
+    return varying.without_causes(variation.remove_labels(_OWN.values()))
 
 
-def _notes(kind: dict[str, str], axes: varying.Axes) -> varying.Axes:
-    """Returns the notes of a kind along those of some axes that replicas have."""
-    return frozenset(note for axis, note in kind.items() if axis in axes)
+def _labels(kind: dict[str, str], axes: varying.Axes) -> frozenset[Any]:
+    """Returns the labels of a kind along those of some axes that replicas have."""
+    return frozenset(label for axis, label in kind.items() if axis in axes)
 
 
-def _labeled(tree: Any, label: str) -> Any:
+def _labeled(tree: Any, label: Any) -> Any:
     """Returns a tree with the label in place of each leaf."""
     return jax.tree.map(lambda _: label, tree)
 

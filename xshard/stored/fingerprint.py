@@ -220,7 +220,9 @@ def _places(
         sizes = list(leaf.shape[skip:])
         entries = [*spec[skip:], *[None] * len(sizes)][: len(sizes)]
         axes = tuple(tuple(mesh_lib.axes_of([entry])) for entry in entries)
-        own = tuple(axis for axis in mesh_lib.REPLICAS if axis in varying.of_spec(spec))
+        own = tuple(
+            axis for axis in mesh_lib.REPLICAS if axis in varying.axes_of_spec(spec)
+        )
         places.append(
             _Place(Cell(name if each else kind, own), name, axes, tuple(sizes))
         )

@@ -18,8 +18,6 @@ from xshard import state as state_lib
 from xshard.optimizers import trees, varying
 
 Shapes = Mapping[str, Sequence[int]]
-# Marks a `PerReplica` array in the analysis of a program, in place of a mesh axis.
-_OWN = frozenset(["own"])
 
 
 def check_count(
@@ -90,9 +88,7 @@ def check_unread(
         trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)
     ]
     for path, leaf in _others(state, mesh).items():
-        inputs: list[varying.Axes] = [frozenset() for _ in program.jaxpr.invars]
-        inputs[paths.index(path)] = _OWN
-        if any(_OWN & axes for axes in varying.outputs(program.jaxpr, inputs)):
+        if varying.depends_on(program.jaxpr, paths.index(path)):
             raise errors.UserError(
                 f"{validation.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
                 f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {mesh_lib.num_replicas(mesh)}. Use the same number of "

@@ -37,10 +37,11 @@ def call(
     """
     layouts_of = _layouts_of(shapes)
     with run_context.run_on(mesh, experiment.sharding_rules()):
-        held = gathering.sharded(state, layouts_of)
+        gatherer = gathering.Gatherer(mesh, layouts_of)
+        held = gatherer.select_shards(state)
         if not held:
             return method(state, *args)
-        whole = gathering.whole(held, mesh, layouts_of, "float32")
+        whole = gatherer.gather(held)
         of = lambda path, x: whole.get(trees.path_name(path), x)
         state = jax.tree_util.tree_map_with_path(of, state)
         with run_context.with_shards(whole, held):
