@@ -1,4 +1,4 @@
-"""The sharding of arrays over replicas."""
+"""How arrays lie in shards on replicas."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ ERROR = "error"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The sharding of one array into `count` equal shards.
+    """The layout of one array as `count` equal shards.
 
     An array is sharded along a dimension that `count` divides. Each replica holds the
     whole of an array without such a dimension, and of one with fewer than `count`
@@ -51,7 +51,8 @@ class Layout:
     @property
     def free(self) -> list[bool]:
         """For each dimension of `shape`, whether it lies along no other mesh axis."""
-        return [axis is None for axis in self.spec(axis_name=None)]
+        free = [axis is None for axis in self.along]
+        return free + [True] * (len(self.shape) - len(free))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -68,12 +69,11 @@ class Layout:
         *,
         manual: bool = False,
     ) -> jax.P:
-        """The mesh axes that the array lies along, starting with the dimension of
-        copies.
+        """Returns the mesh axes that the array lies along.
 
         Args:
           axis_name: the axis of the replicas, or a tuple of axes.
-          slice_axis_name: the axis of the slices.
+          slice_axis_name: the axis of the slices, for the dimension of copies.
           manual: whether to leave out the axes of `along`, as `jax.shard_map` over the
             replicas requires.
         """
@@ -87,10 +87,11 @@ class Layout:
         return jax.P(*dims)
 
     def is_param_shard(self, x: Any) -> bool:
-        """Returns whether an array is the shard of a parameter that is held in shards."""
+        """Returns whether an array is a shard of a parameter that is held in shards."""
         return self.shards_param and x.shape == self.shard_shape
 
 
+# By path.
 Layouts = Mapping[str, Layout]
 
 
@@ -106,22 +107,34 @@ def layout(
       spec: the mesh axis that each dimension already lies along, or None. A dimension
         with an axis is not sharded again.
     """
-    whole = Layout(path, shape, count, None, along=tuple(spec))
+    whole = Layout(path, shape, count, dim=None, along=tuple(spec))
     if not shape or whole.size < count:
         return whole
     return dataclasses.replace(whole, dim=divisible(shape, count, whole.free))
 
 
 def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int | None:
-    """The free dimension to shard an array along; None if `count` divides none of them."""
+    """Returns the dimension to shard an array along, or None.
+
+    This is the first whose shards need not be copied, or else the first at all.
+
+    Args:
+      shape: the array's shape.
+      count: the number of shards, which must divide the dimension.
+      free: for each dimension, whether it may be sharded.
+    """
     found = [dim for dim, size in enumerate(shape) if free[dim] and size % count == 0]
-    good = [dim for dim in found if _fills_tiles(shape, dim, count)]
-    return next(iter(good or found), None)
+    for dim in found:
+        if _fills_tiles(shape, dim, count):
+            return dim
+    return found[0] if found else None
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
-    """Returns whether a shard ends at a TPU memory tile of 8 rows of 128 elements;
-    otherwise it is copied.
+    """Returns whether shards along a dimension end at memory tiles.
+
+    A TPU stores an array in tiles of 8 rows of 128 elements, and copies a shard that
+    ends within a tile.
     """
     size = shape[dim] // count
     if dim == len(shape) - 1:
@@ -131,25 +144,30 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     return True
 
 
-def of_params(params: Any, count: int, rules: mesh.Rules = ()) -> dict[str, Layout]:
-    """Decides how to shard the arrays of a tree, by their paths.
+def of_params(
+    params: Any, count: int, sharding_rules: mesh.Rules = ()
+) -> dict[str, Layout]:
+    """Decides how to shard the arrays of a tree.
 
     Args:
       params: arrays or shapes; None leaves get no layout.
       count: the number of shards.
-      rules: the sharding rules for other mesh axes.
+      sharding_rules: the rules for other mesh axes.
+
+    Returns:
+      The layout of each array, by path.
     """
     layouts = {}
     for path, x in trees.present(params).items():
-        layouts[path] = layout(path, tuple(x.shape), count, mesh.spec_of(path, rules))
+        spec = mesh.spec_of(path, sharding_rules)
+        layouts[path] = layout(path, tuple(x.shape), count, spec)
     return layouts
 
 
 def of_state(
     params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
 ) -> dict[str, dict[str, Layout]]:
-    """Returns how the state of rules is sharded: `{module: {name: layout}}`. State
-    without an entry is whole.
+    """Returns how the state of rules is sharded.
 
     A slot is sharded like the parameter whose path ends the slot's name, if it has that
     parameter's shape.
@@ -159,6 +177,9 @@ def of_state(
       state: the rules' state, or its shapes.
       copies: the number of slices, each of which keeps its own rounding errors.
       slots: whether the update is sharded; if not, only rounding errors are.
+
+    Returns:
+      The layouts as `{module: {name: layout}}`. An array without an entry is whole.
     """
     layouts: dict[str, dict[str, Layout]] = {}
     for module, arrays in state.items():
@@ -176,10 +197,11 @@ def _of_slot(
         layout = params.get(path)
         if layout is None:
             continue
-        # A rounding error has a leading dimension of slices.
-        is_of_slices = len(shape) == len(layout.shape) + 1
-        if name == f"{ERROR}/{path}" and is_of_slices and shape[1:] == layout.shape:
-            return dataclasses.replace(layout, copies=copies)
+        if name == f"{ERROR}/{path}":
+            # A rounding error has a leading dimension of slices.
+            leading = len(shape) - len(layout.shape)
+            if leading == 1 and shape[leading:] == layout.shape:
+                return dataclasses.replace(layout, copies=copies)
         if shape == layout.shape:
             return layout if slots and layout.dim is not None else None
     return None
@@ -218,37 +240,36 @@ class StateSharding:
           slice_axis_name: the name of that axis.
           sharding_rules: as for `CrossShardOptimizer`.
         """
-        self._layouts = of_state(
-            of_params(params, replicas, sharding_rules), state, slices
-        )
+        param_layouts = of_params(params, replicas, sharding_rules)
+        self._layouts = of_state(param_layouts, state, slices)
 
         def spec(layout: Layout | None, x: Any) -> jax.P:
             del x
-            return (
-                jax.P() if layout is None else layout.spec(axis_name, slice_axis_name)
-            )
+            if layout is None:
+                return jax.P()
+            return layout.spec(axis_name, slice_axis_name)
 
-        def mapped(layout: Layout | None, x: Any) -> jax.P:
+        def mapped_spec(layout: Layout | None, x: Any) -> jax.P:
             del x
-            return (
-                jax.P()
-                if layout is None or not layout.copies
-                else jax.P(slice_axis_name)
-            )
+            if layout is None or not layout.copies:
+                return jax.P()
+            return jax.P(slice_axis_name)
 
         self.specs = map_state(spec, self._layouts, state)
-        self.mapped = map_state(mapped, self._layouts, state)
+        self.mapped = map_state(mapped_spec, self._layouts, state)
 
     def store(self, state: Any) -> Any:
-        """Repeats the arrays of which each slice keeps its own, and which were created
-        for one.
+        """Returns the state with the arrays of which each slice keeps its own repeated.
+
+        Rules create them for one slice.
         """
         return map_state(for_each_slice, self._layouts, state)
 
 
 def for_each_slice(layout: Layout | None, x: Any) -> Any:
-    """A state array, repeated if it was created for one slice but each slice keeps its
-    own.
+    """Returns an array of the state of rules as all slices keep it.
+
+    It is repeated if it was created for one slice but each slice keeps its own.
     """
     if layout is None or not layout.copies or len(x) == layout.copies:
         return x
@@ -258,11 +279,18 @@ def for_each_slice(layout: Layout | None, x: Any) -> Any:
 def map_state(
     f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
 ) -> Any:
-    """Applies `f(layout, array)` to a Haiku state, given what `of_state` returns. An
-    array may have no layout: None.
+    """Applies a function to each array of the state of rules.
+
+    Args:
+      f: a function of an array's layout, or of None, and of the array.
+      layouts: the layouts, as `of_state` returns them.
+      state: a Haiku state, `{module: {name: array}}`.
+
+    Returns:
+      The results, in the structure of the state.
     """
     new: dict[str, dict[str, Any]] = {}
     for module, arrays in state.items():
-        of_module = layouts.get(module, {})
-        new[module] = {name: f(of_module.get(name), x) for name, x in arrays.items()}
+        layouts_here = layouts.get(module, {})
+        new[module] = {name: f(layouts_here.get(name), x) for name, x in arrays.items()}
     return new

@@ -142,7 +142,7 @@ class Step:
         """Does the same on global arrays, whose shards lie on the replicas; XLA
         partitions what the rules compute.
         """
-        lie: Callable[..., Any] = lambda layout, x: replica_map.lying(
+        lie: Callable[..., Any] = lambda layout, x: replica_map.constrain(
             x, partition.spec(layout)
         )
         trained = trees.present(grads)

@@ -19,14 +19,15 @@ CALLS = {
 
 
 def called(eqn: Any) -> jax_internals.ClosedJaxpr | None:
-    """The program that an equation calls once; None for any other equation."""
-    if eqn.primitive.name not in CALLS:
+    """Returns the program that an equation calls once; None for any other equation."""
+    parameter = CALLS.get(eqn.primitive.name)
+    if parameter is None:
         return None
-    return jax_internals.closed(eqn.params[CALLS[eqn.primitive.name]])
+    return jax_internals.closed(eqn.params[parameter])
 
 
 def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
-    """The equations of a program and of its inner programs."""
+    """Yields the equations of a program and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jax_internals.inner_programs(eqn):
@@ -34,9 +35,9 @@ def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
 
 
 def mapped_axes(eqn: Any) -> list[str]:
-    """The mapped axes of a collective. Other equations may have dimension numbers
-    there, which are left out.
-    """
+    """Returns the mapped axes of a collective."""
+    # A collective has them as either of two parameters. Other equations may have
+    # dimension numbers there, which are left out.
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     if not isinstance(axes, tuple | list):
         axes = [axes]
@@ -48,29 +49,38 @@ def evaluate(
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Evaluates a program, where each equation's results are `of_equation(eqn,
-    operands)`.
+    """Evaluates a program, one equation after the other.
 
-    An argument that the program returns unchanged is the same object in the results.
     What `of_equation` traces keeps the equation's line in the user's code, which the
     replay of a step names.
+
+    Args:
+      program: the program.
+      args: its arguments.
+      of_equation: returns the results of an equation, given it and its operands.
+
+    Returns:
+      The results. An argument that the program returns unchanged is the same object.
     """
     jaxpr = program.jaxpr
-    env = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *args], strict=True)
-    )
-    read = lambda atom: (
-        atom.val if isinstance(atom, jax_internals.Literal) else env[atom]
-    )
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*program.consts, *args], strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, jax_internals.Literal):
+            return atom.val
+        return values[atom]
+
     for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
         with jax_internals.at_line_of(eqn):
-            results = of_equation(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
+            results = of_equation(eqn, operands)
+        values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def bind(eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
-    """The results of an equation on arrays, with some of its parameters changed."""
+    """Returns the results of an equation on arrays, with some parameters changed."""
     params = {**eqn.params, **changed}
     if eqn.primitive.name == "convert_element_type":
         # The traced sharding is for whole arrays, and does not fit a shard.

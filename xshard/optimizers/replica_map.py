@@ -1,11 +1,10 @@
-"""A function of one replica, mapped over the replicas of a mesh by `jax.vmap`, so that
-its sums are global arrays.
+"""A function of one replica, mapped over the replicas of a mesh by `jax.vmap`.
 
 Under `jax.shard_map` every value of a function belongs to one replica, also the sum of
 the gradients and all that a rule computes from it. Under `jax.vmap` only what differs
 between replicas is mapped. What a collective such as `jax.lax.psum` returns is an
-ordinary array, which XLA partitions over the devices as its sharding says. So a rule
-needs no code of its own to update arrays in shards.
+ordinary, global array, which XLA partitions over the devices as its sharding says. So a
+rule needs no code of its own to update arrays in shards.
 
 Some computation still belongs on each replica: XLA does not partition the gradient of a
 mapped convolution, and a sum should be scattered rather than made whole. `per_replica`
@@ -15,18 +14,19 @@ calls such parts in a `jax.shard_map`.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import jax_internals, mesh
+from xshard import jax_internals
+from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
 
 # The spec of an array that lies along no mapped axis.
-_WHOLE = jax.P()
+_GLOBAL = jax.P()
 
 
 class _Replicas(NamedTuple):
@@ -42,22 +42,21 @@ class _Replicas(NamedTuple):
     axes: tuple[str, ...]
 
     @property
-    def manual(self) -> set[str]:
+    def manual_axes(self) -> set[str]:
         """The axes that `jax.shard_map` maps on a replica."""
-        return mesh.manual_axes(self.mesh, self.axes)
+        return mesh_lib.manual_axes(self.mesh, self.axes)
 
     @property
-    def inside(self) -> jax.sharding.AbstractMesh:
+    def mesh_of_replica(self) -> jax.sharding.AbstractMesh:
         """The mesh as it is within that `jax.shard_map`."""
-        manual = jax.sharding.AxisType.Manual
-        return self.mesh.abstract_mesh.update_axis_types(
-            dict.fromkeys(self.manual, manual)
-        )
+        types = dict.fromkeys(self.manual_axes, jax.sharding.AxisType.Manual)
+        return self.mesh.abstract_mesh.update_axis_types(types)
 
     @property
-    def long(self) -> tuple[str, ...]:
-        """The mapped axes of a size above 1. Along the others nothing is mapped, which
-        traces and compiles faster.
+    def long_axes(self) -> tuple[str, ...]:
+        """The mapped axes of a size above 1.
+
+        Along the others nothing is mapped, which traces and compiles faster.
         """
         return tuple(axis for axis in self.axes if self.mesh.shape[axis] > 1)
 
@@ -74,15 +73,16 @@ def _current() -> _Replicas | None:
 
 
 def not_mapped() -> contextlib.AbstractContextManager[None]:
-    """Traces a function of one replica in its body, where `vmap_replicas` maps the
+    """Traces a function of one replica in its body, although `vmap_replicas` maps the
     replicas.
     """
     return _MAPPED_OVER(None)
 
 
 def is_current() -> bool:
-    """Returns whether the function being traced is mapped by `vmap_replicas`, so that
-    its sums are global arrays.
+    """Returns whether `vmap_replicas` maps the function being traced.
+
+    If so, its sums are global arrays.
     """
     return _current() is not None
 
@@ -100,9 +100,9 @@ def vmap_replicas(
 
     The function sees its part of each argument whose spec names mapped axes, and the
     whole of any other argument. A result whose spec does not name an axis must be equal
-    along it, as far as JAX can tell, and is whole.
+    along it, as far as JAX can tell, and is a global array.
 
-    Jit it with `in_shardings` and `out_shardings`: they alone decide how whole arrays,
+    Jit it with `in_shardings` and `out_shardings`: they alone decide how global arrays,
     such as slots, lie on the devices.
 
     Args:
@@ -124,37 +124,36 @@ def vmap_replicas(
     >>> f = lambda w, x: (jax.lax.psum(w * x, 'replica'), w * x)
     >>> specs = jax.P(), jax.P('replica')
     >>> f = jax.jit(xshard.vmap_replicas(f, mesh, in_specs=specs, out_specs=specs))
-    >>> total, own = f(2.0, jnp.arange(4.))
-    >>> print(total, own)
+    >>> total, products = f(2.0, jnp.arange(4.))
+    >>> print(total, products)
     [12.] [0. 2. 4. 6.]
     """
-    replicas = _Replicas(
-        mesh, tuple(mesh.axis_names if axis_names is None else axis_names)
-    )
+    if axis_names is None:
+        axis_names = mesh.axis_names
+    replicas = _Replicas(mesh, tuple(axis_names))
 
-    def of_all(*args: Any) -> Any:
+    def on_all_replicas(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        leaves = list(map(jnp.asarray, leaves))
         specs = _leaf_specs(in_specs, args)
         divided = [
-            _divide(replicas, spec, x) for spec, x in zip(specs, leaves, strict=True)
+            _divide(replicas, spec, jnp.asarray(x))
+            for spec, x in zip(specs, leaves, strict=True)
         ]
 
-        def of_replica(divided: list[Any]) -> Any:
-            return f(*jax.tree.unflatten(structure, divided))
+        def on_replica(leaves: list[Any]) -> Any:
+            return f(*jax.tree.unflatten(structure, leaves))
 
-        mapped: Callable[[list[Any]], Any] = of_replica
+        mapped: Callable[[list[Any]], Any] = on_replica
         # The axes of size 1 come first, so that no `jax.shard_map` of `per_replica` is
         # within their `jax.vmap`, which would map its collectives a second time.
         for axis in replicas.axes:
-            if axis not in replicas.long:
-                mapped = _bind_name(mapped, axis)
-        for axis in reversed(replicas.long):
-            out_axes = jax.tree.map(functools.partial(_first_if_along, axis), out_specs)
+            if axis not in replicas.long_axes:
+                mapped = _bind_axis_name(mapped, axis)
+        for axis in reversed(replicas.long_axes):
             mapped = jax.vmap(
                 mapped,
-                in_axes=([_first_if_along(axis, spec) for spec in specs],),
-                out_axes=out_axes,
+                in_axes=([_vmapped_dim(axis, spec) for spec in specs],),
+                out_axes=jax.tree.map(functools.partial(_vmapped_dim, axis), out_specs),
                 axis_name=axis,
                 axis_size=mesh.shape[axis],
                 spmd_axis_name=axis,
@@ -163,22 +162,21 @@ def vmap_replicas(
         # traced for arrays on a mesh run on one replica's part of them, as
         # `per_replica` does.
         shapes = [_shape_of(x, x.shape) for x in divided]
-        with _MAPPED_OVER(replicas):
-            program, returned = _explained(jax.make_jaxpr(mapped, return_shape=True))(
-                shapes
-            )
+        trace = jax.make_jaxpr(mapped, return_shape=True)
+        with _MAPPED_OVER(replicas), _explain_unmapped_collectives():
+            program, result_shapes = trace(shapes)
         results = jax_internals.as_function(program)(*divided)
-        specs = _leaf_specs(out_specs, returned)
+        specs = _leaf_specs(out_specs, result_shapes)
         joined = [
             _join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(returned), joined)
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), joined)
 
-    return of_all
+    return on_all_replicas
 
 
 def per_replica(
-    f: Callable[..., Any], *, in_specs: Any = _WHOLE, out_specs: Any = _WHOLE
+    f: Callable[..., Any], *, in_specs: Any = _GLOBAL, out_specs: Any = _GLOBAL
 ) -> Callable[..., Any]:
     """Returns a function that each replica calls by itself where `vmap_replicas` maps
     the replicas; elsewhere it is as it was.
@@ -194,7 +192,7 @@ def per_replica(
     Args:
       f: a function of arrays, which may use collectives over the mapped axes. What it
         closes over may be arrays, too.
-      in_specs: how whole arguments lie along the mapped axes, a prefix of the
+      in_specs: how global arguments lie along the mapped axes, a prefix of the
         arguments' tree. The function gets its replica's shard of them. All others are a
         replica's own, or whole.
       out_specs: the same for results, a prefix of their tree, or a function from the
@@ -202,12 +200,13 @@ def per_replica(
 
     Returns:
       A function with the same arguments and results. What `f` makes equal on all
-      replicas is whole.
+      replicas is a global array.
 
     >>> @xshard.per_replica
     ... def step(x):
     ...     return jax.lax.while_loop(lambda x: x[0] < 100, lambda x: 2 * x, x)
-    >>> mesh, spec = jax.sharding.Mesh(jax.devices()[:4], ('replica',)), jax.P('replica')
+    >>> devices = jax.devices()[:4]
+    >>> mesh, spec = jax.sharding.Mesh(devices, ('replica',)), jax.P('replica')
     >>> step = xshard.vmap_replicas(step, mesh, in_specs=spec, out_specs=spec)
     >>> print(jax.jit(step)(jnp.array([1., 3., 5., 7.])))
     [128. 192. 160. 112.]
@@ -219,14 +218,12 @@ def per_replica(
         if replicas is None:
             return f(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        leaves = list(map(jnp.asarray, leaves))
-        specs = _leaf_specs(in_specs, args) + _leaf_specs(_WHOLE, kwargs)
-        shards = []
-        for spec, x in zip(specs, leaves, strict=True):
-            shape = _scaled(
-                x.shape, spec, lambda size, axis: size // replicas.mesh.shape[axis]
-            )
-            shards.append(_shape_of(x, shape))
+        leaves = [jnp.asarray(x) for x in leaves]
+        specs = _leaf_specs(in_specs, args) + _leaf_specs(_GLOBAL, kwargs)
+        shapes = [
+            _shape_of(x, _shard_shape(replicas.mesh, spec, x.shape))
+            for spec, x in zip(specs, leaves, strict=True)
+        ]
 
         def of_leaves(leaves: Sequence[Any]) -> Any:
             args, kwargs = jax.tree.unflatten(structure, leaves)
@@ -235,36 +232,30 @@ def per_replica(
         trace = jax.make_jaxpr(of_leaves, return_shape=True)
         # As within the `jax.shard_map` that calls it: a collective may ask which axes
         # are left to XLA.
-        with not_mapped(), jax.sharding.use_abstract_mesh(replicas.inside):
-            program, returned = trace(shards)
+        with not_mapped(), jax.sharding.use_abstract_mesh(replicas.mesh_of_replica):
+            program, result_shapes = trace(shapes)
         # What `f` closes over may be mapped, too, so it becomes an argument.
         constants = list(program.consts)
-        closed = jax_internals.with_constants_as_arguments(program)
-        of_results = out_specs(returned) if callable(out_specs) else out_specs
-        island = _Island(
+        result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
+        on_each = _ReplicaProgram(
             replicas,
-            closed,
-            [_WHOLE] * (len(constants) + 1) + specs,
-            _leaf_specs(of_results, returned),
+            jax_internals.with_constants_as_arguments(program),
+            in_specs=[_GLOBAL] * len(constants) + specs,
+            out_specs=_leaf_specs(result_specs, result_shapes),
         )
-        # The replica's number differs along all axes, so that each of them calls the
-        # rule below.
-        number = lax.axis_index(replicas.long) if replicas.long else jnp.int32(0)
-        results = island.call([], [()] * len(program.out_avals))(
-            number, *constants, *leaves
-        )
-        return jax.tree.unflatten(jax.tree.structure(returned), results)
+        results = on_each(*constants, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), results)
 
     return call
 
 
-class _Island:
-    """A program of one replica that is called in a `jax.shard_map` within a function
-    that `jax.vmap` maps.
+class _ReplicaProgram:
+    """A program of one replica, called in a `jax.shard_map` within a function that
+    `jax.vmap` maps over the replicas.
 
-    The axes are mapped one by one, the innermost first. The rule of each records which
-    arguments it maps, and hands on to the next axis. The last one calls
-    `jax.shard_map`.
+    JAX maps the axes one by one, the innermost first. At each axis a `custom_vmap` rule
+    learns which arguments are mapped along it, and hands what is known on to the call
+    for the next axis. Once all axes are known, the last call is the `jax.shard_map`.
     """
 
     def __init__(
@@ -274,128 +265,147 @@ class _Island:
         in_specs: list[jax.P],
         out_specs: list[jax.P],
     ):
-        """Stores a program, and how its arguments, after the replica's number, and its
-        results lie along the axes.
+        """Stores the program, and how its global arguments and results lie.
+
+        Args:
+          replicas: the replicas.
+          program: the program, without constants.
+          in_specs: the spec of each argument.
+          out_specs: the spec of each result.
         """
         self._replicas = replicas
         self._program = program
-        self._in_specs = in_specs
+        # The first argument of all calls is the replica's number.
+        self._in_specs = [_GLOBAL, *in_specs]
         self._out_specs = out_specs
 
-    def call(
-        self, mapped: list[list[bool]], along: list[tuple[str, ...]]
+    def __call__(self, *args: Any) -> list[Any]:
+        """Calls the program on each replica."""
+        # The number differs along all axes, so that each of them calls its rule, also
+        # if no argument is mapped along it.
+        long_axes = self._replicas.long_axes
+        number = lax.axis_index(long_axes) if long_axes else jnp.int32(0)
+        call = self._for_inner_axes([], [()] * len(self._out_specs))
+        return call(number, *args)
+
+    def _for_inner_axes(
+        self, mapped: list[list[bool]], result_axes: list[tuple[str, ...]]
     ) -> Callable[..., list[Any]]:
         """Returns the function of all replicas along the innermost axes.
 
         Args:
           mapped: for each of these axes, the innermost first, which arguments have a
             leading dimension along it.
-          along: for each result, along which of these axes it has one.
+          result_axes: for each result, the axes of its leading dimensions.
         """
-        long = self._replicas.long
-        if not long:
+        long_axes = self._replicas.long_axes
+        if not long_axes:
             # Hidden from the `jax.vmap` of an axis of size 1, which would map the
             # collectives once more.
-            return jax.custom_batching.sequential_vmap(self._on_devices(mapped, along))
-        if len(mapped) == len(long):
-            return self._on_devices(mapped, along)
-        axis = long[-1 - len(mapped)]
-
-        def shapes_only(*leaves: Any) -> list[Any]:
-            del leaves
-            return self._empty_results(along)
+            on_devices = self._on_devices(mapped, result_axes)
+            return jax.custom_batching.sequential_vmap(on_devices)
+        if len(mapped) == len(long_axes):
+            return self._on_devices(mapped, result_axes)
+        axis = long_axes[-1 - len(mapped)]
 
         # `custom_vmap` takes the results' shapes from this function, which never runs:
         # the number is always mapped.
-        mappable = jax.custom_batching.custom_vmap(shapes_only)
+        @jax.custom_batching.custom_vmap
+        def call(*args: Any) -> list[Any]:
+            del args
+            return self._zeros(result_axes)
 
-        @mappable.def_vmap
+        @call.def_vmap
         def rule(
-            size: int, is_mapped: Sequence[bool], *leaves: Any
+            axis_size: int, is_mapped: Sequence[bool], *args: Any
         ) -> tuple[list[Any], Any]:
-            del size
-            now = [*mapped, list(is_mapped)]
-            now_along = self._mapped_along(now)
-            return self.call(now, now_along)(*leaves), [
-                axis in axes for axes in now_along
-            ]
+            del axis_size
+            now_mapped = [*mapped, list(is_mapped)]
+            now_result_axes = self._result_axes(now_mapped)
+            call_next = self._for_inner_axes(now_mapped, now_result_axes)
+            return call_next(*args), [axis in axes for axes in now_result_axes]
 
-        return mappable
+        return call
 
-    def _mapped_along(self, mapped: Sequence[Sequence[bool]]) -> list[tuple[str, ...]]:
-        """The axes along which each result is mapped: where it differs, unless its spec
-        says how its shards lie.
+    def _result_axes(self, mapped: Sequence[Sequence[bool]]) -> list[tuple[str, ...]]:
+        """Returns the axes along which each result is mapped.
+
+        It is mapped along all axes along which it differs, but for those that its spec
+        lists: along these lie its shards.
         """
-        long = self._replicas.long
-        inner = long[len(long) - len(mapped) :]
-        noted = []
+        long_axes = self._replicas.long_axes
+        inner_axes = long_axes[len(long_axes) - len(mapped) :]
+        inputs = []
         for index, spec in enumerate(self._in_specs[1:], 1):
-            axes = set(mesh.axes_of(spec))
-            for axis, flags in zip(reversed(inner), mapped, strict=True):
-                if flags[index]:
+            axes = set(mesh_lib.axes_of(spec))
+            for axis, is_mapped in zip(reversed(inner_axes), mapped, strict=True):
+                if is_mapped[index]:
                     axes.add(axis)
-            noted.append(varying.Variation(frozenset(axes)))
-        every = frozenset(self._replicas.axes)
-        found = varying.outputs(self._program.jaxpr, noted, axes=every)
-        results = []
-        for differs, spec in zip(found, self._out_specs, strict=True):
-            own = differs.axes.difference(mesh.axes_of(spec))
-            results.append(tuple(axis for axis in inner if axis in own))
-        return results
+            inputs.append(varying.Variation(frozenset(axes)))
+        all_axes = frozenset(self._replicas.axes)
+        outputs = varying.outputs(self._program.jaxpr, inputs, axes=all_axes)
+        result_axes = []
+        for output, spec in zip(outputs, self._out_specs, strict=True):
+            unlisted = output.axes.difference(mesh_lib.axes_of(spec))
+            result_axes.append(tuple(axis for axis in inner_axes if axis in unlisted))
+        return result_axes
 
-    def _empty_results(self, along: Sequence[tuple[str, ...]]) -> list[Any]:
-        sizes = self._replicas.mesh.shape
+    def _zeros(self, result_axes: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Returns zeros of the shapes of the results along the innermost axes."""
+        mesh = self._replicas.mesh
+        avals = self._program.out_avals
         results = []
-        for aval, spec, axes in zip(
-            self._program.out_avals, self._out_specs, along, strict=True
-        ):
-            shape = _scaled(aval.shape, spec, lambda size, axis: size * sizes[axis])
-            shape = (*(sizes[axis] for axis in axes), *shape)
+        for aval, spec, axes in zip(avals, self._out_specs, result_axes, strict=True):
+            leading = tuple(mesh.shape[axis] for axis in axes)
+            shape = leading + _global_shape(mesh, spec, aval.shape)
             results.append(jnp.zeros(shape, aval.dtype))
         return results
 
     def _on_devices(
-        self, mapped: Sequence[Sequence[bool]], along: Sequence[tuple[str, ...]]
+        self, mapped: Sequence[Sequence[bool]], result_axes: Sequence[tuple[str, ...]]
     ) -> Callable[..., list[Any]]:
-        long = self._replicas.long
-        leading: list[tuple[str, ...]] = []
-        in_specs = []
-        for index, spec in enumerate(self._in_specs):
-            flags = dict(zip(reversed(long), mapped, strict=True))
-            axes = tuple(axis for axis in long if flags[axis][index])
-            leading.append(axes)
-            in_specs.append(jax.P(*axes, *spec))
-        out_specs = [
-            jax.P(*axes, *spec)
-            for axes, spec in zip(along, self._out_specs, strict=True)
-        ]
+        """Returns the function of all replicas along all axes: a `jax.shard_map`.
 
-        def on_replica(*leaves: Any) -> list[Any]:
-            own = []
-            for x, axes in zip(leaves, leading, strict=True):
-                own.append(x.reshape(x.shape[len(axes) :]) if axes else x)
-            results = jax_internals.as_function(self._program)(*own[1:])
+        Each leading dimension of an argument or a result is mapped along its axis.
+        """
+        long_axes = self._replicas.long_axes
+        mapped_along = dict(zip(reversed(long_axes), mapped, strict=True))
+        arg_axes: list[tuple[str, ...]] = []
+        for index in range(len(self._in_specs)):
+            axes = tuple(axis for axis in long_axes if mapped_along[axis][index])
+            arg_axes.append(axes)
+
+        def on_replica(*args: Any) -> list[Any]:
+            local_args = [
+                _without_leading(len(axes), x)
+                for axes, x in zip(arg_axes, args, strict=True)
+            ]
+            results = jax_internals.as_function(self._program)(*local_args[1:])
             return [
-                x.reshape(*(1 for _ in axes), *x.shape) if axes else x
-                for x, axes in zip(results, along, strict=True)
+                _with_leading(len(axes), x)
+                for axes, x in zip(result_axes, results, strict=True)
             ]
 
         on_devices = jax.shard_map(
             on_replica,
             mesh=self._replicas.mesh,
-            axis_names=self._replicas.manual,
-            in_specs=tuple(in_specs),
-            out_specs=out_specs,
+            axis_names=self._replicas.manual_axes,
+            in_specs=tuple(
+                jax.P(*axes, *spec)
+                for axes, spec in zip(arg_axes, self._in_specs, strict=True)
+            ),
+            out_specs=[
+                jax.P(*axes, *spec)
+                for axes, spec in zip(result_axes, self._out_specs, strict=True)
+            ],
             check_vma=False,
         )
-        return lambda *leaves: list(
-            map(jax_internals.without_mesh, on_devices(*leaves))
-        )
+        return lambda *args: [jax_internals.without_mesh(x) for x in on_devices(*args)]
 
 
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
-    """The same tree, declared equal on all replicas of a group where the program does
-    not show that it is.
+    """Returns the same tree, declared equal on all replicas of a group where the
+    program does not show that it is.
 
     Use it for the result of a custom computation that makes values equal, or of a
     gather in steps among some replicas at a time. The declaration is not proved: a run
@@ -410,12 +420,13 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     if not is_current():
         return varying.marked(varying.EQUAL, tree, given)
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _resolved(lambda index, x: x[0], leaves))
+    equal = _replace_mapped(lambda index, copies: copies[0], leaves)
+    return jax.tree.unflatten(structure, equal)
 
 
 def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
-    """Raises an error if an array is a replica's own, where `vmap_replicas` maps the
-    replicas; elsewhere does nothing.
+    """Raises an error if an array differs between replicas, where `vmap_replicas` maps
+    these; elsewhere does nothing.
 
     Args:
       arrays: the arrays, by name.
@@ -425,85 +436,97 @@ def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) ->
         return
     names = list(arrays)
 
-    def refuse(index: int, x: jax.Array) -> jax.Array:
+    def refuse(index: int, copies: jax.Array) -> jax.Array:
         raise error(names[index])
 
-    _resolved(refuse, list(arrays.values()))
+    _replace_mapped(refuse, list(arrays.values()))
 
 
-def _resolved(
-    resolve: Callable[[int, jax.Array], jax.Array], leaves: list[Any]
+def _replace_mapped(
+    replace: Callable[[int, jax.Array], jax.Array], leaves: list[Any]
 ) -> list[Any]:
-    """The arrays, of which those that are mapped along replicas are replaced by what
-    `resolve(index, all copies)` returns.
+    """Returns the arrays, each of those that are mapped along replicas replaced.
+
+    Args:
+      replace: a function of an array's index in `leaves` and of the copies of all
+        replicas along an axis, stacked.
+      leaves: the arrays.
     """
     replicas = _current()
     assert replicas is not None
-    long = replicas.long
+    long_axes = replicas.long_axes
 
-    def call(depth: int) -> Callable[..., list[Any]]:
-        mappable = jax.custom_batching.custom_vmap(lambda number, *leaves: list(leaves))
-        if depth == len(long) or long[-1 - depth] == mesh.GROUP:
-            return lambda number, *leaves: list(leaves)
+    def unchanged(number: Any, *leaves: Any) -> list[Any]:
+        del number
+        return list(leaves)
 
-        @mappable.def_vmap
+    # As in `_ReplicaProgram`, the rule of each axis calls the function for the next.
+    def for_axis(depth: int) -> Callable[..., list[Any]]:
+        if depth == len(long_axes) or long_axes[-1 - depth] == mesh_lib.GROUP:
+            # Groups may differ.
+            return unchanged
+        call = jax.custom_batching.custom_vmap(unchanged)
+
+        @call.def_vmap
         def rule(
-            size: int, is_mapped: Sequence[bool], number: Any, *leaves: Any
+            axis_size: int, is_mapped: Sequence[bool], number: Any, *leaves: Any
         ) -> Any:
-            del size
+            del axis_size
             equal = []
-            for index, (x, is_own) in enumerate(
-                zip(leaves, is_mapped[1:], strict=True)
-            ):
-                equal.append(resolve(index, x) if is_own else x)
-            return call(depth + 1)(number, *equal), [False] * len(equal)
+            for index, x in enumerate(leaves):
+                # The number is the first argument.
+                equal.append(replace(index, x) if is_mapped[1 + index] else x)
+            return for_axis(depth + 1)(number, *equal), [False] * len(equal)
 
-        return mappable
+        return call
 
-    number = lax.axis_index(long) if long else 0
-    return call(0)(number, *leaves)
+    number = lax.axis_index(long_axes) if long_axes else 0
+    return for_axis(0)(number, *leaves)
 
 
-def lying(x: jax.Array, spec: jax.P) -> jax.Array:
-    """A whole array of a function that `vmap_replicas` maps, which lies on the devices
-    by a spec.
+def constrain(x: jax.Array, spec: jax.P) -> jax.Array:
+    """Returns a global array that lies on the devices by a spec.
+
+    Call it in a function that `vmap_replicas` maps.
     """
     replicas = _current()
     assert replicas is not None
-    place = jax.NamedSharding(replicas.mesh, spec)
-    return jax_internals.without_mesh(lax.with_sharding_constraint(x, place))
+    sharding = jax.NamedSharding(replicas.mesh, spec)
+    return jax_internals.without_mesh(lax.with_sharding_constraint(x, sharding))
 
 
-def _explained(trace: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which adds a remedy to JAX's error about collectives that it cannot
-    map.
-    """
-
-    def call(*args: Any) -> Any:
-        try:
-            return trace(*args)
-        except (NotImplementedError, AssertionError) as e:
-            # JAX asserts that a collective over several axes is over one.
-            if isinstance(e, AssertionError) and str(e) != "axis size doesn't match":
-                raise
-            e.add_note(
-                "Where the update is sharded, jax.vmap maps the replicas, and JAX has no such collective under jax.vmap: over "
-                "several axes at once, as ('slice', 'replica'), it has only sums, largest and least values, and none with "
-                "axis_index_groups. Wrap the function that calls the collective in xshard.per_replica."
-            )
+@contextlib.contextmanager
+def _explain_unmapped_collectives() -> Iterator[None]:
+    """Adds a remedy to JAX's error about collectives that `jax.vmap` cannot map."""
+    try:
+        yield
+    except (NotImplementedError, AssertionError) as e:
+        # JAX asserts that a collective over several axes is over one.
+        if isinstance(e, AssertionError) and str(e) != "axis size doesn't match":
             raise
+        e.add_note(
+            "Where the update is sharded, jax.vmap maps the replicas, and JAX has no "
+            "such collective under jax.vmap: over several axes at once, as ('slice', "
+            "'replica'), it has only sums, largest and least values, and none with "
+            "axis_index_groups. Wrap the function that calls the collective in "
+            "xshard.per_replica."
+        )
+        raise
 
-    return call
 
+def _bind_axis_name(
+    f: Callable[[list[Any]], Any], axis: str
+) -> Callable[[list[Any]], Any]:
+    """Returns the function, where an axis of size 1 has this name.
 
-def _bind_name(f: Callable[[list[Any]], Any], axis: str) -> Callable[[list[Any]], Any]:
-    """The function, where an axis of size 1 has this name. No array is mapped along it."""
+    No array is mapped along it.
+    """
     mapped = jax.vmap(f, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
-    return lambda divided: jax.tree.map(lambda x: x[0], mapped(divided))
+    return lambda leaves: jax.tree.map(lambda x: x[0], mapped(leaves))
 
 
 def _shape_of(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """The shape and type of an array without its mesh, or of its part."""
+    """Returns a shape with the type of an array, without the array's mesh."""
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
@@ -511,63 +534,91 @@ def _leaf_specs(specs: Any, tree: Any) -> list[jax.P]:
     return jax.tree.leaves(jax.tree.broadcast(specs, tree))
 
 
-def _first_if_along(axis: str, spec: jax.P) -> int | None:
-    """The mapped dimension of an array that `_divide` has divided, for `jax.vmap`."""
-    return 0 if axis in mesh.axes_of(spec) else None
+def _vmapped_dim(axis: str, spec: jax.P) -> int | None:
+    """Returns the dimension of an array that `jax.vmap` maps along an axis, if any.
 
-
-def _scaled(
-    shape: Sequence[int], spec: jax.P, scale: Callable[[int, str], int]
-) -> tuple[int, ...]:
-    """A shape with the size of each dimension changed for each mesh axis that it lies
-    along.
+    `_divide` has made it the first; `_join` expects the results so.
     """
+    return 0 if axis in mesh_lib.axes_of(spec) else None
+
+
+def _with_leading(count: int, x: jax.Array) -> jax.Array:
+    """Returns an array with a number of leading dimensions of size 1."""
+    return x.reshape((1,) * count + x.shape) if count else x
+
+
+def _without_leading(count: int, x: jax.Array) -> jax.Array:
+    """Inverts `_with_leading`."""
+    return x.reshape(x.shape[count:]) if count else x
+
+
+def _shard_shape(
+    mesh: jax.sharding.Mesh, spec: jax.P, shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the shape of a shard, given the shape of the whole array."""
     sizes = list(shape)
     for dim, entry in enumerate(spec):
-        for axis in mesh.axes_of([entry]):
-            sizes[dim] = scale(sizes[dim], axis)
+        for axis in mesh_lib.axes_of([entry]):
+            sizes[dim] //= mesh.shape[axis]
     return tuple(sizes)
 
 
-def _axes_by_dim(replicas: _Replicas, spec: jax.P) -> list[list[str]]:
-    """For each dimension, the mapped axes of a size above 1 that it lies along."""
-    return [
-        [axis for axis in mesh.axes_of([entry]) if axis in replicas.long]
-        for entry in spec
-    ]
+def _global_shape(
+    mesh: jax.sharding.Mesh, spec: jax.P, shape: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the shape of the whole array, given the shape of a shard."""
+    sizes = list(shape)
+    for dim, entry in enumerate(spec):
+        for axis in mesh_lib.axes_of([entry]):
+            sizes[dim] *= mesh.shape[axis]
+    return tuple(sizes)
+
+
+def _long_axes_by_dim(replicas: _Replicas, spec: jax.P, ndim: int) -> list[list[str]]:
+    """Returns the mapped axes of a size above 1 that each dimension lies along."""
+    by_dim: list[list[str]] = [[] for _ in range(ndim)]
+    # A spec may leave out its last entries.
+    for axes, entry in zip(by_dim, spec, strict=False):
+        for axis in mesh_lib.axes_of([entry]):
+            if axis in replicas.long_axes:
+                axes.append(axis)
+    return by_dim
 
 
 def _divide(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
-    """Divides dimensions among replicas: each mapped axis becomes a leading dimension,
-    the outermost first.
+    """Divides dimensions among replicas.
+
+    Each mapped axis of the spec becomes a leading dimension, the outermost axis first.
     """
     sizes = replicas.mesh.shape
     shape: list[int] = []
-    place = {}
-    by_dim = _axes_by_dim(replicas, spec)
-    for dim, size in enumerate(x.shape):
-        for axis in by_dim[dim] if dim < len(by_dim) else ():
-            place[axis] = len(shape)
+    position = {}
+    by_dim = _long_axes_by_dim(replicas, spec, x.ndim)
+    for size, axes in zip(x.shape, by_dim, strict=True):
+        for axis in axes:
+            position[axis] = len(shape)
             shape.append(sizes[axis])
             size //= sizes[axis]
         shape.append(size)
-    if not place:
+    if not position:
         return x
-    dims = [place[axis] for axis in replicas.long if axis in place]
+    dims = [position[axis] for axis in replicas.long_axes if axis in position]
     return jnp.moveaxis(x.reshape(shape), dims, range(len(dims)))
 
 
 def _join(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
-    """The inverse of `_divide`."""
-    by_dim = _axes_by_dim(replicas, spec)
-    leading = [axis for axis in replicas.long if any(axis in axes for axes in by_dim)]
+    """Inverts `_divide`."""
+    mapped = set(mesh_lib.axes_of(spec))
+    leading = [axis for axis in replicas.long_axes if axis in mapped]
     if not leading:
         return x
+    ndim = x.ndim - len(leading)
+    by_dim = _long_axes_by_dim(replicas, spec, ndim)
     order: list[int] = []
     shape: list[int] = []
-    for dim, size in enumerate(x.shape[len(leading) :]):
-        axes = by_dim[dim] if dim < len(by_dim) else []
+    for dim, axes in enumerate(by_dim, len(leading)):
         order += [leading.index(axis) for axis in axes]
-        order.append(len(leading) + dim)
-        shape.append(size * math.prod(replicas.mesh.shape[axis] for axis in axes))
+        order.append(dim)
+        count = math.prod(replicas.mesh.shape[axis] for axis in axes)
+        shape.append(x.shape[dim] * count)
     return jnp.transpose(x, order).reshape(shape)

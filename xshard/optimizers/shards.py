@@ -20,7 +20,11 @@ from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import replica_map, trees
 
 # Values of a `dtype` argument that stand for the array's own type.
-_AS_IT_IS = (None, "float32")
+_OWN_DTYPE = (None, "float32")
+
+# The replicas that communicate in one step of a collective, as its `axis_index_groups`;
+# None stands for all.
+_Groups = list[list[int]] | None
 
 
 class Partition:
@@ -47,30 +51,14 @@ class Partition:
           count: the number of replicas.
           axis_name: the mapped axis of the replicas.
           scatter_steps: sizes whose product is `count`, to scatter in one step for each
-            size.
+            size; empty for a single step.
           gather_steps: the same, to gather.
         """
         self.layouts = layouts
         self.count = count
-        self._axis: dict[str, Any] = {"axis_name": axis_name}
-        self._scatters = self._in_steps(scatter_steps)
-        self._gathers = self._in_steps(gather_steps)
-
-    def _in_steps(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """The axis arguments of the collective of each step, between replicas that
-        differ in one digit of `sizes`.
-        """
-        if not sizes and isinstance(sizes, Sequence):
-            return [self._axis]
-        if not _factorize(sizes, self.count):
-            raise ValueError(
-                "scatter_steps and gather_steps must be sizes whose product is the number of replicas, "
-                f"{self.count}; received {sizes!r}."
-            )
-        return [
-            {**self._axis, "axis_index_groups": groups}
-            for groups in mesh.step_groups(sizes)
-        ]
+        self._axis_name = axis_name
+        self._scatter_groups = _groups_of_steps(scatter_steps, count)
+        self._gather_groups = _groups_of_steps(gather_steps, count)
 
     def map(self, f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         """Applies `f(layout, leaf, ...)` to the leaves; None leaves stay."""
@@ -88,8 +76,9 @@ class Partition:
     def scatter(
         self, layout: layouts_lib.Layout, x: jax.Array, dtype: Any = None
     ) -> jax.Array:
-        """This replica's shard of the sum over the replicas, or the whole sum if the
-        leaf is not sharded.
+        """Returns this replica's shard of the sum over the replicas.
+
+        It is the whole sum if the leaf is not sharded.
 
         Args:
           layout: the leaf's layout.
@@ -100,82 +89,97 @@ class Partition:
         if self.count == 1 or layout.is_param_shard(x):
             return x
         if layout.dim is None:
-            return summed(functools.partial(lax.psum, **self._axis), x, dtype)
-        for step in self._scatters:
-            arguments = {"scatter_dimension": layout.dim, "tiled": True, **step}
-            collective = functools.partial(lax.psum_scatter, **arguments)
+            psum = functools.partial(lax.psum, axis_name=self._axis_name)
+            return summed(psum, x, dtype)
+        for groups in self._scatter_groups:
+            collective = functools.partial(
+                lax.psum_scatter,
+                axis_name=self._axis_name,
+                scatter_dimension=layout.dim,
+                axis_index_groups=groups,
+                tiled=True,
+            )
             scatter = functools.partial(summed, collective, dtype=dtype)
-            x = _in_place(scatter, layout)(x)
+            x = _map_other_axes(scatter, layout)(x)
         return x
 
     def gather(
         self, layout: layouts_lib.Layout, shard: jax.Array, dtype: Any = None
     ) -> jax.Array:
-        """Gathers the shards of all replicas into the whole array, sent in `dtype` if
-        it is given.
+        """Gathers the shards of all replicas into the whole array.
+
+        Args:
+          layout: the leaf's layout.
+          shard: this replica's shard.
+          dtype: the type to send, instead of the shard's. The result has the shard's
+            type.
         """
         if self.count == 1 or layout.dim is None:
             return shard
         x = shard
-        if dtype not in _AS_IT_IS:
+        if dtype not in _OWN_DTYPE:
             x = shard.astype(dtype)
         # In reverse, so that each step joins the shards that the same step of a scatter
         # divides.
-        for step in reversed(self._gathers):
+        for groups in reversed(self._gather_groups):
             gather = functools.partial(
-                lax.all_gather, axis=layout.dim, tiled=True, **step
+                lax.all_gather,
+                axis_name=self._axis_name,
+                axis=layout.dim,
+                axis_index_groups=groups,
+                tiled=True,
             )
-            x = _in_place(gather, layout)(x)
+            x = _map_other_axes(gather, layout)(x)
         return x.astype(shard.dtype)
 
     def holds_for_all(
         self, test: Callable[[jax.Array], jax.Array], arrays: Any
     ) -> jax.Array:
-        """Returns whether a test holds for all elements of global arrays; see the
-        function of this name.
+        """Returns whether a test holds for all elements of global arrays.
+
+        See the function of this name.
         """
         sharded, specs, whole = self._divide(arrays)
 
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             # JAX has no collectives of booleans, so this one counts.
             failed = ~_all_hold(test, shards)
-            return lax.psum(failed.astype(jnp.int32), **self._axis) == 0
+            return lax.psum(failed.astype(jnp.int32), axis_name=self._axis_name) == 0
 
-        held = _all_hold(test, whole)
+        holds = _all_hold(test, whole)
         if sharded:
-            held &= replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
-        return held
+            holds &= replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        return holds
 
     def gather_global(self, tree: Any) -> Any:
-        """Makes global arrays whole on each replica, but those of parameters that are
-        held in shards.
+        """Makes global arrays whole on each replica, but for those of parameters that
+        are held in shards.
         """
-
-        def is_gathered(layout: layouts_lib.Layout, x: Any) -> bool:
-            del x
-            return layout.dim is not None and not layout.shards_param
-
-        gathered = trees.leaves_by_path(self.map(is_gathered, tree))
-        arrays = {path: x for path, x in trees.present(tree).items() if gathered[path]}
-        specs = {path: self.spec(self.layouts[path], manual=True) for path in arrays}
+        sharded = {}
+        specs = {}
+        for path, x in trees.present(tree).items():
+            layout = self.layouts[path]
+            if layout.dim is not None and not layout.shards_param:
+                sharded[path] = x
+                specs[path] = self.spec(layout, manual=True)
 
         def gather(shards: Any) -> Any:
             # The program does not show that what is gathered in steps is equal.
             return replica_map.equal_on_replicas(self.map(self.gather, shards))
 
-        whole = replica_map.per_replica(gather, in_specs=(specs,))(arrays)
+        whole = replica_map.per_replica(gather, in_specs=(specs,))(sharded)
         return trees.replace(tree, whole)
 
     def spec(self, layout: layouts_lib.Layout, *, manual: bool = False) -> jax.P:
-        """The mesh axes that an array lies along, as for `Layout.spec`."""
-        return layout.spec(self._axis["axis_name"], manual=manual)
+        """Returns the mesh axes that an array lies along, as for `Layout.spec`."""
+        return layout.spec(self._axis_name, manual=manual)
 
     def sums_of_squares(self, arrays: Any) -> tuple[jax.Array, jax.Array]:
-        """The sum of the squares of all elements of global arrays, as two summands.
+        """Returns the sum of the squares of all elements, as two summands.
 
         Args:
-          arrays: a tree of whole arrays in a function that `replica_map.vmap_replicas`
-            maps.
+          arrays: a tree of global arrays in a function that
+            `replica_map.vmap_replicas` maps.
 
         Returns:
           For the sharded arrays each replica's own number, whose mean over the replicas
@@ -186,14 +190,14 @@ class Partition:
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             return self.count * trees.sum_of_squares(shards)
 
-        share = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
-        return share, trees.sum_of_squares(whole)
+        local = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        return local, trees.sum_of_squares(whole)
 
     def _divide(
         self, arrays: Any
     ) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:
-        """The sharded arrays of a tree, the specs of these, and the arrays that are
-        whole on each replica.
+        """Returns the sharded arrays of a tree, the specs of these, and the arrays that
+        are whole on each replica.
         """
         sharded: list[jax.Array] = []
         specs: list[jax.P] = []
@@ -208,6 +212,49 @@ class Partition:
         return sharded, specs, whole
 
 
+def _groups_of_steps(sizes: Sequence[int], count: int) -> list[_Groups]:
+    """Returns the groups of replicas that communicate in each step.
+
+    The replicas of a group differ in one digit of the mixed radix of `sizes`.
+    """
+    if isinstance(sizes, Sequence) and not sizes:
+        return [None]
+    if not _factorizes(sizes, count):
+        raise ValueError(
+            "scatter_steps and gather_steps must be sizes whose product is the number "
+            f"of replicas, {count}; received {sizes!r}."
+        )
+    return list(mesh.step_groups(sizes))
+
+
+def _factorizes(sizes: Any, count: int) -> bool:
+    """Returns whether `sizes` are positive integers whose product is `count`."""
+    if not isinstance(sizes, Sequence):
+        return False
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return False
+    return math.prod(sizes) == count
+
+
+def _map_other_axes(
+    f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
+) -> Callable[[jax.Array], jax.Array]:
+    """Maps `f` over the other mesh axes that the array lies along, so that it acts on
+    each device's part.
+
+    Left to itself, XLA's partitioner makes the array whole on each device before it
+    scatters or gathers it.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = {axis for axis in layout.along if sizes.get(axis, 1) > 1}
+    if not axes:
+        return f
+    spec = jax.P(*layout.along)
+    return jax.shard_map(
+        f, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+    )
+
+
 # The partition in which the rules of a step find global arrays.
 _IN_EFFECT: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
     "partition", default=None
@@ -216,9 +263,7 @@ _IN_EFFECT: contextvars.ContextVar[Partition | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def in_effect(partition: Partition) -> Iterator[None]:
-    """Tells the rules that are called in its body how the global arrays lie that they
-    are given.
-    """
+    """Tells the rules that are called in its body how their global arrays lie."""
     token = _IN_EFFECT.set(partition)
     try:
         yield
@@ -227,12 +272,15 @@ def in_effect(partition: Partition) -> Iterator[None]:
 
 
 def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
-    """Returns whether a test, which reduces an array to a boolean, holds for all arrays
-    of a tree; None leaves do not count.
+    """Returns whether a test holds for all arrays of a tree.
 
     XLA would reduce each array in shards over the replicas by itself, and on CPUs
     repeat the conjunction of all results wherever it is used, which takes long to
     compile for many arrays. So the replicas' own conjunctions are reduced, once.
+
+    Args:
+      test: reduces an array to a boolean.
+      arrays: the arrays; None leaves do not count.
     """
     partition = _IN_EFFECT.get()
     if partition is not None:
@@ -243,38 +291,10 @@ def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Ar
 def _all_hold(
     test: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 ) -> jax.Array:
-    held = jnp.asarray(True)
+    holds = jnp.asarray(True)
     for x in arrays:
-        held &= test(x)
-    return held
-
-
-def _in_place(
-    f: Callable[[jax.Array], jax.Array], layout: layouts_lib.Layout
-) -> Callable[[jax.Array], jax.Array]:
-    """Maps `f` over the other mesh axes that the array lies along, so that it acts on
-    each device's part.
-
-    Left to itself, XLA's partitioner makes the array whole on each device before it
-    scatters or gathers it.
-    """
-    mapped = jax.sharding.get_abstract_mesh()
-    axes = {axis for axis in layout.along if mapped.shape.get(axis, 1) > 1}
-    if not axes:
-        return f
-    spec = jax.P(*layout.along)
-    return jax.shard_map(
-        f, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
-    )
-
-
-def _factorize(sizes: Any, count: int) -> bool:
-    """Returns whether `sizes` are positive integers whose product is `count`."""
-    if not isinstance(sizes, Sequence) or not all(
-        isinstance(n, int) and n > 0 for n in sizes
-    ):
-        return False
-    return math.prod(sizes) == count
+        holds &= test(x)
+    return holds
 
 
 def summed(
@@ -288,21 +308,27 @@ def summed(
       dtype: the type to sum in; 'float32' and None stand for x's own, which is float32
         or wider.
     """
-    if dtype in _AS_IT_IS or jnp.dtype(dtype) == x.dtype:
+    if dtype in _OWN_DTYPE or jnp.dtype(dtype) == x.dtype:
         return collective(x)
+
     # Cast explicitly on CPUs: XLA's CPU compiler sums half precision in float32, and
     # aborts the process on such a sum if shard_map leaves a mesh axis to its
     # partitioner.
-    wide = lambda x: collective(x.astype(jnp.float32)).astype(dtype)
-    total = lax.platform_dependent(x.astype(dtype), cpu=wide, default=collective)
+    def sum_in_float32(x: jax.Array) -> jax.Array:
+        return collective(x.astype(jnp.float32)).astype(dtype)
+
+    total = lax.platform_dependent(
+        x.astype(dtype), cpu=sum_in_float32, default=collective
+    )
     return total.astype(x.dtype)
 
 
 def check_real(grads: trees.Gradients, reduce_dtype: str, slice_dtype: str) -> None:
-    """Raises ValueError for a complex gradient, which the given types cannot represent."""
+    """Raises ValueError for a complex gradient, which the types cannot represent."""
     for path, grad in trees.present(grads).items():
         if jnp.iscomplexobj(grad):
             raise ValueError(
-                f"The gradient of '{path}' is complex; reduce_dtype={reduce_dtype!r} and slice_dtype={slice_dtype!r} are "
-                "types of real numbers. Leave both 'float32', with which a wider gradient is summed in its own type."
+                f"The gradient of '{path}' is complex; reduce_dtype={reduce_dtype!r} "
+                f"and slice_dtype={slice_dtype!r} are types of real numbers. Leave "
+                "both 'float32', with which a wider gradient is summed in its own type."
             )
