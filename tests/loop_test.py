@@ -3,7 +3,6 @@ process and in separate ones.
 """
 
 import collections
-import dataclasses
 import json
 import signal
 import time
@@ -22,7 +21,6 @@ from xshard import checkpoint, evaluation, loop
 from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
-from xshard.modes import continuous_eval
 from xshard.optimizers import trees
 from xshard.pod import notice
 from xshard.run import schedule as schedule_lib
@@ -438,79 +436,6 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
         "is for a new run; this run resumes from its own checkpoint"
         in capsys.readouterr().err
     )
-
-
-def with_frozen_slots(state, layer="linear_0"):
-    """Returns a state as older versions saved it: all parameters have slots, even those
-    that are not trained.
-    """
-    slots = {}
-    for name, param in state.experiment.params["mlp/~/linear_0"].items():
-        for slot in ("0/mu", "0/nu", "average"):
-            slots[f"{slot}/mlp/~/{layer}/{name}"] = jnp.full_like(param, 7)
-    slots_of = lambda average: {
-        k: x for k, x in slots.items() if k.startswith("average/") == average
-    }
-    modules = {"adam": False, "MovingAverageOptimizer": True}
-    added = {
-        name: {**state.experiment.opt_state[name], **slots_of(average)}
-        for name, average in modules.items()
-    }
-    opt_state = {**state.experiment.opt_state, **added}
-    return dataclasses.replace(
-        state, experiment=state.experiment.replace(opt_state=opt_state)
-    )
-
-
-@pytest.mark.sample(0.4)
-@pytest.mark.parametrize("shard_update", [False, True])
-def test_slots_of_frozen_parameters_in_older_checkpoints_are_ignored(
-    tmp_path, shard_update, capsys
-):
-    def config(**changes):
-        made = make_config(experiment="tests.toy.Frozen", hidden=20, **changes)
-        with made.unlocked():
-            made.reduction.shard_update = shard_update
-            made.checkpoint.update({"every_steps": 3, "keep_last": 10})
-        return made
-
-    def begin(directory, add):
-        save = checkpoint.Manager.save
-
-        def older(manager, step, state, *args, **kwargs):
-            return save(manager, step, add(state), *args, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.Manager, "save", older)
-            assert loop.run(config(steps=5), str(tmp_path / directory), "") == 0
-
-    assert loop.run(config(), str(tmp_path / "whole"), "") == 0
-    begin("older", with_frozen_slots)
-    assert loop.run(config(), str(tmp_path / "older"), "") == 0
-    assert "holds arrays that are not used here: opt_state/" in capsys.readouterr().err
-    states = [final_state(tmp_path / name, config()) for name in ("whole", "older")]
-    harness.assert_equal(*states)
-    assert "0/mu/mlp/~/linear_1/w" in states[0].experiment.opt_state["adam"]
-    assert not any(
-        "linear_0" in name for name in states[0].experiment.opt_state["adam"]
-    )
-    # The job of --mode=eval reads these checkpoints, and a run may be initialized from
-    # them.
-    assert continuous_eval.run(config(), str(tmp_path / "older"), "", None) == 0
-    assert [row["step"] for row in rows.read(tmp_path / "older/eval")] == [
-        3,
-        5,
-        6,
-        9,
-        12,
-    ]
-    init = checkpoint.Source(f"{tmp_path}/older@5", "^(params|opt_state)/")
-    assert loop.run(config(), str(tmp_path / "new"), "", init) == 0
-    # Slots for a parameter that does not exist are still refused, as a sign of another
-    # optimizer.
-    begin("other", lambda state: with_frozen_slots(state, "linear_2"))
-    with pytest.raises(ValueError, match="0/mu/mlp/~/linear_2/b' is only in it"):
-        loop.run(config(), str(tmp_path / "other"), "")
 
 
 @pytest.mark.sample(1)

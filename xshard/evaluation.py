@@ -205,7 +205,7 @@ def _jitted(
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=replicated)
     return logical.Program(
         validation.describe_method(experiment.eval_step),
-        step.evaluation_on_replicas(experiment, replicas.mesh),
+        functools.partial(step.evaluation_of_replica, experiment, replicas.mesh),
         replicas,
         out_shardings=replicated,
     )

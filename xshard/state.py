@@ -27,7 +27,6 @@ from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 
 Batch = experiment_lib.Batch
-Layouts = Mapping[str, layouts_lib.Layouts]
 
 # The number folded into the root key for initialization; no step has this number.
 _INIT = 2**32 - 1
@@ -51,24 +50,26 @@ class TrainState:
     rng: Any
 
 
+def _flatten_with_keys(state: TrainState) -> tuple[list[Any], Any]:
+    children, structure = experiment_lib.children(state.experiment, "experiment")
+    step = (jax.tree_util.GetAttrKey("step"), state.step)
+    rng = (jax.tree_util.GetAttrKey("rng"), state.rng)
+    return [step, rng, *children], structure
+
+
 def _flatten(state: TrainState) -> tuple[list[Any], Any]:
-    children, inner = experiment_lib.children(state.experiment, "experiment")
-    key = jax.tree_util.GetAttrKey
-    return [(key("step"), state.step), (key("rng"), state.rng), *children], inner
+    children, structure = experiment_lib.unnamed_children(state.experiment)
+    return [state.step, state.rng, *children], structure
 
 
-def _flatten_unnamed(state: TrainState) -> tuple[list[Any], Any]:
-    children, inner = experiment_lib.unnamed_children(state.experiment)
-    return [state.step, state.rng, *children], inner
-
-
-def _unflatten(inner: Any, children: Any) -> TrainState:
+def _unflatten(structure: Any, children: Any) -> TrainState:
     step, rng, *rest = children
-    return TrainState(step, jax.tree.unflatten(inner, rest), rng)
+    experiment = jax.tree.unflatten(structure, rest)
+    return TrainState(step=step, experiment=experiment, rng=rng)
 
 
 jax.tree_util.register_pytree_with_keys(
-    TrainState, _flatten, _unflatten, _flatten_unnamed
+    TrainState, _flatten_with_keys, _unflatten, _flatten
 )
 
 
@@ -92,16 +93,18 @@ def init(
 
     >>> mesh = xshard.make_mesh([[0, 1], [2, 3]], devices=jax.devices()[:4])
     >>> state = xshard.init(line, mesh, 0, line.train_data())
-    >>> print(state.experiment.params['linear']['w'].shape, state.experiment.global_step, state.step)
+    >>> learner = state.experiment
+    >>> print(learner.params['linear']['w'].shape, learner.global_step, state.step)
     (2, 1, 1) [0 0] 0
     """
-    build = functools.partial(_build, experiment, mesh, seed, example)
-    shardings = shardings_of(experiment, mesh, jax.eval_shape(build))
-    # The program runs once. At this level XLA for CPUs compiles it in less than half
-    # the time, to the same bits.
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 1} if on_cpu else None
-    return jax.jit(build, out_shardings=shardings, compiler_options=options)()
+    create = functools.partial(_create, experiment, mesh, seed, example)
+    shardings = _shardings(experiment, mesh, jax.eval_shape(create))
+    options = None
+    if mesh.devices.flat[0].platform == "cpu":
+        # The program runs once. At this level XLA for CPUs compiles it in less than
+        # half the time, to the same bits.
+        options = {"xla_backend_optimization_level": 1}
+    return jax.jit(create, out_shardings=shardings, compiler_options=options)()
 
 
 def abstract_state(
@@ -109,49 +112,178 @@ def abstract_state(
     mesh: jax.sharding.Mesh,
     seed: int,
     example: Batch,
-    *,
-    all_slots: bool = False,
 ) -> TrainState:
     """Returns the shapes, dtypes and shardings of the state that `init` returns for the
-    same first arguments.
+    same arguments.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       seed: the seed of all randomness.
       example: a few examples.
-      all_slots: whether frozen parameters have slots too, as in checkpoints of older
-        versions.
     """
-    build = functools.partial(
-        _build, experiment, mesh, seed, example, all_slots=all_slots
-    )
-    shapes = jax.eval_shape(build)
-    return placed(shapes, shardings_of(experiment, mesh, shapes))
-
-
-def placed(shapes: TrainState, shardings: TrainState) -> TrainState:
-    """Returns the shapes of a state with shardings attached."""
+    create = functools.partial(_create, experiment, mesh, seed, example)
+    shapes = jax.eval_shape(create)
     return jax.tree.map(
-        lambda leaf, there: leaf.update(sharding=there), shapes, shardings
+        lambda leaf, sharding: leaf.update(sharding=sharding),
+        shapes,
+        _shardings(experiment, mesh, shapes),
     )
+
+
+def _create(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    example: Batch,
+) -> TrainState:
+    """Creates the first state of all groups."""
+    root = jax.random.key(seed)
+    init_key = jax.random.fold_in(root, _INIT)
+    groups = mesh_lib.num_groups(mesh)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, jnp.arange(groups))
+    # A single group has no dimension. There `jax.vmap` only binds the name of the axis.
+    group_dim = 0 if groups > 1 else None
+    init_groups = jax.vmap(
+        functools.partial(
+            _init_group, experiment, logical.mesh_of(experiment.config, mesh), example
+        ),
+        in_axes=group_dim,
+        out_axes=group_dim,
+        axis_name=mesh_lib.GROUP,
+        axis_size=groups,
+    )
+    inner = init_groups(keys if groups > 1 else keys[0])
+    # A Python number is weakly typed, and a restored one is not: without `strong` the
+    # compiled programs would differ.
+    inner = jax.tree.map(trees.strong, inner)
+    state = TrainState(step=jnp.int32(0), experiment=inner, rng=root)
+    _check_even(experiment, mesh, state)
+    return _for_all_slices(experiment, mesh, state)
+
+
+def _init_group(
+    experiment: experiment_lib.Experiment,
+    mesh: mesh_lib.AnyMesh,
+    example: Batch,
+    key: jax.Array,
+) -> Any:
+    """Creates the first state of a group.
+
+    An array that is equal on all replicas is created once, and any other for each of
+    them.
+    """
+    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+    batch = {}
+    for name, array in example.items():
+        row = jnp.asarray(array[:1])
+        batch[name] = jnp.broadcast_to(row, (rows, *array.shape[1:]))
+    init = _jitted_init(experiment, mesh)
+
+    def init_replicas(out_axes: Any) -> Any:
+        mapped = lambda key: init(key, batch)
+        for axis in reversed(mesh_lib.REPLICAS):
+            mapped = jax.vmap(
+                mapped,
+                in_axes=None,
+                out_axes=out_axes,
+                axis_name=axis,
+                axis_size=mesh.shape[axis],
+            )
+        return mapped(key)
+
+    # The shapes show which nodes of the state are marked as a replica's own. Those get
+    # dimensions of slices and replicas, which `joined` merges.
+    is_marked = experiment_lib.is_own
+    shapes = jax.eval_shape(lambda: init_replicas(0))
+    for path, x in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_marked):
+        if isinstance(x, experiment_lib.PerExample):
+            validation.per_example(
+                experiment.init, trees.path_name(path), jax.tree.leaves(x), rows
+            )
+    marks = jax.tree.map(is_marked, shapes, is_leaf=is_marked)
+    try:
+        inner = init_replicas(jax.tree.map(lambda mark: 0 if mark else None, marks))
+    except ValueError as e:
+        if "out_axes is None" not in str(e):
+            raise
+        raise errors.UserError(
+            f"{validation.describe_method(experiment.init)} makes a state that depends "
+            "on the replica's number (jax.lax.axis_index) and is not marked as such: "
+            "wrap it in xshard.PerReplica or xshard.PerExample."
+        ) from e
+    return jax.tree.map(lambda mark, x: x.joined() if mark else x, marks, inner)
+
+
+@functools.lru_cache(maxsize=4)
+def _jitted_init(
+    experiment: experiment_lib.Experiment, mesh: Any
+) -> Callable[..., Any]:
+    """Returns `experiment.init` on a replica, jitted.
+
+    Computing shapes, shardings and the state then traces it only once.
+    """
+
+    @jax.jit
+    def init(key: jax.Array, batch: Batch) -> Any:
+        with run_context.run_on(mesh, experiment.sharding_rules()):
+            return experiment.init(key, batch)
+
+    return init
+
+
+def _check_even(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> None:
+    """Raises UserError if replicas have state of their own that devices cannot divide
+    evenly.
+    """
+    state_specs = specs(experiment, mesh, state)
+    local = []
+    for path, spec in jax.tree_util.tree_leaves_with_path(state_specs):
+        if mesh_lib.REPLICA in mesh_lib.axes_of(spec):
+            local.append(trees.path_name(path))
+    where = validation.describe_method(experiment.init)
+    logical.check_even(experiment.config, mesh, where, local)
+
+
+def _for_all_slices(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> TrainState:
+    """Repeats the state of rules that differs by slice, which was created for one."""
+    grouped = mesh_lib.num_groups(mesh) > 1
+
+    def repeat(layout: layouts_lib.Layout | None, x: Any) -> Any:
+        if layout is None:
+            return x
+        in_group = functools.partial(layouts_lib.for_each_slice, layout)
+        return jax.vmap(in_group)(x) if grouped else in_group(x)
+
+    def of_learner(_: str, learner: LearnerState) -> LearnerState:
+        layouts = _opt_layouts(experiment, mesh, learner)
+        opt_state = layouts_lib.map_state(repeat, layouts, learner.opt_state)
+        return learner.replace(opt_state=opt_state)
+
+    return map_learners(of_learner, state)
 
 
 def learners(state: TrainState) -> dict[str, LearnerState]:
-    """Returns the learners' states by path in the experiment's state; the path is '' if
-    one learner is the whole state.
+    """Returns the learners' states by path in the experiment's state.
+
+    The path is '' if one learner is the whole state.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=is_learner)
     return {trees.path_name(path): x for path, x in leaves if is_learner(x)}
 
 
 def params(state: TrainState) -> dict[str, Any]:
-    """Returns the parameters of all learners by path; each path begins with the
-    learner's path.
+    """Returns the parameters of all learners by path.
+
+    Each path begins with the learner's path.
     """
     by_path = {}
-    for name, of_learner in learners(state).items():
-        for path, leaf in trees.leaves_by_path(of_learner.params).items():
+    for name, learner in learners(state).items():
+        for path, leaf in trees.leaves_by_path(learner.params).items():
             by_path[trees.join(name, path)] = leaf
     return by_path
 
@@ -161,163 +293,51 @@ def map_learners(
 ) -> TrainState:
     """Returns the state with each learner's state replaced by `f(path, state)`."""
     old = learners(state)
-    new = {name: f(name, x) for name, x in old.items()}
-    if all(new[name] is x for name, x in old.items()):
+    new = {name: f(name, learner) for name, learner in old.items()}
+    if all(new[name] is learner for name, learner in old.items()):
         return state
-    replace = lambda path, x: new.get(trees.path_name(path), x) if is_learner(x) else x
-    mapped = jax.tree_util.tree_map_with_path(
+
+    def replace(path: Any, x: Any) -> Any:
+        if not is_learner(x):
+            return x
+        return new[trees.path_name(path)]
+
+    inner = jax.tree_util.tree_map_with_path(
         replace, state.experiment, is_leaf=is_learner
     )
-    return dataclasses.replace(state, experiment=mapped)
-
-
-def _build(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    seed: int,
-    example: Batch,
-    *,
-    all_slots: bool = False,
-) -> TrainState:
-    """Creates the first state."""
-    root = jax.random.key(seed)
-    init_key = jax.random.fold_in(root, _INIT)
-    groups = mesh_lib.num_groups(mesh)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, jnp.arange(groups))
-    on = logical.mesh_of(experiment.config, mesh)
-    init = functools.partial(_init_group, experiment, on, example, all_slots)
-    dim = 0 if groups > 1 else None
-    made = jax.vmap(init, dim, dim, mesh_lib.GROUP, groups)(
-        keys if groups > 1 else keys[0]
-    )
-    # A Python number is weakly typed, and a restored one is not: without `strong` the
-    # compiled programs would differ.
-    state = TrainState(jnp.int32(0), jax.tree.map(trees.strong, made), root)
-    lies = jax.tree_util.tree_leaves_with_path(specs(experiment, mesh, state))
-    own = [
-        trees.path_name(path)
-        for path, x in lies
-        if mesh_lib.REPLICA in mesh_lib.axes_of(x)
-    ]
-    logical.check_even(
-        experiment.config, mesh, validation.describe_method(experiment.init), own
-    )
-    # State that differs from slice to slice was created for one slice.
-    return map_rules_state(layouts_lib.for_each_slice, experiment, mesh, state)
-
-
-def _init_group(
-    experiment: experiment_lib.Experiment,
-    mesh: mesh_lib.AnyMesh,
-    example: Batch,
-    all_slots: bool,
-    key: jax.Array,
-) -> Any:
-    """Creates the first state of a group: arrays equal on its replicas once, the others
-    for all replicas.
-    """
-    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-    batch = {
-        name: jnp.broadcast_to(jnp.asarray(array[:1]), (rows, *array.shape[1:]))
-        for name, array in example.items()
-    }
-    init = _jitted_init(experiment, mesh, all_slots)
-
-    def on_replicas(out_axes: Any) -> Callable[[jax.Array], Any]:
-        mapped = lambda key: init(key, batch)
-        for axis in reversed(mesh_lib.REPLICAS):
-            mapped = jax.vmap(mapped, None, out_axes, axis, mesh.shape[axis])
-        return mapped
-
-    shapes = jax.eval_shape(on_replicas(0), key)
-    own = jax.tree.map(experiment_lib.is_own, shapes, is_leaf=experiment_lib.is_own)
-    for path, x in jax.tree_util.tree_leaves_with_path(
-        shapes, is_leaf=experiment_lib.is_own
-    ):
-        if isinstance(x, experiment_lib.PerExample):
-            validation.per_example(
-                experiment.init, trees.path_name(path), jax.tree.leaves(x), rows
-            )
-    try:
-        made = on_replicas(jax.tree.map(lambda is_own: 0 if is_own else None, own))(key)
-    except ValueError as e:
-        if "out_axes is None" not in str(e):
-            raise
-        raise errors.UserError(
-            f"{validation.describe_method(experiment.init)} makes a state that depends on the replica's number (jax.lax.axis_index) "
-            "and is not marked as such: wrap it in xshard.PerReplica or xshard.PerExample."
-        ) from e
-    return jax.tree.map(lambda is_own, x: x.joined() if is_own else x, own, made)
-
-
-@functools.lru_cache(maxsize=4)
-def _jitted_init(
-    experiment: experiment_lib.Experiment, mesh: Any, all_slots: bool
-) -> Callable[..., Any]:
-    """Returns `experiment.init` on a replica, jitted: computing shapes, shardings and
-    the state then traces it only once.
-    """
-
-    @jax.jit
-    def init(key: jax.Array, batch: Batch) -> Any:
-        with run_context.run_on(mesh, experiment.sharding_rules(), all_slots=all_slots):
-            return experiment.init(key, batch)
-
-    return init
-
-
-def map_rules_state(
-    f: Callable[[layouts_lib.Layout, Any], Any],
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: TrainState,
-) -> TrainState:
-    """Applies `f(layout, array)`, in each group, to the sharded arrays of the state of
-    all learners' rules.
-    """
-
-    def of_learner(_: str, state: LearnerState) -> LearnerState:
-        layouts = layouts_of(experiment, mesh, state)
-        return state.replace(opt_state=map_sharded(f, layouts, mesh, state.opt_state))
-
-    return map_learners(of_learner, state)
-
-
-def map_sharded(
-    f: Callable[..., Any], layouts: Layouts, mesh: mesh_lib.AnyMesh, opt_state: Any
-) -> Any:
-    """Applies `f(layout, array)`, in each group, to the sharded arrays of one learner's
-    rules' state.
-    """
-    grouped = mesh_lib.num_groups(mesh) > 1
-
-    def map_one(layout: layouts_lib.Layout | None, x: Any) -> Any:
-        if layout is None:
-            return x
-        in_group = functools.partial(f, layout)
-        return jax.vmap(in_group)(x) if grouped else in_group(x)
-
-    return layouts_lib.map_state(map_one, layouts, opt_state)
-
-
-def layouts_of(
-    experiment: experiment_lib.Experiment, mesh: mesh_lib.AnyMesh, state: LearnerState
-) -> Layouts:
-    """Returns how the rules' state is sharded over the (logical) replicas."""
-    skip = len(mesh_lib.group_axes(mesh))
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
-    params, opt_state = jax.tree.map(shape, (state.params, state.opt_state))
-    on, rules = logical.mesh_of(experiment.config, mesh), experiment.sharding_rules()
-    of_params = layouts_lib.of_params(params, on.shape[mesh_lib.REPLICA], rules)
-    slices, of_params = mesh_lib.num_slices(on), dict(state.rules.sharding) or of_params
-    return layouts_lib.of_state(
-        of_params, opt_state, slices, slots=state.rules.shards_update
-    )
+    return dataclasses.replace(state, experiment=inner)
 
 
 def shards_update(state: TrainState) -> bool:
     """Returns whether the rule of any learner shards its update."""
-    return any(x.rules.shards_update for x in learners(state).values())
+    return any(learner.meta.shards_update for learner in learners(state).values())
+
+
+def sharded_layouts(state: TrainState) -> dict[str, layouts_lib.Layout]:
+    """Returns the layouts of parameters that are held in shards, and of their copies.
+
+    They are by path in the experiment's state.
+    """
+    layouts: dict[str, layouts_lib.Layout] = {}
+    for name, learner in learners(state).items():
+        for path, layout in learner.meta.param_layouts.items():
+            if layout.shards_param:
+                layouts[trees.join(name, "params", path)] = layout
+    layout_of_copy = layout_of_copies(learners(state).values())
+    leaves = jax.tree_util.tree_leaves_with_path(state.experiment, is_leaf=_is_marked)
+    for key_path, x in leaves:
+        if _is_marked(x):
+            continue
+        path = trees.path_name(key_path)
+        copied = layout_of_copy(path, x)
+        if copied is not None:
+            layouts[path] = copied
+    return layouts
+
+
+def _is_marked(x: Any) -> bool:
+    """Returns whether a node of an experiment's state says by itself how it lies."""
+    return is_learner(x) or experiment_lib.is_own(x)
 
 
 def specs(
@@ -326,8 +346,8 @@ def specs(
     state: TrainState,
     *,
     manual: bool = False,
-    whole: bool = False,
-    params_whole: bool = False,
+    whole_slots: bool = False,
+    whole_params: bool = False,
 ) -> TrainState:
     """Returns the spec of each leaf.
 
@@ -336,37 +356,49 @@ def specs(
       mesh: the run's mesh.
       state: the state, or its shapes.
       manual: whether to leave out the axes that are left to XLA.
-      whole: whether to have each replica's slots whole.
-      params_whole: whether to have each replica's parameters whole, too.
+      whole_slots: whether to have each replica's slots whole.
+      whole_params: whether to have each replica's parameters whole, and the copies of
+        them.
     """
-    group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
-    place = functools.partial(_tree_specs, mesh, () if manual else rules)
-    copied = layout_of_copies(learners(state).values())
+    group_axes = mesh_lib.group_axes(mesh)
+    sharding_rules = () if manual else experiment.sharding_rules()
+    by_rules = functools.partial(_specs_by_rules, mesh, sharding_rules)
+    layout_of_copy = layout_of_copies(learners(state).values())
 
-    def of(path: Any, x: Any) -> Any:
-        if is_learner(x):
-            held = gathering.specs(x.rules.sharding, group, manual=manual)
-            if params_whole:
-                held = {}
-            return x.replace(
-                params=trees.replace(place(x.params), held),
-                net_state=place(x.net_state, slots=True),
-                opt_state=_opt_specs(experiment, mesh, x, manual=manual, whole=whole),
-                global_step=jax.P(*group),
+    def of_learner(learner: LearnerState) -> LearnerState:
+        params = by_rules(learner.params)
+        if not whole_params:
+            sharded = gathering.specs(
+                learner.meta.param_layouts, group_axes, manual=manual
             )
+            params = trees.replace(params, sharded)
+        return learner.replace(
+            params=params,
+            net_state=by_rules(learner.net_state, slots=True),
+            opt_state=_opt_specs(
+                experiment, mesh, learner, manual=manual, whole_slots=whole_slots
+            ),
+            global_step=jax.P(*group_axes),
+        )
+
+    def of_node(path: Any, x: Any) -> Any:
+        if is_learner(x):
+            return of_learner(x)
         if experiment_lib.is_own(x):
             counts = isinstance(x, experiment_lib.PerReplica)
-            own = functools.partial(logical.own_spec, experiment.config, mesh, counts)
-            return jax.tree.map(own, x)
+            return jax.tree.map(
+                lambda leaf: logical.own_spec(experiment.config, mesh, counts, leaf), x
+            )
         name = trees.path_name(path)
-        layout = copied(name, x)
-        if layout is None or params_whole:
-            return place({name: x}, slots=True)[name]
-        return jax.P(*group, *layout.spec(mesh_lib.REPLICA, manual=manual))
+        layout = layout_of_copy(name, x)
+        if layout is None or whole_params:
+            return by_rules({name: x}, slots=True)[name]
+        return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA, manual=manual))
 
-    leaf = lambda x: is_learner(x) or experiment_lib.is_own(x)
-    inner = jax.tree_util.tree_map_with_path(of, state.experiment, is_leaf=leaf)
-    return TrainState(jax.P(), inner, jax.P())
+    inner = jax.tree_util.tree_map_with_path(
+        of_node, state.experiment, is_leaf=_is_marked
+    )
+    return TrainState(step=jax.P(), experiment=inner, rng=jax.P())
 
 
 def mapped_specs(
@@ -378,51 +410,85 @@ def mapped_specs(
     Shards, which lie along `replica` too, do not count: they are parts of global
     arrays.
     """
-    found = specs(experiment, mesh, state, manual=True)
-    is_own = experiment_lib.is_own
+    manual_specs = specs(experiment, mesh, state, manual=True)
 
     def without_shards(x: Any) -> Any:
-        if is_own(x):
+        if experiment_lib.is_own(x):
             return x
         return jax.P(*(None if axis == mesh_lib.REPLICA else axis for axis in x))
 
-    inner = jax.tree.map(without_shards, found.experiment, is_leaf=is_own)
-    return dataclasses.replace(found, experiment=inner)
+    inner = jax.tree.map(
+        without_shards, manual_specs.experiment, is_leaf=experiment_lib.is_own
+    )
+    return dataclasses.replace(manual_specs, experiment=inner)
 
 
 def _opt_specs(
     experiment: experiment_lib.Experiment,
     mesh: mesh_lib.AnyMesh,
-    state: LearnerState,
+    learner: LearnerState,
     *,
     manual: bool,
-    whole: bool,
+    whole_slots: bool,
 ) -> Any:
-    """Returns the specs of a learner's rules' state; it takes the arguments of `specs`."""
-    group, rules = mesh_lib.group_axes(mesh), experiment.sharding_rules()
-    layouts = layouts_of(experiment, mesh, state)
+    """Returns the specs of the state of a learner's rules.
+
+    The arguments are those of `specs`.
+    """
+    group_axes = mesh_lib.group_axes(mesh)
 
     def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
-        if layout is None or (whole and not layout.copies):
+        # Arrays with copies are rounding errors, of which each slice keeps its own.
+        if layout is None or (whole_slots and not layout.copies):
             return spec
-        return jax.P(
-            *group, *layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual)
+        in_group = layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual)
+        return jax.P(*group_axes, *in_group)
+
+    sharding_rules = () if manual else experiment.sharding_rules()
+    by_rules = _specs_by_rules(mesh, sharding_rules, learner.opt_state, slots=True)
+    layouts = _opt_layouts(experiment, mesh, learner)
+    return layouts_lib.map_state(spec_of, layouts, by_rules)
+
+
+def _opt_layouts(
+    experiment: experiment_lib.Experiment,
+    mesh: mesh_lib.AnyMesh,
+    learner: LearnerState,
+) -> Mapping[str, layouts_lib.Layouts]:
+    """Returns how the state of a learner's rules is sharded over the (logical)
+    replicas, without the dimension of groups.
+    """
+    skip = len(mesh_lib.group_axes(mesh))
+    in_group = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
+    params, opt_state = jax.tree.map(in_group, (learner.params, learner.opt_state))
+    replica_mesh = logical.mesh_of(experiment.config, mesh)
+    param_layouts = learner.meta.param_layouts
+    if not param_layouts:
+        param_layouts = layouts_lib.of_params(
+            params, replica_mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
         )
+    return layouts_lib.of_state(
+        param_layouts,
+        opt_state,
+        mesh_lib.num_slices(replica_mesh),
+        slots=learner.meta.shards_update,
+    )
 
-    places = _tree_specs(mesh, () if manual else rules, state.opt_state, slots=True)
-    return layouts_lib.map_state(spec_of, layouts, places)
 
-
-def _tree_specs(
-    mesh: mesh_lib.AnyMesh, rules: mesh_lib.Rules, tree: Any, slots: bool = False
+def _specs_by_rules(
+    mesh: mesh_lib.AnyMesh,
+    sharding_rules: mesh_lib.Rules,
+    tree: Any,
+    slots: bool = False,
 ) -> Any:
-    places = mesh_lib.tree_shardings(mesh, tree, rules, slots=slots)
-    return jax.tree.map(lambda place: place.spec, places)
+    shardings = mesh_lib.tree_shardings(mesh, tree, sharding_rules, slots=slots)
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
-def shardings_of(
+def _shardings(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
     """Returns the sharding of each leaf."""
-    place = lambda spec: mesh_lib.sharding(mesh, *spec)
-    return jax.tree.map(place, specs(experiment, mesh, state))
+    return jax.tree.map(
+        lambda spec: mesh_lib.sharding(mesh, *spec), specs(experiment, mesh, state)
+    )

@@ -7,7 +7,6 @@ partition the update: see `xshard.optimizers.replica_map`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from xshard.learners import learner as learner_lib
 from xshard.learners import run_context
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.learners.state import Outcome
-from xshard.optimizers import replica_map, trees
-from xshard.stored import fingerprint, sharded_params
+from xshard.optimizers import gathering, replica_map, trees
+from xshard.stored import fingerprint
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState
@@ -42,8 +41,8 @@ class Stepped(NamedTuple):
       state: the new state.
       metrics: the values to log, by name.
       observed: the observations of each learner, by its name.
-      fingerprints_before: the fingerprints of the state that the step received; None if the run
-        computes none.
+      fingerprints_before: the fingerprints of the state that the step received; None if
+        the run computes none.
     """
 
     state: TrainState
@@ -81,11 +80,19 @@ def make_train_step(
     >>> train_step = jax.jit(xshard.make_train_step(line, mesh), donate_argnums=0)
     >>> for _ in range(50):
     ...     state, metrics = train_step(state, batch)
-    >>> print(int(state.step), metrics['loss'] < 1e-3, state.experiment.params['linear']['w'].round(1))
+    >>> weights = state.experiment.params['linear']['w']
+    >>> print(int(state.step), metrics['loss'] < 1e-3, weights.round(1))
     50 True [[3.]]
     """
     watched_step = make_watched_step(experiment, mesh)
-    return lambda state, batch: watched_step(state, batch)[:2]
+
+    def train_step(
+        state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        stepped = watched_step(state, batch)
+        return stepped.state, stepped.metrics
+
+    return train_step
 
 
 def make_watched_step(
@@ -94,29 +101,32 @@ def make_watched_step(
     """Returns the function of `make_train_step` that also returns the observations and
     fingerprints a run checks.
     """
-    mapped = on_replicas(experiment, mesh)
-    on_whole_arrays = make_analyzed_step(experiment, mesh)
+    analyzed_step = make_analyzed_step(experiment, mesh)
+    every_steps = experiment.config.get("fingerprint_every_steps", 0)
 
     # The name of this function appears in profiles and in the compilation cache.
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         if not updates_in_shards(mesh, state):
-            return on_whole_arrays(state, batch)
+            return analyzed_step(state, batch)
         fingerprints_before = None
-        every = experiment.config.get("fingerprint_every_steps", 0)
-        if every:
-            fingerprints_before = fingerprint.program(
-                experiment, mesh, every_steps=every
-            )(state)
-        of_replica = mapped(state, batch)
+        if every_steps:
+            # Fingerprints are of the parts that devices hold, so they are computed
+            # under `jax.shard_map`, before the step.
+            fingerprint_program = fingerprint.program(
+                experiment, mesh, every_steps=every_steps
+            )
+            fingerprints_before = fingerprint_program(state)
+        replica_step = step_of_replica(experiment, mesh, state, batch)
         state_specs = state_lib.mapped_specs(experiment, mesh, state)
-        on_all = replica_map.vmap_replicas(
-            of_replica.function,
+        on_replicas = replica_map.vmap_replicas(
+            replica_step.function,
             mesh,
             in_specs=(state_specs, jax.P(mesh_lib.BATCH)),
-            out_specs=of_replica.out_specs._replace(state=state_specs),
+            out_specs=replica_step.out_specs._replace(state=state_specs),
             axis_names=mesh_lib.BATCH,
         )
-        return on_all(state, batch)._replace(fingerprints_before=fingerprints_before)
+        stepped = on_replicas(state, batch)
+        return stepped._replace(fingerprints_before=fingerprints_before)
 
     return train_step
 
@@ -130,10 +140,10 @@ def make_analyzed_step(
     It differs from that if a rule shards its update: here, each replica updates whole
     arrays.
     """
-    mapped = on_replicas(experiment, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
-        return mapped(state, batch).on(mesh)(state, batch)
+        on_replicas = step_of_replica(experiment, mesh, state, batch).on(mesh)
+        return on_replicas(state, batch)
 
     return train_step
 
@@ -143,57 +153,78 @@ def updates_in_shards(mesh: jax.sharding.Mesh, state: TrainState) -> bool:
     return mesh_lib.num_replicas(mesh) > 1 and state_lib.shards_update(state)
 
 
-def on_replicas(
-    experiment: experiment_lib.Experiment, mesh: Any
-) -> Callable[[TrainState, Batch], logical.Mapped]:
-    """Returns one replica's computation in a step of `make_watched_step`, given the
-    step's arguments.
-    """
-    grouped = mesh_lib.num_groups(mesh) > 1
-    every = experiment.config.get("fingerprint_every_steps", 0)
+def step_of_replica(
+    experiment: experiment_lib.Experiment, mesh: Any, state: TrainState, batch: Batch
+) -> logical.Mapped:
+    """Returns a training step as one replica computes it.
 
-    def local_step(shapes: TrainState, state: TrainState, batch: Batch) -> Stepped:
-        old = _local(state, grouped)
+    Args:
+      experiment: the experiment.
+      mesh: the mesh of the (logical) replicas.
+      state: the state, or its shapes.
+      batch: the batch, or its shapes.
+
+    Returns:
+      A function of a replica's parts of the state and of the batch, which returns its
+      part of `Stepped`.
+    """
+    del batch
+    grouped = mesh_lib.num_groups(mesh) > 1
+    every_steps = experiment.config.get("fingerprint_every_steps", 0)
+    computes_fingerprints = every_steps and not updates_in_shards(mesh, state)
+
+    def local_step(stored: TrainState, batch: Batch) -> Stepped:
+        old = _local(stored, grouped)
         fingerprints_before = None
-        if every and not updates_in_shards(mesh, shapes):
+        if computes_fingerprints:
             # Computed inside the step so that XLA merges its collective with the step's
             # own reductions.
-            is_due = fingerprint.is_due(state.step, every)
+            is_due = fingerprint.is_due(stored.step, every_steps)
             fingerprints_before = fingerprint.of_replica(
-                experiment, mesh, shapes, state, is_due
+                experiment, mesh, state, stored, is_due
             )
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the
                 # update: XLA would copy the old state.
                 batch = trees.after(fingerprints_before.table, batch)
-        key = _group_key(jax.random.fold_in(old.rng, old.step))
-        args = old.experiment, batch, _key_of_replica(key)
-        with run_context.equal_keys(key):
-            returned = sharded_params.call(
-                experiment.train_step, mesh, experiment, shapes, *args
-            )
-        made, logged = validation.step(experiment.train_step, returned)
-        _check_structure(experiment, old.experiment, made)
+        group_key = _key_of_group(jax.random.fold_in(old.rng, old.step))
+        returned = _call(
+            experiment.train_step,
+            experiment,
+            mesh,
+            state,
+            old.experiment,
+            batch,
+            _key_of_replica(group_key),
+            equal_key=group_key,
+        )
+        new, logged = validation.step(experiment.train_step, returned)
+        _check_structure(experiment, old.experiment, new)
         metrics, observed = _metrics(experiment, logged)
-        _check_observed(experiment, old.experiment, made, observed)
-        made = jax.tree.map(trees.strong, made)
-        new = _stored(TrainState(old.step + 1, made, old.rng), grouped)
+        _check_observed(experiment, old.experiment, new, observed)
+        new = jax.tree.map(trees.strong, new)
+        new_state = TrainState(step=old.step + 1, experiment=new, rng=old.rng)
         return Stepped(
-            new, *_of_group((metrics, observed, fingerprints_before), grouped)
+            state=_stored(new_state, grouped),
+            metrics=_of_group(metrics, grouped),
+            observed=_of_group(observed, grouped),
+            fingerprints_before=_of_group(fingerprints_before, grouped),
         )
 
-    def mapped(state: TrainState, batch: Batch) -> logical.Mapped:
-        del batch
-        how = {"manual": True, "whole": True, "params_whole": True}
-        state_spec = state_lib.specs(experiment, mesh, state, **how)
-        per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
-        return logical.Mapped(
-            functools.partial(local_step, state),
-            in_specs=(state_spec, jax.P(mesh_lib.BATCH)),
-            out_specs=Stepped(state_spec, per_group, per_group, per_group),
-        )
-
-    return mapped
+    state_specs = state_lib.specs(
+        experiment, mesh, state, manual=True, whole_slots=True, whole_params=True
+    )
+    per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
+    return logical.Mapped(
+        local_step,
+        in_specs=(state_specs, jax.P(mesh_lib.BATCH)),
+        out_specs=Stepped(
+            state=state_specs,
+            metrics=per_group,
+            observed=per_group,
+            fingerprints_before=per_group,
+        ),
+    )
 
 
 def make_eval_step(
@@ -211,65 +242,89 @@ def make_eval_step(
 
     >>> mesh, examples = xshard.make_mesh(devices=jax.devices()[:4]), line.eval_data()
     >>> state = xshard.init(line, mesh, 0, examples)
-    >>> mask = np.arange(64) < 60
-    >>> sums = jax.jit(xshard.make_eval_step(line, mesh))(state, {**examples, '_mask': mask})
+    >>> eval_step = jax.jit(xshard.make_eval_step(line, mesh))
+    >>> sums = eval_step(state, {**examples, '_mask': np.arange(64) < 60})
     >>> print(sums['count'], sums['error'] > 10)
     60.0 True
     """
-    mapped = evaluation_on_replicas(experiment, mesh)
 
     def eval_step(
         state: TrainState, batch: Batch, number: Any = 0
     ) -> dict[str, jax.Array]:
-        return mapped(state, batch, number).on(mesh)(state, batch, number)
+        evaluation = evaluation_of_replica(experiment, mesh, state, batch, number)
+        return evaluation.on(mesh)(state, batch, number)
 
     return eval_step
 
 
-def evaluation_on_replicas(
-    experiment: experiment_lib.Experiment, mesh: Any
-) -> Callable[..., logical.Mapped]:
-    """Returns one replica's computation in an evaluation of `make_eval_step`, given its
-    arguments.
+def evaluation_of_replica(
+    experiment: experiment_lib.Experiment,
+    mesh: Any,
+    state: TrainState,
+    batch: Batch,
+    number: Any,
+) -> logical.Mapped:
+    """Returns an evaluation of a batch as one replica computes it.
+
+    Args:
+      experiment: the experiment.
+      mesh: the mesh of the (logical) replicas.
+      state: the state, or its shapes.
+      batch: the batch, or its shapes.
+      number: the number of the batch.
+
+    Returns:
+      A function of a replica's parts of the state and of the batch, and of the number.
     """
+    del batch, number
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_eval(
-        shapes: TrainState, state: TrainState, batch: Batch, number: Any
-    ) -> tuple[Any, Any]:
-        batch = dict(batch)
-        mask = batch.pop("_mask")
-        local = _local(state, grouped)
-        key = _replica_key(
-            jax.random.fold_in(jax.random.fold_in(local.rng, _EVALUATION), number)
+        stored: TrainState, batch: Batch, number: Any
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        local = _local(stored, grouped)
+        examples = dict(batch)
+        mask = examples.pop("_mask")
+        key = jax.random.fold_in(local.rng, _EVALUATION)
+        key = _key_of_group(jax.random.fold_in(key, number))
+        values = _call(
+            experiment.eval_step,
+            experiment,
+            mesh,
+            state,
+            local.experiment,
+            examples,
+            _key_of_replica(key),
         )
-        args = local.experiment, batch, key
-        values = sharded_params.call(
-            experiment.eval_step, mesh, experiment, shapes, *args
-        )
-        arrays = experiment_lib.overrides(experiment, "summarize")
         values = validation.evaluation(
-            experiment.eval_step, values, len(mask), arrays=arrays
+            experiment.eval_step,
+            values,
+            len(mask),
+            arrays=experiment_lib.overrides(experiment, "summarize"),
         )
         sums = _masked_sums({**values, "count": mask}, mask)
         if not grouped:
             return sums, {}
-        ensemble = {
-            name: sums.pop(name) for name in list(sums) if name.startswith("ensemble/")
-        }
-        return _of_group(sums, grouped), ensemble
+        of_all_groups = {}
+        for name in list(sums):
+            if name.startswith("ensemble/"):
+                of_all_groups[name] = sums.pop(name)
+        return _of_group(sums, grouped), of_all_groups
 
+    def join(sums: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+        of_each_group, of_all_groups = sums
+        return {**of_each_group, **of_all_groups}
+
+    state_specs = state_lib.specs(
+        experiment, mesh, state, manual=True, whole_slots=True
+    )
     per_group = jax.P(*mesh_lib.group_axes(mesh))
-
-    def mapped(state: TrainState, batch: Batch, number: Any) -> logical.Mapped:
-        del batch, number
-        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
-        in_specs = state_spec, jax.P(mesh_lib.REPLICAS), jax.P()
-        join = lambda sums: {**sums[0], **sums[1]}
-        local = functools.partial(local_eval, state)
-        return logical.Mapped(local, in_specs, (per_group, jax.P()), join)
-
-    return mapped
+    return logical.Mapped(
+        local_eval,
+        in_specs=(state_specs, jax.P(mesh_lib.REPLICAS), jax.P()),
+        out_specs=(per_group, jax.P()),
+        finish=join,
+    )
 
 
 def make_predict(
@@ -283,19 +338,63 @@ def make_predict(
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
-    def local_predict(
-        shapes: TrainState, state: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
-    ) -> Any:
-        args = _local(state, grouped).experiment, batch, *keys
-        return sharded_params.call(experiment.predict, mesh, experiment, shapes, *args)
-
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
-        state_spec = state_lib.specs(experiment, mesh, state, manual=True, whole=True)
-        local = functools.partial(local_predict, state)
-        mapped = logical.Mapped(local, (state_spec, jax.P(), jax.P()), jax.P())
-        return mapped.on(mesh)(state, batch, keys)
+        def local_predict(
+            stored: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
+        ) -> Any:
+            inner = _local(stored, grouped).experiment
+            method = experiment.predict
+            return _call(method, experiment, mesh, state, inner, batch, *keys)
+
+        state_specs = state_lib.specs(
+            experiment, mesh, state, manual=True, whole_slots=True
+        )
+        prediction = logical.Mapped(
+            local_predict,
+            in_specs=(state_specs, jax.P(), jax.P()),
+            out_specs=jax.P(),
+        )
+        return prediction.on(mesh)(state, batch, keys)
 
     return predict
+
+
+def _call(
+    method: Callable[..., Any],
+    experiment: experiment_lib.Experiment,
+    mesh: Any,
+    shapes: TrainState,
+    state: Any,
+    *args: Any,
+    equal_key: jax.Array | None = None,
+) -> Any:
+    """Calls a method of an experiment where replicas may hold shards of parameters.
+
+    The method sees whole arrays, so that any use of them is right. An array that it
+    does not use costs nothing. Where a learner applies a network to such an array, its
+    shard is gathered as the network asks for it, a layer at a time.
+
+    Args:
+      method: the method, which takes the experiment's state as its first argument.
+      experiment: the experiment.
+      mesh: the run's mesh.
+      shapes: the shapes of the run's state.
+      state: the experiment's state, in which parameters may be a replica's shards.
+      *args: the method's other arguments.
+      equal_key: the random key of a training step, equal on all replicas of a group.
+
+    Returns:
+      The method's result.
+    """
+    gatherer = gathering.Gatherer(mesh, state_lib.sharded_layouts(shapes))
+    with run_context.run_on(mesh, experiment.sharding_rules(), equal_key=equal_key):
+        shards = gatherer.select_shards(state)
+        whole = gatherer.gather(shards)
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: whole.get(trees.path_name(path), x), state
+        )
+        with run_context.with_shards(whole, shards):
+            return method(state, *args)
 
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
@@ -306,25 +405,31 @@ def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) 
     before = dict(jax.tree_util.tree_leaves_with_path(old))
     after = dict(jax.tree_util.tree_leaves_with_path(new))
     for path in [*before, *after]:
+        name = trees.path_name(path)
         if path not in after:
             raise errors.UserError(
-                f"{where} returned a state without {trees.path_name(path)!r}, which init created. A step returns the whole state."
+                f"{where} returned a state without {name!r}, which init created. A "
+                "step returns the whole state."
             )
         if path not in before:
             raise errors.UserError(
-                f"{where} returned a state with {trees.path_name(path)!r}, which init did not create: create it there, too."
+                f"{where} returned a state with {name!r}, which init did not create: "
+                "create it there, too."
             )
-        x, y = before[path], jnp.asarray(after[path])
+        x = before[path]
+        y = jnp.asarray(after[path])
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             raise errors.UserError(
-                f"{where} returned {trees.path_name(path)!r} as {y.dtype} of shape {y.shape}; init created it as {x.dtype} of "
-                f"shape {x.shape}. An array of the state must keep its dtype and shape."
+                f"{where} returned {name!r} as {y.dtype} of shape {y.shape}; init "
+                f"created it as {x.dtype} of shape {x.shape}. An array of the state "
+                "must keep its dtype and shape."
             )
     structure: Any = jax.tree.structure(old)
-    if jax.tree.structure(new) != structure:
+    new_structure: Any = jax.tree.structure(new)
+    if new_structure != structure:
         raise errors.UserError(
-            f"{where} returned a state whose structure differs from init's: {jax.tree.structure(new)} instead of "
-            f"{structure}."
+            f"{where} returned a state whose structure differs from init's: "
+            f"{new_structure} instead of {structure}."
         )
 
 
@@ -333,25 +438,27 @@ def _metrics(
 ) -> tuple[dict[str, jax.Array], Observed]:
     """Returns the values to log by name, and the observations of each learner."""
     if isinstance(logged, Outcome):
-        joined = logged.joined()
-        return dict(joined.metrics), {"": joined.observed}
+        outcome = logged.joined()
+        return dict(outcome.metrics), {"": outcome.observed}
     where = validation.describe_method(experiment.train_step)
-    metrics: dict[str, jax.Array] = {}
-    own: dict[str, jax.Array] = {}
+    of_learners: dict[str, jax.Array] = {}
+    others: dict[str, jax.Array] = {}
     observed: Observed = {}
     for name, value in logged.items():
         if isinstance(value, Outcome):
-            joined = value.joined()
-            metrics |= {trees.join(name, key): x for key, x in joined.metrics.items()}
-            observed[name] = joined.observed
+            outcome = value.joined()
+            for key, x in outcome.metrics.items():
+                of_learners[trees.join(name, key)] = x
+            observed[name] = outcome.observed
         else:
-            own[name] = validation.scalar(where, name, value, keep_integers=True)
-    taken = sorted(metrics.keys() & own.keys())
+            others[name] = validation.scalar(where, name, value, keep_integers=True)
+    taken = sorted(of_learners.keys() & others.keys())
     if taken:
         raise errors.UserError(
-            f"{where} returned a scalar called {taken[0]!r}, which a learner logs: give it another name."
+            f"{where} returned a scalar called {taken[0]!r}, which a learner logs: give "
+            "it another name."
         )
-    return metrics | learner_lib.mean_over_replicas(own), observed
+    return of_learners | learner_lib.mean_over_replicas(others), observed
 
 
 def _check_observed(
@@ -362,30 +469,31 @@ def _check_observed(
     """
     before = state_lib.learners(TrainState(0, old, 0))
     after = state_lib.learners(TrainState(0, new, 0))
-    missing = []
     for name in sorted(before.keys() - observed.keys()):
         # A learner that the step does not update, such as a teacher, keeps the very
         # same arrays.
-        same = zip(
+        leaves = zip(
             jax.tree.leaves(before[name]), jax.tree.leaves(after[name]), strict=True
         )
-        if not all(x is y for x, y in same):
-            missing.append(name)
-    if missing:
-        name = missing[0]
+        if all(x is y for x, y in leaves):
+            continue
+        where = validation.describe_method(experiment.train_step)
+        logged = f"{{{name!r}: outcome}}" if name else "outcome"
         raise errors.UserError(
-            f"{validation.describe_method(experiment.train_step)} returned metrics without those of the learner "
-            f"{name or 'whose state it is'!r}: return the outcome of its update under the name of its state, as in "
-            f"state, outcome = learner.update(...); return state, {f'{{{name!r}: outcome}}' if name else 'outcome'}. "
-            "The run reads from it whether the step is finite."
+            f"{where} returned metrics without those of the learner "
+            f"{name or 'whose state it is'!r}: return the outcome of its update under "
+            "the name of its state, as in state, outcome = learner.update(...); return "
+            f"state, {logged}. The run reads from it whether the step is finite."
         )
 
 
 def _masked_sums(
     values: Mapping[str, jax.Array], mask: jax.Array
 ) -> dict[str, jax.Array]:
+    """Returns the sums over the examples of all replicas that count."""
+
     def masked_sum(value: jax.Array) -> jax.Array:
-        counts = mask.reshape(-1, *(1 for _ in value.shape[1:]))
+        counts = mask.reshape((-1,) + (1,) * (value.ndim - 1))
         # Padding is selected away: multiplied by zero, its nan would remain.
         return jnp.sum(jnp.where(counts, value.astype(jnp.float32), 0), axis=0)
 
@@ -393,11 +501,7 @@ def _masked_sums(
     return lax.psum(sums, mesh_lib.REPLICAS)
 
 
-def _replica_key(key: jax.Array) -> jax.Array:
-    return _key_of_replica(_group_key(key))
-
-
-def _group_key(key: jax.Array) -> jax.Array:
+def _key_of_group(key: jax.Array) -> jax.Array:
     return jax.random.fold_in(key, _index((mesh_lib.GROUP,)))
 
 
@@ -406,32 +510,41 @@ def _key_of_replica(group_key: jax.Array) -> jax.Array:
 
 
 def _index(axes: tuple[str, ...]) -> Any:
-    """The replica's index along some axes; a constant where there is only one replica,
-    which needs no value of its own.
+    """Returns the replica's index along some axes.
+
+    It is a constant where there is only one replica, which needs no value of its own.
     """
-    long = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
-    return lax.axis_index(long) if long else 0
+    long_axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return lax.axis_index(long_axes) if long_axes else 0
 
 
 def _local(state: TrainState, grouped: bool) -> TrainState:
     """Returns the state as a replica's methods see it: without dimensions of groups and
     of replicas.
     """
-    inner = (
-        jax.tree.map(lambda x: x[0], state.experiment) if grouped else state.experiment
+    inner = state.experiment
+    if grouped:
+        inner = jax.tree.map(lambda x: x[0], inner)
+    inner = jax.tree.map(
+        lambda x: x.local() if experiment_lib.is_own(x) else x,
+        inner,
+        is_leaf=experiment_lib.is_own,
     )
-    own = lambda x: x.local() if experiment_lib.is_own(x) else x
-    inner = jax.tree.map(own, inner, is_leaf=experiment_lib.is_own)
     return dataclasses.replace(state, experiment=inner)
 
 
 def _stored(state: TrainState, grouped: bool) -> TrainState:
-    """The inverse of `_local`."""
-    own = lambda x: x.stored() if experiment_lib.is_own(x) else x
-    inner = jax.tree.map(own, state.experiment, is_leaf=experiment_lib.is_own)
+    """Inverts `_local`."""
+    inner = jax.tree.map(
+        lambda x: x.stored() if experiment_lib.is_own(x) else x,
+        state.experiment,
+        is_leaf=experiment_lib.is_own,
+    )
     return dataclasses.replace(state, experiment=_of_group(inner, grouped))
 
 
 def _of_group(tree: Any, grouped: bool) -> Any:
     """Returns a group's arrays with the dimension of groups, if there are several."""
-    return jax.tree.map(lambda x: x[None], tree) if grouped else tree
+    if not grouped:
+        return tree
+    return jax.tree.map(lambda x: x[None], tree)

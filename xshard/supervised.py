@@ -192,7 +192,7 @@ class Supervised(experiment.Experiment):
         """
         outputs, _ = self.learner.apply(state, key, batch, is_training=False)
         values = dict(self._values(outputs, batch))
-        if state.rules.averages_module is not None:
+        if state.meta.averages_module is not None:
             averaged = state.replace(params=self.learner.averages(state))
             of_averages, _ = self.learner.apply(averaged, key, batch, is_training=False)
             for name, value in self._values(of_averages, batch).items():

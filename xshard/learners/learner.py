@@ -34,7 +34,6 @@ from xshard.optimizers import (
     trees,
     varying,
 )
-from xshard.optimizers.replica_map import equal_on_replicas
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -49,12 +48,12 @@ class _Update(NamedTuple):
       global_step: the number of updates applied.
       metrics: the replica's own metrics.
       aux: the loss's further output for all micro-batches: empty, or one tree.
-      shares: with shards of gradients, the replica's own part of each norm's square.
-        The square is the mean of `shares` over the replicas plus the entry of
-        `squares`. Otherwise empty.
-      squares: the squares of norms, or the part of them that `shares` lacks. Equal on
-        all replicas of a group.
-      agreed: further metrics, equal on all replicas of a group.
+      local_sq_norms: with shards of gradients, the replica's own part of each squared
+        norm, by name. The squared norm is the mean of these over the replicas plus the
+        entry of `sq_norms`. Otherwise empty.
+      sq_norms: the squared norms, or the part of them that `local_sq_norms` lacks.
+        Equal on all replicas of a group.
+      equal_metrics: further metrics, equal on all replicas of a group.
       nonfinite: the number of non-finite gradient elements for each parameter; with
         shards of gradients, the replica's own number.
       lowered: whether the update lowered a loss scale.
@@ -65,16 +64,17 @@ class _Update(NamedTuple):
     global_step: Any
     metrics: dict[str, Any]
     aux: tuple[Any, ...]
-    shares: dict[str, Any]
-    squares: dict[str, Any]
-    agreed: dict[str, Any]
+    local_sq_norms: dict[str, Any]
+    sq_norms: dict[str, Any]
+    equal_metrics: dict[str, Any]
     nonfinite: Any
     lowered: Any
 
 
 class Learner:
-    """A network with its update rule, as functions of a `LearnerState`. Call them in an
-    `Experiment`'s methods.
+    """A network with its update rule, as functions of a `LearnerState`.
+
+    Call them in an `Experiment`'s methods.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Learner:
             the compute type. A path begins with the argument's number or name, as in
             '0/time' for the field 'time' of a batch. Empty by default, which casts all.
         """
-        self._function = network
-        self._make_rule = optimizer
+        self._network = network
+        self._make_optimizer = optimizer
         self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
@@ -114,10 +114,10 @@ class Learner:
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
-        self._method = gradients.method(config.aggregation_method)
+        self._aggregation_method = gradients.method(config.aggregation_method)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
-        self._network = hk.transform_with_state(network)
-        self._rules = hk.transform_with_state(self._update)
+        self._transformed_network = hk.transform_with_state(network)
+        self._transformed_update = hk.transform_with_state(self._update)
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
         """Creates the initial state, with whole arrays.
@@ -127,18 +127,23 @@ class Learner:
           *args: the network's arguments; only their types and shapes matter.
           **kwargs: the network's keyword arguments, likewise.
         """
-        with validation.network_errors(self._function):
+        with validation.network_errors(self._network):
             args, kwargs = self._cast(self._policy.cast_to_param, args, kwargs)
             params, net_state, requested = gathering.init_network(
-                self._function, key, *args, **kwargs
+                self._network, key, *args, **kwargs
             )
-        validation.parameters(self._function, params)
+        validation.parameters(self._network, params)
         params = self._policy.cast_to_param(params)
-        rules = hk.transform(self._describe).apply({}, None, params, requested)
-        _, opt_state = hk.transform_with_state(self._init_rules).init(
-            key, params, rules
+        meta = hk.transform(self._describe).apply({}, None, params, requested)
+        init_optimizer = hk.transform_with_state(self._init_optimizer).init
+        _, opt_state = init_optimizer(key, params, meta)
+        return state_lib.LearnerState(
+            params=params,
+            net_state=net_state,
+            opt_state=opt_state,
+            global_step=jnp.int32(0),
+            meta=meta,
         )
-        return state_lib.LearnerState(params, net_state, opt_state, jnp.int32(0), rules)
 
     def apply(
         self,
@@ -158,47 +163,49 @@ class Learner:
           **kwargs: the network's keyword arguments, likewise.
         """
         args, kwargs = self._cast(self._policy.cast_to_compute, args, kwargs)
-        call = self._network.apply
+        params = self._policy.cast_to_compute(state.params)
+        apply = self._transformed_network.apply
         shards = run_context.shards_of(trees.leaves_by_path(state.params))
-        held = {path: shard.array for path, shard in shards.items()}
-        params = trees.replace(self._policy.cast_to_compute(state.params), held)
-        if held:
-            ready = {
-                path: x.gathered for path, x in shards.items() if x.gathered is not None
-            }
-            gatherer = self._gatherer(state)
-            call = gatherer.apply(
-                self._function, self._policy.compute_dtype, gathered=ready
+        if shards:
+            # The network gets the shards in place of the whole arrays, and gathers each
+            # in the compute type as it asks for it. So shards are not cast.
+            arrays = {}
+            gathered = {}
+            for path, shard in shards.items():
+                arrays[path] = shard.array
+                if shard.gathered is not None:
+                    gathered[path] = shard.gathered
+            params = trees.replace(params, arrays)
+            apply = self._gatherer(state.meta).apply(
+                self._network, self._policy.compute_dtype, gathered=gathered
             )
-        with validation.network_errors(self._function):
-            outputs, new_state = call(params, state.net_state, key, *args, **kwargs)
-        outputs = validation.outputs(self._function, outputs)
-        validation.network_state(self._function, state.net_state, new_state)
-        same_type = lambda new, old: new.astype(old.dtype)
-        new_state = jax.tree.map(same_type, new_state, state.net_state)
+        with validation.network_errors(self._network):
+            outputs, new_state = apply(params, state.net_state, key, *args, **kwargs)
+        outputs = validation.outputs(self._network, outputs)
+        validation.network_state(self._network, state.net_state, new_state)
+        new_state = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), new_state, state.net_state
+        )
         return self._policy.cast_to_output(outputs), new_state
 
     def _cast(
         self, cast: Callable[[Any], Any], args: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Returns a network's arguments after a cast, but those of `uncast` as they
-        are.
-        """
+        """Returns a network's arguments after a cast, but for those of `uncast`."""
         if not self._uncast:
             return cast((args, kwargs))
 
         def choose(path: Any, given: Any) -> Any:
-            # Without the number of the two, of which `args` is the first.
+            # The path begins with the number of the two, of which `args` is the first.
             if re.search(self._uncast, trees.path_name(path[1:])):
                 return given
             return cast(given)
 
         return jax.tree_util.tree_map_with_path(choose, (args, dict(kwargs)))
 
-    def _gatherer(self, state: state_lib.LearnerState) -> gathering.Gatherer:
-        return gathering.Gatherer(
-            run_context.current().mesh, state.rules.sharding, state.rules.reduce_dtype
-        )
+    def _gatherer(self, meta: state_lib.LearnerMeta) -> gathering.Gatherer:
+        mesh = run_context.current().mesh
+        return gathering.Gatherer(mesh, meta.param_layouts, meta.reduce_dtype)
 
     def update(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
@@ -225,15 +232,15 @@ class Learner:
           'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm' and
           the values of the rule's schedules (see `OptaxOptimizer`).
         """
-        rules_key = run_context.next_equal_key()
-        if rules_key is not None:
+        update_key = run_context.next_equal_key()
+        if update_key is not None:
             # A step may update a learner several times, in a loop too.
-            rules_key = jax.random.fold_in(rules_key, state.global_step)
-        with validation.loss_errors(loss), phases.update_key(rules_key):
-            update, opt_state = self._rules.apply(
+            update_key = jax.random.fold_in(update_key, state.global_step)
+        with validation.loss_errors(loss), phases.update_key(update_key):
+            update, opt_state = self._transformed_update.apply(
                 {}, state.opt_state, key, state, loss, batch
             )
-        equal = {
+        new = {
             "params": update.params,
             "opt_state": opt_state,
             "global_step": update.global_step,
@@ -242,44 +249,51 @@ class Learner:
             # The rule reduced the gradients, so these are equal on all replicas if they
             # were before. With one replica no collective shows that in the program, so
             # they are declared equal here.
-            before = state.params, state.global_step
-            equal = equal_on_replicas(
-                varying.marked(varying.UPDATED, equal), given=before
+            new = replica_map.equal_on_replicas(
+                varying.marked(varying.UPDATED, new),
+                given=(state.params, state.global_step),
             )
-        applied = equal["global_step"] != state.global_step
+        applied = new["global_step"] != state.global_step
+        # Without shards of gradients, their non-finite elements are counted alike on
+        # all replicas.
+        nonfinite = update.nonfinite if update.local_sq_norms else None
         # Averaged together, in one collective.
-        bad = update.nonfinite
-        net_state, metrics, shares, all_bad = mean_over_replicas(
-            (
-                update.net_state,
-                update.metrics,
-                update.shares,
-                bad if update.shares else None,
-            )
+        net_state, metrics, local_sq_norms, nonfinite = mean_over_replicas(
+            (update.net_state, update.metrics, update.local_sq_norms, nonfinite)
         )
-        bad = all_bad if update.shares else bad
-        observed = state_lib.observe(applied, update.lowered, metrics["loss"], bad > 0)
-        select = lambda new, old: jnp.where(applied, new, old)
-        net_state = jax.tree.map(select, net_state, state.net_state)
-        metrics |= {
-            name: _norm(x, shares.get(name)) for name, x in update.squares.items()
-        }
-        metrics |= update.agreed
-        metrics |= {"skipped": jnp.int32(~applied), "global_step": equal["global_step"]}
-        state = state.replace(**equal, net_state=net_state)
-        return state, state_lib.Outcome(metrics, observed, *update.aux)
+        if nonfinite is None:
+            nonfinite = update.nonfinite
+        observed = state_lib.observe(
+            applied, update.lowered, metrics["loss"], nonfinite > 0
+        )
+        # A skipped update leaves the network's state as it was, too.
+        net_state = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), net_state, state.net_state
+        )
+        for name, sq_norm in update.sq_norms.items():
+            if name in local_sq_norms:
+                sq_norm = sq_norm + local_sq_norms[name]
+            metrics[name] = jnp.sqrt(sq_norm).astype(jnp.float32)
+        metrics |= update.equal_metrics
+        metrics["skipped"] = jnp.int32(~applied)
+        metrics["global_step"] = new["global_step"]
+        outcome = state_lib.Outcome(metrics, observed, *update.aux)
+        return state.replace(**new, net_state=net_state), outcome
 
     def averages(self, state: state_lib.LearnerState) -> Any:
-        """Returns the parameters' averages from a `MovingAverageOptimizer`, as a tree
-        with the parameters' structure.
+        """Returns the parameters' averages from a `MovingAverageOptimizer`.
 
         Args:
           state: the learner's state.
+
+        Returns:
+          A tree with the parameters' structure.
         """
-        name = state.rules.averages_module
+        name = state.meta.averages_module
         if name is None:
+            where = validation.describe_method(self._make_optimizer)
             raise errors.UserError(
-                f"{validation.describe_method(self._make_rule)} returned a rule that keeps no averages: wrap it in a "
+                f"{where} returned a rule that keeps no averages: wrap it in a "
                 "MovingAverageOptimizer."
             )
         return moving_average.averages(state.opt_state[name], state.params)
@@ -288,94 +302,100 @@ class Learner:
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
         """Returns only the loss, with the arguments of `update`."""
-        return self._call(state, loss, batch, key)[0]
-
-    def _call(
-        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
-    ) -> Any:
         # The loss may use Haiku's random keys and read the rules' state.
-        called = hk.transform_with_state(lambda: loss(state, batch, key))
-        return called.apply({}, state.opt_state, key)[0]
+        transformed = hk.transform_with_state(lambda: loss(state, batch, key))
+        returned, _ = transformed.apply({}, state.opt_state, key)
+        return returned[0]
 
     def _describe(
         self, params: Any, requested: Mapping[str, tuple[int, ...]]
-    ) -> state_lib.Rules:
-        """Describes the rules, given the parameters and the shapes in which the network
-        asks for them.
-        """
-        opt, run = self._optimizer({}), run_context.current()
-        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
-        module = averaging[0].module_name if averaging else None
-        rules = state_lib.Rules(averages_module=module)
-        for rule in inspection.reducing(opt):
-            if rule.shard_update:
-                rules = dataclasses.replace(rules, shards_update=True)
-            if rule.shard_params:
-                inspection.check_shards_params(opt, run.mesh, clips=self._clips)
-                held = gathering.layouts_of(
-                    params, requested, run.mesh, run.sharding_rules
-                )
-                rules = dataclasses.replace(
-                    rules, sharding=held, reduce_dtype=rule.reduce_dtype
-                )
-        return rules
+    ) -> state_lib.LearnerMeta:
+        """Returns the properties of the rules.
 
-    def _optimizer(self, held: layouts.Layouts) -> base.Optimizer:
+        Args:
+          params: the parameters.
+          requested: the shapes in which the network asks for them.
+        """
+        opt = self._bound_optimizer({})
         run = run_context.current()
-        opt = validation.optimizer(self._make_rule)
-        inspection.check_reduces(
-            validation.describe_method(self._make_rule), opt, run.mesh
+        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
+        meta = state_lib.LearnerMeta(
+            shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
+            averages_module=averaging[0].module_name if averaging else None,
         )
         for rule in inspection.reducing(opt):
-            rule.bind_mesh(run.mesh, run.sharding_rules, held)
+            if rule.shard_params:
+                inspection.check_shards_params(opt, run.mesh, clips=self._clips)
+                param_layouts = gathering.layouts_of(
+                    params, requested, run.mesh, run.sharding_rules
+                )
+                meta = dataclasses.replace(
+                    meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
+                )
+        return meta
+
+    def _bound_optimizer(self, param_layouts: layouts.Layouts) -> base.Optimizer:
+        """Makes the rule, checks it, and tells it how arrays lie on the mesh."""
+        run = run_context.current()
+        opt = validation.optimizer(self._make_optimizer)
+        where = validation.describe_method(self._make_optimizer)
+        inspection.check_reduces(where, opt, run.mesh)
+        for rule in inspection.reducing(opt):
+            rule.bind_mesh(run.mesh, run.sharding_rules, param_layouts)
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)
         return opt
 
-    def _init_rules(self, params: Any, rules: state_lib.Rules) -> None:
-        opt = self._optimizer(rules.sharding)
-        if run_context.current().all_slots:
-            opt.init(params)
-        else:
-            trained = trees.select(params, trees.unfrozen(params, self._frozen))
-            zeros = trees.rebuild(params, jax.tree.map(jnp.zeros_like, trained))
-            opt.apply_gradients(self._clip(zeros), params)
+    def _init_optimizer(self, params: Any, meta: state_lib.LearnerMeta) -> None:
+        """Creates the rule's state, by an update with gradients of zero.
+
+        Frozen parameters have no gradients, and so no slots.
+        """
+        opt = self._bound_optimizer(meta.param_layouts)
+        trained = trees.select(params, trees.unfrozen(params, self._frozen))
+        zeros = trees.rebuild(params, jax.tree.map(jnp.zeros_like, trained))
+        opt.apply_gradients(self._clip(zeros), params)
 
     def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
-        opt = self._optimizer(state.rules.sharding)
+        """Differentiates the loss, and applies the gradients: a Haiku function."""
+        opt = self._bound_optimizer(state.meta.param_layouts)
         value, net_state, metrics, aux, grads = self._differentiate(
             opt, state, loss, batch
         )
-        scales = inspection.loss_scales(opt)
+        # Schedules are read before the update, which counts it, and hyperparameters
+        # after it, which sets them.
+        old_scales = inspection.loss_scales(opt)
         scheduled = inspection.schedules(opt, state.global_step)
-        done = inspection.apply(opt, self._clip(grads), state.params, state.global_step)
-        shares, squares = inspection.norms(done)
+        applied = inspection.apply(
+            opt, self._clip(grads), state.params, state.global_step
+        )
+        local_sq_norms, sq_norms = inspection.norms(applied)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
-        where = f"The rule of {validation.describe_method(self._make_rule)}"
+
+        equal_metrics = {}
+        where = f"The rule of {validation.describe_method(self._make_optimizer)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is
         # kept.
-        names = sorted(scheduled.keys() - metrics.keys())
-        agreed = {
-            name: validation.scalar(where, name, scheduled[name]) for name in names
-        }
+        for name in sorted(scheduled.keys() - metrics.keys()):
+            equal_metrics[name] = validation.scalar(where, name, scheduled[name])
         if new_scales:
-            agreed["loss_scale"] = new_scales[0]
+            equal_metrics["loss_scale"] = new_scales[0]
         lowered = jnp.asarray(False)
-        for old, new in zip(scales, new_scales, strict=True):
+        for old, new in zip(old_scales, new_scales, strict=True):
             lowered |= new < old
         return _Update(
-            done.params,
-            net_state,
-            done.global_step,
-            {**metrics, "loss": value},
-            aux,
-            shares,
-            squares,
-            agreed,
-            inspection.count_nonfinite(done),
-            lowered,
+            params=applied.params,
+            net_state=net_state,
+            global_step=applied.global_step,
+            metrics={**metrics, "loss": value},
+            aux=aux,
+            local_sq_norms=local_sq_norms,
+            sq_norms=sq_norms,
+            equal_metrics=equal_metrics,
+            nonfinite=inspection.count_nonfinite(applied),
+            lowered=lowered,
         )
 
     def _differentiate(
@@ -386,23 +406,19 @@ class Learner:
         """
         parts = self._micro_batches
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
-
-        ready = {}
+        gatherer = self._gatherer(state.meta)
+        gathered: dict[str, jax.Array] = {}
         if self._gathers_once and parts > 1:
-            ready = self._gatherer(state).gather_global(
-                state.params, self._policy.compute_dtype
-            )
+            gathered = gatherer.gather_global(state.params, self._policy.compute_dtype)
 
         def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
-            gatherer = self._gatherer(state)
-            held = gatherer.select_shards(params)
-            whole = gatherer.gather(held)
-            with run_context.with_shards(whole, held, ready):
-                returned = loss(
-                    state.replace(params=trees.replace(params, whole)), *inputs
-                )
+            shards = gatherer.select_shards(params)
+            whole = gatherer.gather(shards)
+            with run_context.with_shards(whole, shards, gathered):
+                whole_state = state.replace(params=trees.replace(params, whole))
+                returned = loss(whole_state, *inputs)
             value, *rest = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
             # the mean.
@@ -418,7 +434,7 @@ class Learner:
             state.params,
             var_list=trees.unfrozen(state.params, self._frozen),
             gate_gradients=base.Optimizer.GATE_NONE,
-            aggregation_method=self._method,
+            aggregation_method=self._aggregation_method,
             has_aux=True,
         )
         if parts > 1:
@@ -428,26 +444,24 @@ class Learner:
 
 
 def mean_over_replicas(tree: Any) -> Any:
-    """Averages a tree's floating-point arrays over the replicas of a group; other
-    arrays stay as they are.
+    """Averages a tree's floating-point arrays over the replicas of a group.
+
+    Other arrays stay as they are.
     """
 
     def mean(x: jax.Array) -> jax.Array:
-        return (
-            lax.pmean(x, mesh_lib.REPLICAS)
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-            else x
-        )
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return lax.pmean(x, mesh_lib.REPLICAS)
 
     return jax.tree.map(mean, tree)
 
 
-def _norm(square: jax.Array, share: jax.Array | None) -> jax.Array:
-    return jnp.sqrt(square if share is None else square + share).astype(jnp.float32)
-
-
 def _mean_over_parts(x: jax.Array) -> jax.Array:
-    """The mean over micro-batches of a floating-point array; the last value of any
-    other, such as a count.
+    """Returns the mean over micro-batches of a floating-point array.
+
+    Of any other, such as a count, it is the last value.
     """
-    return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[-1]
+    return jnp.mean(x, axis=0)

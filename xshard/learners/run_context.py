@@ -1,5 +1,7 @@
-"""The context in which learners are called: it gives them their mesh while a step is
-traced.
+"""What a run gives to the learners that are called in it, while its step is traced.
+
+A learner is called in the methods of an experiment, which know nothing of devices. So
+the run passes it the mesh and the like beside the methods' arguments.
 """
 
 import contextlib
@@ -15,86 +17,6 @@ from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 
 
-class RunContext(NamedTuple):
-    """The context in which a learner is called; the fields are the arguments of
-    `run_on`.
-    """
-
-    mesh: jax.sharding.Mesh
-    sharding_rules: mesh_lib.Rules
-    all_slots: bool
-
-
-_CURRENT: contextvars.ContextVar[RunContext] = contextvars.ContextVar("run")
-# Whole arrays and their shards, by the identity of the whole array.
-_SHARDS: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar(
-    "shards", default=types.MappingProxyType({})
-)
-# A random key that is equal on all replicas of a group, and the numbers of the keys
-# drawn from it.
-_EQUAL_KEYS: contextvars.ContextVar[tuple[jax.Array, Iterator[int]] | None] = (
-    contextvars.ContextVar("equal_keys", default=None)
-)
-
-
-@contextlib.contextmanager
-def run_on(
-    mesh: jax.sharding.Mesh,
-    sharding_rules: mesh_lib.Rules = (),
-    *,
-    all_slots: bool = False,
-) -> Iterator[None]:
-    """Tells the learners that are called in its body on which mesh they run, while they
-    are traced.
-
-    Args:
-      mesh: a mesh of `xshard.mesh.make_mesh`.
-      sharding_rules: the rules for parameters that lie along the mesh axis 'model'.
-      all_slots: whether to create slots for frozen parameters too, as old checkpoints
-        contain them.
-    """
-    token = _CURRENT.set(RunContext(mesh, sharding_rules, all_slots))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-def current() -> RunContext:
-    """The run whose step is being traced; UserError outside a run."""
-    current = _CURRENT.get(None)
-    if current is None:
-        raise errors.UserError(
-            "A Learner must be called in the init, train_step, eval_step or predict of an Experiment, where the run "
-            "sets its mesh. Elsewhere: with xshard.learners.run_context.run_on(mesh): ..."
-        )
-    return current
-
-
-@contextlib.contextmanager
-def equal_keys(key: jax.Array) -> Iterator[None]:
-    """Gives the learners that are called in its body a random key that is equal on all
-    replicas of a group.
-    """
-    token = _EQUAL_KEYS.set((key, itertools.count()))
-    try:
-        yield
-    finally:
-        _EQUAL_KEYS.reset(token)
-
-
-def next_equal_key() -> jax.Array | None:
-    """The next random key that is equal on all replicas of a group, another one in each
-    call; None outside a step.
-    """
-    keys = _EQUAL_KEYS.get()
-    if keys is None:
-        return None
-    key, numbers = keys
-    # From the top, since the replicas' own keys are numbered from 0.
-    return jax.random.fold_in(key, 2**32 - 1 - next(numbers))
-
-
 class Shard(NamedTuple):
     """A replica's shard of a parameter.
 
@@ -106,6 +28,99 @@ class Shard(NamedTuple):
 
     array: jax.Array
     gathered: jax.Array | None
+
+
+class RunContext(NamedTuple):
+    """The context in which a learner is called.
+
+    Attributes:
+      mesh: a mesh of `xshard.mesh.make_mesh`.
+      sharding_rules: the rules for parameters that lie along the mesh axis 'model'.
+      equal_keys: random keys that are equal on all replicas of a group, each another
+        one; None outside a training step.
+      shards: whole arrays and the shards that they were gathered from, by the identity
+        of the whole array.
+    """
+
+    mesh: jax.sharding.Mesh
+    sharding_rules: mesh_lib.Rules
+    equal_keys: Iterator[jax.Array] | None
+    shards: Mapping[int, tuple[jax.Array, Shard]]
+
+
+_CURRENT: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(
+    "run", default=None
+)
+
+
+@contextlib.contextmanager
+def run_on(
+    mesh: jax.sharding.Mesh,
+    sharding_rules: mesh_lib.Rules = (),
+    *,
+    equal_key: jax.Array | None = None,
+) -> Iterator[None]:
+    """Tells the learners that are called in its body on which mesh they run, while they
+    are traced.
+
+    Args:
+      mesh: a mesh of `xshard.mesh.make_mesh`.
+      sharding_rules: the rules for parameters that lie along the mesh axis 'model'.
+      equal_key: the random key of a training step, equal on all replicas of a group.
+    """
+    equal_keys = None if equal_key is None else _fold_numbers(equal_key)
+    with _as_current(
+        RunContext(
+            mesh=mesh,
+            sharding_rules=sharding_rules,
+            equal_keys=equal_keys,
+            shards=types.MappingProxyType({}),
+        )
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _as_current(context: RunContext) -> Iterator[None]:
+    token = _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def _fold_numbers(key: jax.Array) -> Iterator[jax.Array]:
+    """Yields keys that are folded from a key and a number each."""
+    # From the top, since the replicas' own keys are numbered from 0.
+    for number in itertools.count():
+        yield jax.random.fold_in(key, 2**32 - 1 - number)
+
+
+def current() -> RunContext:
+    """Returns the context of the run whose step is being traced.
+
+    Raises:
+      UserError: outside a run.
+    """
+    context = _CURRENT.get()
+    if context is None:
+        raise errors.UserError(
+            "A Learner must be called in the init, train_step, eval_step or predict of "
+            "an Experiment, where the run sets its mesh. Elsewhere: with "
+            "xshard.learners.run_context.run_on(mesh): ..."
+        )
+    return context
+
+
+def next_equal_key() -> jax.Array | None:
+    """Returns the next random key that is equal on all replicas of a group.
+
+    Each call in a training step returns another one. It is None outside of one.
+    """
+    context = _CURRENT.get()
+    if context is None or context.equal_keys is None:
+        return None
+    return next(context.equal_keys)
 
 
 @contextlib.contextmanager
@@ -123,28 +138,27 @@ def with_shards(
       gathered: the arrays that are gathered already in the type that networks compute
         in, by path.
     """
-    known = {}
+    by_identity = {}
     for path, x in whole.items():
-        known[id(x)] = x, Shard(shards[path], gathered.get(path))
-    token = _SHARDS.set(known)
-    try:
+        by_identity[id(x)] = x, Shard(shards[path], gathered.get(path))
+    with _as_current(current()._replace(shards=by_identity)):
         yield
-    finally:
-        _SHARDS.reset(token)
 
 
 def shards_of(params: Mapping[str, Any]) -> dict[str, Shard]:
-    """The shards of exactly these parameter arrays, by path. Arrays computed from them
-    have none.
+    """Returns the shards of exactly these parameter arrays, by path.
 
-    Neither has an array that a branch, a loop or a derivative within the step uses from
-    outside: a gather there may be reached by some replicas only.
+    An array has none if it was computed from them, or if a branch, a loop or a
+    derivative within the step uses it from outside: a gather there may be reached by
+    some replicas only.
     """
-    known = _SHARDS.get()
-    found = {}
+    context = _CURRENT.get()
+    shards: dict[str, Shard] = {}
+    if context is None:
+        return shards
     for path, x in params.items():
-        # Compared by identity: the entry keeps the array, so that no other has its
-        # number.
-        if id(x) in known and jax_internals.is_of_current_trace(x):
-            found[path] = known[id(x)][1]
-    return found
+        # Arrays in a trace have no other identity than that of the object. The entry
+        # keeps its array, so that no other object has the same number.
+        if id(x) in context.shards and jax_internals.is_of_current_trace(x):
+            _, shards[path] = context.shards[id(x)]
+    return shards

@@ -9,15 +9,18 @@ import jax.numpy as jnp
 
 from xshard.optimizers import layouts, trees
 
-# The verdicts on an update. FINE: applied and finite, or skipped with a lowered loss
-# scale. SKIPPED_AT_MIN_SCALE: skipped, although no loss scale was lowered for the next one. NONFINITE:
-# applied with a loss or gradient that is not finite.
-FINE, SKIPPED_AT_MIN_SCALE, NONFINITE = 0, 1, 2
+# The verdicts on an update.
+# Applied and finite, or skipped with a lowered loss scale.
+FINE = 0
+# Skipped, although no loss scale was lowered for the next one.
+SKIPPED_AT_MIN_SCALE = 1
+# Applied with a loss or gradient that is not finite.
+NONFINITE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """The properties of a learner's rules that decide how their state lies on the mesh.
+class LearnerMeta:
+    """The properties of a learner's rules that decide how its state lies on the mesh.
 
     All fields compare as equal, so they do not change a state's tree structure: a run
     with a sharded update can resume without one, and vice versa.
@@ -26,7 +29,7 @@ class Rules:
       shards_update: whether slots are sharded over the replicas.
       averages_module: the module name under which the rules keep averages of the
         parameters; None without averages.
-      sharding: the layouts of parameters and slots if parameters are also held in
+      param_layouts: the layouts of parameters and slots if parameters are also held in
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
         summed.
@@ -34,7 +37,9 @@ class Rules:
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
-    sharding: layouts.Layouts = dataclasses.field(default_factory=dict, compare=False)
+    param_layouts: layouts.Layouts = dataclasses.field(
+        default_factory=dict, compare=False
+    )
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
 
 
@@ -49,14 +54,15 @@ class LearnerState:
       opt_state: the state of the update rules: slots, counts, loss scale.
       global_step: the number of updates applied, int32. A skipped step does not advance
         it.
-      rules: the properties of the rules.
+      meta: the properties of the rules. It is no child of the pytree, so no checkpoint
+        holds it.
     """
 
     params: Any
     net_state: Any
     opt_state: Any
     global_step: Any
-    rules: Rules = Rules()
+    meta: LearnerMeta = LearnerMeta()
 
     def replace(self, **changes: Any) -> "LearnerState":
         """Returns the state with new values for some attributes."""
@@ -66,7 +72,7 @@ class LearnerState:
 jax.tree_util.register_dataclass(
     LearnerState,
     data_fields=("params", "net_state", "opt_state", "global_step"),
-    meta_fields=("rules",),
+    meta_fields=("meta",),
 )
 
 
@@ -91,12 +97,12 @@ def layout_of_copies(
       not a copy, if the parameter is not held in shards, or if several such parameters
       have different layouts.
     """
-    params: dict[str, list[tuple[Any, Any]]] = {}
+    # The shape and the layout, if any, of all parameters of each path.
+    params: dict[str, list[tuple[Any, layouts.Layout | None]]] = {}
     for state in states:
         for path, x in trees.leaves_by_path(state.params).items():
-            params.setdefault(path, []).append(
-                (x.shape, state.rules.sharding.get(path))
-            )
+            layout = state.meta.param_layouts.get(path)
+            params.setdefault(path, []).append((x.shape, layout))
 
     def find(path: str, x: Any) -> layouts.Layout | None:
         # The longest ending comes first, so a copy is matched to the most specific
@@ -106,16 +112,18 @@ def layout_of_copies(
                 layout for shape, layout in params.get(ending, ()) if shape == x.shape
             ]
             if found:
-                first, *others = found
-                is_shard = first is not None and first.shards_param
-                return (
-                    first
-                    if is_shard and all(other == first for other in others)
-                    else None
-                )
+                return _shared_layout(found)
         return None
 
     return find
+
+
+def _shared_layout(found: list[layouts.Layout | None]) -> layouts.Layout | None:
+    """Returns the layout if all are the same one, of a parameter held in shards."""
+    first, *others = found
+    if first is None or not first.shards_param:
+        return None
+    return first if all(other == first for other in others) else None
 
 
 class Observed(NamedTuple):
@@ -134,7 +142,7 @@ class Observed(NamedTuple):
 
 
 def observe(
-    applied: jax.Array, lowered: jax.Array, loss: jax.Array, bad: jax.Array
+    applied: jax.Array, lowered: jax.Array, loss: jax.Array, nonfinite: jax.Array
 ) -> Observed:
     """Judges an update.
 
@@ -142,13 +150,13 @@ def observe(
       applied: whether it was applied.
       lowered: whether it lowered a loss scale.
       loss: its loss.
-      bad: for each parameter, whether its gradient was not finite.
+      nonfinite: for each parameter, whether its gradient was not finite.
     """
-    trouble = jnp.any(bad) | ~jnp.isfinite(loss)
-    of_applied = jnp.where(trouble, NONFINITE, FINE)
-    of_skipped = jnp.where(lowered, FINE, SKIPPED_AT_MIN_SCALE)
-    verdict = jnp.where(applied, of_applied, of_skipped).astype(jnp.int32)
-    return Observed(verdict, loss, bad)
+    has_nonfinite = jnp.any(nonfinite) | ~jnp.isfinite(loss)
+    if_applied = jnp.where(has_nonfinite, NONFINITE, FINE)
+    if_skipped = jnp.where(lowered, FINE, SKIPPED_AT_MIN_SCALE)
+    verdict = jnp.where(applied, if_applied, if_skipped).astype(jnp.int32)
+    return Observed(verdict=verdict, loss=loss, gradients=nonfinite)
 
 
 class Outcome(NamedTuple):
@@ -179,15 +187,17 @@ class Outcome(NamedTuple):
         """Returns the outcomes of several updates, which a scan stacks, as one.
 
         It logs the values of the last update, and `updates_per_step`. The run watches
-        the first update with trouble, or else the last.
+        the first update with a value that is not finite, or else the last.
         """
+        # A verdict is a scalar, so its dimensions are those of the scans.
         shape = jnp.shape(self.observed.verdict)
         if not shape:
             return self
         flatten = lambda x: x.reshape(-1, *x.shape[len(shape) :])
         metrics, observed = jax.tree.map(flatten, (self.metrics, self.observed))
-        trouble = observed.verdict == NONFINITE
-        watched = jnp.where(jnp.any(trouble), jnp.argmax(trouble), len(trouble) - 1)
+        is_nonfinite = observed.verdict == NONFINITE
+        count = len(is_nonfinite)
+        watched = jnp.where(jnp.any(is_nonfinite), jnp.argmax(is_nonfinite), count - 1)
         metrics = {name: x[-1] for name, x in metrics.items()}
-        metrics["updates_per_step"] = jnp.int32(len(trouble))
+        metrics["updates_per_step"] = jnp.int32(count)
         return Outcome(metrics, jax.tree.map(lambda x: x[watched], observed))

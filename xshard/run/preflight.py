@@ -5,6 +5,7 @@ and JAX caches the trace of a jitted function for the function's first call.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     if replicas is not None:
         return logical.Program(
             validation.describe_method(experiment.train_step),
-            step.on_replicas(experiment, replicas.mesh),
+            functools.partial(step.step_of_replica, experiment, replicas.mesh),
             replicas,
             donate_argnums=0,
         )
@@ -204,7 +205,7 @@ def warnings(
 def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
     """Yields a line if averages are evaluated with state of the parameters' own."""
     for name, learner in state_lib.learners(state).items():
-        if learner.rules.averages_module is None:
+        if learner.meta.averages_module is None:
             continue
         leaves = trees.leaves_by_path(learner.net_state)
         floats = [
@@ -233,7 +234,7 @@ def _note_of_whole_arrays(
     whole = []
     total = 0
     for name, learner in state_lib.learners(state).items():
-        if not learner.rules.shards_update:
+        if not learner.meta.shards_update:
             continue
         for path, x in trees.leaves_by_path(learner.params).items():
             layout = layouts.layout(

@@ -275,7 +275,7 @@ def _differences(
       sums: uint32 of shape (groups, slices, replicas, 2).
     """
     groups, slices, replicas = sums.shape[:3]
-    is_per_replica = [axis in cell.own for axis in mesh_lib.REPLICAS]
+    is_per_replica = [axis in cell.differing_axes for axis in mesh_lib.REPLICAS]
     for group in range(groups):
         # Replicas must hold equal copies if they have the same place along the axes
         # along which the cell differs.

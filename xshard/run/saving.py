@@ -394,7 +394,7 @@ def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState
       before: the state before some of its arrays were replaced. Averages that were
         replaced, too, are kept.
     """
-    name = state.rules.averages_module
+    name = state.meta.averages_module
     if name is None:
         return state
     slots = dict(state.opt_state[name])

@@ -98,14 +98,7 @@ class StateManager(checkpoint.Manager):
         target: Any = self.target
         if fits:
             target = functools.partial(replica_state.fit, self.target, self._mesh)
-        return self.restore(target, step, may_hold=self._state_with_all_slots)
-
-    def _state_with_all_slots(self) -> state_lib.TrainState:
-        # A checkpoint of a run with fewer frozen parameters has slots that are not read
-        # any more.
-        return state_lib.abstract_state(
-            self._experiment, self._mesh, self._seed, self._example, all_slots=True
-        )
+        return self.restore(target, step)
 
 
 def _finite_paths(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:

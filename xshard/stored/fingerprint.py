@@ -24,9 +24,15 @@ from xshard.optimizers import trees, varying
 from xshard.stored import hashing
 
 # The kinds of arrays. Each kind has one fingerprint, over all learners.
-PARAMS, SLOTS, NET_STATE, OTHER = KINDS = ("params", "slots", "net_state", "other")
+PARAMS = "params"
+SLOTS = "slots"
+NET_STATE = "net_state"
+OTHER = "other"
+KINDS = (PARAMS, SLOTS, NET_STATE, OTHER)
+
 # The prefix of the names under which fingerprints are logged.
 PREFIX = "fingerprint/"
+
 # Arrays of at most this many words are concatenated and mixed together: XLA takes 15 ms
 # to compile the mixing of one array of any size.
 _SMALL = 1024
@@ -38,12 +44,12 @@ class Cell(NamedTuple):
 
     Attributes:
       name: one of `KINDS`; or the array's path, if each array has its own fingerprint.
-      own: the replica axes along which the values differ; along the others, replicas
-        hold copies.
+      differing_axes: the replica axes along which the values differ; along the others,
+        replicas hold copies.
     """
 
     name: str
-    own: tuple[str, ...]
+    differing_axes: tuple[str, ...]
 
 
 class Fingerprints(NamedTuple):
@@ -53,8 +59,8 @@ class Fingerprints(NamedTuple):
     Attributes:
       values: the fingerprint, two uint32, of each kind that has arrays; or of each
         array, by its path.
-      diverged: whether replicas of a group hold different copies of a value that must be
-        equal; a scalar.
+      diverged: whether replicas of a group hold different copies of a value that must
+        be equal; a scalar.
       table: the sums of each replica, uint32 of shape (slices, replicas, cells, 2), in
         the order of `cells`.
     """
@@ -69,7 +75,7 @@ class Fingerprints(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The layout of an array, without its dimension of groups.
+    """How an array lies, without its dimension of groups.
 
     Attributes:
       cell: the cell to whose fingerprint the array contributes.
@@ -91,8 +97,9 @@ def cells(
     *,
     each: bool = False,
 ) -> list[Cell]:
-    """Returns the cells of a state. Only the state's shapes are used. The other
-    arguments are those of `program`.
+    """Returns the cells of a state, of which only the shapes are used.
+
+    The other arguments are those of `program`.
     """
     return _cells(_places(experiment, mesh, state, each))
 
@@ -117,18 +124,20 @@ def program(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def fingerprints(state: state_lib.TrainState) -> Fingerprints:
-        def local(state_of_replica: state_lib.TrainState) -> Fingerprints:
-            due = is_due(state_of_replica.step, every_steps)
-            of_group = of_replica(
-                experiment, mesh, state, state_of_replica, due, each=each
-            )
-            return jax.tree.map(lambda x: x[None], of_group) if grouped else of_group
+        def on_replica(local_state: state_lib.TrainState) -> Fingerprints:
+            due = is_due(local_state.step, every_steps)
+            of_group = of_replica(experiment, mesh, state, local_state, due, each=each)
+            if not grouped:
+                return of_group
+            return jax.tree.map(lambda x: x[None], of_group)
 
-        specs = state_lib.specs(experiment, mesh, state, manual=True)
-        per_group = jax.P(*mesh_lib.group_axes(mesh))
-        return mesh_lib.on_replicas(
-            local, mesh, in_specs=(specs,), out_specs=per_group
-        )(state)
+        on_all = mesh_lib.on_replicas(
+            on_replica,
+            mesh,
+            in_specs=(state_lib.specs(experiment, mesh, state, manual=True),),
+            out_specs=jax.P(*mesh_lib.group_axes(mesh)),
+        )
+        return on_all(state)
 
     return fingerprints
 
@@ -144,37 +153,38 @@ def of_replica(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
-    local: state_lib.TrainState,
+    local_state: state_lib.TrainState,
     is_due: Any = True,
     *,
     each: bool = False,
 ) -> Fingerprints:
-    """Computes the fingerprints of a state, equal on every replica. Call it in a
-    `jax.shard_map` over the replicas.
+    """Computes the fingerprints of a state, equal on every replica.
 
-    Replicas exchange their sums as float32, so that XLA can combine the all-reduce with
-    others of that type.
+    Call it in a `jax.shard_map` over the replicas. They exchange their sums as float32,
+    so that XLA can combine the all-reduce with others of that type.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the state.
-      local: the replica's part of the state.
+      local_state: the replica's part of the state.
       is_due: whether to compute the fingerprints, a scalar that may be traced. If it is
         False, all of them are 0.
       each: as for `program`.
     """
     places = _places(experiment, mesh, state, each)
-    leaves = jax.tree.leaves(local)
-    if mesh_lib.num_groups(mesh) > 1:
-        shared = len(jax.tree.leaves((state.step, state.rng)))
-        leaves = [x if i < shared else x[0] for i, x in enumerate(leaves)]
     cells = _cells(places)
+    leaves = jax.tree.leaves(local_state)
+    if mesh_lib.num_groups(mesh) > 1:
+        # The step and the key, which come first, are the same for all groups.
+        shared = len(jax.tree.leaves((state.step, state.rng)))
+        leaves = leaves[:shared] + [x[0] for x in leaves[shared:]]
     # Computed outside the branch below: logical replicas know their index only here.
-    along = {axes for place in places for axes in place.axes if axes}
-    shards = {axes: lax.axis_index(axes).astype(jnp.uint32) for axes in sorted(along)}
+    shard_indices = {}
+    for axes in sorted({axes for place in places for axes in place.axes if axes}):
+        shard_indices[axes] = lax.axis_index(axes).astype(jnp.uint32)
 
-    def of_own() -> jax.Array:
+    def local_sums() -> jax.Array:
         sums = {cell: jnp.zeros(2, jnp.uint32) for cell in cells}
         small = collections.defaultdict(list)
         for place, x in zip(places, leaves, strict=True):
@@ -182,18 +192,19 @@ def of_replica(
             if words.size <= _SMALL and not any(place.axes):
                 small[place.cell].append((place.path, words.reshape(-1)))
             else:
-                sums[place.cell] += _of_array(place, words, shards)
+                sums[place.cell] += _of_array(place, words, shard_indices)
         for cell, arrays in small.items():
             sums[cell] += _of_small(arrays)
         return jnp.stack(list(sums.values()))
 
     if is_due is True:
-        own = of_own()
+        local = local_sums()
     else:
-        own = lax.cond(is_due, of_own, lambda: jnp.zeros((len(cells), 2), jnp.uint32))
-    table = _exchange(mesh, own)
+        zeros = lambda: jnp.zeros((len(cells), 2), jnp.uint32)
+        local = lax.cond(is_due, local_sums, zeros)
+    table = _exchange(mesh, local)
     values, diverged = _combine(cells, table)
-    return Fingerprints(values, diverged, table)
+    return Fingerprints(values=values, diverged=diverged, table=table)
 
 
 def _cells(places: Sequence[_Place]) -> list[Cell]:
@@ -207,24 +218,29 @@ def _places(
     each: bool,
 ) -> list[_Place]:
     """Returns the place of each leaf of a state."""
-    groups = mesh_lib.group_axes(mesh)
     specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
     kinds = jax.tree.leaves(jax.tree.broadcast(_kinds(state), state))
     places = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), spec, kind in zip(leaves, specs, kinds, strict=True):
         name = trees.path_name(path)
-        skip = len(groups)
+        num_group_dims = len(mesh_lib.group_axes(mesh))
         if name in ("step", "rng"):
-            skip = 0
-        sizes = list(leaf.shape[skip:])
-        entries = [*spec[skip:], *[None] * len(sizes)][: len(sizes)]
-        axes = tuple(tuple(mesh_lib.axes_of([entry])) for entry in entries)
-        own = tuple(
-            axis for axis in mesh_lib.REPLICAS if axis in varying.axes_of_spec(spec)
+            num_group_dims = 0
+        sizes = leaf.shape[num_group_dims:]
+        # A spec may leave out the last dimensions.
+        axes: list[tuple[str, ...]] = [()] * len(sizes)
+        for dim, entry in enumerate(spec[num_group_dims:]):
+            axes[dim] = tuple(mesh_lib.axes_of([entry]))
+        varying_axes = varying.axes_of_spec(spec)
+        cell = Cell(
+            name=name if each else kind,
+            differing_axes=tuple(
+                axis for axis in mesh_lib.REPLICAS if axis in varying_axes
+            ),
         )
         places.append(
-            _Place(Cell(name if each else kind, own), name, axes, tuple(sizes))
+            _Place(cell=cell, path=name, axes=tuple(axes), sizes=tuple(sizes))
         )
     return places
 
@@ -234,45 +250,50 @@ def _kinds(state: state_lib.TrainState) -> state_lib.TrainState:
     below a node.
     """
 
-    def of(x: Any) -> Any:
+    def kind_of(x: Any) -> Any:
         if not is_learner(x):
             return OTHER
         return x.replace(
             params=PARAMS, net_state=NET_STATE, opt_state=SLOTS, global_step=OTHER
         )
 
-    inner = jax.tree.map(of, state.experiment, is_leaf=is_learner)
-    return state_lib.TrainState(OTHER, inner, OTHER)
+    experiment = jax.tree.map(kind_of, state.experiment, is_leaf=is_learner)
+    return state_lib.TrainState(step=OTHER, experiment=experiment, rng=OTHER)
 
 
 def _of_small(arrays: Sequence[tuple[str, jax.Array]]) -> jax.Array:
     """Computes the sums over small whole arrays, given as pairs of path and words."""
     # The keys depend on shapes and paths alone, so NumPy computes them once, as
     # constants of the program.
-    numbers = [(np.arange(words.size, dtype=np.uint32), path) for path, words in arrays]
-    keys = np.concatenate([hashing.keys(number, path, np) for number, path in numbers])
-    return _sums(jnp.concatenate([words for _, words in arrays]), jnp.asarray(keys))
+    keys = []
+    for path, words in arrays:
+        positions = np.arange(words.size, dtype=np.uint32)
+        keys.append(hashing.keys(positions, path, np))
+    words = jnp.concatenate([words for _, words in arrays])
+    return _sums(words, jnp.asarray(np.concatenate(keys)))
 
 
 def _of_array(
-    place: _Place, words: jax.Array, shards: Mapping[Any, jax.Array]
+    place: _Place, words: jax.Array, shard_indices: Mapping[Any, jax.Array]
 ) -> jax.Array:
     """Computes the sums over a replica's part of an array, given as words.
 
     Args:
       place: the array's place.
       words: the words of the replica's part.
-      shards: for each tuple of mesh axes, the index of the replica's shard along them.
+      shard_indices: for each tuple of mesh axes, the index of the replica's shard along
+        them.
     """
     # An element of several words has extra trailing dimensions, which number its words.
     sizes = (*place.sizes, *words.shape[len(place.sizes) :])
-    number = jnp.zeros(words.shape, jnp.uint32)
+    positions = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(sizes):
-        here = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
         if dim < len(place.axes) and place.axes[dim]:
-            here = here + shards[place.axes[dim]] * jnp.uint32(words.shape[dim])
-        number = number * jnp.uint32(size) + here
-    return _sums(words, hashing.keys(number, place.path, jnp))
+            shard_index = shard_indices[place.axes[dim]]
+            index = index + shard_index * jnp.uint32(words.shape[dim])
+        positions = positions * jnp.uint32(size) + index
+    return _sums(words, hashing.keys(positions, place.path, jnp))
 
 
 def _sums(words: jax.Array, keys: jax.Array) -> jax.Array:
@@ -281,41 +302,50 @@ def _sums(words: jax.Array, keys: jax.Array) -> jax.Array:
     # Both sums are computed in one pass, because reading the words is limited by memory
     # bandwidth.
     zeros = (jnp.uint32(0), jnp.uint32(0))
-    both = lambda x, y: (x[0] + y[0], x[1] + y[1])
-    return jnp.stack(lax.reduce(lanes, zeros, both, tuple(range(words.ndim))))
+    add_both = lambda x, y: (x[0] + y[0], x[1] + y[1])
+    return jnp.stack(lax.reduce(lanes, zeros, add_both, tuple(range(words.ndim))))
 
 
-def _exchange(mesh: jax.sharding.Mesh, own: jax.Array) -> jax.Array:
-    """Gathers the sums of all replicas of a group on each of them; of shape (slices,
-    replicas, cells, 2).
+def _exchange(mesh: jax.sharding.Mesh, local: jax.Array) -> jax.Array:
+    """Gathers the sums of all replicas of a group on each of them.
+
+    Args:
+      mesh: the run's mesh.
+      local: the replica's own sums, of shape (cells, 2).
+
+    Returns:
+      The sums, of shape (slices, replicas, cells, 2).
     """
     # A float32 holds 16 bits exactly, and adding zeros keeps them exact; 32 bits would
     # be rounded.
-    halves = jnp.stack([own & jnp.uint32(0xFFFF), own >> 16]).astype(jnp.float32)
+    halves = jnp.stack([local & jnp.uint32(0xFFFF), local >> 16]).astype(jnp.float32)
     slots = jnp.zeros((mesh_lib.num_replicas(mesh), *halves.shape), jnp.float32)
     slots = slots.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
-    low, high = jnp.moveaxis(
-        lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32), 1, 0
-    )
+    all_halves = lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32)
+    low, high = jnp.moveaxis(all_halves, 1, 0)
     shape = mesh.shape[mesh_lib.SLICE], mesh.shape[mesh_lib.REPLICA]
-    return (low | high << 16).reshape(*shape, *own.shape)
+    return (low | high << 16).reshape(*shape, *local.shape)
 
 
 def _combine(
     cells: Sequence[Cell], table: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Computes the fingerprint of each cell name from the table, and whether copies
-    differ between replicas.
+    """Returns the fingerprint of each cell name, and whether copies differ.
+
+    Args:
+      cells: the cells.
+      table: the sums of all replicas, as `_exchange` returns them.
     """
     values: dict[str, jax.Array] = {}
     diverged = jnp.asarray(False)
     for index, cell in enumerate(cells):
-        copies = table[:, :, index]
+        sums = table[:, :, index]
         # Along the axes of copies, only the first replica's sums count.
-        once = tuple(
-            slice(None) if axis in cell.own else slice(1) for axis in mesh_lib.REPLICAS
+        counted = tuple(
+            slice(None) if axis in cell.differing_axes else slice(1)
+            for axis in mesh_lib.REPLICAS
         )
-        diverged |= jnp.any(copies != copies[once])
-        value = jnp.sum(copies[once].reshape(-1, 2), axis=0, dtype=jnp.uint32)
+        diverged |= jnp.any(sums != sums[counted])
+        value = jnp.sum(sums[counted].reshape(-1, 2), axis=0, dtype=jnp.uint32)
         values[cell.name] = values.get(cell.name, jnp.zeros(2, jnp.uint32)) + value
     return values, diverged

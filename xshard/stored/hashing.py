@@ -17,15 +17,23 @@ import numpy as np
 from jax import lax
 
 _TEXT = re.compile("[0-9a-f]{16}")
+
 # The number of words that are mixed at a time on the host, which bounds the memory for
 # intermediate results.
 _BLOCK = 1 << 20
-_PLACE, _FIRST, _SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+
+# A prime near 2**32 divided by the golden ratio: it spreads consecutive positions.
+_POSITION = 0x9E3779B1
+
+# The multipliers of the two rounds.
+_FIRST = 0x7FEB352D
+_SECOND = 0x846CA68B
 
 
 def words(x: Any, numpy: Any) -> Any:
-    """Returns the bits of an array as uint32, with trailing dimensions if an element
-    has more than 32 bits.
+    """Returns the bits of an array as uint32.
+
+    The result has trailing dimensions if an element has more than 32 bits.
 
     Args:
       x: the array, of any type.
@@ -39,38 +47,37 @@ def words(x: Any, numpy: Any) -> Any:
         x = x.astype(numpy.uint8)
     # Types of less than 8 bits, such as int4, are widened to types that can be viewed
     # as unsigned integers.
-    info: Any = jnp.finfo
-    wider = numpy.float32
     if jnp.issubdtype(x.dtype, jnp.integer):
-        info, wider = jnp.iinfo, numpy.int8
-    if info(x.dtype).bits < 8:
-        x = x.astype(wider)
+        if jnp.iinfo(x.dtype).bits < 8:
+            x = x.astype(numpy.int8)
+    elif jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(numpy.float32)
     width = min(x.dtype.itemsize, 4)
     unsigned = np.dtype(f"uint{8 * width}")
     if numpy is jnp:
         return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    shape = (
-        x.shape if x.dtype.itemsize == width else (*x.shape, x.dtype.itemsize // width)
-    )
+    shape = x.shape
+    if x.dtype.itemsize > width:
+        shape = (*shape, x.dtype.itemsize // width)
     return np.ascontiguousarray(x).view(unsigned).reshape(shape).astype(np.uint32)
 
 
-def keys(number: Any, path: str, numpy: Any) -> Any:
-    """Combines the words' positions in the whole array with its path into the keys with
-    which the words are mixed.
+def keys(positions: Any, path: str, numpy: Any) -> Any:
+    """Returns the keys with which the words of an array are mixed.
 
     Args:
-      number: the positions, uint32.
+      positions: the words' positions in the whole array, uint32.
       path: the array's path.
       numpy: the module to compute with.
     """
     salt = zlib.crc32(path.encode())
-    return number * numpy.uint32(_PLACE) + numpy.uint32(salt)
+    return positions * numpy.uint32(_POSITION) + numpy.uint32(salt)
 
 
 def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
-    """Mixes each word with its key to two numbers. Both change with any change of the
-    word.
+    """Mixes each word with its key to two numbers.
+
+    Both change with any change of the word, since each operation can be inverted.
     """
     u32 = numpy.uint32
     x = words ^ keys
@@ -81,8 +88,9 @@ def mixed(words: Any, keys: Any, numpy: Any) -> tuple[Any, Any]:
 
 
 def text(value: Any) -> Any:
-    """Formats a fingerprint as 16 hexadecimal digits; with several groups, as a list of
-    such texts.
+    """Formats a fingerprint as 16 hexadecimal digits.
+
+    Those of several groups become a list of such texts.
 
     >>> text(np.array([10, 255], np.uint32))
     '0000000a000000ff'
@@ -94,31 +102,35 @@ def text(value: Any) -> Any:
 
 
 def of_arrays(arrays: Iterable[tuple[str, np.ndarray]]) -> str:
-    """Computes the fingerprint of whole arrays on the host, given with their paths, as
-    a `text`.
+    """Computes the fingerprint of whole arrays on the host.
 
     It equals the sum of the fingerprints of all kinds (see `total`).
+
+    Args:
+      arrays: the arrays with their paths.
+
+    Returns:
+      The fingerprint as a `text`.
     """
     sums = np.zeros(2, np.uint32)
     for path, x in arrays:
-        of_array = words(x, np).reshape(-1)
-        for begin in range(0, of_array.size, _BLOCK):
-            block = of_array[begin : begin + _BLOCK]
+        words_of_array = words(x, np).reshape(-1)
+        for begin in range(0, words_of_array.size, _BLOCK):
+            block = words_of_array[begin : begin + _BLOCK]
             # Positions wrap around at 2**32, as they do in the uint32 arithmetic on
             # devices.
-            number = np.arange(begin, begin + block.size, dtype=np.uint64).astype(
-                np.uint32
-            )
-            lanes = mixed(block, keys(number, path, np), np)
+            positions = np.arange(begin, begin + block.size, dtype=np.uint64)
+            block_keys = keys(positions.astype(np.uint32), path, np)
+            lanes = mixed(block, block_keys, np)
             sums += np.array([np.sum(lane, dtype=np.uint32) for lane in lanes])
     return text(sums)
 
 
 def total(values: Iterable[Any]) -> str | None:
-    """Adds fingerprints that are given as texts; None if one is not a fingerprint or
-    has several groups.
+    """Adds fingerprints that are given as texts.
 
-    The sum over all kinds equals the result of `of_arrays` for the same state.
+    The sum over all kinds equals the result of `of_arrays` for the same state. It is
+    None if a value is no fingerprint, or has several groups.
     """
     sums = np.zeros(2, np.uint32)
     for value in values:

@@ -31,14 +31,18 @@ def check_count(
       mesh: the run's mesh.
       stored: the shapes of the checkpoint's arrays, by path.
     """
-    for path, leaf in _own(target).items():
-        count = _shape(leaf, stored.get(path), mesh)[len(mesh_lib.group_axes(mesh))]
-        if count != _count(leaf, mesh):
+    dim = _replica_dim(mesh)
+    for path, leaf in _per_replica_arrays(target).items():
+        count = leaf.shape[dim]
+        stored_count = _stored_shape(leaf, stored.get(path), mesh)[dim]
+        if stored_count != count:
             raise errors.UserError(
-                f"The state {path!r} differs by replica (xshard.PerReplica): the checkpoint has values of {count} "
-                f"replicas per group, and this run has {_count(leaf, mesh)}. A run resumes only with the same number. Use the "
-                "same number of devices and groups and the same model_parallel as before, or start another run with "
-                "--init_from. State that belongs to examples can be marked xshard.PerExample, which is restored on any "
+                f"The state {path!r} differs by replica (xshard.PerReplica): the "
+                f"checkpoint has values of {stored_count} replicas per group, and this "
+                f"run has {count}. A run resumes only with the same number. Use the "
+                "same number of devices and groups and the same model_parallel as "
+                "before, or start another run with --init_from. State that belongs to "
+                "examples can be marked xshard.PerExample, which is restored on any "
                 "number of replicas."
             )
 
@@ -56,15 +60,17 @@ def fit(
       mesh: the mesh to restore on.
       stored: the shapes of the checkpoint's arrays, by path.
     """
-    place = mesh_lib.sharding(mesh, *mesh_lib.group_axes(mesh))
-    own = _own(target)
+    whole = mesh_lib.sharding(mesh, *mesh_lib.group_axes(mesh))
+    per_replica = _per_replica_arrays(target)
 
     def fitted(path: Any, leaf: Any) -> Any:
         name = trees.path_name(path)
-        shape = _shape(leaf, stored.get(name), mesh) if name in own else leaf.shape
+        if name not in per_replica:
+            return leaf
+        shape = _stored_shape(leaf, stored.get(name), mesh)
         if shape == leaf.shape:
             return leaf
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=whole)
 
     return jax.tree_util.tree_map_with_path(fitted, target)
 
@@ -84,15 +90,17 @@ def check_unread(
       state: the state with which the program is called.
       mesh: the mesh on which the program runs.
     """
-    paths = [
-        trees.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    for path, leaf in _others(state, mesh).items():
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = [trees.path_name(path) for path, _ in leaves]
+    for path, leaf in _of_other_counts(state, mesh).items():
         if varying.depends_on(program.jaxpr, paths.index(path)):
             raise errors.UserError(
-                f"{validation.describe_method(method)} reads the state {path!r}, which differs by replica (xshard.PerReplica): it "
-                f"has values of {_count(leaf, mesh)} replicas per group, and this mesh has {mesh_lib.num_replicas(mesh)}. Use the same number of "
-                "replicas, or read state that is equal on all of them, such as a mean by jax.lax.pmean in the step."
+                f"{validation.describe_method(method)} reads the state {path!r}, which "
+                "differs by replica (xshard.PerReplica): it has values of "
+                f"{leaf.shape[_replica_dim(mesh)]} replicas per group, and this mesh "
+                f"has {mesh_lib.num_replicas(mesh)}. Use the same number of replicas, "
+                "or read state that is equal on all of them, such as a mean by "
+                "jax.lax.pmean in the step."
             )
 
 
@@ -100,39 +108,42 @@ def has_others(state: state_lib.TrainState, mesh: jax.sharding.Mesh) -> bool:
     """Returns whether a state has `PerReplica` values of another number of replicas
     than the mesh has.
     """
-    return bool(_others(state, mesh))
+    return bool(_of_other_counts(state, mesh))
 
 
-def _others(state: state_lib.TrainState, mesh: mesh_lib.AnyMesh) -> dict[str, Any]:
-    """Returns the `PerReplica` arrays of another number of replicas than the mesh has,
-    by path.
-    """
-    here = mesh_lib.num_replicas(mesh)
-    return {
-        path: leaf for path, leaf in _own(state).items() if _count(leaf, mesh) != here
-    }
+def _of_other_counts(
+    state: state_lib.TrainState, mesh: mesh_lib.AnyMesh
+) -> dict[str, Any]:
+    """Returns the `PerReplica` arrays of another number of replicas, by path."""
+    found = {}
+    for path, leaf in _per_replica_arrays(state).items():
+        if leaf.shape[_replica_dim(mesh)] != mesh_lib.num_replicas(mesh):
+            found[path] = leaf
+    return found
 
 
-def _own(state: state_lib.TrainState) -> dict[str, Any]:
+def _per_replica_arrays(state: state_lib.TrainState) -> dict[str, Any]:
     """Returns the `PerReplica` arrays of a state, by path."""
-    is_leaf = lambda x: isinstance(x, experiment_lib.PerReplica)
-    own = {}
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_leaf):
-        if is_leaf(node):
-            for below, leaf in jax.tree_util.tree_leaves_with_path(node):
-                own[trees.path_name((*path, *below))] = leaf
-    return own
+    is_marker = lambda x: isinstance(x, experiment_lib.PerReplica)
+    found = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_marker):
+        if not is_marker(node):
+            continue
+        for path_in_node, leaf in jax.tree_util.tree_leaves_with_path(node):
+            found[trees.path_name((*path, *path_in_node))] = leaf
+    return found
 
 
-def _count(leaf: Any, mesh: mesh_lib.AnyMesh) -> int:
-    return leaf.shape[len(mesh_lib.group_axes(mesh))]
+def _replica_dim(mesh: mesh_lib.AnyMesh) -> int:
+    """Returns the dimension of replicas of a `PerReplica` array."""
+    return len(mesh_lib.group_axes(mesh))
 
 
-def _shape(
+def _stored_shape(
     leaf: Any, stored: Sequence[int] | None, mesh: jax.sharding.Mesh
 ) -> tuple[int, ...]:
     """Returns a leaf's shape, with the stored number of replicas."""
-    dim = len(mesh_lib.group_axes(mesh))
+    dim = _replica_dim(mesh)
     if stored is None or len(stored) <= dim:
         return leaf.shape
     return (*leaf.shape[:dim], stored[dim], *leaf.shape[dim + 1 :])
