@@ -205,7 +205,7 @@ def _jitted(
         return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=replicated)
     return logical.Program(
         validation.describe_method(experiment.eval_step),
-        functools.partial(step.evaluation_of_replica, experiment, replicas.mesh),
+        lambda state, *_: step.evaluation_of_replica(experiment, replicas.mesh, state),
         replicas,
         out_shardings=replicated,
     )

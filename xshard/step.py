@@ -6,8 +6,9 @@ update, `jax.vmap` maps a training step over these axes instead, so that XLA can
 partition the update: see `xshard.optimizers.replica_map`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -110,13 +111,16 @@ def make_watched_step(
             return analyzed_step(state, batch)
         fingerprints_before = None
         if every_steps:
-            # Fingerprints are of the parts that devices hold, so they are computed
-            # under `jax.shard_map`, before the step.
+            # Under `jax.vmap` no replica sees the part of an array that its device
+            # holds, of which its fingerprints are. So they are computed by a
+            # `jax.shard_map` of their own.
             fingerprint_program = fingerprint.program(
                 experiment, mesh, every_steps=every_steps
             )
             fingerprints_before = fingerprint_program(state)
-        replica_step = step_of_replica(experiment, mesh, state, batch)
+        replica_step = step_of_replica(experiment, mesh, state)
+        # Mapped are only groups and what is a replica's own. Shards are parts of global
+        # arrays, which lie on the devices as the state that the step is given does.
         state_specs = state_lib.mapped_specs(experiment, mesh, state)
         on_replicas = replica_map.vmap_replicas(
             replica_step.function,
@@ -142,8 +146,8 @@ def make_analyzed_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
-        on_replicas = step_of_replica(experiment, mesh, state, batch).on(mesh)
-        return on_replicas(state, batch)
+        replica_step = step_of_replica(experiment, mesh, state)
+        return replica_step.on(mesh)(state, batch)
 
     return train_step
 
@@ -154,7 +158,7 @@ def updates_in_shards(mesh: jax.sharding.Mesh, state: TrainState) -> bool:
 
 
 def step_of_replica(
-    experiment: experiment_lib.Experiment, mesh: Any, state: TrainState, batch: Batch
+    experiment: experiment_lib.Experiment, mesh: Any, state: TrainState
 ) -> logical.Mapped:
     """Returns a training step as one replica computes it.
 
@@ -162,13 +166,11 @@ def step_of_replica(
       experiment: the experiment.
       mesh: the mesh of the (logical) replicas.
       state: the state, or its shapes.
-      batch: the batch, or its shapes.
 
     Returns:
       A function of a replica's parts of the state and of the batch, which returns its
       part of `Stepped`.
     """
-    del batch
     grouped = mesh_lib.num_groups(mesh) > 1
     every_steps = experiment.config.get("fingerprint_every_steps", 0)
     computes_fingerprints = every_steps and not updates_in_shards(mesh, state)
@@ -188,20 +190,18 @@ def step_of_replica(
                 # update: XLA would copy the old state.
                 batch = trees.after(fingerprints_before.table, batch)
         group_key = _key_of_group(jax.random.fold_in(old.rng, old.step))
-        returned = _call(
-            experiment.train_step,
-            experiment,
-            mesh,
-            state,
-            old.experiment,
-            batch,
-            _key_of_replica(group_key),
-            equal_key=group_key,
-        )
+        key = _key_of_replica(group_key)
+        with _method_context(
+            experiment, mesh, state, old.experiment, equal_key=group_key
+        ) as inner:
+            returned = experiment.train_step(inner, batch, key)
+
         new, logged = validation.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, new)
         metrics, observed = _metrics(experiment, logged)
         _check_observed(experiment, old.experiment, new, observed)
+        # A weak type, as of a Python number, would make jit compile the second step
+        # again.
         new = jax.tree.map(trees.strong, new)
         new_state = TrainState(step=old.step + 1, experiment=new, rng=old.rng)
         return Stepped(
@@ -211,6 +211,8 @@ def step_of_replica(
             fingerprints_before=_of_group(fingerprints_before, grouped),
         )
 
+    # A replica computes its update with whole arrays. Where the update is sharded only
+    # an analysis maps the step by these specs.
     state_specs = state_lib.specs(
         experiment, mesh, state, manual=True, whole_slots=True, whole_params=True
     )
@@ -251,18 +253,14 @@ def make_eval_step(
     def eval_step(
         state: TrainState, batch: Batch, number: Any = 0
     ) -> dict[str, jax.Array]:
-        evaluation = evaluation_of_replica(experiment, mesh, state, batch, number)
+        evaluation = evaluation_of_replica(experiment, mesh, state)
         return evaluation.on(mesh)(state, batch, number)
 
     return eval_step
 
 
 def evaluation_of_replica(
-    experiment: experiment_lib.Experiment,
-    mesh: Any,
-    state: TrainState,
-    batch: Batch,
-    number: Any,
+    experiment: experiment_lib.Experiment, mesh: Any, state: TrainState
 ) -> logical.Mapped:
     """Returns an evaluation of a batch as one replica computes it.
 
@@ -270,13 +268,11 @@ def evaluation_of_replica(
       experiment: the experiment.
       mesh: the mesh of the (logical) replicas.
       state: the state, or its shapes.
-      batch: the batch, or its shapes.
-      number: the number of the batch.
 
     Returns:
-      A function of a replica's parts of the state and of the batch, and of the number.
+      A function of a replica's parts of the state and of the batch, and of the batch's
+      number.
     """
-    del batch, number
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def local_eval(
@@ -287,15 +283,9 @@ def evaluation_of_replica(
         mask = examples.pop("_mask")
         key = jax.random.fold_in(local.rng, _EVALUATION)
         key = _key_of_group(jax.random.fold_in(key, number))
-        values = _call(
-            experiment.eval_step,
-            experiment,
-            mesh,
-            state,
-            local.experiment,
-            examples,
-            _key_of_replica(key),
-        )
+        key = _key_of_replica(key)
+        with _method_context(experiment, mesh, state, local.experiment) as inner:
+            values = experiment.eval_step(inner, examples, key)
         values = validation.evaluation(
             experiment.eval_step,
             values,
@@ -342,9 +332,9 @@ def make_predict(
         def local_predict(
             stored: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
         ) -> Any:
-            inner = _local(stored, grouped).experiment
-            method = experiment.predict
-            return _call(method, experiment, mesh, state, inner, batch, *keys)
+            local = _local(stored, grouped)
+            with _method_context(experiment, mesh, state, local.experiment) as inner:
+                return experiment.predict(inner, batch, *keys)
 
         state_specs = state_lib.specs(
             experiment, mesh, state, manual=True, whole_slots=True
@@ -359,42 +349,39 @@ def make_predict(
     return predict
 
 
-def _call(
-    method: Callable[..., Any],
+@contextlib.contextmanager
+def _method_context(
     experiment: experiment_lib.Experiment,
     mesh: Any,
     shapes: TrainState,
     state: Any,
-    *args: Any,
     equal_key: jax.Array | None = None,
-) -> Any:
-    """Calls a method of an experiment where replicas may hold shards of parameters.
+) -> Iterator[Any]:
+    """Lets a method of an experiment be called in its body, as of a run.
 
-    The method sees whole arrays, so that any use of them is right. An array that it
-    does not use costs nothing. Where a learner applies a network to such an array, its
-    shard is gathered as the network asks for it, a layer at a time.
+    A method sees whole arrays, so that any use of them is right. An array that it does
+    not use costs nothing. Where a learner applies a network to such an array, its shard
+    is gathered as the network asks for it, a layer at a time.
 
     Args:
-      method: the method, which takes the experiment's state as its first argument.
       experiment: the experiment.
       mesh: the run's mesh.
       shapes: the shapes of the run's state.
       state: the experiment's state, in which parameters may be a replica's shards.
-      *args: the method's other arguments.
       equal_key: the random key of a training step, equal on all replicas of a group.
 
-    Returns:
-      The method's result.
+    Yields:
+      The experiment's state with whole parameters.
     """
     gatherer = gathering.Gatherer(mesh, state_lib.sharded_layouts(shapes))
     with run_context.run_on(mesh, experiment.sharding_rules(), equal_key=equal_key):
         shards = gatherer.select_shards(state)
         whole = gatherer.gather(shards)
-        state = jax.tree_util.tree_map_with_path(
+        whole_state = jax.tree_util.tree_map_with_path(
             lambda path, x: whole.get(trees.path_name(path), x), state
         )
         with run_context.with_shards(whole, shards):
-            return method(state, *args)
+            yield whole_state
 
 
 def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) -> None:
@@ -455,8 +442,8 @@ def _metrics(
     taken = sorted(of_learners.keys() & others.keys())
     if taken:
         raise errors.UserError(
-            f"{where} returned a scalar called {taken[0]!r}, which a learner logs: give "
-            "it another name."
+            f"{where} returned a scalar called {taken[0]!r}, which a learner logs: "
+            "give it another name."
         )
     return of_learners | learner_lib.mean_over_replicas(others), observed
 
@@ -478,12 +465,13 @@ def _check_observed(
         if all(x is y for x, y in leaves):
             continue
         where = validation.describe_method(experiment.train_step)
+        learner = name or "whose state it is"
         logged = f"{{{name!r}: outcome}}" if name else "outcome"
         raise errors.UserError(
-            f"{where} returned metrics without those of the learner "
-            f"{name or 'whose state it is'!r}: return the outcome of its update under "
-            "the name of its state, as in state, outcome = learner.update(...); return "
-            f"state, {logged}. The run reads from it whether the step is finite."
+            f"{where} returned metrics without those of the learner {learner!r}: "
+            "return the outcome of its update under the name of its state, as in state, "
+            "outcome = learner.update(...); return state, "
+            f"{logged}. The run reads from it whether the step is finite."
         )
 
 

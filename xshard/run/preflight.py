@@ -5,7 +5,6 @@ and JAX caches the trace of a jitted function for the function's first call.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -121,7 +120,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
     if replicas is not None:
         return logical.Program(
             validation.describe_method(experiment.train_step),
-            functools.partial(step.step_of_replica, experiment, replicas.mesh),
+            lambda state, _: step.step_of_replica(experiment, replicas.mesh, state),
             replicas,
             donate_argnums=0,
         )
