@@ -69,7 +69,9 @@ def test_the_step_reduces_once_and_within_a_group(groups, micro_batches):
     # group see the same sums.
     assert (found.kind, found.dtypes) == ("all-reduce", ("f32",))
     assert collectives.axes(mesh, found) == ("replica",)
-    params, net_state, metrics = 4, 1, 2
+    params = 4
+    net_state = 1
+    metrics = 2
     assert found.bytes == 4 * (
         params + net_state + metrics + fingerprints(mesh, kinds=4)
     )
@@ -87,7 +89,8 @@ def test_the_collectives_of_the_digits_step(groups, micro_batches):
     with jax.numpy_dtype_promotion("standard"):
         (found,) = collectives.of(compile_step(config, mesh))
     assert (found.kind, collectives.axes(mesh, found)) == ("all-reduce", ("replica",))
-    params, metrics_of_a_replica = 85_450, 2
+    params = 85_450
+    metrics_of_a_replica = 2
     numbers = params + metrics_of_a_replica + fingerprints(mesh, kinds=3)
     assert found.bytes == 4 * numbers and found.times == 1
 
@@ -160,7 +163,9 @@ def test_the_collectives_of_a_step_with_parameters_in_shards():
         ("all-reduce", "s32"): 1,
         ("all-reduce", "f32"): 2,
     }
-    layers, arrays, norms = 2, 4, 3
+    layers = 2
+    arrays = 4
+    norms = 3
     assert budgets["LanguageModel"] == {
         # Of the two outside, the backward pass reads the head, but not the embedding,
         # which is a table.
@@ -252,7 +257,8 @@ class Text:
         ),
         ("%a = f32[4]{0} all-reduce(%x), replica_groups={}", ()),
         (
-            "%a = f32[4]{0} all-reduce(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
+            "%a = f32[4]{0} all-reduce(%x), "
+            "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
             ((0, 4), (1, 5), (2, 6), (3, 7)),
         ),
     ],
@@ -266,22 +272,26 @@ def test_the_compiler_s_formats_of_groups_are_read(line, groups):
     "line, arrays, nbytes",
     [
         (
-            "%s = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]",
+            "%s = (f32[2]{0}, f32[16]{0}) all-gather-start(%x), "
+            "replica_groups=[1,8]<=[8]",
             1,
             64,
         ),
         (
-            "%s = (bf16[8]{0}, bf16[8]{0}) all-reduce-start(%x, %y), replica_groups=[1,8]<=[8]",
+            "%s = (bf16[8]{0}, bf16[8]{0}) all-reduce-start(%x, %y), "
+            "replica_groups=[1,8]<=[8]",
             2,
             32,
         ),
         (
-            "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}",
+            "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), "
+            "source_target_pairs={{0,1}}",
             1,
             32,
         ),
         (
-            "%s = ((f32[8]{0}, f32[4]{0}), (f32[1]{0}, s8[3]{0})) reduce-scatter-start(%x, %y)",
+            "%s = ((f32[8]{0}, f32[4]{0}), (f32[1]{0}, s8[3]{0})) "
+            "reduce-scatter-start(%x, %y)",
             2,
             7,
         ),
@@ -330,13 +340,16 @@ def test_a_reduce_scatter_that_a_tpu_writes_as_an_all_reduce():
 %all-reduce-scatter.1 (input: f32[2048,8]) -> f32[528,8] {
   %input = f32[2048,8]{1,0} parameter(0)
   %pad = f32[2112,8]{1,0} pad(%input, %zero), padding=0_64x0_0
-  %all-reduce.1 = f32[2112,8]{1,0} all-reduce(%pad), replica_groups={{0,2},{1,3}}, to_apply=%sum
-  ROOT %dynamic-slice.3 = f32[528,8]{1,0:S(1)} dynamic-slice(%all-reduce.1, %i, %j), dynamic_slice_sizes={528,8}
+  %all-reduce.1 = f32[2112,8]{1,0} all-reduce(%pad), \
+replica_groups={{0,2},{1,3}}, to_apply=%sum
+  ROOT %dynamic-slice.3 = f32[528,8]{1,0:S(1)} dynamic-slice(%all-reduce.1, %i, %j), \
+dynamic_slice_sizes={528,8}
 }
 
 ENTRY %main (x: f32[2048,8]) -> f32[528,8] {
   %x = f32[2048,8]{1,0} parameter(0)
-  ROOT %fusion = f32[528,8]{1,0:S(1)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %fusion = f32[528,8]{1,0:S(1)} fusion(%x), kind=kCustom, \
+calls=%all-reduce-scatter.1
 }
 """
     (collective,) = collectives.of(Text(text))
@@ -348,7 +361,10 @@ ENTRY %main (x: f32[2048,8]) -> f32[528,8] {
 
 
 def test_a_collective_that_overlaps_a_tpu_s_computation_counts_once():
-    gather = "= f32[16]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    gather = (
+        "= f32[16]{0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, "
+        "dimensions={0}"
+    )
     call = 'custom-call(%g), custom_call_target="AsyncCollective'
     text = f"""
 %start (x: f32[2]) -> f32[16] {{
@@ -367,7 +383,8 @@ def test_a_collective_that_overlaps_a_tpu_s_computation_counts_once():
 
 ENTRY %main (x: f32[2]) -> f32[16] {{
   %a = (f32[2]{{0}}, f32[16]{{0}}) fusion(%x), kind=kCustom, calls=%start
-  %b = (f32[2]{{0}}, f32[16]{{0}}) fusion(%a), kind=kOutput, calls=%async_collective_fusion.1
+  %b = (f32[2]{{0}}, f32[16]{{0}}) fusion(%a), kind=kOutput, \
+calls=%async_collective_fusion.1
   ROOT %c = f32[16]{{0}} fusion(%b), kind=kCustom, calls=%done
 }}
 """
@@ -385,8 +402,10 @@ class Slices:
 
 
 BETWEEN = """
-  %send = (f32[1,8,16]{2,1,0}, u32[], token[]) send(%x, %t), frontend_attributes={_xla_megascale_transfer_type="KIND"}
-  %recv = (f32[1,8,16]{2,1,0}, u32[], token[]) recv(%t), frontend_attributes={_xla_megascale_transfer_type="KIND"}
+  %send = (f32[1,8,16]{2,1,0}, u32[], token[]) send(%x, %t), \
+frontend_attributes={_xla_megascale_transfer_type="KIND"}
+  %recv = (f32[1,8,16]{2,1,0}, u32[], token[]) recv(%t), \
+frontend_attributes={_xla_megascale_transfer_type="KIND"}
   %recv-done = (f32[1,8,16]{2,1,0}, token[]) recv-done(%recv), frontend_attributes={}
 """
 

@@ -9,7 +9,8 @@ from tests import rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
 
-HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+PAIRS = ((0, 1), (2, 3))
 HALF = {"precision": "params=float32,compute=float16,output=float32"}
 VARIANTS = [
     HALF,
@@ -22,7 +23,8 @@ VARIANTS = [
         "on_nonfinite": "skip",
     },
 ]
-FIRST, LAST = "mlp/~/linear_0", "mlp/~/linear_1"
+FIRST = "mlp/~/linear_0"
+LAST = "mlp/~/linear_1"
 
 
 def config(**changes):

@@ -22,7 +22,9 @@ from xshard.learners import state as state_of_learner
 from xshard.optimizers import varying
 from xshard.run import preflight
 
-G, R, S = frozenset(["group"]), frozenset(["replica"]), frozenset(["slice"])
+G = frozenset(["group"])
+R = frozenset(["replica"])
+S = frozenset(["slice"])
 
 
 def axes_of(f, *args, inputs=(R | S,)):
@@ -45,10 +47,28 @@ TABLE = np.arange(3, dtype=np.float32)
 
 
 def _written(x):
-    """Writes a value into a mutable reference, and returns the value read from there."""
+    """Writes a value into a mutable reference, and returns what is read from there."""
     kept = jax.new_ref(jnp.zeros(()))
     kept[...] = x
     return kept[...]
+
+
+def _from_the_host(x):
+    return jax.pure_callback(
+        lambda: np.float32(0), jax.ShapeDtypeStruct((), np.float32)
+    )
+
+
+def _carried_late(x):
+    """Carries a value that is equal at first, and differs after a few iterations."""
+    shift = lambda carry, _: ((carry[1], carry[2], x), None)
+    (first, *_), _ = jax.lax.scan(shift, (0.0, 0.0, 0.0), None, 4)
+    return first
+
+
+def _sum_of_scanned(x):
+    total, _ = jax.lax.scan(lambda total, y: (total + psum(y), None), 0.0, x[None])
+    return total
 
 
 @pytest.mark.parametrize(
@@ -66,7 +86,7 @@ def _written(x):
         (lambda x: jax.lax.psum_scatter(jnp.ones(4) * psum(x), "replica"), R),
         (lambda x: xshard.equal_on_replicas(x, given=x), R | S),
         (lambda x: xshard.equal_on_replicas(x, given=psum(x)), frozenset()),
-        (lambda x: jax.pure_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), np.float32)), G | R | S),
+        (_from_the_host, G | R | S),
         (_written, R | S),
         (lambda x: psum(x) + jnp.float32(jax.lax.axis_index("replica")), R),
         (lambda x: psum(x) + jnp.float32(jax.lax.axis_index("group")), G),
@@ -75,12 +95,8 @@ def _written(x):
         (lambda x: jax.jit(jnp.sin)(x), R | S),
         (jax.checkpoint(lambda x: jnp.sin(psum(x))), frozenset()),
         (lambda x: xshard.equal_on_replicas(x), frozenset()),
-        # The carried value is equal at first, and differs after a few iterations.
-        (
-            lambda x: jax.lax.scan(lambda c, _: ((c[1], c[2], x), None), (0.0, 0.0, 0.0), None, 4)[0][0],
-            R | S,
-        ),
-        (lambda x: jax.lax.scan(lambda c, y: (c + psum(y), None), 0.0, x[None])[0], frozenset()),
+        (_carried_late, R | S),
+        (_sum_of_scanned, frozenset()),
         # The number of iterations differs, so the result does.
         (lambda x: jax.lax.while_loop(lambda c: c < x, lambda c: c + 1, 0.0), R | S),
         (lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + 1.0, psum(x)), frozenset()),
@@ -88,7 +104,7 @@ def _written(x):
         (lambda x: jax.lax.cond(psum(x) > 0, lambda: 1.0, lambda: 2.0), frozenset()),
         (lambda x: jax.lax.cond(psum(x) > 0, lambda: x, lambda: 2.0), R | S),
     ],
-)  # fmt: skip
+)
 def test_the_axes_along_which_a_result_differs(f, expected):
     (axes,) = axes_of(f, jnp.float32(1))
     assert axes == expected
@@ -184,7 +200,8 @@ def test_splits_and_metrics_that_are_not_means():
     judge = evaluation.Evaluation(experiment, the_mesh, 8)
     values = judge(state)
     assert values == judge(state), "evaluations of one state must use the same keys"
-    data, params = experiment.train_data(), state.experiment["line"].params["linear"]
+    data = experiment.train_data()
+    params = state.experiment["line"].params["linear"]
     outputs = (data["x"] @ np.asarray(params["w"]) + np.asarray(params["b"]))[:, 0]
     for name, rows in SPLITS.items():
         y = data["y"][rows]
@@ -307,7 +324,10 @@ def test_a_prediction_must_be_equal_on_all_devices(groups, samples):
     predicts(way="gathered")
     replicas = "groups" if groups else "replicas"
     for way in ("own", "number"):
-        message = rf"Predicting.predict .* returns 'y', float32 of shape .* between the {replicas}"
+        message = (
+            "Predicting.predict .* returns 'y', float32 of shape .* between the "
+            f"{replicas}"
+        )
         with pytest.raises(errors.UserError, match=message):
             predicts(way=way)
     # These are equal within a group, but not between groups.
@@ -343,7 +363,7 @@ def test_constants_do_not_hide_state_that_differs():
 
 
 class Shaken(Line):
-    """Adds a value that differs between replicas to the parameters, before the update."""
+    """Adds a value that differs between replicas to the parameters, then updates."""
 
     def train_step(self, state, batch, key):
         line = state["line"]
@@ -452,25 +472,75 @@ def test_each_replica_has_its_own_marked_state(groups):
     )
 
 
-def broken(**methods):
-    return type("Broken", (Line,), methods)
+class ReturnsStateAlone(Line):
+    def train_step(self, state, batch, key):
+        new, _ = super().train_step(state, batch, key)
+        return new
+
+
+class ReturnsNoOutcome(Line):
+    def train_step(self, state, batch, key):
+        new, _ = super().train_step(state, batch, key)
+        return new, {}
+
+
+class ReturnsNoState(Line):
+    def train_step(self, state, batch, key):
+        return {}, {}
+
+
+class ReturnsMoreState(Line):
+    def train_step(self, state, batch, key):
+        new, _ = super().train_step(state, batch, key)
+        return {**new, "more": 0}, {}
+
+
+class LogsAnArray(Line):
+    def train_step(self, state, batch, key):
+        return state, {"x": jnp.ones(3)}
+
+
+class LosesTwoThings(Line):
+    def loss(self, state, batch, key):
+        return jnp.float32(0), {}
+
+
+class LosesAScalarAsAux(Line):
+    def loss(self, state, batch, key):
+        return jnp.sum(batch["x"]), {}, {}, jnp.float32(0)
+
+
+class LosesOtherNetworkState(Line):
+    def loss(self, state, batch, key):
+        return jnp.sum(batch["x"]), {"m": {"w": 0}}, {}
+
+
+class MarksAnotherNumberOfRows(Line):
+    def init(self, key, batch):
+        return {**super().init(key, batch), "x": xshard.PerExample(jnp.ones(5))}
+
+
+class MarksNoOwnState(Line):
+    def init(self, key, batch):
+        number = jax.lax.axis_index("replica")
+        return {**super().init(key, batch), "number": number}
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (broken(train_step=lambda self, s, b, k: Line.train_step(self, s, b, k)[0]), "must return two things"),
-        (broken(train_step=lambda self, s, b, k: (Line.train_step(self, s, b, k)[0], {})), "metrics without those of the learner 'line'"),
-        (broken(train_step=lambda self, s, b, k: ({}, {})), "a state without 'line/"),
-        (broken(train_step=lambda self, s, b, k: ({**Line.train_step(self, s, b, k)[0], "more": 0}, {})), "a state with 'more', which init did not create"),
-        (broken(train_step=lambda self, s, b, k: (s, {"x": jnp.ones(3)})), "'x' of shape (3,)"),
-        (broken(loss=lambda self, s, b, k: (jnp.float32(0), {})), "must return three things"),
-        (broken(loss=lambda self, s, b, k: (jnp.sum(b["x"]), {}, {}, jnp.float32(0))), "a scalar as its fourth value"),
-        (broken(init=lambda self, k, b: {**Line.init(self, k, b), "x": xshard.PerExample(jnp.ones(5))}), "'x' with an array of shape (5,)"),
-        (broken(loss=lambda self, s, b, k: (jnp.sum(b["x"]), {"m": {"w": 0}}, {})), "as the network's state"),
-        (broken(init=lambda self, k, b: {**Line.init(self, k, b), "number": jax.lax.axis_index("replica")}), "a state that depends on the replica's number"),
+        (ReturnsStateAlone, "must return two things"),
+        (ReturnsNoOutcome, "metrics without those of the learner 'line'"),
+        (ReturnsNoState, "a state without 'line/"),
+        (ReturnsMoreState, "a state with 'more', which init did not create"),
+        (LogsAnArray, "'x' of shape (3,)"),
+        (LosesTwoThings, "must return three things"),
+        (LosesAScalarAsAux, "a scalar as its fourth value"),
+        (MarksAnotherNumberOfRows, "'x' with an array of shape (5,)"),
+        (LosesOtherNetworkState, "as the network's state"),
+        (MarksNoOwnState, "a state that depends on the replica's number"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(kind, message):
     with pytest.raises(errors.UserError) as e:
         check(kind)
@@ -642,7 +712,7 @@ def within(self, state, batch, key):
 
 
 class Evaluated(Held):
-    """Evaluates by a norm of parameters, and applies the network on some replicas only."""
+    """Evaluates by a norm of parameters; applies the network on some replicas only."""
 
     def eval_step(self, state, batch, key):
         del key

@@ -38,7 +38,10 @@ def make_config(experiment, **reduction):
 )
 def test_a_key_that_reaches_no_rule_is_refused(tmp_path, key, value):
     config = make_config("tests.preflight_test.Deaf", **{key: value})
-    match = rf"config.reduction.{key}='?{value}'? reaches no rule of .*\*\*self.config.reduction"
+    match = (
+        rf"config.reduction.{key}='?{value}'? reaches no rule of "
+        r".*\*\*self.config.reduction"
+    )
     with pytest.raises(errors.UserError, match=match):
         loop.Run(config.lock(), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -102,7 +105,8 @@ class Counting(toy.Wide):
 
 def test_integers_are_logged_as_they_are(tmp_path):
     config = make_config("tests.preflight_test.Counting")
-    config.steps, config.count = 3, "sum"
+    config.steps = 3
+    config.count = "sum"
     assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
     row = [row for row in rows.read(tmp_path / "run") if "count" in row][-1]
     assert row["large"] == 2**24 + 1 and row["too_large"] == 2**40

@@ -89,13 +89,14 @@ def test_sharded_slots_take_an_nth_of_the_memory(hidden, padding):
         experiment = toy.Wide(the_config)
         return state_lib.init(experiment, mesh.make_mesh(), 0, experiment.train_data())
 
-    whole, cut = state(False), state(True)
+    whole = state(False)
+    sharded = state(True)
     # Every device holds the slots of the last bias, the count and the loss scale whole.
     small = 2 * 4 + 4 + 2 * 4
     slots = lambda state: bytes_per_device(state.experiment.opt_state) - small
     # Padding adds less than one element per replica to each of the six sharded slots.
-    assert slots(cut) <= slots(whole) / 8 + 4 * padding
-    assert bytes_per_device(cut.experiment.params) == bytes_per_device(
+    assert slots(sharded) <= slots(whole) / 8 + 4 * padding
+    assert bytes_per_device(sharded.experiment.params) == bytes_per_device(
         whole.experiment.params
     )
 
@@ -137,9 +138,25 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
 
 @pytest.mark.sample(0.4)
 @pytest.mark.parametrize(
-    "shape", [{"hidden": 20}, {"slices": 2, "slice_dtype": "int8", "hidden": 18, "experiment": "tests.toy.Averaged"}, {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2}, {**HELD, "slices": 2, "slice_dtype": "int8", "experiment": "tests.toy.Averaged"}],
+    "shape",
+    [
+        {"hidden": 20},
+        {
+            "slices": 2,
+            "slice_dtype": "int8",
+            "hidden": 18,
+            "experiment": "tests.toy.Averaged",
+        },
+        {"aggregation_method": "EXPERIMENTAL_TREE", "micro_batches": 2},
+        {
+            **HELD,
+            "slices": 2,
+            "slice_dtype": "int8",
+            "experiment": "tests.toy.Averaged",
+        },
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, shape):
     _, whole = train(tmp_path / "one", shard_update=True, **shape)
     train(tmp_path / "two", shard_update=True, steps=5, **shape)

@@ -43,9 +43,12 @@ def run(experiment, the_mesh, steps, state=None):
     config = experiment.config
     examples = experiment.train_data()
     train = batches.TrainBatches(
-        experiment.train_batches, the_mesh, batch_size=config.batch_size, seed=config.seed,
+        experiment.train_batches,
+        the_mesh,
+        batch_size=config.batch_size,
+        seed=config.seed,
         micro_batches=config.micro_batches,
-    )  # fmt: skip
+    )
     state = state or state_lib.init(experiment, the_mesh, config.seed, examples)
     for _ in range(int(state.step)):
         next(train)
@@ -182,9 +185,12 @@ def test_norms_are_of_the_whole_batch_and_of_the_new_parameters(changes):
     examples = experiment.train_data()
     state = state_lib.init(experiment, the_mesh, 0, examples)
     train = batches.TrainBatches(
-        experiment.train_batches, the_mesh, batch_size=16, seed=0,
+        experiment.train_batches,
+        the_mesh,
+        batch_size=16,
+        seed=0,
         micro_batches=experiment.config.micro_batches,
-    )  # fmt: skip
+    )
     batch = jax.device_get(next(train))
 
     def loss(params):
@@ -309,7 +315,8 @@ def test_the_abstract_state_matches_the_initial_state():
     for changes in ({}, {"group_assignment": GROUPS}):
         experiment, the_mesh = make(**changes)
         args = (experiment, the_mesh, 0, experiment.train_data())
-        real, abstract = state_lib.init(*args), state_lib.abstract_state(*args)
+        real = state_lib.init(*args)
+        abstract = state_lib.abstract_state(*args)
         assert jax.tree.structure(real) == jax.tree.structure(abstract)
         for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)

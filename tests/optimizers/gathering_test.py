@@ -128,7 +128,8 @@ def recurrent(x):
 
 
 def branching(x):
-    left, right = hk.Linear(WIDTH, name="left"), hk.Linear(WIDTH, name="right")
+    left = hk.Linear(WIDTH, name="left")
+    right = hk.Linear(WIDTH, name="right")
     if hk.running_init():
         return left(x) + right(x)
     # Replicas may take different branches, so no branch may contain a collective.
@@ -218,9 +219,12 @@ def make(kind="block", sharded=True, cls=Network, **changes):
 def begin(experiment, the_mesh):
     config = experiment.config
     train = batches.TrainBatches(
-        experiment.train_batches, the_mesh, batch_size=config.batch_size, seed=0,
+        experiment.train_batches,
+        the_mesh,
+        batch_size=config.batch_size,
+        seed=0,
         micro_batches=config.micro_batches,
-    )  # fmt: skip
+    )
     return state_lib.init(experiment, the_mesh, 0, train.example), train
 
 
@@ -374,6 +378,22 @@ def test_layers_are_gathered_one_at_a_time_and_again_in_the_backward_pass(kind):
     )
 
 
+@pytest.mark.parametrize("kind, times", [("stack", 1), ("branching", 2)])
+def test_only_a_network_that_gathers_early_is_traced_again(kind, times, monkeypatch):
+    experiment, the_mesh = make(kind)
+    state, train = begin(experiment, the_mesh)
+    network = KINDS[kind]
+    calls = []
+
+    def counting(x):
+        calls.append(x.shape)
+        return network(x)
+
+    monkeypatch.setitem(KINDS, kind, counting)
+    jax.eval_shape(step.make_train_step(experiment, the_mesh), state, next(train))
+    assert len(calls) == times
+
+
 @pytest.mark.sample(0.4)
 def test_model_parallel_parameters_are_gathered_only_over_replicas():
     experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
@@ -497,14 +517,30 @@ class PerturbsInRule(Network):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"cls": Clips}, "shard_params=True cannot be used with clip_gradients: no replica has its own gradients"),
-        ({"cls": AppliesItself}, "cannot be used with Own, which overrides apply_gradients"),
-        ({"cls": PerturbsInRule}, "cannot be used with SharpnessAware, which overrides compute_gradients"),
-        ({"cls": ClipsInRule}, "cannot be used with ClipsOwn, which overrides aggregate"),
-        ({"kind": "penalty"}, "uses the parameter 'penalised/w' without asking hk.get_parameter"),
+        (
+            {"cls": Clips},
+            "shard_params=True cannot be used with clip_gradients: no replica has its "
+            "own gradients",
+        ),
+        (
+            {"cls": AppliesItself},
+            "cannot be used with Own, which overrides apply_gradients",
+        ),
+        (
+            {"cls": PerturbsInRule},
+            "cannot be used with SharpnessAware, which overrides compute_gradients",
+        ),
+        (
+            {"cls": ClipsInRule},
+            "cannot be used with ClipsOwn, which overrides aggregate",
+        ),
+        (
+            {"kind": "penalty"},
+            "uses the parameter 'penalised/w' without asking hk.get_parameter",
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_code_that_needs_whole_parameters_or_own_gradients_is_refused(changes, match):
     experiment, the_mesh = make(**changes)
     with pytest.raises(ValueError, match=match):

@@ -45,7 +45,8 @@ def test_a_function_sees_its_part_as_under_shard_map(shape):
         number = jax.lax.axis_index(("slice", "replica"))
         return total[None], x * w[0] + number.astype(x.dtype), jnp.sum(w)
 
-    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)[: 8 // (8 // np.prod(shape))]
+    w = jnp.arange(3.0)
+    x = jnp.arange(24.0).reshape(8, 3)[: 8 // (8 // np.prod(shape))]
     out_specs = (jax.P("group"), ROWS, WHOLE)
     got, wanted = both(f, shape, (WHOLE, ROWS), out_specs, w, x)
     harness.assert_equal(got, wanted)
@@ -110,7 +111,7 @@ def test_a_loop_may_call_it_in_each_round():
 
 @pytest.mark.parametrize("shape", [(2, 1, 4), (1, 2, 4), (2, 2, 2)], ids=str)
 def test_whole_arrays_may_lie_in_shards(shape):
-    """Scatters sums, updates global arrays and gathers them; every group has its own."""
+    """Scatters sums, updates global arrays and gathers them, in each group."""
     mesh = make_mesh(shape)
     count = shape[2]
 
@@ -284,7 +285,8 @@ def test_differentiation_of_a_rules_own_is_each_replicas():
             return new, hk.get_state("calls"), jax.random.normal(hk.next_rng_key())
 
         rules = hk.transform_with_state(step)
-        params, x = harness.params(), harness.batch()
+        params = harness.params()
+        x = harness.batch()
         _, state = rules.init(jax.random.key(0), params, x)
         local = lambda s, x, rules=rules: rules.apply(
             {}, s, jax.random.key(1), params, x

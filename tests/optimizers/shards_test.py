@@ -89,7 +89,8 @@ def nest(order):
 def test_one_bad_element_skips_the_step_on_all_replicas(order):
     make = functools.partial(nest, order)
     step = harness.transform_step(make)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x)
     run = harness.sharded(step, make, 4)
     (_, params, n), state = run(params, state, x)
@@ -143,11 +144,13 @@ def test_untrained_parameters_and_their_slots_do_not_change():
         )
 
     step = hk.transform_with_state(step)
-    params, x = harness.params(), harness.batch()
+    params = harness.params()
+    x = harness.batch()
     _, state = step.init(None, params, x, 0)
     (_, new, _), after = harness.sharded(step, make, 4)(params, state, x)
     frozen = {"mlp/linear_0/b", "mlp/linear_1/w"}
-    before, after = state["opt"], after["opt"]
+    before = state["opt"]
+    after = after["opt"]
     for path in frozen:
         module, name = path.rsplit("/", 1)
         harness.assert_equal(new[module][name], params[module][name])
@@ -157,7 +160,8 @@ def test_untrained_parameters_and_their_slots_do_not_change():
 
 def test_float16_parameters_are_gathered_in_float16():
     step = harness.transform_step(lambda: CrossShard(optax.adam(0.1)))
-    params, x = harness.params(np.float16), harness.batch(np.float16)
+    params = harness.params(np.float16)
+    x = harness.batch(np.float16)
     _, state = step.init(None, params, x)
     run = harness.sharded(step, lambda: CrossShard(optax.adam(0.1)), 4)
     lowered = jax.jit(run).lower(params, state, x)
@@ -285,7 +289,7 @@ def follow(update, params=None, grads=None, replicas=4):
 
 
 def per_array(f):
-    """Returns a function of trees that applies `f(gradient, parameter)` to each array."""
+    """Returns a function of trees that applies `f(gradient, param)` to each array."""
     return lambda grads, params: jax.tree.map(f, grads, params)
 
 

@@ -110,8 +110,18 @@ def test_a_group_has_its_own_fingerprint_on_any_number_of_devices():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "float16", "bfloat16", "int4", "float8_e4m3fn", "bool", "uint8", "complex64"]
-)  # fmt: skip
+    "dtype",
+    [
+        "float32",
+        "float16",
+        "bfloat16",
+        "int4",
+        "float8_e4m3fn",
+        "bool",
+        "uint8",
+        "complex64",
+    ],
+)
 def test_every_change_changes_the_fingerprint(dtype):
     x = np.asarray(jnp.asarray(np.arange(60).reshape(3, 4, 5) % 7).astype(dtype))
     sums = [hashing.of_arrays([("x", x)])]

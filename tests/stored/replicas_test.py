@@ -13,7 +13,8 @@ from xshard import errors, loop, mesh
 from xshard import experiment as experiment_lib
 from xshard.modes import continuous_eval
 
-HALVES, PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
+HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+PAIRS = ((0, 1), (2, 3))
 
 
 class Counting(toy.Wide):
@@ -118,7 +119,10 @@ def test_a_method_that_reads_the_state_on_other_replicas_is_refused(
     assert loop.run(config(reads=True), str(tmp_path), "") == 0
     trained = xshard.load(str(tmp_path))
     batch = {"x": np.ones((5, 3), np.float32), "y": np.zeros(5, np.float32)}
-    message = r"Counting\.{} \(.* reads the state 'seen/value'.*\n?.*values of 8 replicas per group, and this mesh has {}"
+    message = (
+        r"Counting\.{} \(.* reads the state 'seen/value'.*\n?.*values of 8 replicas "
+        r"per group, and this mesh has {}"
+    )
     with pytest.raises(errors.UserError, match=message.format("predict", 1)):
         trained.predict(batch)
     use_devices(4)
