@@ -134,6 +134,8 @@ class Learner:
             )
         validation.parameters(self._network, params)
         params = self._policy.cast_to_param(params)
+        # The rule is made twice: here to learn which parameters it holds in shards, and
+        # then, knowing how they lie, to create its state.
         meta = hk.transform(self._describe).apply({}, None, params, requested)
         init_optimizer = hk.transform_with_state(self._init_optimizer).init
         _, opt_state = init_optimizer(key, params, meta)

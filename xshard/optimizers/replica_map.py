@@ -25,6 +25,8 @@ from xshard import jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import varying
 
+_AxisNames = tuple[str, ...]
+
 # The spec of an array that lies along no mapped axis.
 _GLOBAL = jax.P()
 
@@ -39,7 +41,7 @@ class _Replicas(NamedTuple):
     """
 
     mesh: jax.sharding.Mesh
-    axes: tuple[str, ...]
+    axes: _AxisNames
 
     @property
     def manual_axes(self) -> set[str]:
@@ -53,7 +55,7 @@ class _Replicas(NamedTuple):
         return self.mesh.abstract_mesh.update_axis_types(types)
 
     @property
-    def long_axes(self) -> tuple[str, ...]:
+    def long_axes(self) -> _AxisNames:
         """The mapped axes of a size above 1.
 
         Along the others nothing is mapped, which traces and compiles faster.
@@ -254,8 +256,8 @@ class _ReplicaProgram:
     `jax.vmap` maps over the replicas.
 
     JAX maps the axes one by one, the innermost first. At each axis a `custom_vmap` rule
-    learns which arguments are mapped along it, and hands what is known on to the call
-    for the next axis. Once all axes are known, the last call is the `jax.shard_map`.
+    learns which arguments are mapped along it, and calls the function for one axis
+    more. The function for all axes is the `jax.shard_map`.
     """
 
     def __init__(
@@ -285,28 +287,33 @@ class _ReplicaProgram:
         # if no argument is mapped along it.
         long_axes = self._replicas.long_axes
         number = lax.axis_index(long_axes) if long_axes else jnp.int32(0)
-        call = self._for_inner_axes([], [()] * len(self._out_specs))
+        call = self._along_inner_axes(
+            0,
+            arg_axes=[()] * len(self._in_specs),
+            result_axes=[()] * len(self._out_specs),
+        )
         return call(number, *args)
 
-    def _for_inner_axes(
-        self, mapped: list[list[bool]], result_axes: list[tuple[str, ...]]
+    def _along_inner_axes(
+        self, depth: int, arg_axes: list[_AxisNames], result_axes: list[_AxisNames]
     ) -> Callable[..., list[Any]]:
         """Returns the function of all replicas along the innermost axes.
 
         Args:
-          mapped: for each of these axes, the innermost first, which arguments have a
-            leading dimension along it.
-          result_axes: for each result, the axes of its leading dimensions.
+          depth: the number of these axes.
+          arg_axes: for each argument, the axes of its leading dimensions, outermost
+            first. It is mapped along them.
+          result_axes: the same for each result.
         """
         long_axes = self._replicas.long_axes
-        if not long_axes:
-            # Hidden from the `jax.vmap` of an axis of size 1, which would map the
-            # collectives once more.
-            on_devices = self._on_devices(mapped, result_axes)
-            return jax.custom_batching.sequential_vmap(on_devices)
-        if len(mapped) == len(long_axes):
-            return self._on_devices(mapped, result_axes)
-        axis = long_axes[-1 - len(mapped)]
+        if depth == len(long_axes):
+            on_devices = self._on_devices(arg_axes, result_axes)
+            if not long_axes:
+                # Hidden from the `jax.vmap` of an axis of size 1, which would map the
+                # collectives once more.
+                on_devices = jax.custom_batching.sequential_vmap(on_devices)
+            return on_devices
+        axis = long_axes[-1 - depth]
 
         # `custom_vmap` takes the results' shapes from this function, which never runs:
         # the number is always mapped.
@@ -318,30 +325,34 @@ class _ReplicaProgram:
         @call.def_vmap
         def rule(
             axis_size: int, is_mapped: Sequence[bool], *args: Any
-        ) -> tuple[list[Any], Any]:
+        ) -> tuple[list[Any], list[bool]]:
             del axis_size
-            now_mapped = [*mapped, list(is_mapped)]
-            now_result_axes = self._result_axes(now_mapped)
-            call_next = self._for_inner_axes(now_mapped, now_result_axes)
-            return call_next(*args), [axis in axes for axes in now_result_axes]
+            # `custom_vmap` has made the mapped dimension the first.
+            now_arg_axes = [
+                (axis, *axes) if mapped else axes
+                for axes, mapped in zip(arg_axes, is_mapped, strict=True)
+            ]
+            now_result_axes = self._axes_of_results(depth + 1, now_arg_axes)
+            outer = self._along_inner_axes(depth + 1, now_arg_axes, now_result_axes)
+            return outer(*args), [axis in axes for axes in now_result_axes]
 
         return call
 
-    def _result_axes(self, mapped: Sequence[Sequence[bool]]) -> list[tuple[str, ...]]:
-        """Returns the axes along which each result is mapped.
+    def _axes_of_results(
+        self, depth: int, arg_axes: Sequence[_AxisNames]
+    ) -> list[_AxisNames]:
+        """Returns the axes of the leading dimensions of each result.
 
-        It is mapped along all axes along which it differs, but for those that its spec
-        lists: along these lie its shards.
+        A result is mapped along all axes along which it differs, but for those that its
+        spec lists: along these lie its shards.
         """
         long_axes = self._replicas.long_axes
-        inner_axes = long_axes[len(long_axes) - len(mapped) :]
+        inner_axes = long_axes[len(long_axes) - depth :]
         inputs = []
-        for index, spec in enumerate(self._in_specs[1:], 1):
-            axes = set(mesh_lib.axes_of(spec))
-            for axis, is_mapped in zip(reversed(inner_axes), mapped, strict=True):
-                if is_mapped[index]:
-                    axes.add(axis)
-            inputs.append(varying.Variation(frozenset(axes)))
+        for axes, spec in zip(arg_axes[1:], self._in_specs[1:], strict=True):
+            inputs.append(
+                varying.Variation(frozenset([*axes, *mesh_lib.axes_of(spec)]))
+            )
         all_axes = frozenset(self._replicas.axes)
         outputs = varying.outputs(self._program.jaxpr, inputs, axes=all_axes)
         result_axes = []
@@ -350,7 +361,7 @@ class _ReplicaProgram:
             result_axes.append(tuple(axis for axis in inner_axes if axis in unlisted))
         return result_axes
 
-    def _zeros(self, result_axes: Sequence[tuple[str, ...]]) -> list[Any]:
+    def _zeros(self, result_axes: Sequence[_AxisNames]) -> list[Any]:
         """Returns zeros of the shapes of the results along the innermost axes."""
         mesh = self._replicas.mesh
         avals = self._program.out_avals
@@ -362,45 +373,35 @@ class _ReplicaProgram:
         return results
 
     def _on_devices(
-        self, mapped: Sequence[Sequence[bool]], result_axes: Sequence[tuple[str, ...]]
+        self, arg_axes: Sequence[_AxisNames], result_axes: Sequence[_AxisNames]
     ) -> Callable[..., list[Any]]:
-        """Returns the function of all replicas along all axes: a `jax.shard_map`.
-
-        Each leading dimension of an argument or a result is mapped along its axis.
-        """
-        long_axes = self._replicas.long_axes
-        mapped_along = dict(zip(reversed(long_axes), mapped, strict=True))
-        arg_axes: list[tuple[str, ...]] = []
-        for index in range(len(self._in_specs)):
-            axes = tuple(axis for axis in long_axes if mapped_along[axis][index])
-            arg_axes.append(axes)
+        """Returns the function of all replicas along all axes: a `jax.shard_map`."""
 
         def on_replica(*args: Any) -> list[Any]:
-            local_args = [
-                _without_leading(len(axes), x)
-                for axes, x in zip(arg_axes, args, strict=True)
-            ]
+            # A replica's part of a leading dimension is of size 1.
+            local_args = []
+            for axes, x in zip(arg_axes, args, strict=True):
+                local_args.append(_without_leading(len(axes), x))
             results = jax_internals.as_function(self._program)(*local_args[1:])
-            return [
-                _with_leading(len(axes), x)
-                for axes, x in zip(result_axes, results, strict=True)
-            ]
+            mapped_results = []
+            for axes, x in zip(result_axes, results, strict=True):
+                mapped_results.append(_with_leading(len(axes), x))
+            return mapped_results
 
         on_devices = jax.shard_map(
             on_replica,
             mesh=self._replicas.mesh,
             axis_names=self._replicas.manual_axes,
-            in_specs=tuple(
-                jax.P(*axes, *spec)
-                for axes, spec in zip(arg_axes, self._in_specs, strict=True)
-            ),
-            out_specs=[
-                jax.P(*axes, *spec)
-                for axes, spec in zip(result_axes, self._out_specs, strict=True)
-            ],
+            in_specs=tuple(_prepend(arg_axes, self._in_specs)),
+            out_specs=_prepend(result_axes, self._out_specs),
             check_vma=False,
         )
         return lambda *args: [jax_internals.without_mesh(x) for x in on_devices(*args)]
+
+
+def _prepend(axes: Sequence[_AxisNames], specs: Sequence[jax.P]) -> list[jax.P]:
+    """Returns the specs of arrays with leading dimensions along some axes."""
+    return [jax.P(*a, *spec) for a, spec in zip(axes, specs, strict=True)]
 
 
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
