@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from xshard import cli, errors
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 # The placeholder for the token in a plan. The token is created when the plan runs, and
 # never printed.
@@ -123,7 +123,7 @@ class Plan:
                 path.unlink(missing_ok=True)
                 stack.callback(path.unlink, missing_ok=True)
                 _write(path, content.replace(TOKEN, token), 0o600)
-            environment = {**os.environ, handshake.TOKEN_VARIABLE: token}
+            environment = {**os.environ, rendezvous.TOKEN_VARIABLE: token}
             return self._run_commands(environment, replace=replace and not self.private)
 
     def _run_commands(self, environment: Mapping[str, str], *, replace: bool) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from launch import engine
-from xshard.pod import handshake, notice
+from xshard.pod import notice, rendezvous
 
 _TOKEN_KEY = "token"
 
@@ -237,4 +237,4 @@ def _token(job: engine.Job) -> dict[str, Any]:
     # Optional, because the processes also recognize one another if the secret is
     # deleted and all have an empty token.
     source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
-    return {"name": handshake.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}
+    return {"name": rendezvous.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}

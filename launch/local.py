@@ -19,7 +19,7 @@ from typing import IO
 
 from launch import engine
 from xshard.files import standard_streams
-from xshard.pod import handshake, notice, signals, status
+from xshard.pod import notice, rendezvous, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -335,7 +335,7 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
         errors="replace",
         # A terminal sends Ctrl-C to this process only, which passes it on.
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.TOKEN_VARIABLE: token},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", rendezvous.TOKEN_VARIABLE: token},
     )
 
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Mpi(engine.Engine):
         job = engine.only_job(jobs, "mpi")
         options = [part for option in self.options for part in shlex.split(option)]
         # Only the variable's name is on the command line, which other users can read.
-        token = ["-x", handshake.TOKEN_VARIABLE]
+        token = ["-x", rendezvous.TOKEN_VARIABLE]
         return engine.Plan(
             [["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]]
         )

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 _SCRIPT = """\
 #!/bin/bash
@@ -136,7 +136,7 @@ class Slurm(engine.Engine):
             if jobs[0].least
             else "",
             log='"$log"',
-            token=handshake.TOKEN_VARIABLE,
+            token=rendezvous.TOKEN_VARIABLE,
         )
 
     def _size(self, job: engine.Job) -> dict[str, object]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
@@ -46,7 +46,7 @@ class TpuVm(engine.Engine):
             f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
             f"echo 'error: {job.name} is running' >&2; exit 1; fi && "
             "{ [ ! -d .venv ] || . .venv/bin/activate; } && "
-            f"export {handshake.TOKEN_VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
+            f"export {rendezvous.TOKEN_VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
             f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
         )
         # The token travels in a file, because other users can read command lines. The

@@ -39,7 +39,7 @@ from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval, profiling
-from xshard.pod import handshake, notice, process_spec, startup, watchdog
+from xshard.pod import notice, rendezvous, startup, watchdog
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -179,7 +179,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     )
     try:
         code = _run_process(config, _WORKDIR.value, timeouts)
-    except process_spec.StoppedError as e:
+    except rendezvous.StoppedError as e:
         print(e, file=sys.stderr, flush=True)
         return e.code
     # The run is complete. A signal that arrives now, such as srun's SIGTERM after the
@@ -243,7 +243,7 @@ def _run_mode(config: Any, directory: str, watching: watchdog.Watchdog) -> int:
 
 
 def _join(
-    place: process_spec.ProcessSpec | None,
+    place: rendezvous.ProcessSpec | None,
     timeouts: startup.Timeouts,
     config: Any,
     directory: str,
@@ -256,14 +256,14 @@ def _join(
       terminal if stdout and stderr now go to this process's log file, else None.
     """
     # Child processes must not inherit the token.
-    token = os.environ.pop(handshake.TOKEN_VARIABLE, "")
+    token = os.environ.pop(rendezvous.TOKEN_VARIABLE, "")
     if place is None:
         return [], None
     log = None
-    if place.index:
+    if place.process_id:
         # A log that cannot be opened must fail before the other processes depend on
         # this one.
-        log = workdir.Workdir(directory).open_log(place.index)
+        log = workdir.Workdir(directory).open_log(place.process_id)
     facts = origin_lib.of(config, _CPU_DEVICES.value)
     hosts = startup.join(place, timeouts, facts, token, signal_receiver)
     if log is None:

@@ -13,9 +13,8 @@ import socket
 import numpy as np
 import pytest
 
-from tests import pace, rows
+from tests import guests, pace, rows
 from tests.launch import harness
-from xshard.pod import handshake
 
 COUNT = 3
 # The run is long enough for a test to interrupt it.
@@ -111,21 +110,12 @@ def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path)
     harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 
-def knows_token(port, token):
-    """Returns whether process 0, which waits for the others on this port, proves that
-    it knows a token.
+def shows_token(port, token):
+    """Returns whether process 0, which waits for the others on this port, accepts a
+    token and shows that it knows it, too.
     """
-    with (
-        socket.create_connection(("127.0.0.1", port)) as guest,
-        guest.makefile("rb") as file,
-    ):
-        guest.sendall(handshake.nonce_line("a" * 32))
-        its_nonce = handshake.read_nonce(file.readline()[:-1])
-        seals = handshake.Seals(token, handshake.CLIENT, f"{'a' * 32} {its_nonce}")
-        try:
-            return seals.read(file.readline()[:-1]) == {"process": 0}
-        except handshake.MalformedError:
-            return False
+    with guests.OPEN, socket.create_connection(("127.0.0.1", port)) as sock:
+        return guests.Stranger(sock, token).show_token()
 
 
 def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
@@ -142,11 +132,11 @@ def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
         def is_waiting():
             assert process.poll() is None
             with contextlib.suppress(ConnectionRefusedError):
-                return knows_token(port, "of the launch")
+                return shows_token(port, "of the launch")
             return False
 
         harness.wait_until(is_waiting)
-        assert not knows_token(port, "of another") and not knows_token(port, "")
+        assert not shows_token(port, "of another") and not shows_token(port, "")
         process.send_signal(signal.SIGUSR1)
         code, output = harness.finish(process)
     assert code == 42 and "SIGUSR1 on process 0 on" in output
