@@ -143,9 +143,10 @@ class Exchange:
                 f"({reason})"
             )
         missing = [str(i) for i in range(self.count) if i not in texts]
+        names = ", ".join(missing) or "?"
         return (
-            f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not "
-            f"respond within {self._seconds:g} s ({reason})"
+            f"{self._what}: process {names} of {self.count} did not respond within "
+            f"{self._seconds:g} s ({reason})"
         )
 
 

@@ -1,33 +1,26 @@
-"""Notices that a run receives while it trains, and the exit codes that report how it
-ended.
-"""
+"""The earlier name of `exit_codes` and `request`, until all callers have switched."""
 
-from typing import NamedTuple
+from xshard.pod.exit_codes import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    NONFINITE,
+    PREEMPTED,
+)
+from xshard.pod.exit_codes import LAST_PHASES as ENDS
+from xshard.pod.request import BY_CLOCK, SAVE, STOP, STOP_FILE
+from xshard.pod.request import Request as Notice
 
-# With 42 and 130 the state is saved. 42 asks to be started again; 130 follows a user's
-# Ctrl-C. After 3 a restart does not help, because the same steps would not be finite
-# again.
-DONE, FAILED, NONFINITE, PREEMPTED, INTERRUPTED = 0, 1, 3, 42, 130
-# The status of a process that ended with a code. With any other code it is 'stopped'.
-ENDS = {DONE: "done", NONFINITE: "failed: not finite"}
-SAVE, STOP = "save", "stop"
-# A user creates this file in the work directory: the run saves and stops, and does not
-# train until it is removed.
-STOP_FILE = "STOP"
-
-
-class Notice(NamedTuple):
-    """An action that all processes take at the same step.
-
-    Attributes:
-      kind: 'save', or 'stop', which saves too.
-      why: the reason, for the user.
-      code: the exit code of a stop.
-    """
-
-    kind: str
-    why: str
-    code: int = PREEMPTED
-
-
-BY_CLOCK = Notice(SAVE, "checkpoint.every_minutes have passed")
+__all__ = [
+    "BY_CLOCK",
+    "DONE",
+    "ENDS",
+    "FAILED",
+    "INTERRUPTED",
+    "NONFINITE",
+    "PREEMPTED",
+    "SAVE",
+    "STOP",
+    "STOP_FILE",
+    "Notice",
+]
