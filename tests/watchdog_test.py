@@ -48,7 +48,9 @@ def calls_of(monkeypatch, watching, name):
     [(signal.SIGINT, 130), (signal.SIGTERM, 42), (signal.SIGHUP, 42), (signal.SIGUSR1, 42),
      (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
 )  # fmt: skip
-def test_repeated_signals_become_one_request(tmp_path, capfd, monkeypatch, number, code):
+def test_repeated_signals_become_one_request(
+    tmp_path, capfd, monkeypatch, number, code
+):
     watching = watchdog.Watchdog(tmp_path)
     signalled = calls_of(monkeypatch, watching, "_handle_signal")
     with watching:
