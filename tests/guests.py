@@ -2,6 +2,7 @@
 and processes are threads.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -40,9 +41,10 @@ class SignalReceiver:
         self._wake.send(bytes([number]))
 
 
-# For processes that receive no signal. It has its own stack, so that it stays open when
-# a test closes OPEN.
-SILENCE = SignalReceiver(contextlib.ExitStack())
+# For processes that receive no signal. It stays open when a test closes OPEN.
+_ALWAYS_OPEN = contextlib.ExitStack()
+atexit.register(_ALWAYS_OPEN.close)
+SILENCE = SignalReceiver(_ALWAYS_OPEN)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tests of how a process learns its place in the run: from flags, or as JAX detects it."""
+"""Tests of how a process learns its place: from flags, or as JAX detects it."""
 
 import pytest
 

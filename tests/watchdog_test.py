@@ -45,9 +45,15 @@ def calls_of(monkeypatch, watching, name):
 
 @pytest.mark.parametrize(
     "number, code",
-    [(signal.SIGINT, 130), (signal.SIGTERM, 42), (signal.SIGHUP, 42), (signal.SIGUSR1, 42),
-     (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
-)  # fmt: skip
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 42),
+        (signal.SIGHUP, 42),
+        (signal.SIGUSR1, 42),
+        (signal.SIGUSR2, 42),
+        (signal.SIGXCPU, 42),
+    ],
+)
 def test_repeated_signals_become_one_request(
     tmp_path, capfd, monkeypatch, number, code
 ):
@@ -56,8 +62,8 @@ def test_repeated_signals_become_one_request(
     with watching:
         assert watching.poll() is None
         os.kill(os.getpid(), number)
-        signal_receiver = poll(watching)
-        assert signal_receiver == (request_lib.STOP, signal.Signals(number).name, code)
+        request = poll(watching)
+        assert request == (request_lib.STOP, signal.Signals(number).name, code)
         if number != signal.SIGINT:
             # The signals that stop a job on many hosts, or at the limit of CPU time,
             # come several times.
@@ -105,11 +111,11 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
 
 def test_the_signal_handlers_are_restored(tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM)
-    signal_receiver = []
+    received = []
     # The test sets its own handlers, because a program that a shell starts in the
     # background ignores SIGINT.
     handlers = {
-        number: lambda got, _: signal_receiver.append(got) for number in numbers
+        number: lambda got, _: received.append(got) for number in numbers
     }
     before = {
         number: signal.signal(number, handler) for number, handler in handlers.items()
@@ -198,8 +204,10 @@ def test_a_forked_child_does_not_hold_the_locks_of_its_run(tmp_path):
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOCKS, str(tmp_path / "run")],
-        env=harness.environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "taken again\n", done.stderr
 
 
@@ -360,18 +368,18 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
     tmp_path, monkeypatch, seed
 ):
     def train(watching, asks):
-        """Makes steps at a random pace; returns the step and the kind of each request."""
+        """Makes steps at a random pace; returns the steps and kinds of requests."""
         choose = random.Random(seed * 2 + asks)
         requests = []
         for step in itertools.count(1):
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
                 watching.ask(request_lib.Request(request_lib.SAVE, f"at {step}"))
-            signal_receiver = watching.poll()
-            if signal_receiver is not None:
-                requests.append((step, signal_receiver.kind))
-            if signal_receiver is not None and signal_receiver.kind == request_lib.STOP:
-                return requests
+            request = watching.poll()
+            if request is not None:
+                requests.append((step, request.kind))
+                if request.kind == request_lib.STOP:
+                    return requests
             if asks and len(requests) >= 2 and step > 150:
                 watching.ask(request_lib.Request(request_lib.STOP, "enough"))
 

@@ -177,9 +177,14 @@ def test_status_of_a_real_run_with_a_checkpoint(tmp_path):
     begin = time.time()
     process = harness.launch(
         "--cpu_devices=2",
-        command=[*harness.TOY, f"--workdir={tmp_path}", "--config.steps=100000",
-                 "--config.checkpoint.every_steps=10", "--config.eval_every_steps=100000"],
-    )  # fmt: skip
+        command=[
+            *harness.TOY,
+            f"--workdir={tmp_path}",
+            "--config.steps=100000",
+            "--config.checkpoint.every_steps=10",
+            "--config.eval_every_steps=100000",
+        ],
+    )
     with harness.running(process):
         harness.wait_until(lambda: list(tmp_path.glob("checkpoints/*/COMMIT")))
         harness.wait_until((tmp_path / "status.json").exists)
