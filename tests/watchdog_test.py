@@ -114,9 +114,7 @@ def test_the_signal_handlers_are_restored(tmp_path):
     received = []
     # The test sets its own handlers, because a program that a shell starts in the
     # background ignores SIGINT.
-    handlers = {
-        number: lambda got, _: received.append(got) for number in numbers
-    }
+    handlers = {number: lambda got, _: received.append(got) for number in numbers}
     before = {
         number: signal.signal(number, handler) for number, handler in handlers.items()
     }

@@ -66,9 +66,7 @@ def resolve_process(
     """
     if address is None and num_processes == 1 and process_id in (None, 0):
         return None
-    is_any_given = not (
-        address is None and num_processes is None and process_id is None
-    )
+    nothing_given = address is None and num_processes is None and process_id is None
     devices = None
     if address is None or num_processes is None or process_id is None:
         try:
@@ -87,7 +85,8 @@ def resolve_process(
         "process_id": process_id,
     }
     missing = [f"--{name}" for name, value in flags.items() if value is None]
-    if not is_any_given and (missing or num_processes in (0, 1)):
+    if nothing_given and (missing or num_processes in (0, 1)):
+        # JAX detects no cluster, or one of a single process.
         return None
     if missing:
         raise rendezvous.StartError(
@@ -127,8 +126,7 @@ def join(
     Args:
       spec: this process's place.
       timeouts: how long to wait.
-      facts: names and short texts that must be equal on all processes, such as the
-        config.
+      facts: names and texts that must be equal on all processes, such as the config.
       token: the token of the launch, which all of its processes have; empty if they
         were started by hand.
       signal_receiver: the signals; any of them ends the meeting for all processes.
