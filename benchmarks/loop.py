@@ -73,16 +73,16 @@ class Clock(watchdog.Watchdog):
     begin_cpu = 0.0
     end_time = 0.0
 
-    def doing(self, what: str, **more: Any) -> None:
-        """Sets the status as `Watchdog.doing` does, and starts the clock at the first
+    def set_phase(self, phase: str, **more: Any) -> None:
+        """Sets the status as `Watchdog.set_phase` does, and starts the clock at the first
         timed step.
         """
-        if what == "training" and more["step"] == 1:
+        if phase == "training" and more["step"] == 1:
             self.first = time.perf_counter()
-        if what == "training" and more["step"] == _UNTIMED:
+        if phase == "training" and more["step"] == _UNTIMED:
             self.begin = time.perf_counter()
             self.begin_cpu = time.thread_time()
-        super().doing(what, **more)
+        super().set_phase(phase, **more)
 
 
 def make_config(size: models.Size, steps: int) -> Any:

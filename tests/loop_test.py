@@ -22,7 +22,7 @@ from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.optimizers import trees
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import schedule as schedule_lib
 
 
@@ -625,7 +625,7 @@ def run_with_notices(directory, config, at, kind, again=None):
     """
     scripted = rows.ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
-    assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
+    assert code == (42 if at <= scripted.polls and kind == request.STOP else 0)
     if code and again:
         # If the second start makes fewer polls than `again`, it gets no notice and runs
         # to the end.
@@ -642,7 +642,7 @@ def metrics_by_step(directory):
 
 
 @pytest.mark.sample(0.4)
-@pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
+@pytest.mark.parametrize("kind", [request.STOP, request.SAVE])
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.
     config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
@@ -657,8 +657,8 @@ def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
             5,
         ]
         end = final_state(tmp_path / "not", config)
-        for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
-            for again in (None, 1) if kind == notice.STOP else (None,):
+        for at in range(1, polls + 1) if kind == request.STOP else (1, 3, 8):
+            for again in (None, 1) if kind == request.STOP else (None,):
                 directory = tmp_path / f"{at} {again}"
                 run_with_notices(directory, config, at, kind, again)
                 harness.assert_equal(final_state(directory, config), end)

@@ -7,7 +7,7 @@ import json
 from xshard import checkpoint
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import preflight
 
 
@@ -18,7 +18,7 @@ class Killed(BaseException):
 
 
 class ScriptedWatch:
-    """A stand-in for the watch over a run, which delivers one notice at the poll with a
+    """A stand-in for the watch over a run, which delivers one request at the poll with a
     given number.
     """
 
@@ -29,9 +29,11 @@ class ScriptedWatch:
 
     def poll(self):
         self.polls += 1
-        return notice.Notice(self._kind, "scripted") if self.polls == self._at else None
+        if self.polls == self._at:
+            return request.Request(self._kind, "scripted")
+        return None
 
-    def doing(self, what, **more):
+    def set_phase(self, phase, **more):
         pass
 
     def publish(self):

@@ -21,7 +21,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import identity as identity_lib
 from xshard.files import standard_streams
-from xshard.pod import notice
+from xshard.pod import exit_codes
 
 # The beginnings of the reasons that Python and absl give for a value of another type,
 # and the rule for each.
@@ -77,10 +77,10 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
         # A run handles Ctrl-C itself once it has state to save, so nothing is lost
         # here.
         print("interrupted", file=sys.stderr, flush=True)
-        return notice.INTERRUPTED
+        return exit_codes.INTERRUPTED
     except Exception as e:
         print_error(e, has_debug_flag=has_debug_flag)
-        return notice.FAILED
+        return exit_codes.FAILED
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:

@@ -23,9 +23,9 @@ from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
-from xshard.pod import host_collectives, status
-from xshard.pod import notice as notice_lib
+from xshard.pod import exit_codes, host_collectives, status
 from xshard.pod import origin as origin_lib
+from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
     ending,
@@ -138,7 +138,7 @@ class Run:
 
         # Which run this is, and whether it may begin or resume here.
         self._plan = resuming.identify(config, self.workdir, set_aside)
-        self.provenance = origin_lib.origin(
+        self.provenance = origin_lib.find_provenance(
             type(self.experiment).__module__,
             self.batches.summary(),
             self._evaluation.summary(),
@@ -216,7 +216,7 @@ class Run:
         # How far the run is.
         self.step = -1
         self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self._stop: notice_lib.Notice | None = None
+        self._stop: request_lib.Request | None = None
         self._is_save_requested = False
 
     @contextlib.contextmanager
@@ -244,7 +244,7 @@ class Run:
 
     def complete(
         self,
-    ) -> tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]:
+    ) -> tuple[state_lib.TrainState, request_lib.Request | None, dict[str, Any]]:
         """Trains, evaluates the last state and writes the results.
 
         Returns:
@@ -281,7 +281,7 @@ class Run:
             self.checkpoints.wait()
         return state, self._stop, results
 
-    def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
+    def train(self) -> tuple[state_lib.TrainState, request_lib.Request | None]:
         """Trains to the last step, or until a callback or a notice ends it earlier.
 
         Each call starts from the newest checkpoint and discards later progress.
@@ -401,7 +401,7 @@ class Run:
     def set_phase(self, phase: str, **more: int) -> None:
         """Publishes what the run does now in its status."""
         if self._watch is not None:
-            self._watch.doing(phase, seconds=self.clock.seconds, **more)
+            self._watch.set_phase(phase, seconds=self.clock.seconds, **more)
 
     def _begin(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a first state, and opens the log.
@@ -537,7 +537,7 @@ class Run:
         request = self._watch.poll()
         if request is None:
             return
-        if request.kind == notice_lib.STOP:
+        if request.kind == request_lib.STOP:
             self._stop = request
         else:
             self._is_save_requested = True
@@ -550,7 +550,7 @@ class Run:
         if jax.process_count() == 1:
             self._is_save_requested = True
         elif self._watch is not None:
-            self._watch.ask(notice_lib.BY_CLOCK)
+            self._watch.ask(request_lib.BY_CLOCK)
 
     def _evaluate_and_log(self, step: int, state: state_lib.TrainState) -> None:
         self._flush(state)
@@ -625,7 +625,7 @@ def run(
             current.terminal.close()
             kept = current.checkpoints.kept()
             ending.fail(current.step, str(e), kept, current.workdir)
-            return notice_lib.NONFINITE
+            return exit_codes.NONFINITE
     store = current.checkpoints.manager.store
     if stop is not None:
         return ending.stopped(stop, int(state.step), store, command)

@@ -13,7 +13,7 @@ from xshard import checkpoint, loop
 from xshard.files import workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -58,7 +58,7 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
     config.checkpoint.every_steps = 2
-    assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config.lock(), str(tmp_path), "") == exit_codes.NONFINITE
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert list(logged_errors(tmp_path)) == [2, 4]
     assert (
@@ -283,7 +283,7 @@ class Watch:
     def poll(self):
         self.polls += 1
         return (
-            notice.Notice(notice.STOP, "told to", 42)
+            request.Request(request.STOP, "told to", 42)
             if self.polls == self._at
             else None
         )

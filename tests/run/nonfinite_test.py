@@ -25,7 +25,7 @@ from xshard.data import batches
 from xshard.learners import state as learner_state
 from xshard.metrics import deferred, formatting
 from xshard.optimizers import inspection, phases
-from xshard.pod import notice
+from xshard.pod import exit_codes
 from xshard.run import nonfinite
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -74,7 +74,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     tmp_path, capsys, loss_scale, shard_update
 ):
     config = make_config(loss_scale=loss_scale, shard_update=shard_update)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/"
@@ -88,7 +88,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
         "step 5: the loss is nan"
     )
     # A second start resumes from the same checkpoint and ends the same way.
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_warn_continues_reports_once_and_ends_as_not_finite(
     for _ in range(2):
         # The second start has nothing left to train, but it does not report success
         # either.
-        assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+        assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
         captured = capsys.readouterr()
         assert (
             "error: step 8: the resulting state is not finite: params/mlp"
@@ -165,7 +165,7 @@ def test_warn_continues_reports_once_and_ends_as_not_finite(
 def test_a_step_is_judged_before_it_is_saved(tmp_path, capsys):
     # The bad step is the last, so no later step triggers its check.
     assert (
-        loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
+        loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == exit_codes.NONFINITE
     )
     assert (
         "error: step 8: the loss is nan, and 4 of 4 gradients"
@@ -181,7 +181,7 @@ def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(
     config = make_config(
         experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8
     )
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert (
         "error: step 8: the resulting state is not finite: params/linear/"
         in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys)
     # The loss of the next step is not finite either, but the error of the save may come
     # first.
     config = make_config(experiment="tests.toy.Overflowing", overflow_at=4)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert (
         saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
     )
@@ -203,7 +203,7 @@ def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys)
 
 def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
     config = make_config(group_assignment=HALVES, poisoned=((1, 5),))
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients"
@@ -219,7 +219,7 @@ def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
 def test_too_many_skips_in_a_row_end_the_run(tmp_path, capsys):
     poisoned = tuple((0, number) for number in range(3, 9))
     config = make_config(on_nonfinite="skip", poisoned=poisoned, max_skips_in_a_row=3)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: 3 steps in a row were skipped" in messages
@@ -243,7 +243,7 @@ def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
         max_skips_in_a_row=8,
         log_every_steps=20,
     )
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     # The 15 steps before these lowered the scale from 2**15 to its minimum.
     assert (
         "8 steps in a row were skipped without lowering a loss scale"
@@ -256,12 +256,12 @@ def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
         experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20
     )
     for _ in range(2):
-        assert loop.run(short, str(tmp_path / "short"), "") == notice.NONFINITE
+        assert loop.run(short, str(tmp_path / "short"), "") == exit_codes.NONFINITE
         assert "15 steps in a row were skipped" in results_of(tmp_path / "short")["why"]
 
 
 def test_a_failure_is_cleared_when_the_run_continues(tmp_path):
-    assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(make_config(), str(tmp_path), "") == exit_codes.NONFINITE
     assert loop.run(make_config(on_nonfinite="skip"), str(tmp_path), "") == 0
     assert results_of(tmp_path)["finite"] is True
 
@@ -639,5 +639,5 @@ def test_the_whole_state_must_be_finite(tmp_path, capsys, where, match):
     if not match:
         assert code == 0 and results_of(tmp_path)["finite"] and said == ""
         return
-    assert code == notice.NONFINITE and re.search(match, said)
+    assert code == exit_codes.NONFINITE and re.search(match, said)
     assert not results_of(tmp_path)["finite"]

@@ -18,7 +18,7 @@ from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard.checkpoint import manager as manager_lib
 from xshard.optimizers import trees
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import replication
 from xshard.stored import fingerprint
 
@@ -200,7 +200,7 @@ def saved_at_5(directory, **changes):
     new_config.update_from_flattened_dict(
         {"hidden": 15, "log_every_steps": 1, **changes}
     )
-    watch = rows.ScriptedWatch(5, notice.STOP)
+    watch = rows.ScriptedWatch(5, request.STOP)
     assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
     return new_config.copy_and_resolve_references()
 

@@ -23,7 +23,7 @@ from xshard.checkpoint import manager as manager_lib
 from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 from xshard.replay import replayer
 from xshard.run import loss_jumps, replication, roll_backs
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
 ):
     config = make_config()
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     assert loop.run(config, str(tmp_path), "") == 0
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
 def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
     config = make_config()
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.SAVE))
         == 0
     )
     assert_same(tmp_path, uninterrupted, config)
@@ -218,7 +218,7 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     config = make_config()
     # The stop saves a checkpoint after the one that the roll-back restores.
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     add = roll_backs.RollBacks.add
@@ -275,7 +275,7 @@ def test_a_run_survives_sigkill_after_it_records_each_roll_back(
 
 def test_the_limit_of_roll_backs_ends_the_run_and_lists_them(tmp_path, capsys):
     for _ in range(2):
-        assert loop.run(make_config(limit=1), str(tmp_path), "") == notice.NONFINITE
+        assert loop.run(make_config(limit=1), str(tmp_path), "") == exit_codes.NONFINITE
         messages = capsys.readouterr().err
         assert (
             "error: step 8: the loss is nan" in messages
@@ -333,7 +333,7 @@ def test_trouble_in_one_group_of_two_rolls_back_both(tmp_path):
 def test_a_state_that_is_not_finite_although_its_loss_is_rolls_back(tmp_path, capsys):
     # The last step is bad with any batch, so skipping batches does not help.
     config = make_config(experiment="tests.toy.Overflowing", poisoned=(), limit=2)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert [entry["step"] for entry in recorded(tmp_path)] == [12, 12]
     assert (
         "error: step 12: the resulting state is not finite: params/linear/"
@@ -367,7 +367,7 @@ def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, 
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     assert not (stopped / "roll_backs.json").exists()
@@ -401,7 +401,7 @@ def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     assert loop.run(config, str(stopped), "") == 0
@@ -454,7 +454,7 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     # jump.
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     assert loop.run(config, str(stopped), "") == 0
@@ -542,7 +542,7 @@ def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
     config = make_config(poisoned=((0, 7),))
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, request.STOP))
         == 42
     )
     # The run still skips the data, whatever its policy for later trouble is.
@@ -557,7 +557,7 @@ def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
 
 def test_a_run_without_a_checkpoint_to_roll_back_to_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(manager_lib.Manager, "finite_steps", lambda self: [])
-    assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(make_config(), str(tmp_path), "") == exit_codes.NONFINITE
     assert "there is no checkpoint to roll back to" in capsys.readouterr().err
     assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()
 
@@ -639,7 +639,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     # This flip is detected at the save for the stop.
     flips.after(monkeypatch, [9], FLIPPED, 3)
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, request.STOP))
         == 42
     )
     assert len(recorded(tmp_path)) > 1
@@ -733,7 +733,7 @@ def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
 ):
     config = lowered_config(on_divergence="roll_back")
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     if at == 20:

@@ -13,7 +13,8 @@ from xshard import state as state_lib
 from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import formatting, overview, rows
-from xshard.pod import notice
+from xshard.pod import exit_codes
+from xshard.pod import request as request_lib
 from xshard.run import nonfinite
 
 
@@ -90,16 +91,16 @@ def announce(
     print(f"checkpoints: {store}")
     if not values["finite"]:
         print(nonfinite.message(values["why"]), file=sys.stderr, flush=True)
-        return notice.NONFINITE
+        return exit_codes.NONFINITE
     # A callback that ended this run would end the resumed one too, so no command is
     # printed.
     if "ended" not in values:
         more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
         print(f"to train further{each_process()}: {more}")
-    return notice.DONE
+    return exit_codes.DONE
 
 
-def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
+def stopped(stop: request_lib.Request, step: int, store: Any, command: str) -> int:
     """Prints why and at which step a run stopped, and the command that resumes it.
 
     Returns:
