@@ -125,7 +125,7 @@ def test_the_signal_handlers_are_restored(tmp_path):
         assert signal.set_wakeup_fd(-1) == -1
         for number in numbers:
             os.kill(os.getpid(), number)
-        harness.wait_until(lambda: signal_receiver == list(numbers))
+        harness.wait_until(lambda: received == list(numbers))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
