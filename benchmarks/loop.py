@@ -73,16 +73,16 @@ class Clock(watchdog.Watchdog):
     begin_cpu = 0.0
     end_time = 0.0
 
-    def doing(self, what: str, **more: Any) -> None:
-        """Sets the status as `Watchdog.doing` does, and starts the clock at the first
+    def set_phase(self, phase: str, **more: Any) -> None:
+        """Sets the status as `Watchdog.set_phase` does, and starts the clock at the first
         timed step.
         """
-        if what == "training" and more["step"] == 1:
+        if phase == "training" and more["step"] == 1:
             self.first = time.perf_counter()
-        if what == "training" and more["step"] == _UNTIMED:
+        if phase == "training" and more["step"] == _UNTIMED:
             self.begin = time.perf_counter()
             self.begin_cpu = time.thread_time()
-        super().doing(what, **more)
+        super().set_phase(phase, **more)
 
 
 def make_config(size: models.Size, steps: int) -> Any:
@@ -221,23 +221,26 @@ class HostTime:
 
         def begin_and_time() -> Any:
             begun = begin()
-            # These exist only now.
-            self._time(run._log, "push", "log")
-            self._time(run._finite, "push", "finite checks")
-            self._time(run._copies, "push", "copies of replicas")
+            # The check exists only now.
+            for name in ("fetch", "check"):
+                self._time(run._nonfinite_check, name, "finite checks")
             return begun
 
         run._begin = begin_and_time
+        for name in ("fetch", "write_row"):
+            self._time(run._log, name, "log")
+        for name in ("fetch", "check"):
+            self._time(run._replica_check, name, "copies of replicas")
         self._time(run.batches, "_take_next", "data")
         self._time(run.batches._rows, "to_devices", "place")
         self._time(run, "train_step", "dispatch")
-        self._time(run, "doing", "status")
-        self._time(run, "_poll", "poll")
+        self._time(run, "set_phase", "status")
+        self._time(run, "_take_request", "poll")
         self._time(run, "_save", "save")
 
     def _time(self, owner: Any, name: str, part: str) -> None:
         function = getattr(owner, name)
-        self.seconds[part] = 0.0
+        self.seconds.setdefault(part, 0.0)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.thread_time()

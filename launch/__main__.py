@@ -48,8 +48,8 @@ _PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes."
 _ELASTIC = flags.DEFINE_string(
     "elastic",
     None,
-    "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; after losing hosts, start again on "
-    "the remaining ones if there are at least MIN.",
+    "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; "
+    "after losing hosts, start again on the remaining ones if there are at least MIN.",
 )
 _CPU_DEVICES = flags.DEFINE_integer(
     "cpu_devices",
@@ -73,7 +73,8 @@ _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 _MAX_FAILURES = flags.DEFINE_integer(
     "max_failures",
     3,
-    "local, gke: give up after this many failures (local: in a row, without a new step).",
+    "local, gke: give up after this many failures (local: in a row, without a new "
+    "step).",
     1,
 )
 _GRACE = flags.DEFINE_integer(
@@ -155,8 +156,11 @@ def main(argv: Sequence[str]) -> int:
     if words:
         return _execute(_manage(chosen, words))
     job = _job(tuple(command))
-    points = sweep.read(pathlib.Path(_SWEEP.value)) if _SWEEP.value else []
-    jobs = sweep.jobs(job, points) or [job]
+    points: list[sweep.Point] = []
+    jobs = [job]
+    if _SWEEP.value:
+        points = sweep.read(pathlib.Path(_SWEEP.value))
+        jobs = sweep.jobs(job, points)
     if job.least:
         elastic.check(jobs)
     # The plan comes before the claim, so that a sweep that the engine refuses claims no
@@ -168,9 +172,9 @@ def main(argv: Sequence[str]) -> int:
     # the plan.
     if not isinstance(chosen, local.Local) or _DRY_RUN.value:
         return _execute(plan)
-    return (
-        sweep.run(jobs, chosen, _PARALLEL.value) if points else local.run(job, chosen)
-    )
+    if points:
+        return sweep.run(jobs, chosen, _PARALLEL.value)
+    return local.run(job, chosen)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -178,27 +182,31 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     if "--" not in words:
         return words, []
-    at = words.index("--")
-    return words[:at], words[at + 1 :]
+    position = words.index("--")
+    return words[:position], words[position + 1 :]
 
 
 def _manage(chosen: engine.Engine, words: list[str]) -> engine.Plan:
     verb, *names = words
     if verb not in _VERBS or len(names) != (verb != "list"):
         raise engine.LaunchError(
-            f"{' '.join(words)}: use 'status DIR', 'list', 'logs NAME', 'kill NAME', or '-- COMMAND' to start."
+            f"{' '.join(words)}: use 'status DIR', 'list', 'logs NAME', 'kill NAME', "
+            "or '-- COMMAND' to start."
         )
     if verb == "list":
         return chosen.running()
     name = engine.check_name(names[0])
-    return chosen.logs(name) if verb == "logs" else chosen.kill(name)
+    if verb == "logs":
+        return chosen.logs(name)
+    return chosen.kill(name)
 
 
 def _job(command: tuple[str, ...]) -> engine.Job:
     if not command:
         raise engine.LaunchError(
-            "nothing to start: give the command after ' -- ', as in python -m launch --num_processes=2 -- "
-            "python -m xshard.main --config=configs/digits.py --workdir=runs/digits."
+            "nothing to start: give the command after ' -- ', as in python -m launch "
+            "--num_processes=2 -- python -m xshard.main --config=configs/digits.py "
+            "--workdir=runs/digits."
         )
     job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
     if _ELASTIC.value is not None:
@@ -206,8 +214,8 @@ def _job(command: tuple[str, ...]) -> engine.Job:
         elastic.check_engine(_ENGINE.value)
         if flags.FLAGS["num_processes"].present:
             raise engine.LaunchError(
-                f"--elastic={_ELASTIC.value} and --num_processes={_PROCESSES.value} both say how many processes there "
-                "are: leave one of them out."
+                f"--elastic={_ELASTIC.value} and --num_processes={_PROCESSES.value} "
+                "both say how many processes there are: leave one of them out."
             )
         job = dataclasses.replace(job, processes=hosts.most, least=hosts.least)
     if _NAME.value is not None:
@@ -227,7 +235,7 @@ def _execute(plan: engine.Plan) -> int:
 
 
 def run() -> int:
-    """Runs the launcher; prints a user's error as one message. Returns the exit code."""
+    """Runs the launcher, and prints a user's error as one message; returns the code."""
     logging.set_verbosity(logging.WARNING)
     return cli.run(_run, has_debug_flag=True)
 

@@ -9,10 +9,17 @@ from typing import NamedTuple
 
 from launch import engine, sweep
 
+# The engines that can start a run again on other hosts, and why the others cannot.
 _ELASTIC = ("local", "slurm")
-_A_SLICE = "a TPU slice computes on all of its hosts or on none; give the same command on another slice"
+_A_SLICE = (
+    "a TPU slice computes on all of its hosts or on none; give the same command on "
+    "another slice"
+)
 _WHY_NOT = {
-    "mpi": "mpirun does not start a run again; give the same command with another --num_processes",
+    "mpi": (
+        "mpirun does not start a run again; give the same command with another "
+        "--num_processes"
+    ),
     "tpu_vm": _A_SLICE,
     "gke": _A_SLICE,
     "xmanager": "it starts one process",
@@ -36,12 +43,14 @@ def parse(text: str) -> Hosts:
     # The digits are limited because no cluster has a million hosts, and Python's int()
     # rejects very long numbers.
     if re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
-        hosts = Hosts(*map(int, text.split(":")))
+        least, most = text.split(":")
+        hosts = Hosts(int(least), int(most))
         if 1 <= hosts.least <= hosts.most:
             return hosts
     raise engine.LaunchError(
-        f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as in --elastic=2:4: the "
-        "fewest hosts on which the run may continue, and the number on which it starts."
+        f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as "
+        "in --elastic=2:4: the fewest hosts on which the run may continue, and the "
+        "number on which it starts."
     )
 
 
@@ -49,7 +58,8 @@ def check_engine(name: str) -> None:
     """Raises LaunchError unless the engine can start a run again on other hosts."""
     if name not in _ELASTIC:
         raise engine.LaunchError(
-            f"--elastic is for --engine={' and '.join(_ELASTIC)}, not for {name}: {_WHY_NOT[name]}. Leave it out."
+            f"--elastic is for --engine={' and '.join(_ELASTIC)}, not for {name}: "
+            f"{_WHY_NOT[name]}. Leave it out."
         )
 
 
@@ -72,20 +82,28 @@ def _warning(job: engine.Job) -> str:
     config = sweep.requested_config(job)
     if config is None:
         return (
-            "--elastic: the config of the command cannot be read here. Without logical_replicas in it, the results of "
-            "the run change with the number of its hosts."
+            "--elastic: the config of the command cannot be read here. Without "
+            "logical_replicas in it, the results of the run change with the number of "
+            "its hosts."
         )
-    if not config.get("logical_replicas"):
+    logical_replicas = config.get("logical_replicas", 0)
+    if not logical_replicas:
         raise engine.LaunchError(
-            f"{job.elastic} is for runs whose trajectory does not depend on the number of hosts, but "
-            f"the config of {job.name} has logical_replicas={config.get('logical_replicas', 0)}: add --config.logical_replicas=N "
-            "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give --num_processes instead of --elastic."
+            f"{job.elastic} is for runs whose trajectory does not depend on the number "
+            f"of hosts, but the config of {job.name} has "
+            f"logical_replicas={logical_replicas}: add --config.logical_replicas=N "
+            "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give "
+            "--num_processes instead of --elastic."
         )
+    # The program may have a config of its own form.
     reduction = config.get("reduction")
-    arithmetic = reduction.get("arithmetic") if isinstance(reduction, dict) else None
-    if arithmetic in (None, "float"):
+    arithmetic = "float"
+    if isinstance(reduction, dict):
+        arithmetic = reduction.get("arithmetic") or "float"
+    if arithmetic == "float":
         return (
-            "--elastic: without --config.reduction.arithmetic=exact, rounding depends on the number of hosts, so a run "
-            "that loses hosts ends with other bits than a run that loses none."
+            "--elastic: without --config.reduction.arithmetic=exact, rounding depends "
+            "on the number of hosts, so a run that loses hosts ends with other bits "
+            "than a run that loses none."
         )
     return ""

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from xshard import cli, errors
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 # The placeholder for the token in a plan. The token is created when the plan runs, and
 # never printed.
@@ -25,7 +25,7 @@ _LONGEST_DERIVED_NAME = 34
 
 
 class LaunchError(errors.UserError):
-    """The requested launch is not possible. The message gives the reason and the fix."""
+    """The requested launch is not possible; the message says why, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Job:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The command with the arguments that all of its processes receive."""
-        more = [f"--cpu_devices={self.cpu_devices}"] if self.cpu_devices else []
-        return (*self.command, *more)
+        if not self.cpu_devices:
+            return self.command
+        return (*self.command, f"--cpu_devices={self.cpu_devices}")
 
     @property
     def workdir(self) -> pathlib.Path:
@@ -67,7 +68,8 @@ class Job:
         if directory:
             return pathlib.Path(directory).absolute()
         raise LaunchError(
-            f"The command {shlex.join(self.command)} has no --workdir=DIR, the directory for its state."
+            f"The command {shlex.join(self.command)} has no --workdir=DIR, the "
+            "directory for its state."
         )
 
     def with_flags(self, **flags: object) -> "Job":
@@ -96,11 +98,14 @@ class Plan:
     private: Mapping[pathlib.Path, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        parts = [f"# {path}\n{content}" for path, content in self.files.items()]
-        parts += [
-            f"# {path}, temporary\n{content}" for path, content in self.private.items()
-        ]
-        return "\n".join([*parts, *(shlex.join(command) for command in self.commands)])
+        parts = []
+        for path, content in self.files.items():
+            parts.append(f"# {path}\n{content}")
+        for path, content in self.private.items():
+            parts.append(f"# {path}, temporary\n{content}")
+        for command in self.commands:
+            parts.append(shlex.join(command))
+        return "\n".join(parts)
 
     def run(self, *, replace: bool = False) -> int:
         """Writes the files and runs the commands up to the first that fails; returns
@@ -123,7 +128,7 @@ class Plan:
                 path.unlink(missing_ok=True)
                 stack.callback(path.unlink, missing_ok=True)
                 _write(path, content.replace(TOKEN, token), 0o600)
-            environment = {**os.environ, handshake.TOKEN_VARIABLE: token}
+            environment = {**os.environ, rendezvous.TOKEN_VARIABLE: token}
             return self._run_commands(environment, replace=replace and not self.private)
 
     def _run_commands(self, environment: Mapping[str, str], *, replace: bool) -> int:
@@ -134,12 +139,11 @@ class Plan:
                 code = subprocess.run(command, check=False, env=environment).returncode
             except FileNotFoundError as e:
                 raise LaunchError(
-                    f"{command[0]} is not on PATH; --dry_run shows the command that needs it."
+                    f"{command[0]} is not on PATH; --dry_run shows the command that "
+                    "needs it."
                 ) from e
             if code:
-                # 128 plus the signal's number if a signal ended the program, as in a
-                # shell.
-                return code if code > 0 else 128 - code
+                return shell_code(code)
         return 0
 
 
@@ -150,11 +154,20 @@ def make_token() -> str:
     return secrets.token_hex(32)
 
 
+def shell_code(code: int) -> int:
+    """Returns an exit code as a shell has it: 128 plus the signal's number if a signal
+    ended the program.
+    """
+    if code < 0:
+        return 128 - code
+    return code
+
+
 def _write(path: pathlib.Path, content: str, mode: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(number, "w") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w") as file:
             file.write(content)
     except OSError as e:
         raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
@@ -189,8 +202,9 @@ class Engine:
 
     def _nothing(self, verb: str) -> Plan:
         raise LaunchError(
-            f"there is no '{verb}' for this engine: 'status DIR' shows a run, DIR/launch.log or the run's terminal "
-            "shows its output, and 'touch DIR/STOP' makes it save and stop."
+            f"there is no '{verb}' for this engine: 'status DIR' shows a run, "
+            "DIR/launch.log or the run's terminal shows its output, and 'touch "
+            "DIR/STOP' makes it save and stop."
         )
 
 
@@ -205,11 +219,11 @@ def only_job(jobs: Sequence[Job], engine: str) -> Job:
 
 def check_name(name: str) -> str:
     """Returns the name; raises LaunchError unless every engine accepts it."""
-    if len(name) > _LONGEST_NAME or not re.fullmatch(
-        "[a-z]([a-z0-9-]*[a-z0-9])?", name
-    ):
+    is_valid = re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name)
+    if not is_valid or len(name) > _LONGEST_NAME:
         raise LaunchError(
-            f"--name={name} must be at most {_LONGEST_NAME} lower case letters, digits and '-', and begin with a letter."
+            f"--name={name} must be at most {_LONGEST_NAME} lower case letters, digits "
+            "and '-', and begin with a letter."
         )
     return name
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from launch import engine
-from xshard.pod import handshake, notice
+from xshard.pod import exit_codes, rendezvous
 
 _TOKEN_KEY = "token"
 
@@ -28,8 +28,8 @@ _TYPES = {
 # stopped early with its state saved is started again. One that was not finite is not,
 # because it would not be finite again.
 _RULES = (
-    ("preempted", notice.PREEMPTED, "RestartJobSetAndIgnoreMaxRestarts"),
-    ("nonfinite", notice.NONFINITE, "FailJobSet"),
+    ("preempted", exit_codes.PREEMPTED, "RestartJobSetAndIgnoreMaxRestarts"),
+    ("nonfinite", exit_codes.NONFINITE, "FailJobSet"),
 )
 
 
@@ -59,7 +59,8 @@ class Gke(engine.Engine):
         job = engine.only_job(jobs, "gke")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
-                "--num_processes and --cpu_devices are not for gke: --tpu determines the number of hosts."
+                "--num_processes and --cpu_devices are not for gke: --tpu determines "
+                "the number of hosts."
             )
         # In the current directory, because the work directory is on the cluster's
         # storage.
@@ -73,7 +74,7 @@ class Gke(engine.Engine):
             [*self._kubectl(), "create", "-f", str(path)],
         ]
         secret = yaml.safe_dump(_secret(job), sort_keys=False)
-        return engine.Plan(commands, {path: content}, {private: secret})
+        return engine.Plan(commands, files={path: content}, private={private: secret})
 
     def running(self) -> engine.Plan:
         """Returns the plan that lists the JobSets."""
@@ -104,14 +105,30 @@ class Gke(engine.Engine):
         return engine.Plan([job, secret])
 
     def job_set(self, job: engine.Job) -> dict[str, Any]:
-        """Returns the manifest of the JobSet, in the format of
-        jobset.x-k8s.io/v1alpha2.
-        """
+        """Returns the manifest of the JobSet, a jobset.x-k8s.io/v1alpha2."""
         hosts, selector, chips = self._slice()
         codes = sorted(code for _, code, _ in _RULES)
-        rules = [
-            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": codes}}
-        ]
+        on_exit_codes = {"operator": "In", "values": codes}
+        rules = [{"action": "FailJob", "onExitCodes": on_exit_codes}]
+        job_set_rules = []
+        for name, code, action in _RULES:
+            # The message of Kubernetes: "... failed with exit code 42 matching FailJob
+            # rule ...".
+            pattern = f"exit code {code} matching"
+            job_set_rules.append(
+                {
+                    "name": name,
+                    "action": action,
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                    "onJobFailureMessagePatterns": [pattern],
+                }
+            )
+        # A slice is a node pool, and each job needs one of its own.
+        exclusive = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": (
+                "cloud.google.com/gke-nodepool"
+            )
+        }
         template = {
             "parallelism": hosts,
             "completions": hosts,
@@ -125,29 +142,11 @@ class Gke(engine.Engine):
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {
-                "name": job.name,
-                # A slice is a node pool, and each job needs one of its own.
-                "annotations": {
-                    "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-                },
-            },
+            "metadata": {"name": job.name, "annotations": exclusive},
             "spec": {
                 "failurePolicy": {
                     "maxRestarts": self.max_failures - 1,
-                    "rules": [
-                        {
-                            "name": name,
-                            "action": action,
-                            "onJobFailureReasons": ["PodFailurePolicy"],
-                            # The message of Kubernetes: "... failed with exit code 42
-                            # matching FailJob rule ...".
-                            "onJobFailureMessagePatterns": [
-                                f"exit code {code} matching"
-                            ],
-                        }
-                        for name, code, action in _RULES
-                    ],
+                    "rules": job_set_rules,
                 },
                 "replicatedJobs": [
                     {
@@ -162,24 +161,22 @@ class Gke(engine.Engine):
     def _pod(
         self, job: engine.Job, selector: dict[str, str], chips: int
     ) -> dict[str, Any]:
+        # Kubernetes expands $(NAME) in arguments, and turns $$ into $. Values of a
+        # config stay literal.
+        command = [argument.replace("$", "$$") for argument in job.arguments]
+        container = {
+            "name": "xshard",
+            "image": self.image,
+            "command": command,
+            "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, _token(job)],
+            "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
+            "resources": {"limits": {"google.com/tpu": chips}},
+        }
         return {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.grace_seconds,
             "nodeSelector": selector,
-            "containers": [
-                {
-                    "name": "xshard",
-                    "image": self.image,
-                    # Kubernetes expands $(NAME) in arguments, and turns $$ into $.
-                    # Values of a config stay literal.
-                    "command": [
-                        argument.replace("$", "$$") for argument in job.arguments
-                    ],
-                    "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, _token(job)],
-                    "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
-                    "resources": {"limits": {"google.com/tpu": chips}},
-                }
-            ],
+            "containers": [container],
         }
 
     def _slice(self) -> tuple[int, dict[str, str], int]:
@@ -188,11 +185,11 @@ class Gke(engine.Engine):
         """
         kind, _, topology = (self.tpu or "").partition(":")
         sizes = topology.split("x")
-        if kind not in _TYPES or not all(
-            size.isdecimal() and int(size) for size in sizes
-        ):
+        are_numbers = all(size.isdecimal() and int(size) for size in sizes)
+        if kind not in _TYPES or not are_numbers:
             raise engine.LaunchError(
-                f"--tpu={self.tpu} must be type:topology, such as v5e:4x4; the types: {', '.join(_TYPES)}."
+                f"--tpu={self.tpu} must be type:topology, such as v5e:4x4; the types: "
+                f"{', '.join(_TYPES)}."
             )
         if not self.image:
             raise engine.LaunchError(
@@ -202,7 +199,8 @@ class Gke(engine.Engine):
         chips = math.prod(map(int, sizes))
         if chips > host_chips and chips % host_chips:
             raise engine.LaunchError(
-                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the {host_chips} chips of a host."
+                f"--tpu={self.tpu} has {chips} chips, which must be a multiple of the "
+                f"{host_chips} chips of a host."
             )
         selector = {
             "cloud.google.com/gke-tpu-accelerator": accelerator,
@@ -211,10 +209,9 @@ class Gke(engine.Engine):
         return max(chips // host_chips, 1), selector, min(chips, host_chips)
 
     def _kubectl(self) -> list[str]:
-        return [
-            "kubectl",
-            *([f"--namespace={self.namespace}"] if self.namespace else []),
-        ]
+        if self.namespace:
+            return ["kubectl", f"--namespace={self.namespace}"]
+        return ["kubectl"]
 
 
 def _secret_name(name: str) -> str:
@@ -237,4 +234,4 @@ def _token(job: engine.Job) -> dict[str, Any]:
     # Optional, because the processes also recognize one another if the secret is
     # deleted and all have an empty token.
     source = {"name": _secret_name(job.name), "key": _TOKEN_KEY, "optional": True}
-    return {"name": handshake.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}
+    return {"name": rendezvous.TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": source}}

@@ -19,7 +19,7 @@ from typing import IO
 
 from launch import engine
 from xshard.files import standard_streams
-from xshard.pod import handshake, notice, signals, status
+from xshard.pod import exit_codes, rendezvous, request, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -31,7 +31,7 @@ _SIGTERM_SECONDS = 3.0
 # How long to read on after the processes have ended. A reader ends with its pipe, but a
 # child may keep that open.
 _READ_SECONDS = 15.0
-_MOST_BACKOFF_SECONDS = 60.0
+_MAX_BACKOFF_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +52,25 @@ class Local(engine.Engine):
         """Returns the commands of one start, which run in parallel. Each start replaces
         PORT by a free port.
         """
-        return engine.Plan([c for job in jobs for c in commands(job, "PORT")])
+        all_commands = []
+        for job in jobs:
+            all_commands += commands(job, "PORT")
+        return engine.Plan(all_commands)
 
 
 def commands(job: engine.Job, port: object) -> list[list[str]]:
     """Returns the command of each process."""
     if job.processes == 1:
         return [list(job.arguments)]
-    return [
-        [*job.arguments, f"--coordinator_address=127.0.0.1:{port}",
-         f"--num_processes={job.processes}", f"--process_id={index}"]
-        for index in range(job.processes)
-    ]  # fmt: skip
+    commands_of_processes = []
+    for index in range(job.processes):
+        place = (
+            f"--coordinator_address=127.0.0.1:{port}",
+            f"--num_processes={job.processes}",
+            f"--process_id={index}",
+        )
+        commands_of_processes.append([*job.arguments, *place])
+    return commands_of_processes
 
 
 class Supervisor:
@@ -105,49 +112,49 @@ class Supervisor:
           same way; 42 or 130 if it was told to stop; otherwise the exit code of its
           last failure.
         """
-        failures, best = 0, self._step()
+        num_failures = 0
+        best = self._step()
         while True:
             pod = _Pod(self._job, self._out, self._options.grace_seconds)
             code = pod.wait(self._signals)
             self.cause = pod.cause
-            if code in (notice.DONE, notice.INTERRUPTED) or self._stopped:
+            if code in (exit_codes.DONE, exit_codes.INTERRUPTED) or self._stopped:
                 return code
-            if code == notice.NONFINITE:
-                self._say(
+            if code == exit_codes.NONFINITE:
+                self._log(
                     f"not started again, because it would end the same way: {pod.cause}"
                 )
                 return code
-            if (
-                code == notice.PREEMPTED
-                and (self._job.workdir / notice.STOP_FILE).exists()
-            ):
-                self._say(
-                    f"not started again: {self._job.workdir / notice.STOP_FILE} exists"
-                )
+            stop_file = self._job.workdir / request.STOP_FILE
+            if code == exit_codes.PREEMPTED and stop_file.exists():
+                self._log(f"not started again: {stop_file} exists")
                 return code
             # A failure after new steps starts a new count. An early stop counts as a
             # failure only if no step was made.
             step = self._step()
             has_progress = step > best
             best = max(best, step)
-            if pod.lost and self._job.least:
+            if pod.num_lost and self._job.least:
                 # The program did not fail, and the number of hosts limits how often
                 # this happens, so it is not counted.
                 if not self._drop_lost_hosts(pod):
                     return code
-                failures = 0
+                num_failures = 0
                 continue
-            if code == notice.PREEMPTED and has_progress:
-                failures = 0
-                self._say("stopped early with its state saved; starting it again")
+            if has_progress:
+                num_failures = 0
+            if code == exit_codes.PREEMPTED and has_progress:
+                self._log("stopped early with its state saved; starting it again")
                 continue
-            failures = 1 if has_progress else failures + 1
-            if failures >= self._options.max_failures:
-                self._say(
-                    f"giving up after failure {failures} without a new step: {pod.cause}"
+            num_failures += 1
+            if num_failures >= self._options.max_failures:
+                self._log(
+                    f"giving up after failure {num_failures} without a new step: "
+                    f"{pod.cause}"
                 )
                 return code
-            self._back_off(failures, pod.cause or "it stopped early, with no new step")
+            cause = pod.cause or "it stopped early, with no new step"
+            self._back_off(num_failures, cause)
             if self._stopped:
                 return code
 
@@ -155,34 +162,36 @@ class Supervisor:
         """Removes the hosts that a pod has lost from the job; returns whether enough
         are left.
         """
-        left = self._job.processes - pod.lost
+        left = self._job.processes - pod.num_lost
         of_all = f"{left} of {self._job.processes} hosts are left"
         if left < self._job.least:
-            self._say(
-                f"{pod.cause}; not started again: {of_all}, but {self._elastic} requires at least "
-                f"{self._job.least}. The same command resumes from the last checkpoint when the hosts are back"
+            self._log(
+                f"{pod.cause}; not started again: {of_all}, but {self._elastic} "
+                f"requires at least {self._job.least}. The same command resumes from "
+                "the last checkpoint when the hosts are back"
             )
             return False
-        self._say(f"{pod.cause}; {of_all}: starting it again on these")
+        self._log(f"{pod.cause}; {of_all}: starting it again on these")
         self._job = dataclasses.replace(self._job, processes=left)
         return True
 
-    def _back_off(self, failures: int, cause: str) -> None:
-        seconds = min(2.0 ** (failures - 1), _MOST_BACKOFF_SECONDS)
-        self._say(
-            f"{cause}; failure {failures} of {self._options.max_failures}, starting again in {seconds:g} s"
+    def _back_off(self, num_failures: int, cause: str) -> None:
+        seconds = min(2.0 ** (num_failures - 1), _MAX_BACKOFF_SECONDS)
+        self._log(
+            f"{cause}; failure {num_failures} of {self._options.max_failures}, "
+            f"starting again in {seconds:g} s"
         )
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stopped:
             time.sleep(_STEP_SECONDS)
 
     def _step(self) -> int:
-        """Returns the last step in the run's status; 0 if there is no readable status."""
+        """Returns the last step in the run's status; 0 if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return status.read(self._job.workdir)[0]["step"] or 0
         return 0
 
-    def _say(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         print(f"launch: {message}", file=self._out, flush=True)
 
 
@@ -191,34 +200,36 @@ class _Pod:
 
     Attributes:
       cause: why the pod failed; empty if it did not.
-      lost: how many processes could not be started, or were ended by a SIGKILL that
+      num_lost: how many processes could not be started, or were ended by a SIGKILL that
         this program did not send.
     """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
         self.cause = ""
-        self.lost = 0
+        self.num_lost = 0
         self._out = out
-        self._grace = grace_seconds
+        self._grace_seconds = grace_seconds
         self._has_killed = False
-        self._first: list[int] = []
+        # The last line of each process that reports an error, by its index.
         self._errors: dict[int, str] = {}
+        self._processes: list[subprocess.Popen[str]] = []
         port = _free_port()
         token = engine.make_token()
-        self._processes: list[subprocess.Popen[str]] = []
         for index, command in enumerate(commands(job, port)):
             try:
                 self._processes.append(_start(command, token))
             except OSError as e:
-                self.lost += 1
-                self.cause = f"process {index} of {job.processes} cannot be started: {e.strerror}"
-        self._readers = [
-            threading.Thread(
+                self.num_lost += 1
+                self.cause = (
+                    f"process {index} of {job.processes} cannot be started: "
+                    f"{e.strerror}"
+                )
+        self._readers = []
+        for index, process in enumerate(self._processes):
+            reader = threading.Thread(
                 target=self._forward_output, args=(index, process.stdout), daemon=True
             )
-            for index, process in enumerate(self._processes)
-        ]
-        for reader in self._readers:
+            self._readers.append(reader)
             reader.start()
 
     def wait(self, signal_queue: "collections.deque[int]") -> int:
@@ -227,37 +238,46 @@ class _Pod:
         Args:
           signal_queue: the queue of signals to pass on.
         """
-        if self.lost:
+        if self.num_lost:
             # The others would wait for the missing processes until the start timeout.
             return self._kill_all()
-        deadline, is_terminating = float("inf"), False
-        while None in (codes := self._codes()):
+        first_failed: list[int] = []
+        # When the processes that are left are ended.
+        deadline = float("inf")
+        is_terminating = False
+        codes = self._codes()
+        while None in codes:
+            now = time.monotonic()
             if signal_queue:
                 self._send(signal_queue.popleft())
-                deadline = min(deadline, time.monotonic() + self._grace)
-            failed = [index for index, code in enumerate(codes) if _failed(code)]
-            if failed and not self._first:
-                self._first = failed
-                # If a process was killed by a signal, the others can neither train nor
-                # save without it, so they are not given time to save.
-                is_terminating = any((codes[index] or 0) < 0 for index in failed)
-                patience = _SIGTERM_SECONDS if is_terminating else _EXIT_SECONDS
-                deadline = min(deadline, time.monotonic() + patience)
-            if time.monotonic() >= deadline:
+                deadline = min(deadline, now + self._grace_seconds)
+            if not first_failed:
+                first_failed = _failed(codes)
+                if first_failed:
+                    # If a process was killed by a signal, the others can neither train
+                    # nor save without it, so they are not given time to save.
+                    is_terminating = any(_is_signal(codes[i]) for i in first_failed)
+                    patience = _EXIT_SECONDS
+                    if is_terminating:
+                        patience = _SIGTERM_SECONDS
+                    deadline = min(deadline, now + patience)
+            if now >= deadline:
                 # First SIGTERM, then SIGKILL for the processes that did not leave.
                 self._send(signal.SIGKILL if is_terminating else signal.SIGTERM)
-                is_terminating, deadline = True, time.monotonic() + _SIGTERM_SECONDS
+                is_terminating = True
+                deadline = now + _SIGTERM_SECONDS
             time.sleep(_STEP_SECONDS)
+            codes = self._codes()
         for reader in self._readers:
             reader.join(_READ_SECONDS)
-        # 128 plus the signal's number if a signal ended a process, as in a shell.
-        ends = [128 - code if code < 0 else code for code in codes if code is not None]
-        failed = [index for index, code in enumerate(ends) if _failed(code)]
+        # No process runs any more, so each has a code.
+        ends = [engine.shell_code(code) for code in codes if code is not None]
+        failed = _failed(codes)
         if not failed:
             return max(ends)
         # All may have ended between two polls of this loop, so the first to fail may be
         # unknown.
-        first = (self._first or failed)[0]
+        first = (first_failed or failed)[0]
         self.cause = self._describe(first, ends[first])
         return ends[first]
 
@@ -266,7 +286,7 @@ class _Pod:
         self._send(signal.SIGKILL)
         for process in self._processes:
             process.wait()
-        return notice.FAILED
+        return exit_codes.FAILED
 
     def _codes(self) -> list[int | None]:
         """Returns the exit code of each process, None while it runs, and counts the
@@ -274,22 +294,27 @@ class _Pod:
         """
         codes = [process.poll() for process in self._processes]
         if not self._has_killed:
-            self.lost = codes.count(-signal.SIGKILL)
+            self.num_lost = codes.count(-signal.SIGKILL)
         return codes
 
     def _describe(self, index: int, code: int) -> str:
-        count = len(self._processes)
-        who = f"process {index} of {count}" if count > 1 else "it"
+        who = "it"
+        if len(self._processes) > 1:
+            who = f"process {index} of {len(self._processes)}"
         how = f"ended with exit code {code}"
         if code > 128:
+            # There may be no such signal.
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(code - 128).name}"
         # Process 0 also prints the failures that other processes report.
         error = self._errors.get(index) or self._errors.get(0)
-        return f"{who} {how}: {error}" if error else f"{who} {how}"
+        if error:
+            return f"{who} {how}: {error}"
+        return f"{who} {how}"
 
     def _send(self, number: int) -> None:
-        self._has_killed |= number == signal.SIGKILL
+        if number == signal.SIGKILL:
+            self._has_killed = True
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
@@ -299,7 +324,9 @@ class _Pod:
                     process.send_signal(number)
 
     def _forward_output(self, index: int, lines: IO[str]) -> None:
-        prefix = f"[{index}] " if len(self._processes) > 1 else ""
+        prefix = ""
+        if len(self._processes) > 1:
+            prefix = f"[{index}] "
         with lines:
             for line in lines:
                 if line.startswith("error: "):
@@ -326,7 +353,10 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     # If this process ends for any reason, the pod must not go on unsupervised. A
     # program of util-linux sets this up, because subprocess's preexec_fn is not safe in
     # a process with threads.
-    guard = ["setpriv", "--pdeathsig=TERM", "--"] if shutil.which("setpriv") else []
+    guard = []
+    if shutil.which("setpriv"):
+        guard = ["setpriv", "--pdeathsig=TERM", "--"]
+    variables = {"PYTHONUNBUFFERED": "1", rendezvous.TOKEN_VARIABLE: token}
     return subprocess.Popen(
         [*guard, *command],
         stdout=subprocess.PIPE,
@@ -335,12 +365,18 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
         errors="replace",
         # A terminal sends Ctrl-C to this process only, which passes it on.
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", handshake.TOKEN_VARIABLE: token},
+        env={**os.environ, **variables},
     )
 
 
-def _failed(code: int | None) -> bool:
-    return code not in (None, notice.DONE, notice.PREEMPTED, notice.INTERRUPTED)
+def _failed(codes: Sequence[int | None]) -> list[int]:
+    """Returns the indices of the processes that have ended with a failure."""
+    as_told = (None, exit_codes.DONE, exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
+    return [index for index, code in enumerate(codes) if code not in as_told]
+
+
+def _is_signal(code: int | None) -> bool:
+    return code is not None and code < 0
 
 
 def run(job: engine.Job, options: Local) -> int:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Mpi(engine.Engine):
         processes when one fails.
         """
         job = engine.only_job(jobs, "mpi")
-        options = [part for option in self.options for part in shlex.split(option)]
+        options = []
+        for option in self.options:
+            options += shlex.split(option)
         # Only the variable's name is on the command line, which other users can read.
-        token = ["-x", handshake.TOKEN_VARIABLE]
-        return engine.Plan(
-            [["mpirun", "-n", str(job.processes), *options, *token, *job.arguments]]
-        )
+        token = ["-x", rendezvous.TOKEN_VARIABLE]
+        mpirun = ["mpirun", "-n", str(job.processes)]
+        return engine.Plan([[*mpirun, *options, *token, *job.arguments]])

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 _SCRIPT = """\
 #!/bin/bash
@@ -18,23 +18,27 @@ _SCRIPT = """\
 cd {directory} || exit 1
 # The token by which the processes of this start recognize one another.
 export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-{choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}"
+{choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append \\
+  -- "${{command[@]}}"
 code=$?
 say() {{
   echo "launch: $1" | tee -a "$log_file" >&2
 }}
-# 42: the run stopped early and saved its state; 143: it was told to before it could. It is requeued unless a user has
-# created the file STOP, or unless it has not come further since the last requeue, as it would be forever.
+# 42: the run stopped early and saved its state; 143: it was told to before it could. It
+# is requeued unless a user has created the file STOP, or unless it has not come further
+# since the last requeue, as it would be forever.
 if [ "$code" = 42 ] || [ "$code" = 143 ]; then
   reached="$(cat "$workdir/reached.json" 2>/dev/null)"
   if [ -e "$workdir/STOP" ]; then
     say "not requeued: $workdir/STOP exists"
   elif [ -e "$workdir/requeued" ] && [ "$reached" = "$(cat "$workdir/requeued")" ]; then
-    say "not requeued: no checkpoint is newer than at the last requeue. Is the time limit too short for a step?"
+    say "not requeued: no checkpoint is newer than at the last requeue. \
+Is the time limit too short for a step?"
   else
     echo "$reached" >"$workdir/requeued"
     scontrol requeue "$SLURM_JOB_ID" && exit 0
-    say "not requeued: 'scontrol requeue' failed. The state is saved; submit the job again to go on"
+    say "not requeued: 'scontrol requeue' failed. \
+The state is saved; submit the job again to go on"
   fi
 fi
 exit "$code"
@@ -74,70 +78,74 @@ class Slurm(engine.Engine):
         """Returns the plan that asks the processes to save and leave, without a
         requeue.
         """
-        own_jobs = [f"--name={name}", "--me"]
-        return engine.Plan(
-            [
-                # After the signal alone the job would be requeued, and a pending job
-                # would not receive it.
-                [
-                    "scontrol",
-                    "update",
-                    f"JobName={name}",
-                    f"UserID={os.getuid()}",
-                    "Requeue=0",
-                ],
-                ["scancel", *own_jobs, "--state=PENDING"],
-                ["scancel", *own_jobs, "--signal=TERM"],
-            ]
-        )
+        job = [f"JobName={name}", f"UserID={os.getuid()}"]
+        chosen = [f"--name={name}", "--me"]
+        commands = [
+            # After the signal alone the job would be requeued, and a pending job would
+            # not receive it.
+            ["scontrol", "update", *job, "Requeue=0"],
+            ["scancel", *chosen, "--state=PENDING"],
+            ["scancel", *chosen, "--signal=TERM"],
+        ]
+        return engine.Plan(commands)
 
     def _folder(self, jobs: Sequence[engine.Job]) -> pathlib.Path:
-        return jobs[0].workdir if len(jobs) == 1 else jobs[0].workdir.parent
+        """Returns the work directory of the job, or the folder of a sweep's."""
+        if len(jobs) == 1:
+            return jobs[0].workdir
+        return jobs[0].workdir.parent
 
     def _script(self, jobs: Sequence[engine.Job]) -> str:
-        folder = self._folder(jobs)
+        name = jobs[0].name
+        if len(jobs) > 1:
+            # The jobs of a sweep end with the number of their point.
+            name = name.rpartition("-")[0]
         options = {
-            "job-name": jobs[0].name
-            if len(jobs) == 1
-            else jobs[0].name.rpartition("-")[0],
+            "job-name": name,
             **self._size(jobs[0]),
             "signal": f"TERM@{self.grace_seconds}",
             "open-mode": "append",
             # The output of the script itself. Each run's processes write to a log in
             # its work directory.
-            "output": _literal(folder) + "/slurm-%j.log",
+            "output": _literal(self._folder(jobs)) + "/slurm-%j.log",
         }
         if self.time:
+            self._check_time(self.time)
             options["time"] = self.time
-            limit = _seconds(self.time)
-            if limit is not None and limit <= self.grace_seconds:
-                raise engine.LaunchError(
-                    f"--slurm_time={self.time} leaves no time to train: a run is told to stop "
-                    f"--grace_seconds={self.grace_seconds} before. Give a longer time or a shorter grace."
-                )
         if len(jobs) > 1:
             options["array"] = f"0-{len(jobs) - 1}%{self.parallel}"
-        lines = [f"--{name}={value}" for name, value in options.items()]
-        for line in (*lines, *self.options):
+        lines = ["--requeue"]
+        lines += [f"--{option}={value}" for option, value in options.items()]
+        lines += self.options
+        for line in lines:
             if not re.fullmatch(r"--[a-z-]+(=[^\s\"'\\#]+)?", line):
                 raise engine.LaunchError(
-                    f"{line!r} cannot be an option of sbatch in a script: it must be --name=value without "
-                    "spaces, quotes and '#'. Give a work directory without them, or --sbatch=--name=value."
+                    f"{line!r} cannot be an option of sbatch in a script: it must be "
+                    "--name=value without spaces, quotes and '#'. Give a work "
+                    "directory without them, or --sbatch=--name=value."
                 )
-        return _SCRIPT.format(
-            options="\n".join(
-                f"#SBATCH {line}" for line in ("--requeue", *lines, *self.options)
-            ),
-            directory=shlex.quote(os.getcwd()),
-            choice=_choice(jobs),
+        hosts = ""
+        if jobs[0].least:
             # An elastic job runs one process on each node that it got, which may be
             # fewer after a requeue.
-            hosts='--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
-            if jobs[0].least
-            else "",
+            hosts = '--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
+        return _SCRIPT.format(
+            options="\n".join(f"#SBATCH {line}" for line in lines),
+            directory=shlex.quote(os.getcwd()),
+            choice=_choice(jobs),
+            hosts=hosts,
             log='"$log"',
-            token=handshake.TOKEN_VARIABLE,
+            token=rendezvous.TOKEN_VARIABLE,
         )
+
+    def _check_time(self, time: str) -> None:
+        limit = _seconds(time)
+        if limit is not None and limit <= self.grace_seconds:
+            raise engine.LaunchError(
+                f"--slurm_time={time} leaves no time to train: a run is told to stop "
+                f"--grace_seconds={self.grace_seconds} before. Give a longer time or a "
+                "shorter grace."
+            )
 
     def _size(self, job: engine.Job) -> dict[str, object]:
         """Returns the options for the size of a job; raises LaunchError if --sbatch
@@ -149,8 +157,9 @@ class Slurm(engine.Engine):
         for option in self.options:
             if re.match("--(nodes|ntasks)", option):
                 raise engine.LaunchError(
-                    f"{job.elastic} asks sbatch for --nodes={nodes} with one process on each, but "
-                    f"--sbatch={option} asks for another size: leave one of them out."
+                    f"{job.elastic} asks sbatch for --nodes={nodes} with one process "
+                    f"on each, but --sbatch={option} asks for another size: leave one "
+                    "of them out."
                 )
         # Without a number of tasks: Slurm would allocate just enough nodes for them,
         # which is always MIN.
@@ -163,17 +172,19 @@ def _choice(jobs: Sequence[engine.Job]) -> str:
     """
     if len(jobs) == 1:
         return _assign(jobs[0])
-    cases = "".join(f"{index})\n{_assign(job)};;\n" for index, job in enumerate(jobs))
+    cases = ""
+    for index, job in enumerate(jobs):
+        cases += f"{index})\n{_assign(job)};;\n"
     return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}esac\n'
 
 
 def _assign(job: engine.Job) -> str:
-    log = _literal(job.workdir / "launch.log")
+    log = job.workdir / "launch.log"
     return (
         f"command=({shlex.join(job.arguments)})\n"
         f"workdir={shlex.quote(str(job.workdir))}\n"
-        f"log={shlex.quote(log)}\n"
-        f"log_file={shlex.quote(str(job.workdir / 'launch.log'))}\n"
+        f"log={shlex.quote(_literal(log))}\n"
+        f"log_file={shlex.quote(str(log))}\n"
         'mkdir -p "$workdir"\n'
     )
 

@@ -26,54 +26,66 @@ def show(words: Sequence[str], as_json: bool) -> int:
         return _compare(words, as_json)
     if len(words) != 1:
         raise engine.LaunchError(
-            "give one work directory, or two to compare their runs: python -m launch status runs/digits."
+            "give one work directory, or two to compare their runs: python -m launch "
+            "status runs/digits."
         )
     directory = pathlib.Path(words[0])
     if (directory / sweep.POINTS_FILE).exists():
-        points = sweep.rows(directory)
-        print(
-            jsonfile.dumps(points, indent=2)
-            if as_json
-            else formatting_lib.table(points)
-        )
-        return 0
-    processes, latest = rows(directory), latest_checkpoint(directory)
-    why = results.nonfinite_reason(directory)
-    tries = attempts.read(directory)
-    goodput = attempts.goodput(tries)
-    if as_json:
-        content = {
-            "processes": processes,
-            "checkpoint": latest,
-            "not_finite": why,
-            "attempts": [attempt._asdict() for attempt in tries],
-            "goodput": goodput._asdict() if goodput else None,
-        }
-        print(jsonfile.dumps(content, indent=2))
-        return 0
-    print(formatting_lib.table([_for_people(row) for row in processes]))
-    if latest is None:
-        print("no checkpoint yet")
+        _show_sweep(directory, as_json)
     else:
-        finite = "" if latest["finite"] else ", NOT FINITE"
-        print(
-            f"newest checkpoint: step {latest['step']}, {formatting_lib.age(latest['age'])} old{finite}"
-        )
-    if why:
-        print(f"not finite: {why}")
-    if goodput:
-        print(f"\n{formatting_lib.table([_attempt(attempt) for attempt in tries])}")
-        print(_goodput(goodput, len(tries)))
+        _show_run(directory, as_json)
     return 0
 
 
+def _show_sweep(directory: pathlib.Path, as_json: bool) -> None:
+    points = sweep.rows(directory)
+    if as_json:
+        print(jsonfile.dumps(points, indent=2))
+    else:
+        print(formatting_lib.table(points))
+
+
+def _show_run(directory: pathlib.Path, as_json: bool) -> None:
+    processes = rows(directory)
+    newest = latest_checkpoint(directory)
+    why = results.nonfinite_reason(directory)
+    all_attempts = attempts.read(directory)
+    goodput = attempts.goodput(all_attempts)
+    if as_json:
+        content = {
+            "processes": processes,
+            "checkpoint": newest,
+            "not_finite": why,
+            "attempts": [attempt._asdict() for attempt in all_attempts],
+            "goodput": goodput._asdict() if goodput else None,
+        }
+        print(jsonfile.dumps(content, indent=2))
+        return
+    print(formatting_lib.table([_shown_row(row) for row in processes]))
+    if newest is None:
+        print("no checkpoint yet")
+    else:
+        text = f"newest checkpoint: step {newest['step']}"
+        text += f", {formatting_lib.age(newest['age'])} old"
+        if not newest["finite"]:
+            text += ", NOT FINITE"
+        print(text)
+    if why:
+        print(f"not finite: {why}")
+    if goodput:
+        shown = [_shown_attempt(attempt) for attempt in all_attempts]
+        print(f"\n{formatting_lib.table(shown)}")
+        print(_shown_goodput(goodput, len(all_attempts)))
+
+
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns a row for each process; raises LaunchError if the directory holds no run."""
+    """Returns a row for each process; raises LaunchError if there is no run."""
     try:
         processes = status_lib.read(directory)
     except errors.UserError as e:
         raise engine.LaunchError(
-            f"{e} {directory} is not the work directory of a run, or its run has not begun."
+            f"{e} {directory} is not the work directory of a run, or its run has not "
+            "begun."
         ) from e
     return [_row(index, process) for index, process in enumerate(processes)]
 
@@ -114,21 +126,25 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
-    age = time.time() - process["time"]
-    step, steps, rate = process["step"], process["steps"], process["rate"]
-    # A process that has ended writes no more, so its silence is no sign of trouble.
-    is_going_on = not process["doing"].startswith(status_lib.ENDS)
-    is_silent = is_going_on and age > status_lib.SILENT_SECONDS
+    """Returns the row of a process, with numbers for programs.
+
+    Args:
+      index: the index of the process.
+      process: its last status.
+    """
+    step = process["step"]
+    steps = process["steps"]
+    rate = process["rate"]
     left = None
-    if is_going_on and rate and steps and step is not None:
+    if not status_lib.has_ended(process) and rate and steps and step is not None:
         left = (steps - step) / rate
     return {
         "process": index,
         "host": process["host"],
         "pid": process["pid"],
         "doing": process["doing"],
-        "silent": age if is_silent else None,
-        "heard": age,
+        "silent": status_lib.silent_seconds(process) or None,
+        "heard": time.time() - process["time"],
         "step": step,
         "steps": steps,
         "rate": rate,
@@ -136,44 +152,55 @@ def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _attempt(attempt: attempts.Attempt) -> dict[str, Any]:
-    steps = ""
-    if attempt.first is not None:
-        steps = f"{attempt.first} to {attempt.step}"
-    spent = {
-        name: formatting_lib.duration(x) if x else ""
-        for name, x in attempt.seconds.items()
-    }
-    return {
-        "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.begun)),
-        "steps": steps,
-        **spent,
-        attempts.DOWN: formatting_lib.duration(attempt.down) if attempt.down else "",
-        "ended": attempt.end,
-    }
-
-
-def _goodput(goodput: attempts.Goodput, count: int) -> str:
-    """Describes which share of the time counted, and where the rest went, the largest
-    share first.
-    """
-    lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
-    rest = ", ".join(f"{name} {share:.1%}" for name, share in lost)
-    times = "1 attempt" if count == 1 else f"{count} attempts"
-    of_time = f"{formatting_lib.duration(goodput.seconds)} in {times}"
-    return f"goodput {goodput.share:.1%} of {of_time}; {rest or 'nothing lost'}"
-
-
-def _for_people(row: dict[str, Any]) -> dict[str, Any]:
+def _shown_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row of a process with texts for people."""
     doing = row["doing"]
     if row["silent"]:
         doing = f"gone, or silent; was {doing}"
+    step = ""
+    if row["step"] is not None:
+        step = f"{row['step']}/{row['steps']}"
+    rate = ""
+    if row["rate"] is not None:
+        rate = f"{row['rate']:.1f}"
+    left = ""
+    if row["left"] is not None:
+        left = formatting_lib.duration(row["left"])
     return {
         "process": row["process"],
         "host": row["host"],
         "doing": doing,
-        "step": "" if row["step"] is None else f"{row['step']}/{row['steps']}",
-        "steps/s": "" if row["rate"] is None else f"{row['rate']:.1f}",
-        "left": "" if row["left"] is None else formatting_lib.duration(row["left"]),
+        "step": step,
+        "steps/s": rate,
+        "left": left,
         "heard": f"{formatting_lib.age(row['heard'])} ago",
     }
+
+
+def _shown_attempt(attempt: attempts.Attempt) -> dict[str, Any]:
+    """Returns the row of an attempt with texts for people."""
+    began = time.localtime(attempt.begun)
+    steps = ""
+    if attempt.first is not None:
+        steps = f"{attempt.first} to {attempt.step}"
+    row = {"began": time.strftime("%Y-%m-%d %H:%M:%S", began), "steps": steps}
+    spent = {**attempt.seconds, attempts.DOWN: attempt.down}
+    for category, seconds in spent.items():
+        row[category] = formatting_lib.duration(seconds) if seconds else ""
+    row["ended"] = attempt.end
+    return row
+
+
+def _shown_goodput(goodput: attempts.Goodput, count: int) -> str:
+    """Describes which share of the time counted, and where the rest went, the largest
+    share first.
+    """
+    lost = sorted(goodput.lost.items(), key=lambda item: -item[1])
+    rest = ", ".join(f"{category} {share:.1%}" for category, share in lost)
+    times = "1 attempt"
+    if count != 1:
+        times = f"{count} attempts"
+    return (
+        f"goodput {goodput.share:.1%} of {formatting_lib.duration(goodput.seconds)} in "
+        f"{times}; {rest or 'nothing lost'}"
+    )

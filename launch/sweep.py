@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import json
 import pathlib
 import runpy
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from xshard.files import identity as identity_lib
 from xshard.files import results as results_lib
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
-from xshard.pod import notice, status
+from xshard.pod import exit_codes, status
 
 Point = Mapping[str, Any]
 POINTS_FILE = "sweep.json"
@@ -32,7 +34,8 @@ RUNS_FILE = "sweep_runs.json"
 # The fingerprint of the parameters in a row. Its module imports JAX, which the launcher
 # does without.
 _FINGERPRINT = "fingerprint/params"
-_LOG, _NOT_STARTED = "launch.log", "not started"
+_LOG = "launch.log"
+_NOT_STARTED = "not started"
 # At most this many differences of a config are shown.
 _SHOWN = 3
 
@@ -57,20 +60,21 @@ def read(path: pathlib.Path) -> list[Point]:
         ) from e
     if not isinstance(points, list) or not points or not all(map(_is_point, points)):
         raise engine.LaunchError(
-            f"--sweep={path}: get_sweep() must return a list of overrides, as [{{'seed': 0}}, {{'seed': 1}}]; "
-            f"received {points!r}."
+            f"--sweep={path}: get_sweep() must return a list of overrides, as "
+            f"[{{'seed': 0}}, {{'seed': 1}}]; received {points!r}."
         )
     return points
 
 
 def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
-    """Returns a job for each point, with its own work directory below the given job's."""
+    """Returns a job for each point, in a directory below the given job's."""
     jobs_of_points = []
     for index, point in enumerate(points):
         overrides = {f"config.{key}": _text(value) for key, value in point.items()}
-        own = job.with_flags(**overrides, workdir=job.workdir / f"{index:03}")
+        directory = job.workdir / f"{index:03}"
+        job_of_point = job.with_flags(**overrides, workdir=directory)
         name = engine.check_name(f"{job.name}-{index:03}")
-        jobs_of_points.append(dataclasses.replace(own, name=name))
+        jobs_of_points.append(dataclasses.replace(job_of_point, name=name))
     return jobs_of_points
 
 
@@ -93,18 +97,18 @@ def claim(
     content = json.dumps(points, indent=1, default=str)
     old = jsonfile.read_if_exists(path, list)
     if old not in (None, json.loads(content)):
-        before, after = json.dumps(old, indent=1).splitlines(), content.splitlines()
-        changed = difflib.unified_diff(before, after, lineterm="", n=0)
         raise engine.LaunchError(
-            f"{directory} holds another sweep, which differs in {' '.join(list(changed)[3:7])}: give --workdir "
+            f"{directory} holds another sweep, which differs in "
+            f"{_first_change(json.dumps(old, indent=1), content)}: give --workdir "
             "another directory."
         )
     if old is None and run_in(directory):
         raise engine.LaunchError(
-            f"{directory} holds run {run_in(directory)}, and the runs of a sweep lie in a directory of its own: give "
-            "--workdir another directory."
+            f"{directory} holds run {run_in(directory)}, and the runs of a sweep lie "
+            "in a directory of its own: give --workdir another directory."
         )
-    runs, texts = read_runs(directory), []
+    runs = read_runs(directory)
+    messages = []
     for job in all_jobs:
         name = job.workdir.name
         try:
@@ -112,11 +116,16 @@ def claim(
         except errors.UserError:
             # The run itself reports the error when it starts.
             continue
-        # In an existing sweep, a run without a record was started by the sweep: its
-        # launcher ended before the run did.
-        begun = runs.pop(name, "" if old is None else there)
-        if there != begun:
-            texts.append(_adopt(job, there, begun))
+        if name in runs:
+            recorded = runs.pop(name)
+        elif old is not None:
+            # In an existing sweep, a run without a record was started by the sweep: its
+            # launcher ended before the run did.
+            recorded = there
+        else:
+            recorded = ""
+        if there != recorded:
+            messages.append(_adopt(job, there, recorded))
         if there:
             runs[name] = there
     try:
@@ -127,42 +136,71 @@ def claim(
         disk.replace(path, content.encode())
     except OSError as e:
         raise engine.LaunchError(f"{path} cannot be written: {e.strerror}.") from e
-    for text in texts:
-        print(text, flush=True)
+    for message in messages:
+        print(message, flush=True)
 
 
-def _adopt(job: engine.Job, there: str, begun: str) -> str:
-    """Returns the line about a directory that holds another run than the recorded one.
+def _first_change(old: str, new: str) -> str:
+    """Returns the first lines in which two texts differ."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+    # The first three lines name the files and the place.
+    return " ".join(itertools.islice(lines, 3, 7))
+
+
+def _adopt(job: engine.Job, there: str, recorded: str) -> str:
+    """Returns the message about a directory that holds another run than the recorded
+    one.
+
+    Args:
+      job: the job of the directory.
+      there: the ID of the run there; empty if there is none.
+      recorded: the ID of the run that the sweep started; empty if it started none.
 
     Raises:
       LaunchError: if the run cannot be adopted.
     """
-    its_own = f"it started run {begun}" if begun else "it was there before"
     if not there:
-        return f"{job.name}: run {begun}, which this sweep started, no longer exists; the job starts a new run"
-    differs = _differences(job)
-    if differs:
-        raise engine.LaunchError(
-            f"{job.workdir} holds run {there}, which this sweep did not start ({its_own}), with another config than the "
-            f"requested one ({differs}): move it away, or give --workdir another directory."
+        return (
+            f"{job.name}: run {recorded}, which this sweep started, no longer exists; "
+            "the job starts a new run"
         )
-    return f"{job.name}: adopts run {there}, which this sweep did not start ({its_own}): its config is the requested one"
+    history = "it was there before"
+    if recorded:
+        history = f"it started run {recorded}"
+    differences = _differences(job)
+    if differences:
+        raise engine.LaunchError(
+            f"{job.workdir} holds run {there}, which this sweep did not start "
+            f"({history}), with another config than the requested one "
+            f"({differences}): move it away, or give --workdir another directory."
+        )
+    return (
+        f"{job.name}: adopts run {there}, which this sweep did not start ({history}): "
+        "its config is the requested one"
+    )
 
 
 def _differences(job: engine.Job) -> str:
     """Returns the differences between the config in a job's work directory and the
     requested one; empty if none.
     """
-    there, requested = jsonfile.read(job.workdir / "config.json"), requested_config(job)
+    there = jsonfile.read(job.workdir / "config.json")
+    requested = requested_config(job)
     if requested is None:
         return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
-    old, new = config_lib.flatten(there), config_lib.flatten(requested)
-    changed = [
-        key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    ]
-    texts = [f"{key}: {old.get(key)!r} instead of {new.get(key)!r}" for key in changed]
+    old = _with_present_names(there)
+    new = config_lib.flatten(requested)
+    texts = []
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            texts.append(f"{key}: {old.get(key)!r} instead of {new.get(key)!r}")
     return formatting.listed(texts, _SHOWN, "; ")
+
+
+def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a run's config.json by path, as a config has them now."""
+    return config_lib.with_present_names(config_lib.flatten(config))
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
@@ -192,66 +230,68 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
     Returns:
       0 if all jobs are done; else the exit code of the first that is not.
     """
-    todo = [job for job in all_jobs if not has_ended(job)]
-    failed = [
-        job.name
-        for job in all_jobs
-        if job not in todo and results_lib.nonfinite_reason(job.workdir)
-    ]
-    count = len(all_jobs) - len(todo) - len(failed)
-    print(f"{count} of {len(all_jobs)} jobs are done; {parallel} at a time", flush=True)
+    todo = []
+    failed = []
+    for job in all_jobs:
+        if not has_ended(job):
+            todo.append(job)
+        elif results_lib.nonfinite_reason(job.workdir):
+            failed.append(job)
+    num_done = len(all_jobs) - len(todo) - len(failed)
+    print(f"{num_done} of {len(all_jobs)} jobs are done; {parallel} at a time")
     if failed:
+        names = ", ".join(job.name for job in failed)
         print(
-            f"not finite, and not run again while their {workdir.RESULTS} exist: {', '.join(failed)}",
-            flush=True,
+            f"not finite, and not run again while their {workdir.RESULTS} exist: "
+            f"{names}"
         )
+    sys.stdout.flush()
     supervisors: list[local.Supervisor] = []
-    stopped: list[int] = []
-    noting = threading.Lock()
+    stop_signals: list[int] = []
+    recording = threading.Lock()
 
-    def pass_on(number: int) -> None:
-        stopped.append(number)
+    def stop_all(number: int) -> None:
+        stop_signals.append(number)
         for supervisor in supervisors:
             supervisor.signal(number)
 
     def supervise(job: engine.Job) -> int:
-        if stopped:
-            return notice.PREEMPTED
+        if stop_signals:
+            return exit_codes.PREEMPTED
         job.workdir.mkdir(parents=True, exist_ok=True)
         with (job.workdir / _LOG).open("a") as log:
             supervisor = local.Supervisor(job, options, log)
             supervisors.append(supervisor)
-            if stopped:
-                return notice.PREEMPTED
+            # The signal may have come before the supervisor was on the list.
+            if stop_signals:
+                return exit_codes.PREEMPTED
             print(f"{job.name}: started; its output goes to {log.name}", flush=True)
             code = supervisor.run()
-        with noting:
+        with recording:
             _record_run(job)
-        print(
-            f"{job.name}: {supervisor.cause or f'ended with exit code {code}'}",
-            flush=True,
-        )
+        end = supervisor.cause or f"ended with exit code {code}"
+        print(f"{job.name}: {end}", flush=True)
         return code
 
     with (
-        local.forwarding_signals(pass_on),
+        local.forwarding_signals(stop_all),
         concurrent.futures.ThreadPoolExecutor(parallel) as pool,
     ):
-        codes = dict(
-            zip(
-                (job.workdir.name for job in todo),
-                pool.map(supervise, todo),
-                strict=True,
-            )
-        )
+        ends = list(pool.map(supervise, todo))
+    names_of_todo = [job.workdir.name for job in todo]
+    codes = dict(zip(names_of_todo, ends, strict=True))
     table = rows(all_jobs[0].workdir.parent)
     for row in table:
         # After a stop, the code of a job that was never started is that of the stop.
         if codes.get(row["run"]) and row["doing"] != _NOT_STARTED:
             row["doing"] = f"exit code {codes[row['run']]}"
     print(f"\n{formatting.table(table)}")
-    codes |= dict.fromkeys(failed, notice.NONFINITE)
-    return next((code for code in codes.values() if code), notice.DONE)
+    for code in ends:
+        if code:
+            return code
+    if failed:
+        return exit_codes.NONFINITE
+    return exit_codes.DONE
 
 
 def _record_run(job: engine.Job) -> None:
@@ -270,23 +310,26 @@ def has_ended(job: engine.Job) -> bool:
     """Returns whether a job's run has reached its end, with exactly the config that is
     requested now.
     """
-    names = (workdir.RESULTS, "config.json", workdir.REACHED)
     try:
-        results, config, reached = (
-            jsonfile.read_if_exists(job.workdir / name) for name in names
-        )
+        results = jsonfile.read_if_exists(job.workdir / workdir.RESULTS)
+        config = jsonfile.read_if_exists(job.workdir / "config.json")
+        reached = jsonfile.read_if_exists(job.workdir / workdir.REACHED)
     except errors.UserError:
         # The run itself reports the error when it starts.
         return False
     if results is None or config is None:
         return False
-    identity = config.pop(workdir.IDENTITY, None)
+    identity = config.pop(workdir.IDENTITY, {})
     # Results count only if this run wrote them, and if its newest checkpoint is of the
     # same step, unless it ended not finite.
-    of_this_run = identity is None or results.get("run") == identity.get("id")
+    is_of_this_run = results.get("run") == identity.get("id")
     is_saved = reached is None or reached.get("step") == results.get("step")
     is_over = is_saved or not results.get("finite", True)
-    return of_this_run and is_over and config == requested_config(job)
+    requested = requested_config(job)
+    if requested is None:
+        return False
+    is_requested = _with_present_names(config) == config_lib.flatten(requested)
+    return is_of_this_run and is_over and is_requested
 
 
 def requested_config(job: engine.Job) -> dict[str, Any] | None:
@@ -320,30 +363,30 @@ def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
             f"{path} is not a sweep's file: each point must be an object."
         )
     runs = read_runs(directory)
-    found = [
-        _row(directory / f"{index:03}", point, runs.get(f"{index:03}"))
-        for index, point in enumerate(points)
-    ]
-    _mark_equal(directory, found)
-    return found
+    all_rows = []
+    for index, point in enumerate(points):
+        name = f"{index:03}"
+        all_rows.append(_row(directory / name, point, runs.get(name)))
+    _mark_equal(directory, all_rows)
+    return all_rows
 
 
-def _mark_equal(directory: pathlib.Path, found: Sequence[dict[str, Any]]) -> None:
+def _mark_equal(directory: pathlib.Path, all_rows: Sequence[dict[str, Any]]) -> None:
     """Marks each run that has trained the same parameters, bit for bit, as one before
     it.
 
     Nothing may read the keys in which their points differ.
     """
-    first: dict[Any, str] = {}
-    for row in found:
-        if row["doing"] != "done":
+    first_with: dict[Any, str] = {}
+    for row in all_rows:
+        if row["doing"] != status.DONE:
             continue
-        trained = _last_fingerprint(directory / row["run"])
-        if trained is None:
+        fingerprint = _last_fingerprint(directory / row["run"])
+        if fingerprint is None:
             continue
-        before = first.setdefault(trained, row["run"])
-        if before != row["run"]:
-            row["doing"] = f"done; same parameters as {before}"
+        first = first_with.setdefault(fingerprint, row["run"])
+        if first != row["run"]:
+            row["doing"] = f"{status.DONE}; same parameters as {first}"
 
 
 def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
@@ -358,33 +401,45 @@ def _last_fingerprint(directory: pathlib.Path) -> tuple[int, str] | None:
 
 
 def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
+    """Returns the row of a point.
+
+    Args:
+      directory: its work directory.
+      point: its overrides.
+      begun: the ID of the run that the sweep began there; None if it began none.
+    """
+    row = {"run": directory.name, **point}
     try:
         there = run_in(directory)
         results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
-        processes = status.read_if_exists(directory)
+        processes = status.read_if_exists(directory) or []
     except errors.UserError as e:
         # An unreadable point must not hide the rows of the others.
-        return {"run": directory.name, **point, "doing": f"not known: {e}", "step": ""}
+        return {**row, "doing": f"not known: {e}", "step": ""}
     if begun is not None and there != begun:
         # The results in the directory are of another run than the sweep started, so
         # they are not shown.
-        has = f"run {there}" if there else "no run"
+        has = "no run"
+        if there:
+            has = f"run {there}"
         doing = f"not known: it holds {has}, but the sweep started run {begun}"
-        return {"run": directory.name, **point, "doing": doing, "step": ""}
-    # The program may have failed before its run began.
-    started = disk.exists(directory / _LOG)
-    nothing = f"no run yet: see {directory.name}/{_LOG}" if started else _NOT_STARTED
-    process = processes[0] if processes else {"doing": nothing, "step": None}
-    doing = str("done" if results else process["doing"])
-    if results.get("finite") is False:
-        doing = notice.ENDS[notice.NONFINITE]
-    step = results.get("step", process["step"])
-    row = {
-        "run": directory.name,
-        **point,
-        "doing": doing,
-        "step": "" if step is None else step,
-    }
+        return {**row, "doing": doing, "step": ""}
+    state = status.run_state(processes, results)
+    doing = state.doing
+    if state.name == status.UNKNOWN:
+        doing = _NOT_STARTED
+        if disk.exists(directory / _LOG):
+            # The program may have failed before its run began.
+            doing = f"no run yet: see {directory.name}/{_LOG}"
+    step = None
+    if processes:
+        step = processes[0]["step"]
+    if state.name in (status.RUNNING, status.SILENT):
+        # Results would be those of an earlier end, before the run was resumed.
+        results = {}
+    step = results.get("step", step)
+    row["doing"] = doing
+    row["step"] = "" if step is None else step
     evaluation = results.get("eval")
     if isinstance(evaluation, dict):
         row |= evaluation
@@ -392,12 +447,12 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
 
 
 def _is_point(point: Any) -> bool:
-    return (
-        isinstance(point, dict)
-        and bool(point)
-        and all(isinstance(key, str) for key in point)
-    )
+    if not isinstance(point, dict) or not point:
+        return False
+    return all(isinstance(key, str) for key in point)
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

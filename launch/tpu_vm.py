@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from launch import engine
-from xshard.pod import handshake
+from xshard.pod import rendezvous
 
 _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
@@ -35,10 +35,12 @@ class TpuVm(engine.Engine):
         job = engine.only_job(jobs, "tpu_vm")
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
-                "--num_processes and --cpu_devices are not for tpu_vm: there is one process per host, and JAX "
-                "detects its chips."
+                "--num_processes and --cpu_devices are not for tpu_vm: there is one "
+                "process per host, and JAX detects its chips."
             )
-        log, pid, token = f"{job.name}.log", f"{job.name}.pid", f"{job.name}.token"
+        log = f"{job.name}.log"
+        pid = f"{job.name}.pid"
+        token = f"{job.name}.token"
         # setsid and nohup detach the program, so that the end of the ssh connection
         # does not stop it. The file with its process ID is for `kill`.
         remote = (
@@ -46,8 +48,10 @@ class TpuVm(engine.Engine):
             f"if [ -e {pid} ] && kill -0 $(cat {pid}) 2>/dev/null; then "
             f"echo 'error: {job.name} is running' >&2; exit 1; fi && "
             "{ [ ! -d .venv ] || . .venv/bin/activate; } && "
-            f"export {handshake.TOKEN_VARIABLE}=$(cat ~/{token}) && rm -f ~/{token} && "
-            f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & echo $! >{pid}; }}"
+            f"export {rendezvous.TOKEN_VARIABLE}=$(cat ~/{token}) && "
+            f"rm -f ~/{token} && "
+            f"{{ setsid nohup {shlex.join(job.arguments)} >>{log} 2>&1 </dev/null & "
+            f"echo $! >{pid}; }}"
         )
         # The token travels in a file, because other users can read command lines. The
         # file is in the home directory, where its path needs no quoting.

@@ -1,4 +1,4 @@
-"""Launches with XManager: writes a launch script that runs the program's Bazel target."""
+"""Launches with XManager: a launch script runs the program's Bazel target."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -48,8 +48,9 @@ class XManager(engine.Engine):
             )
         if job.command[:3] != _PROGRAM:
             raise engine.LaunchError(
-                f"--engine=xmanager runs the Bazel target {self.target} with the arguments of the command, which "
-                f"must begin with {' '.join(_PROGRAM)}; received {' '.join(job.command[:3])}."
+                f"--engine=xmanager runs the Bazel target {self.target} with the "
+                "arguments of the command, which must begin with "
+                f"{' '.join(_PROGRAM)}; received {' '.join(job.command[:3])}."
             )
         path = job.workdir / "launch_xmanager.py"
         content = _SCRIPT.format(

@@ -8,7 +8,7 @@ from absl import flags
 from tests import toy
 from xshard import cli, errors
 from xshard.files import disk
-from xshard.pod import notice
+from xshard.pod import exit_codes
 from xshard.run import states
 
 
@@ -37,8 +37,8 @@ def test_a_program_runs_in_a_directory_that_was_removed(tmp_path, monkeypatch, c
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert cli.run(lambda: notice.DONE) == notice.DONE
-    assert cli.run(fails(errors.UserError("a reason"))) == notice.FAILED
+    assert cli.run(lambda: exit_codes.DONE) == exit_codes.DONE
+    assert cli.run(fails(errors.UserError("a reason"))) == exit_codes.FAILED
     warning, again, error = capsys.readouterr().err.splitlines()
     assert (
         warning
@@ -49,17 +49,17 @@ def test_a_program_runs_in_a_directory_that_was_removed(tmp_path, monkeypatch, c
 
 
 def test_a_user_error_is_one_message(capsys):
-    assert cli.run(fails(errors.UserError("a=1 must be 2."))) == notice.FAILED
+    assert cli.run(fails(errors.UserError("a=1 must be 2."))) == exit_codes.FAILED
     assert capsys.readouterr().err == "error: a=1 must be 2.\n"
     assert (
         cli.run(fails(errors.UserError("a=1 must be 2.")), has_debug_flag=True)
-        == notice.FAILED
+        == exit_codes.FAILED
     )
     assert capsys.readouterr().err == "error: a=1 must be 2.\n(--debug shows where)\n"
 
 
 def test_a_value_error_shows_a_traceback(capsys):
-    assert cli.run(fails(ValueError("shapes differ"))) == notice.FAILED
+    assert cli.run(fails(ValueError("shapes differ"))) == exit_codes.FAILED
     error = capsys.readouterr().err
     place = error.splitlines()[-1]
     assert "Traceback" in error and "cli_test.py" in place
@@ -67,16 +67,16 @@ def test_a_value_error_shows_a_traceback(capsys):
 
 
 def test_an_error_without_a_message(capsys):
-    assert cli.run(fails(RuntimeError())) == notice.FAILED
+    assert cli.run(fails(RuntimeError())) == exit_codes.FAILED
     assert capsys.readouterr().err.splitlines()[-1].endswith("program: RuntimeError")
 
 
 def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
     # An error in the user's code is reported with its traceback.
-    assert cli.run(lambda: (tmp_path / "nothing").read_text()) == notice.FAILED
+    assert cli.run(lambda: (tmp_path / "nothing").read_text()) == exit_codes.FAILED
     assert "Traceback" in capsys.readouterr().err
     write = lambda: disk.replace(tmp_path / "nothing" / "file", b"")
-    assert cli.run(write) == notice.FAILED
+    assert cli.run(write) == exit_codes.FAILED
     error = capsys.readouterr().err
     assert (
         "Traceback" not in error
@@ -86,7 +86,7 @@ def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
 
 
 def test_an_interrupt(capsys):
-    assert cli.run(fails(KeyboardInterrupt())) == notice.INTERRUPTED
+    assert cli.run(fails(KeyboardInterrupt())) == exit_codes.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
 
 

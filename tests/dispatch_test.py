@@ -180,7 +180,7 @@ def test_the_loop_waits_only_for_steps_before_those_in_flight(tmp_path, changes)
     run.train_step, waits = recorded_waits(run.train_step, is_last)
     # The compilation of the fingerprints takes the state's shapes, which are not arrays
     # here.
-    run._copies._compile_ahead = lambda state: None
+    run._replica_check.compile_ahead = lambda state: None
     with run.opened():
         run.train()
     assert len(seen) >= run.config.steps - deferred.IN_FLIGHT

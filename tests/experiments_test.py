@@ -72,13 +72,13 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
     config = make_config(name, **VARIANTS[variant])
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     with monkeypatch.context() as patch:
-        evaluate = loop.Run._evaluate
+        evaluate = loop.Run._evaluate_and_log
 
         def evaluate_and_end(*args):
             evaluate(*args)
             raise rows.Killed
 
-        patch.setattr(loop.Run, "_evaluate", evaluate_and_end)
+        patch.setattr(loop.Run, "_evaluate_and_log", evaluate_and_end)
         with pytest.raises(rows.Killed):
             loop.run(config, str(tmp_path / "ended"), "")
     assert loop.run(config, str(tmp_path / "ended"), "") == 0

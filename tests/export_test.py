@@ -19,7 +19,7 @@ from xshard import checkpoint, errors, export, loop
 from xshard import experiment as experiment_lib
 from xshard.export import __main__ as program
 from xshard.files import disk, tensors
-from xshard.pod import notice
+from xshard.pod import exit_codes
 from xshard.run import preflight
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -44,7 +44,7 @@ np.savez(sys.argv[1] + ".npz", **outputs)
 """
 
 
-def train(directory, code=notice.DONE, **changes):
+def train(directory, code=exit_codes.DONE, **changes):
     config = toy.get_config()
     config.experiment = changes.pop("experiment", "tests.toy.Averaged")
     config.update_from_flattened_dict({"steps": 4, **changes})
@@ -206,7 +206,7 @@ def test_an_export_names_its_step_and_arrays_that_are_not_finite(tmp_path):
         "overflow_at": 4,
         "on_nonfinite": "warn",
     }
-    trained = train(tmp_path / "warned", notice.NONFINITE, **change)
+    trained = train(tmp_path / "warned", exit_codes.NONFINITE, **change)
     text = export.write(trained, tmp_path / "b.stablehlo")
     assert "step 4, NOT FINITE (params/linear/b, params/linear/w), predict of x" in text
 

@@ -2,13 +2,17 @@
 and processes are threads.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
+import multiprocessing
+import os
 import signal
 import socket
+from multiprocessing import connection as mp_connection
 
 from tests.launch import harness
-from xshard.pod import handshake, process_spec, rendezvous
+from xshard.pod import rendezvous
 
 FACTS = {"config.steps": "12", "xshard/loop.py": "0a1b2c3d"}
 OTHER = {**FACTS, "config.steps": "13", "xshard/loop.py": "ffffffff"}
@@ -37,9 +41,10 @@ class SignalReceiver:
         self._wake.send(bytes([number]))
 
 
-# For processes that receive no signal. It has its own stack, so that it stays open when
-# a test closes OPEN.
-SILENCE = SignalReceiver(contextlib.ExitStack())
+# For processes that receive no signal. It stays open when a test closes OPEN.
+_ALWAYS_OPEN = contextlib.ExitStack()
+atexit.register(_ALWAYS_OPEN.close)
+SILENCE = SignalReceiver(_ALWAYS_OPEN)
 
 
 @contextlib.contextmanager
@@ -49,37 +54,38 @@ def processes():
     """
 
     def attend(
-        place,
+        spec,
         facts=FACTS,
         token=TOKEN,
         seconds=harness.FOREVER,
         signal_receiver=SILENCE,
     ):
         try:
-            return rendezvous.meet(place, seconds, facts, token, signal_receiver)
-        except (process_spec.StartError, process_spec.StoppedError) as e:
+            return rendezvous.meet(spec, seconds, facts, token, signal_receiver)
+        except (rendezvous.StartError, rendezvous.StoppedError) as e:
             return e
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        yield lambda place, **options: pool.submit(attend, place, **options)
+        yield lambda spec, **options: pool.submit(attend, spec, **options)
 
 
-def meet(at, **options):
+def meet(specs, **options):
     """Starts a process at each place, and returns the hosts or the error that each one
     receives.
     """
     with processes() as start:
-        return [future.result() for future in [start(place, **options) for place in at]]
+        futures = [start(spec, **options) for spec in specs]
+        return [future.result() for future in futures]
 
 
-def make_places(count, port=None, host="127.0.0.1"):
+def make_specs(count, port=None, host="127.0.0.1"):
     address = f"{host}:{port or harness.free_port()}"
-    return [process_spec.ProcessSpec(address, count, index) for index in range(count)]
+    return [rendezvous.ProcessSpec(address, count, index) for index in range(count)]
 
 
-def connect(place):
-    """Connects to process 0 as soon as it listens, and returns the connection."""
-    host, _, port = place.address.rpartition(":")
+def connect(spec):
+    """Connects to process 0 as soon as it listens, and returns the socket."""
+    host, _, port = spec.address.rpartition(":")
 
     def attempt():
         with contextlib.suppress(ConnectionRefusedError):
@@ -94,50 +100,32 @@ def connect(place):
 class Stranger:
     """A program that connects to the port of process 0 and follows the protocol as far
     as a test wants.
+
+    Attributes:
+      socket: the socket.
+      connection: a connection of `multiprocessing` on that socket.
     """
 
-    def __init__(self, place, token=TOKEN):
-        self.connection = connect(place)
-        self._file = OPEN.enter_context(self.connection.makefile("rb"))
-        self._token = token
+    def __init__(self, sock, token=TOKEN):
+        self.socket = sock
+        sock.settimeout(None)
+        descriptor = os.dup(sock.fileno())
+        self.connection = OPEN.enter_context(mp_connection.Connection(descriptor))
+        self._key = token.encode()
 
-    def greet(self):
-        """Proves to know the token; returns False if process 0 does not prove to know
-        the same one.
-        """
-        self.connection.sendall(handshake.nonce_line("a" * 32))
-        nonces = f"{'a' * 32} {handshake.read_nonce(self._file.readline()[:-1])}"
-        self._seals = handshake.Seals(self._token, handshake.CLIENT, nonces)
-        with contextlib.suppress(handshake.MalformedError):
-            self._seals.read(self._file.readline()[:-1])
-            self.say({})
-            return True
-        return False
-
-    def say(self, message):
-        self.connection.sendall(self._seals.line(message))
-
-    def say_body(self, body):
-        """Sends bytes that are not a message, with a valid seal."""
-        line = (
-            self._seals._seal(handshake.CLIENT, self._seals._num_sent, body)
-            + b" "
-            + body
-        )
-        self.connection.sendall(line + b"\n")
-
-    def say_hello(self, **fields):
-        hello = {"index": 1, "count": 2, "host": "stranger", "pid": 1, "facts": FACTS}
-        self.say({**hello, **fields})
-
-    def hear(self):
-        """Returns the next message; None at the end of the connection."""
-        with contextlib.suppress(ConnectionError):
-            line = self._file.readline()
-            return self._seals.read(line[:-1]) if line else None
-        return None
+    def show_token(self):
+        """Shows the token; returns whether process 0 accepts it, and shows it too."""
+        try:
+            mp_connection.answer_challenge(self.connection, self._key)
+            mp_connection.deliver_challenge(self.connection, self._key)
+        except multiprocessing.AuthenticationError:
+            return False
+        return True
 
     def is_dropped(self):
-        with contextlib.suppress(ConnectionError):
-            return self.connection.recv(1) == b""
+        """Waits until process 0 sends something or closes the connection; returns
+        whether it closes it without another message.
+        """
+        with contextlib.suppress(OSError, EOFError):
+            return not self.connection.recv_bytes()
         return True

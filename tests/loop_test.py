@@ -18,10 +18,11 @@ from tests import forks, pace, programs, rows, toy
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, evaluation, loop
+from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
 from xshard.optimizers import trees
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import schedule as schedule_lib
 
 
@@ -264,7 +265,7 @@ def test_an_unknown_best_metric_is_refused_before_the_run(tmp_path):
 def test_a_full_disk_stops_the_run_or_is_reported(
     tmp_path, capfd, on_failure, monkeypatch
 ):
-    real = checkpoint.saver.writer.write_part
+    real = writer.write_part
     full = [False]
 
     def write_part(attempt, *args):
@@ -274,7 +275,7 @@ def test_a_full_disk_stops_the_run_or_is_reported(
             raise OSError(28, "No space left on device")
         return real(attempt, *args)
 
-    monkeypatch.setattr(checkpoint.saver.writer, "write_part", write_part)
+    monkeypatch.setattr(writer, "write_part", write_part)
     config = with_checkpoint(
         make_config(), every_steps=3, on_failure=on_failure, keep_last=9
     )
@@ -300,7 +301,7 @@ def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch
     def commit(attempt, *args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.saver.writer, "commit", commit)
+    monkeypatch.setattr(writer, "commit", commit)
     config = with_checkpoint(make_config(), every_steps=100, on_failure="go_on")
     with pytest.raises(ValueError, match="Step 12 could not be saved"):
         loop.run(config, str(tmp_path), "")
@@ -407,7 +408,8 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
         (first.experiment.params, first.experiment.net_state),
     )
     harness.assert_equal(
-        state.experiment.opt_state, run.checkpoints.states.init().experiment.opt_state
+        state.experiment.opt_state,
+        run.checkpoints.manager.init_state().experiment.opt_state,
     )
     assert "initialized 4 arrays from" in capsys.readouterr().out
     # Moving averages start at the restored parameters, however the update is sharded.
@@ -481,16 +483,17 @@ def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 5])
-def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
+def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatch):
     """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which
     takes 1000 s.
     """
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
-    run = loop.Run(make_config(), str(tmp_path))
     now, began = [0.0], []
-    run.clock = clock.Clock(-500.0, lambda: now[0])
+    of_run = clock.Clock(-500.0, lambda: now[0])
+    monkeypatch.setattr(clock, "Clock", lambda: of_run)
+    run = loop.Run(make_config(), str(tmp_path))
     run.terminal._now = lambda: now[0]
 
     def taking(seconds, function):
@@ -503,7 +506,8 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys):
 
     begin = time.time()
     run.train_step = taking(1.0, run.train_step)
-    run._evaluation = taking(10.0, run._evaluation)
+    evaluation_of_run = run._evaluation
+    evaluation_of_run.by_batch = taking(10.0, evaluation_of_run.by_batch)
     run.checkpoints.save = taking(100.0, run.checkpoints.save)
     with run.opened():
         run.train()
@@ -621,7 +625,7 @@ def run_with_notices(directory, config, at, kind, again=None):
     """
     scripted = rows.ScriptedWatch(at, kind)
     code = loop.run(config, str(directory), "", None, scripted)
-    assert code == (42 if at <= scripted.polls and kind == notice.STOP else 0)
+    assert code == (42 if at <= scripted.polls and kind == request.STOP else 0)
     if code and again:
         # If the second start makes fewer polls than `again`, it gets no notice and runs
         # to the end.
@@ -638,7 +642,7 @@ def metrics_by_step(directory):
 
 
 @pytest.mark.sample(0.4)
-@pytest.mark.parametrize("kind", [notice.STOP, notice.SAVE])
+@pytest.mark.parametrize("kind", [request.STOP, request.SAVE])
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.
     config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
@@ -653,8 +657,8 @@ def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
             5,
         ]
         end = final_state(tmp_path / "not", config)
-        for at in range(1, polls + 1) if kind == notice.STOP else (1, 3, 8):
-            for again in (None, 1) if kind == notice.STOP else (None,):
+        for at in range(1, polls + 1) if kind == request.STOP else (1, 3, 8):
+            for again in (None, 1) if kind == request.STOP else (None,):
                 directory = tmp_path / f"{at} {again}"
                 run_with_notices(directory, config, at, kind, again)
                 harness.assert_equal(final_state(directory, config), end)

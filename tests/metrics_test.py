@@ -11,16 +11,18 @@ from xshard.metrics import formatting, log
 from xshard.metrics import rows as rows_lib
 
 
-def test_every_row_arrives_some_steps_later():
-    deferred = deferred_lib.Deferred()
-    rows = []
-    for step in range(1, 6):
-        if step % 2 == 1:
-            deferred.push(step, {"loss": jnp.float32(step), "n": jnp.arange(2)})
-        rows.append(list(deferred.due(step)))
-    assert [len(r) for r in rows] == [0, 0, 1, 0, 1]
-    assert rows[2] == [{"step": 1, "loss": 1.0, "n": [0, 1]}]
-    assert [row["step"] for row in deferred.flush()] == [5]
+def test_every_step_is_due_some_steps_later():
+    queue = deferred_lib.Queue()
+    assert [queue.push(step) for step in range(1, 6)] == [[], [], [1], [2], [3]]
+    assert queue.flush() == [4, 5]
+    assert queue.flush() == [] and queue.push(6) == []
+
+
+def test_arrays_become_numbers_of_a_row():
+    values = {"loss": jnp.float32(1), "n": jnp.arange(2)}
+    deferred_lib.to_host(values.values())
+    row = {name: rows_lib.to_number(value) for name, value in values.items()}
+    assert row == {"loss": 1.0, "n": [0, 1]} and type(row["loss"]) is float
 
 
 def test_a_write_into_a_removed_directory_promises_nothing_that_was_saved_there(

@@ -13,10 +13,14 @@ from xshard.new import __main__ as new
 
 FORWARD = '        return network(batch["point"])'
 LOSS = '        return jnp.mean(_cross_entropy(outputs, batch)), {"accuracy": accuracy}'
-EVALUATE = '        return {"loss": _cross_entropy(outputs, batch), "accuracy": _hits(outputs, batch)}'
+EVALUATE = '        return {"loss": loss, "accuracy": hits}'
 TRAIN = "        return _spirals(np.arange(97))"
 EVAL = "        return _spirals(np.arange(96) + 0.5)"
-CROSS = '        opt = xshard.CrossShardOptimizer(opt, slice_axis_name="slice", **self.config.reduction)\n'
+CROSS = """\
+        opt = xshard.CrossShardOptimizer(
+            opt, slice_axis_name="slice", **self.config.reduction
+        )
+"""
 RETURN = "        return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)"
 ADAM = '        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam")\n'
 
@@ -38,7 +42,7 @@ def in_loss(old, text):
 
 
 def in_evaluate(text):
-    return (EVALUATE, EVALUATE.replace("_hits(outputs, batch)", text))
+    return (EVALUATE, EVALUATE.replace("hits}", f"{text}}}"))
 
 
 NORM = (
@@ -53,15 +57,23 @@ MISTAKES = {
         ["Spirals.loss (experiment_", "must return two things", "return loss, {}"],
     ),
     "loss for each example": (
-        in_loss("jnp.mean(_cross_entropy(outputs, batch))", "_cross_entropy(outputs, batch)"),
+        in_loss(
+            "jnp.mean(_cross_entropy(outputs, batch))", "_cross_entropy(outputs, batch)"
+        ),
         ["a loss of shape (24,)", "return jnp.mean(loss)"],
     ),
-    "a Python number as the loss": ((LOSS, "        return 1.0, {}"), ["1.0 as the loss", "computed from"]),
+    "a Python number as the loss": (
+        (LOSS, "        return 1.0, {}"),
+        ["1.0 as the loss", "computed from"],
+    ),
     "loss of an integer": (
         (LOSS, '        return jnp.sum(batch["label"]), {}'),
         ["a int32 array of shape () as the loss", "floating-point"],
     ),
-    "no scalars": (in_loss('{"accuracy": accuracy}', "None"), ["None beside the loss", "{} for"]),
+    "no scalars": (
+        in_loss('{"accuracy": accuracy}', "None"),
+        ["None beside the loss", "{} for"],
+    ),
     "nested scalars": (
         in_loss('{"accuracy": accuracy}', '{"a": {"b": accuracy}}'),
         ["a dictionary called 'a'", "call it 'a/b'"],
@@ -70,12 +82,24 @@ MISTAKES = {
         in_loss("accuracy}", "_hits(outputs, batch)}"),
         ["'accuracy' of shape (24,)", "jnp.mean(accuracy)"],
     ),
-    "a scalar of text": (in_loss("accuracy}", "'high'}"), ["'high' called 'accuracy'", "numbers"]),
-    "a scalar called loss": (in_loss('"accuracy"', '"loss"'), ["'loss', which every run logs"]),
-    "a name that is no string": (in_loss('"accuracy"', "1"), ["under 1; names must be strings"]),
+    "a scalar of text": (
+        in_loss("accuracy}", "'high'}"),
+        ["'high' called 'accuracy'", "numbers"],
+    ),
+    "a scalar called loss": (
+        in_loss('"accuracy"', '"loss"'),
+        ["'loss', which every run logs"],
+    ),
+    "a name that is no string": (
+        in_loss('"accuracy"', "1"),
+        ["under 1; names must be strings"],
+    ),
     "parameters in loss": (
         before(LOSS, "        hk.get_parameter('w', (), init=jnp.ones)"),
-        ["in Spirals.loss: Unable to retrieve parameter 'w'", "Only the network, such as forward, may create parameters"],
+        [
+            "in Spirals.loss: Unable to retrieve parameter 'w'",
+            "Only the network, such as forward, may create parameters",
+        ],
     ),
     "evaluation that returns nothing": (
         (EVALUATE, "        pass"),
@@ -93,11 +117,22 @@ MISTAKES = {
         in_evaluate("_hits(outputs, batch)[:3]"),
         ["of shape (3,)", "has 24 examples"],
     ),
-    "evaluation that counts": (in_evaluate("_hits(outputs, batch), 'count': 1"), ["'count', which"]),
-    "evaluation that returns text": (in_evaluate("'high'"), ["'high' as 'accuracy'", "a value for each"]),
+    "evaluation that counts": (
+        in_evaluate("_hits(outputs, batch), 'count': 1"),
+        ["'count', which"],
+    ),
+    "evaluation that returns text": (
+        in_evaluate("'high'"),
+        ["'high' as 'accuracy'", "a value for each"],
+    ),
     "a layer in evaluation alone": (
-        before(FORWARD, "        is_training or hk.Linear(2, name='more')(batch['point'])"),
-        ["in Spirals.forward: Unable to retrieve parameter 'w' for module 'more'", "whether"],
+        before(
+            FORWARD, "        is_training or hk.Linear(2, name='more')(batch['point'])"
+        ),
+        [
+            "in Spirals.forward: Unable to retrieve parameter 'w' for module 'more'",
+            "whether",
+        ],
     ),
     "nothing from the network": (
         (FORWARD, "        network(batch['point'])"),
@@ -109,35 +144,81 @@ MISTAKES = {
     ),
     "a rule of optax": (
         before(ADAM, "        return optax.adam(rate)"),
-        ["Spirals.optimizer (experiment_", "an optax transformation", "xshard.CrossShardOptimizer("],
+        [
+            "Spirals.optimizer (experiment_",
+            "an optax transformation",
+            "xshard.CrossShardOptimizer(",
+        ],
     ),
     "no rule": ((RETURN, ""), ["returned None", "return opt?"]),
-    "a rule that does not reduce": ((CROSS, ""), ["Spirals.optimizer (experiment_", "does not reduce over the axis 'replica'"]),
+    "a rule that does not reduce": (
+        (CROSS, ""),
+        ["Spirals.optimizer (experiment_", "does not reduce over the axis 'replica'"],
+    ),
     "a tuple of arrays": (
         train("(d['point'], d['label'])"),
         ["What Spirals.train_data (experiment_", "is a tuple of 2", "{'image': images"],
     ),
-    "lists": (train("{k: v.tolist() for k, v in d.items()}"), ["a list under 'point'", "np.asarray"]),
-    "text": (train("d | {'name': np.array(['x'] * 194)}"), ["type <U1 under 'name'", "indices of"]),
-    "a scalar among arrays": (train("d | {'t': 0.5}"), ["the scalar 0.5 under 't'", "np.full"]),
-    "a generator": (train("iter([d])"), ["list_iterator, without __len__", "define train_batches"]),
-    "a list of tuples": (train("[(1, 2)] * 200"), ["whose first example is of type tuple"]),
+    "lists": (
+        train("{k: v.tolist() for k, v in d.items()}"),
+        ["a list under 'point'", "np.asarray"],
+    ),
+    "text": (
+        train("d | {'name': np.array(['x'] * 194)}"),
+        ["type <U1 under 'name'", "indices of"],
+    ),
+    "a scalar among arrays": (
+        train("d | {'t': 0.5}"),
+        ["the scalar 0.5 under 't'", "np.full"],
+    ),
+    "a generator": (
+        train("iter([d])"),
+        ["list_iterator, without __len__", "define train_batches"],
+    ),
+    "a list of tuples": (
+        train("[(1, 2)] * 200"),
+        ["whose first example is of type tuple"],
+    ),
     "no arrays": (train("{}"), ["is an empty dict"]),
     "other lengths": (
         train("d | {'label': d['label'][:-1]}"),
-        ["Spirals.train_data (experiment_", "{'point': 194, 'label': 193}", "one row for each"],
+        [
+            "Spirals.train_data (experiment_",
+            "{'point': 194, 'label': 193}",
+            "one row for each",
+        ],
     ),
-    "no examples": (train("{k: v[:0] for k, v in d.items()}"), ["different numbers of rows, or of"]),
+    "no examples": (
+        train("{k: v[:0] for k, v in d.items()}"),
+        ["different numbers of rows, or of"],
+    ),
     "a split among arrays": (
-        (EVAL, "        return {'point': np.ones((9, 2)), 'test': _spirals(np.arange(9))}"),
-        ["What Spirals.eval_data (experiment_", "a dictionary under 'test'", "several splits"],
+        (
+            EVAL,
+            "        return {'point': np.ones((9, 2)), 'test': _spirals(np.arange(9))}",
+        ),
+        [
+            "What Spirals.eval_data (experiment_",
+            "a dictionary under 'test'",
+            "several splits",
+        ],
     ),
     "an empty split": (
-        (EVAL, "        return {'valid': _spirals(np.arange(96)), 'test': _spirals(np.arange(0))}"),
+        (
+            EVAL,
+            "        return {'valid': _spirals(np.arange(96)), 'test': "
+            "_spirals(np.arange(0))}",
+        ),
         ["returned as 'test' has arrays of different numbers of rows, or of none"],
     ),
-    "loss misspelt": (("    def loss(", "    def losss("), ["lacks loss(self, outputs, batch) (is it 'losss'"]),
-    "optimizer misspelt": (("    def optimizer(", "    def optimiser("), ["is it 'optimiser'"]),
+    "loss misspelt": (
+        ("    def loss(", "    def losss("),
+        ["lacks loss(self, outputs, batch) (is it 'losss'"],
+    ),
+    "optimizer misspelt": (
+        ("    def optimizer(", "    def optimiser("),
+        ["is it 'optimiser'"],
+    ),
     "no training data": (
         ("    def train_data(", "    def training_data("),
         ["lacks train_data(self) (is it 'training_data', misspelt?)"],
@@ -148,21 +229,30 @@ MISTAKES = {
     ),
     "state of the batch's shape": (
         before(FORWARD, STATE.format("batch['point'].shape", "x + batch['point']")),
-        ["state 'x' of '~' to shape (24, 2)", "created with (1, 2)", "Network state has one shape"],
+        [
+            "state 'x' of '~' to shape (24, 2)",
+            "created with (1, 2)",
+            "Network state has one shape",
+        ],
     ),
     "state of a replica's examples": (
         before(FORWARD, STATE.format("(), jnp.int32", "x + jnp.sum(batch['label'])")),
-        ["A network keeps the state 'net_state/~/x', of type int32, which differs between"],
+        [
+            "A network keeps the state 'net_state/~/x', of type int32, which differs "
+            "between"
+        ],
     ),
     "state of a replica's keys": (
         before(
             FORWARD,
             "        if is_training:\n    "
-            + STATE.format("(), jnp.int32", "x + jax.random.randint(hk.next_rng_key(), (), 0, 9)"),
+            + STATE.format(
+                "(), jnp.int32", "x + jax.random.randint(hk.next_rng_key(), (), 0, 9)"
+            ),
         ),
         ["of type int32, which differs between the replicas"],
     ),
-}  # fmt: skip
+}
 # Bugs in the user's code: an edit, and parts of the message. {FORWARD} stands for the
 # number of that line.
 BUGS = {
@@ -198,7 +288,11 @@ BUGS = {
         [":{EVALUATE}, in Spirals.evaluate: ConcretizationTypeError"],
     ),
     "no labels in the evaluation": (
-        (EVAL, f"{EVAL}.copy() | {{'label': None}}".replace("return", "d =") + "\n        del d['label']\n        return d"),
+        (
+            EVAL,
+            f"{EVAL}.copy() | {{'label': None}}".replace("return", "d =")
+            + "\n        del d['label']\n        return d",
+        ),
         ["in _cross_entropy, called by Spirals.evaluate: KeyError: 'label'"],
     ),
     "a config that is changed": (
@@ -206,16 +300,30 @@ BUGS = {
         ["in Spirals.forward: AttributeError", "immutable"],
     ),
     "samples before they predict": (
-        ("    def evaluate(", "    def samples(self, predict, key):\n        return 1 / 0\n\n    def evaluate("),
+        (
+            "    def evaluate(",
+            "    def samples(self, predict, key):\n        return 1 / 0\n\n    def "
+            "evaluate(",
+        ),
         ["in Spirals.samples: ZeroDivisionError"],
     ),
     "samples' batch": (
-        ("    def evaluate(", "    def samples(self, predict, key):\n        return predict({'x': 1})\n\n    def evaluate("),
+        (
+            "    def evaluate(",
+            "    def samples(self, predict, key):\n        return predict({'x': "
+            "1})\n\n    def evaluate(",
+        ),
         ["in Spirals.forward, called by Spirals.samples: KeyError: 'point'"],
     ),
-    "a file that cannot be parsed": ((FORWARD, f"{FORWARD})"), [":{FORWARD}: SyntaxError: unmatched"]),
-    "an import": (("import optax", "import optx"), ["ModuleNotFoundError: No module named 'optx'"]),
-}  # fmt: skip
+    "a file that cannot be parsed": (
+        (FORWARD, f"{FORWARD})"),
+        [":{FORWARD}: SyntaxError: unmatched"],
+    ),
+    "an import": (
+        ("import optax", "import optx"),
+        ["ModuleNotFoundError: No module named 'optx'"],
+    ),
+}
 # Edits that look odd and work.
 WORKS = {
     "a print": before(FORWARD, "        print('in forward')"),
@@ -227,7 +335,8 @@ WORKS = {
     "hits as they are compared": in_evaluate("outputs[:, 0] > 0"),
     "samples that predict": (
         "    def evaluate(",
-        "    def samples(self, predict, key):\n        return str(predict(self.eval_data()))\n\n    def evaluate(",
+        "    def samples(self, predict, key):\n        return "
+        "str(predict(self.eval_data()))\n\n    def evaluate(",
     ),
 }
 _NUMBERS = itertools.count()

@@ -6,7 +6,7 @@ from xshard import checkpoint
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.metrics import rows as rows_lib
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import preflight
 
 
@@ -15,7 +15,7 @@ class Killed(BaseException):
 
 
 class ScriptedWatch:
-    """A stand-in for a run's watch, with one notice at the poll of a given number."""
+    """A stand-in for a run's watch, with one request at the poll of a given number."""
 
     def __init__(self, at, kind):
         self._at = at
@@ -24,9 +24,11 @@ class ScriptedWatch:
 
     def poll(self):
         self.polls += 1
-        return notice.Notice(self._kind, "scripted") if self.polls == self._at else None
+        if self.polls == self._at:
+            return request.Request(self._kind, "scripted")
+        return None
 
-    def doing(self, what, **more):
+    def set_phase(self, phase, **more):
         pass
 
     def publish(self):

@@ -20,6 +20,7 @@ from xshard import errors, loop, samples
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
+from xshard.pod import request
 from xshard.report import page, runs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -213,10 +214,11 @@ class Stop:
         self.step = 0
 
     def poll(self):
-        notice = loop.notice_lib
-        return notice.Notice(notice.STOP, "asked", 42) if self.step == 4 else None
+        if self.step == 4:
+            return request.Request(request.STOP, "asked", 42)
+        return None
 
-    def doing(self, what, step=0, **more):
+    def set_phase(self, phase, step=0, **more):
         self.step = step or self.step
 
     def publish(self):

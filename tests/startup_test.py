@@ -1,8 +1,8 @@
-"""Tests of how a process learns its place in the run: from flags, or as JAX detects it."""
+"""Tests of how a process learns its place: from flags, or as JAX detects it."""
 
 import pytest
 
-from xshard.pod import process_spec, startup
+from xshard.pod import rendezvous, startup
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from xshard.pod import process_spec, startup
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(process_spec.StartError, match=message):
+    with pytest.raises(rendezvous.StartError, match=message):
         startup.resolve_process(*flags)
 
 
@@ -36,16 +36,16 @@ def test_a_place_is_detected_under_slurm(monkeypatch):
     }
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert startup.resolve_process(None, None, None) == process_spec.ProcessSpec(
+    assert startup.resolve_process(None, None, None) == rendezvous.ProcessSpec(
         "h0:61447", 2, 1, [0]
     )
     # What is given is not detected.
     place = startup.resolve_process("h0:1234", None, None)
-    assert place == process_spec.ProcessSpec("h0:1234", 2, 1, [0])
+    assert place == rendezvous.ProcessSpec("h0:1234", 2, 1, [0])
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "4321")
     assert startup.resolve_process(None, None, None).address == "h0:4321"
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "abc")
-    with pytest.raises(process_spec.StartError, match="abc"):
+    with pytest.raises(rendezvous.StartError, match="abc"):
         startup.resolve_process(None, None, None)
     monkeypatch.delenv("JAX_COORDINATOR_PORT")
     monkeypatch.setenv("SLURM_NTASKS", "1")

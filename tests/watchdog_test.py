@@ -21,11 +21,12 @@ import pytest
 
 from tests import standstill
 from tests.launch import harness
-from xshard.pod import heartbeat, notice, signals, status, watchdog
+from xshard.pod import exit_codes, heartbeat, signals, status, watchdog
+from xshard.pod import request as request_lib
 
 
 def poll(watching):
-    """Polls as the steps of a run do, until there is a notice; returns it."""
+    """Polls as the steps of a run do, until there is a request; returns it."""
     return harness.wait_until(watching.poll)
 
 
@@ -44,17 +45,25 @@ def calls_of(monkeypatch, watching, name):
 
 @pytest.mark.parametrize(
     "number, code",
-    [(signal.SIGINT, 130), (signal.SIGTERM, 42), (signal.SIGHUP, 42), (signal.SIGUSR1, 42),
-     (signal.SIGUSR2, 42), (signal.SIGXCPU, 42)],
-)  # fmt: skip
-def test_repeated_signals_become_one_notice(tmp_path, capfd, monkeypatch, number, code):
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 42),
+        (signal.SIGHUP, 42),
+        (signal.SIGUSR1, 42),
+        (signal.SIGUSR2, 42),
+        (signal.SIGXCPU, 42),
+    ],
+)
+def test_repeated_signals_become_one_request(
+    tmp_path, capfd, monkeypatch, number, code
+):
     watching = watchdog.Watchdog(tmp_path)
     signalled = calls_of(monkeypatch, watching, "_handle_signal")
     with watching:
         assert watching.poll() is None
         os.kill(os.getpid(), number)
-        signal_receiver = poll(watching)
-        assert signal_receiver == (notice.STOP, signal.Signals(number).name, code)
+        request = poll(watching)
+        assert request == (request_lib.STOP, signal.Signals(number).name, code)
         if number != signal.SIGINT:
             # The signals that stop a job on many hosts, or at the limit of CPU time,
             # come several times.
@@ -102,12 +111,10 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
 
 def test_the_signal_handlers_are_restored(tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM)
-    signal_receiver = []
+    received = []
     # The test sets its own handlers, because a program that a shell starts in the
     # background ignores SIGINT.
-    handlers = {
-        number: lambda got, _: signal_receiver.append(got) for number in numbers
-    }
+    handlers = {number: lambda got, _: received.append(got) for number in numbers}
     before = {
         number: signal.signal(number, handler) for number, handler in handlers.items()
     }
@@ -118,7 +125,7 @@ def test_the_signal_handlers_are_restored(tmp_path):
         assert signal.set_wakeup_fd(-1) == -1
         for number in numbers:
             os.kill(os.getpid(), number)
-        harness.wait_until(lambda: signal_receiver == list(numbers))
+        harness.wait_until(lambda: received == list(numbers))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -195,8 +202,10 @@ def test_a_forked_child_does_not_hold_the_locks_of_its_run(tmp_path):
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOCKS, str(tmp_path / "run")],
-        env=harness.environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "taken again\n", done.stderr
 
 
@@ -205,7 +214,7 @@ def test_a_stop_file_stops_the_run(tmp_path):
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
         assert poll(watching) == (
-            notice.STOP,
+            request_lib.STOP,
             f"there is a file {tmp_path / 'STOP'}",
             42,
         )
@@ -219,7 +228,7 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
         assert watching.poll() is None
         passed = 5000.0
         assert poll(watching) == (
-            notice.STOP,
+            request_lib.STOP,
             "the time of --stop_after has passed",
             42,
         )
@@ -228,21 +237,21 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
 def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
     with watchdog.Watchdog(tmp_path) as watching:
         watching.poll()
-        watching.ask(notice.Notice(notice.SAVE, "it is time"))
-        assert poll(watching).kind == notice.SAVE
+        watching.ask(request_lib.Request(request_lib.SAVE, "it is time"))
+        assert poll(watching).kind == request_lib.SAVE
         with watching._sync_point._changed:
-            watching.ask(notice.Notice(notice.SAVE, "it is time"))
-            watching.ask(notice.Notice(notice.STOP, "enough"))
+            watching.ask(request_lib.Request(request_lib.SAVE, "it is time"))
+            watching.ask(request_lib.Request(request_lib.STOP, "enough"))
         assert poll(watching).why == "enough"
 
 
 def test_a_save_at_the_same_step_does_not_undo_a_stop(tmp_path):
     with watchdog.Watchdog(tmp_path) as watching:
         watching.poll()
-        for rounds, kind in enumerate((notice.STOP, notice.SAVE), 1):
-            watching.ask(notice.Notice(kind, "it is time"))
+        for rounds, kind in enumerate((request_lib.STOP, request_lib.SAVE), 1):
+            watching.ask(request_lib.Request(kind, "it is time"))
             harness.wait_until(lambda n=rounds: watching._sync_point._round == n)
-        assert watching.poll().kind == notice.STOP
+        assert watching.poll().kind == request_lib.STOP
 
 
 def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
@@ -253,14 +262,14 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
     watching = watchdog.Watchdog(tmp_path)
     written = calls_of(monkeypatch, watching, "_write_status")
     with watching:
-        watching.doing("compiling", step=0, steps=100)
+        watching.set_phase("compiling", step=0, steps=100)
         # The watch writes nothing before it is told that the directory belongs to this
         # run.
         harness.wait_until(lambda: len(written) > 1)
         assert not (tmp_path / "status.json").exists()
         watching.publish()
         harness.wait_until((tmp_path / "status.json").exists)
-        watching.doing("training", step=10)
+        watching.set_phase("training", step=10)
         (row,) = harness.wait_until(read)
         assert (row["doing"], row["step"], row["steps"], row["pid"]) == (
             "training",
@@ -283,7 +292,7 @@ def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
         watching.publish()
         watching.poll()
         harness.wait_until(lambda: len(tried) > 1)
-        watching.ask(notice.Notice(notice.STOP, "enough"))
+        watching.ask(request_lib.Request(request_lib.STOP, "enough"))
         assert poll(watching).why == "enough"
 
 
@@ -357,20 +366,20 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
     tmp_path, monkeypatch, seed
 ):
     def train(watching, asks):
-        """Makes steps at a random pace; returns the step and the kind of each notice."""
+        """Makes steps at a random pace; returns the steps and kinds of requests."""
         choose = random.Random(seed * 2 + asks)
-        notices = []
+        requests = []
         for step in itertools.count(1):
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
-                watching.ask(notice.Notice(notice.SAVE, f"at {step}"))
-            signal_receiver = watching.poll()
-            if signal_receiver is not None:
-                notices.append((step, signal_receiver.kind))
-            if signal_receiver is not None and signal_receiver.kind == notice.STOP:
-                return notices
-            if asks and len(notices) >= 2 and step > 150:
-                watching.ask(notice.Notice(notice.STOP, "enough"))
+                watching.ask(request_lib.Request(request_lib.SAVE, f"at {step}"))
+            request = watching.poll()
+            if request is not None:
+                requests.append((step, request.kind))
+                if request.kind == request_lib.STOP:
+                    return requests
+            if asks and len(requests) >= 2 and step > 150:
+                watching.ask(request_lib.Request(request_lib.STOP, "enough"))
 
     monkeypatch.setattr(watchdog, "_TICK_SECONDS", 0.01)
     shared, watches = {}, []
@@ -387,7 +396,7 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
             stack.enter_context(watching)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             left, right = pool.map(train, watches, (True, False))
-    assert left == right and left[-1][1] == notice.STOP and len(left) >= 3
+    assert left == right and left[-1][1] == request_lib.STOP and len(left) >= 3
 
 
 def test_only_training_and_evaluation_can_stall():
@@ -458,7 +467,7 @@ def test_a_stream_that_yields_nothing_ends_the_run(tmp_path, experiment, yields,
     command = [sys.executable, "-m", "xshard.main", f"--config={config}"]
     options = (f"--workdir={tmp_path}/run", "--step_timeout_seconds=2")
     code, output = harness.finish(harness.start([*command, *options]))
-    assert code == notice.FAILED, output
+    assert code == exit_codes.FAILED, output
     assert re.search(
         rf"no progress for \d s, since \S+, in {where}( at step 0)?: the stream", output
     )

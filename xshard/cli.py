@@ -21,7 +21,7 @@ from xshard import config as config_lib
 from xshard import errors
 from xshard.files import identity as identity_lib
 from xshard.files import standard_streams
-from xshard.pod import notice
+from xshard.pod import exit_codes
 
 # The beginnings of the reasons that Python and absl give for a value of another type,
 # and the rule for each.
@@ -77,10 +77,10 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
         # A run handles Ctrl-C itself once it has state to save, so nothing is lost
         # here.
         print("interrupted", file=sys.stderr, flush=True)
-        return notice.INTERRUPTED
+        return exit_codes.INTERRUPTED
     except Exception as e:
         print_error(e, has_debug_flag=has_debug_flag)
-        return notice.FAILED
+        return exit_codes.FAILED
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
@@ -257,15 +257,14 @@ def _unknown_key(path: str) -> str | None:
     file itself cannot be run.
     """
     try:
-        keys = list(
-            config_lib.flatten(identity_lib.plain(runpy.run_path(path)["get_config"]()))
-        )
+        config = runpy.run_path(path)["get_config"]()
+        keys = list(config_lib.flatten(identity_lib.plain(config)))
     except Exception:
         # The config file itself raises, so its keys are unknown.
         return None
     for argument in sys.argv[1:]:
         match = re.match(r"--config\.([^=]+)", argument)
-        if match is None or any(f"{key}.".startswith(f"{match[1]}.") for key in keys):
+        if match is None or _is_known_key(match[1], keys):
             continue
         text = f"--config.{match[1]}: {path} has no such key;"
         near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
@@ -273,3 +272,11 @@ def _unknown_key(path: str) -> str | None:
             return f"{text} did you mean {' or '.join(near)}?"
         return f"{text} it has {', '.join(keys)}."
     return None
+
+
+def _is_known_key(name: str, keys: Sequence[str]) -> bool:
+    """Returns whether a name is that of a key, or of a part of the config with keys."""
+    for key in (*keys, *config_lib.RENAMED):
+        if key == name or key.startswith(f"{name}."):
+            return True
+    return False

@@ -1,23 +1,76 @@
-"""The keys of every run's config: defaults, descriptions, valid values, and whether a
-resumed run may change them.
+"""The keys of every run's config.
+
+`KEYS` gives each key's default, description and valid values, and whether a resumed run
+may change it. `RENAMED` gives the earlier names of keys, which configs may still use.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
+from absl import logging
 
 from xshard import errors
 
+STOP = "stop"
+SKIP = "skip"
+WARN = "warn"
+ROLL_BACK = "roll_back"
 # The reactions to a loss or gradients that are not finite.
-ON_NONFINITE = STOP, SKIP, WARN, ROLL_BACK = ("stop", "skip", "warn", "roll_back")
+ON_NONFINITE = (STOP, SKIP, WARN, ROLL_BACK)
 # The reactions to replicas that hold different copies of an array that must be equal on
 # all of them.
-ON_PARTED = (STOP, ROLL_BACK)
+ON_DIVERGENCE = (STOP, ROLL_BACK)
+
+# The present name of each key that was renamed, by its earlier name. Config files,
+# flags and work directories may still have the earlier one.
+RENAMED = {"on_parted": "on_divergence"}
 
 
-def default() -> ml_collections.ConfigDict:
+class Config(ml_collections.ConfigDict):
+    """A config in which a key is also found under its earlier name.
+
+    Only the present name is ever stored, so whatever reads a config needs to know no
+    other.
+
+    >>> config = default()
+    >>> config.on_parted = 'roll_back'
+    >>> config.on_divergence, 'on_parted' in config
+    ('roll_back', False)
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_present_name(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_present_name(key), value)
+
+    def get_type(self, key: Any) -> Any:
+        """Returns the type of a value, which determines how a flag is parsed."""
+        return super().get_type(_present_name(key))
+
+
+def _present_name(key: Any) -> Any:
+    if key not in RENAMED:
+        return key
+    _log_renamed(key)
+    return RENAMED[key]
+
+
+# Cached, so that a process logs each name once, however often it is read.
+@functools.cache
+def _log_renamed(name: str) -> None:
+    logging.warning("The config's key %s is now called %s.", name, RENAMED[name])
+
+
+def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by path, with those of renamed keys under their present names."""
+    return {_present_name(name): value for name, value in flat.items()}
+
+
+def default() -> Config:
     """Returns a config with every key at its default. An experiment's config changes
     values and adds keys.
 
@@ -33,7 +86,7 @@ def default() -> ml_collections.ConfigDict:
             values.setdefault(folder, {})[name] = key.default
         else:
             values[name] = key.default
-    return ml_collections.ConfigDict(values)
+    return Config(values)
 
 
 class ReadConfig(ml_collections.FrozenConfigDict):
@@ -48,31 +101,35 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 
     def __init__(self, config: Any):
         """Freezes a copy of a config, of which nothing has been read."""
-        # ml_collections reads items while it copies. The attribute is no item, which a
-        # frozen config could not set.
+        # The values that were read, by key. This is an attribute of the object and no
+        # item of the config, which is frozen.
         object.__setattr__(self, "_read", {})
         super().__init__(config)
+        # ml_collections has read every item while it copied them.
         object.__setattr__(self, "_read", {})
 
     def __getitem__(self, key: Any) -> Any:
-        """Returns a value and records that. All other ways to read a value come here."""
+        """Returns a value, and records that it was read."""
+        # Attributes, `get` and `items` all end up here.
         value = super().__getitem__(key)
         if isinstance(key, str) and "." in key:
             # Each part of the key has been read in turn.
             return value
-        if isinstance(value, ml_collections.FrozenConfigDict) and key not in self._read:
-            self._read[key] = ReadConfig(value)
-        return self._read.setdefault(key, value)
+        if key not in self._read:
+            if isinstance(value, ml_collections.FrozenConfigDict):
+                value = ReadConfig(value)
+            self._read[key] = value
+        return self._read[key]
 
     def unread(self) -> list[str]:
-        """Lists the keys of values that have not been read, with the keys that lead to
-        them: 'model.depth'.
-        """
+        """Lists the paths of values that have not been read, such as 'model.depth'."""
         names = []
         for key in self.keys():
             inner = self._read.get(key, super().__getitem__(key))
             if isinstance(inner, ml_collections.FrozenConfigDict):
-                inner = inner if isinstance(inner, ReadConfig) else ReadConfig(inner)
+                if not isinstance(inner, ReadConfig):
+                    # Nothing of it has been read, or it would be in `_read`.
+                    inner = ReadConfig(inner)
                 names += [f"{key}.{name}" for name in inner.unread()]
             elif key not in self._read:
                 names.append(key)
@@ -80,62 +137,75 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 
 
 def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
-    """Lists the user's own keys of a config that have not been read, and from which no
-    other key takes its value.
+    """Lists the experiment's keys of a config that nothing has read.
+
+    A key from which another one takes its value counts as read.
 
     Args:
       read: the copy of the config that the run reads.
       config: the config.
     """
     known = {key.name for key in KEYS}
-    own = [name for name in read.unread() if name not in known]
-    return [name for name in own if not _is_reference(config, name)]
+    names = []
+    for name in read.unread():
+        if name not in known and not _is_reference(config, name):
+            names.append(name)
+    return names
 
 
 def _is_reference(config: ml_collections.ConfigDict, name: str) -> bool:
+    """Returns whether a value is a reference, which other keys may share."""
     folder, _, key = name.rpartition(".")
-    inside = config[folder] if folder else config
+    inside = config
+    if folder:
+        inside = config[folder]
     fields = dict(inside.items(preserve_field_references=True))
     return isinstance(fields[key], ml_collections.FieldReference)
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError unless a config has every required key and each value is valid
-    by itself.
+    """Checks that a config has every required key and that each value is valid.
+
+    Code that reads several values together, or the devices, checks how they fit.
+
+    Raises:
+      UserError: with the key, its value and the rule.
     """
     values = flatten(config.to_dict())
-    missing = [
-        key.name
-        for key in KEYS
-        if key.name not in values and not _is_optional(key.name)
-    ]
+    missing = []
+    for key in KEYS:
+        if key.name not in values and not _is_optional(key.name):
+            missing.append(key.name)
     if missing:
         raise errors.UserError(
-            f"The config lacks {', '.join(missing)}: begin with `xshard.config.default()`, which has every key."
+            f"The config lacks {', '.join(missing)}: begin with "
+            "`xshard.config.default()`, which has every key."
         )
-    # Code that reads several values together, or the devices, checks how they fit.
     for key in KEYS:
         if key.name in values and key.check is not None:
             key.check(key.name, values[key.name])
 
 
 def may_change(name: str) -> bool:
-    """Returns whether a resumed run may have another value of a key, such as
-    'checkpoint.keep_last'.
+    """Returns whether a resumed run may have another value of a key.
+
+    Args:
+      name: the key's path, such as 'checkpoint.keep_last'.
     """
+    # How checkpoints are stored and kept has no effect on what is trained.
     return name.startswith("checkpoint.") or name in _MAY_CHANGE
 
 
 def describe(config: ml_collections.ConfigDict) -> str:
-    """Returns a text with each key of a config and its value; keys of `KEYS` have their
-    description.
+    """Returns a text with each key of a config, its description and its value.
+
+    The keys of the experiment come last, and have no description.
     """
     values = flatten(config.to_dict())
     lines = []
     for key in KEYS:
         if key.name in values:
             lines += [f"# {key.meaning}", f"{key.name} = {values.pop(key.name)!r}"]
-    # The remaining keys belong to the experiment and have no description.
     if values:
         lines.append("# The experiment's own.")
         lines += [f"{name} = {value!r}" for name, value in values.items()]
@@ -154,15 +224,17 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values by path, with optional keys that are missing at their default."""
+    """Returns values by path in the form that a new config has them.
+
+    Keys that a config may lack are added with their defaults, and renamed ones get
+    their present names.
+    """
     optional = {key.name: key.default for key in KEYS if _is_optional(key.name)}
-    return {**optional, **flat}
+    return {**optional, **with_present_names(flat)}
 
 
 def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], None]:
-    """Returns a check that raises UserError, with the rule, unless `is_good` accepts
-    the value.
-    """
+    """Returns a check that raises UserError with the rule if a value is not good."""
 
     def check(name: str, value: Any) -> None:
         if not is_good(value):
@@ -194,21 +266,24 @@ _factor_or_never = _must_be(
     "a number above 1, or 0, which is never",
 )
 _on_nonfinite = _must_be(
-    ON_NONFINITE.__contains__,
-    "'stop'; 'skip', which does not apply steps whose gradients are not finite; 'roll_back', which restores a checkpoint "
-    "and skips the data since; or 'warn', which logs a warning and continues",
+    lambda x: x in ON_NONFINITE,
+    "'stop'; 'skip', which does not apply steps whose gradients are not finite; "
+    "'roll_back', which restores a checkpoint and skips the data since; or 'warn', "
+    "which logs a warning and continues",
 )
-_on_parted = _must_be(
-    ON_PARTED.__contains__, "'stop' or 'roll_back', which repeats steps"
+_on_divergence = _must_be(
+    lambda x: x in ON_DIVERGENCE,
+    "'stop' or 'roll_back', which repeats steps",
 )
 _on_failure = _must_be(
-    ("stop", "go_on").__contains__,
+    lambda x: x in ("stop", "go_on"),
     "'stop' or 'go_on', which continues without the checkpoint",
 )
 
 
 def _precision(name: str, value: Any) -> None:
-    import jmp  # Imported here, since it imports JAX, which the launcher does without.
+    # Imported here, since it imports JAX, which the launcher does without.
+    import jmp
 
     try:
         jmp.get_policy(value)
@@ -240,7 +315,8 @@ class Key(NamedTuple):
     may_change: bool = False
 
 
-# In the order in which --show_config prints them.
+# In the order in which --show_config prints them. A key without `may_change` is part of
+# what a run is: with another value it would be another run.
 KEYS = (
     Key("experiment", "", "The dotted path of the experiment's class."),
     Key("seed", 0, "The seed of all randomness.", _seed),
@@ -251,24 +327,33 @@ KEYS = (
         "The examples per step, over all replicas of a group.",
         _count,
     ),
-    Key("eval_batch_size", 128, "The examples per evaluation batch.", _count, True),
+    Key(
+        "eval_batch_size",
+        128,
+        "The examples per evaluation batch.",
+        _count,
+        may_change=True,
+    ),
     Key(
         "micro_batches",
         1,
-        "The parts that each replica splits its batch into and computes one after the other, to save memory.",
+        "The parts that each replica splits its batch into and computes one after the "
+        "other, to save memory.",
         _count,
         may_change=True,
     ),
     Key(
         "gather_once",
         False,
-        "With shard_params: whether to gather parameters once per step, for all micro-batches, and hold them meanwhile.",
+        "With shard_params: whether to gather parameters once per step, for all "
+        "micro-batches, and hold them meanwhile.",
         may_change=True,
     ),
     Key(
         "aggregation_method",
         "EXPERIMENTAL_ACCUMULATE_N",
-        "How the gradients of micro-batches are summed: as a running sum, or in pairs with 'EXPERIMENTAL_TREE'.",
+        "How the gradients of micro-batches are summed: as a running sum, or in pairs "
+        "with 'EXPERIMENTAL_TREE'.",
         may_change=True,
     ),
     Key(
@@ -280,24 +365,27 @@ KEYS = (
     Key(
         "on_nonfinite",
         "stop",
-        "The reaction to a loss or gradients that are not finite: 'stop'; 'skip', which does not apply steps with "
-        "such gradients, whatever the update rule; 'roll_back', which restores a checkpoint and skips the data since; or "
-        "'warn', which logs a warning and continues.",
+        "The reaction to a loss or gradients that are not finite: 'stop'; 'skip', "
+        "which does not apply steps with such gradients, whatever the update rule; "
+        "'roll_back', which restores a checkpoint and skips the data since; or 'warn', "
+        "which logs a warning and continues.",
         _on_nonfinite,
         may_change=True,
     ),
     Key(
-        "on_parted",
+        "on_divergence",
         "stop",
-        "The reaction to replicas that hold different copies of state that must be equal: 'stop'; or 'roll_back', which "
-        "restores a checkpoint and repeats the same steps.",
-        _on_parted,
+        "The reaction to replicas that hold different copies of state that must be "
+        "equal: 'stop'; or 'roll_back', which restores a checkpoint and repeats the "
+        "same steps.",
+        _on_divergence,
         may_change=True,
     ),
     Key(
         "max_skips_in_a_row",
         100,
-        "The number of consecutive skipped steps, with no loss scale left to lower, that ends the run.",
+        "The number of consecutive skipped steps, with no loss scale left to lower, "
+        "that ends the run.",
         _count,
         may_change=True,
     ),
@@ -306,34 +394,37 @@ KEYS = (
         3,
         "The most roll-backs of a run; the next one ends it.",
         _count,
-        True,
+        may_change=True,
     ),
     Key(
         "roll_back.loss_factor",
         0.0,
-        "With on_nonfinite='roll_back': also roll back at a loss above this multiple of the recent median; 0: never.",
+        "With on_nonfinite='roll_back': also roll back at a loss above this multiple "
+        "of the recent median; 0: never.",
         _factor_or_never,
         may_change=True,
     ),
     Key(
         "roll_back.loss_steps",
         100,
-        "The number of steps in that median. No loss is judged before the run has made that many.",
+        "The number of steps in that median. No loss is judged before the run has made "
+        "that many.",
         _count,
         may_change=True,
     ),
     Key(
         "roll_back.learning_rate_factor",
         1.0,
-        "The factor by which each roll-back that skips data scales all later updates of rules with `backs_off`; 1: none.",
+        "The factor by which each roll-back that skips data scales all later updates "
+        "of rules with `backs_off`; 1: none.",
         _factor_to_lower,
         may_change=True,
     ),
     Key(
         "group_assignment",
         (),
-        "The replica numbers of each group, such as [[0, 1, 2, 3], [4, 5, 6, 7]]; each group trains its own model. "
-        "Empty: one group of all replicas.",
+        "The replica numbers of each group, such as [[0, 1, 2, 3], [4, 5, 6, 7]]; each "
+        "group trains its own model. Empty: one group of all replicas.",
     ),
     Key(
         "slices",
@@ -352,8 +443,9 @@ KEYS = (
     Key(
         "logical_replicas",
         0,
-        "The number of logical replicas of a group, distributed over the available devices. Results depend on this "
-        "number and not on the number of devices. 0: each device is one replica.",
+        "The number of logical replicas of a group, distributed over the available "
+        "devices. Results depend on this number and not on the number of devices. 0: "
+        "each device is one replica.",
         _count_or_never,
     ),
     Key(
@@ -364,38 +456,44 @@ KEYS = (
     Key(
         "reduction.reduce_dtype",
         "float32",
-        "The dtype in which gradients are summed over replicas; 'bfloat16' sends half the bytes.",
+        "The dtype in which gradients are summed over replicas; 'bfloat16' sends half "
+        "the bytes.",
         may_change=True,
     ),
     Key(
         "reduction.slice_dtype",
         "float32",
-        "The dtype of that sum between slices; also 'int8', which carries the rounding error to the next step.",
+        "The dtype of that sum between slices; also 'int8', which carries the rounding "
+        "error to the next step.",
         may_change=True,
     ),
     Key(
         "reduction.shard_update",
         False,
-        "Whether each replica updates only its shard of each parameter, and holds only the slots of that shard.",
+        "Whether each replica updates only its shard of each parameter, and holds only "
+        "the slots of that shard.",
         may_change=True,
     ),
     Key(
         "reduction.arithmetic",
         "float",
-        "How gradients of logical replicas are summed: 'float'; 'exact', which gives the same bits on any number of "
-        "devices; or 'exact_wide', which also keeps small numbers beside large ones, and sends twice the bytes.",
+        "How gradients of logical replicas are summed: 'float'; 'exact', which gives "
+        "the same bits on any number of devices; or 'exact_wide', which also keeps "
+        "small numbers beside large ones, and sends twice the bytes.",
         may_change=True,
     ),
     Key(
         "reduction.shard_params",
         False,
-        "Whether each replica also holds only its shard of the parameters between steps.",
+        "Whether each replica also holds only its shard of the parameters between "
+        "steps.",
         may_change=True,
     ),
     Key(
         "writers",
         ("jsonl", "csv", "tensorboard"),
-        "The writers of metrics: 'jsonl' (required), 'csv', 'tensorboard', 'wandb', or the dotted path of your own class.",
+        "The writers of metrics: 'jsonl' (required), 'csv', 'tensorboard', 'wandb', or "
+        "the dotted path of your own class.",
         may_change=True,
     ),
     Key(
@@ -404,7 +502,8 @@ KEYS = (
     Key(
         "fingerprint_every_steps",
         10,
-        "The number of steps between fingerprints of the state, which detect replicas that diverge; 0: never.",
+        "The number of steps between fingerprints of the state, which detect replicas "
+        "that diverge; 0: never.",
         _count_or_never,
         may_change=True,
     ),
@@ -418,14 +517,16 @@ KEYS = (
     Key(
         "samples_every_steps",
         0,
-        "The number of steps between calls of `Experiment.samples`; 0: only after the last step.",
+        "The number of steps between calls of `Experiment.samples`; 0: only after the "
+        "last step.",
         _count_or_never,
         may_change=True,
     ),
     Key(
         "checkpoint.directory",
         "",
-        "The directory of checkpoints: a path, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER; empty: in the work directory.",
+        "The directory of checkpoints: a path, gs://BUCKET/FOLDER or "
+        "s3://BUCKET/FOLDER; empty: in the work directory.",
         _text,
     ),
     Key(
@@ -471,7 +572,8 @@ KEYS = (
     Key(
         "checkpoint.budget_gb",
         4.0,
-        "The host memory, in GB, for data that is being saved or restored, in addition to the state.",
+        "The host memory, in GB, for data that is being saved or restored, in addition "
+        "to the state.",
         _gigabytes,
     ),
 )
@@ -479,7 +581,7 @@ _MAY_CHANGE = {key.name for key in KEYS if key.may_change}
 
 
 def _is_optional(name: str) -> bool:
-    """Returns whether a config may lack a key: the experiment decides which arguments
-    CrossShardOptimizer gets.
-    """
+    """Returns whether a config may lack a key."""
+    # An experiment passes `reduction` on to CrossShardOptimizer, and so decides which
+    # arguments that gets.
     return name.startswith("reduction.")

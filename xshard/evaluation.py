@@ -1,8 +1,7 @@
 """Evaluation of a state: metrics over all evaluation examples, and samples."""
 
-import collections
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,17 +14,18 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.metrics import deferred
-from xshard.pod import processes
-from xshard.stored import replica_state as stored
+from xshard.pod import host_collectives
+from xshard.stored import replica_state
 
-# The name prefixes of sums that come from averaged parameters, and from all groups
-# together.
+# The prefixes of the names of values that `eval_step` computed from averages of the
+# parameters, and from the outputs of all groups together.
+_AVERAGE = "average/"
 _ENSEMBLE = "ensemble/"
-_KINDS = ("", "average/", _ENSEMBLE)
+_KINDS = ("", _AVERAGE, _ENSEMBLE)
 
 
 class Evaluation:
-    """Evaluates states of an experiment."""
+    """The evaluation of states of an experiment on all its evaluation examples."""
 
     def __init__(
         self,
@@ -50,16 +50,18 @@ class Evaluation:
             split: batches.EvalBatches(examples, mesh, batch_size, replicas)
             for split, examples in self._splits.items()
         }
-        self._on = logical.mesh_of(experiment.config, mesh)
+        self._logical_mesh = logical.mesh_of(experiment.config, mesh)
         self._jitted = _jitted(experiment, mesh, replicas)
-        self._step = processes.compiled_by_all(self._jitted, "the evaluation")
+        self._step = host_collectives.compiled_by_all(self._jitted, "the evaluation")
 
     def summary(self) -> str:
         """Returns a summary of the data, which the processes compare."""
         texts = []
-        for name, examples in self._splits.items():
-            prefix = f"{name}: " if name else ""
-            texts.append(prefix + data.summary(examples))
+        for split, examples in self._splits.items():
+            text = data.summary(examples)
+            if split:
+                text = f"{split}: {text}"
+            texts.append(text)
         return "; ".join(texts)
 
     def check(
@@ -81,24 +83,22 @@ class Evaluation:
             `best_metric`.
         """
         totals = {}
-        for split, of_split in self._batches.items():
-            traced = self._jitted.trace(state, of_split.shapes(), np.int32(0))
-            stored.check_unread(
-                self._experiment.eval_step, traced.jaxpr, state, self._on
+        for split, split_batches in self._batches.items():
+            traced = self._jitted.trace(state, split_batches.shapes(), np.int32(0))
+            replica_state.check_unread(
+                self._experiment.eval_step, traced.jaxpr, state, self._logical_mesh
             )
             sums = traced.out_info
             # Zeros stand in for the sums, since only `summarize` determines the names
             # of the metrics.
             totals[split] = {name: np.zeros(x.shape) for name, x in sums.items()}
             totals[split]["count"] = np.ones(sums["count"].shape)
-        names: dict[str, bool] = {}
+        is_per_group: dict[str, bool] = {}
         try:
             with np.errstate(all="ignore"):
                 for split in totals:
-                    results = self._results(split, totals[split])
-                    names |= {
-                        name: isinstance(value, list) for name, value in results.items()
-                    }
+                    for name, value in self._metrics(split, totals[split]).items():
+                        is_per_group[name] = isinstance(value, list)
         except errors.UserError:
             raise
         except (ArithmeticError, ValueError):
@@ -106,89 +106,91 @@ class Evaluation:
             # by dividing by one of them. Then the names stay unknown until the first
             # evaluation.
             return None
-        if options.keep_best and options.best_metric not in names:
+        if options.keep_best and options.best_metric not in is_per_group:
             raise errors.UserError(
-                f"checkpoint.best_metric={options.best_metric!r} must be a metric of the evaluation: "
-                f"{', '.join(sorted(names))}."
+                f"checkpoint.best_metric={options.best_metric!r} must be a metric of "
+                f"the evaluation: {', '.join(sorted(is_per_group))}."
             )
-        return names
+        return is_per_group
 
-    def __call__(
-        self, state: state_lib.TrainState, go_on: Callable[[], bool] = lambda: True
-    ) -> dict[str, Any] | None:
+    def __call__(self, state: state_lib.TrainState) -> dict[str, Any]:
         """Evaluates a state on all examples.
 
-        Args:
-          state: the state.
-          go_on: returns whether to continue, after each batch; the same on all
-            processes.
-
         Returns:
-          The metrics by name, as lists if there are several groups; None if `go_on`
-          returned False.
+          The metrics by name, as lists if there are several groups.
         """
         results: dict[str, Any] = {}
-        for split, of_split in self._batches.items():
+        for metrics in self.by_batch(state):
+            results = metrics or {}
+        return results
+
+    def by_batch(self, state: state_lib.TrainState) -> Iterator[dict[str, Any] | None]:
+        """Evaluates a state as a call does, so that the caller can act in between.
+
+        Yields:
+          None after each batch; and at last the metrics.
+        """
+        results: dict[str, Any] = {}
+        for split, split_batches in self._batches.items():
             totals: dict[str, np.ndarray] = {}
-            pending: collections.deque[dict[str, jax.Array]] = collections.deque()
-            for number, batch in enumerate(of_split):
+            # As in training, later batches keep the devices busy while the host reads
+            # the sums of earlier ones.
+            queue: deferred.Queue[dict[str, jax.Array]] = deferred.Queue()
+            for number, batch in enumerate(split_batches):
                 sums = self._step(state, batch, np.int32(number))
                 deferred.to_host(sums.values())
-                pending.append(sums)
-                # As in training, later batches keep the devices busy while the host
-                # reads the sums of earlier ones.
-                if len(pending) > deferred.IN_FLIGHT:
-                    _add(totals, pending.popleft())
-                if not go_on():
-                    return None
-            for sums in pending:
-                _add(totals, sums)
-            results |= self._results(split, totals)
-        return results
+                for due in queue.push(sums):
+                    _add(totals, due)
+                yield None
+            for due in queue.flush():
+                _add(totals, due)
+            results |= self._metrics(split, totals)
+        yield results
 
-    def _results(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Summarizes the sums over a split: for each group, for the averages of
-        parameters and for the ensemble.
+    def _metrics(self, split: str, totals: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Returns the metrics of a split by their full names.
+
+        Args:
+          split: the split's name, which precedes theirs; may be empty.
+          totals: the sum of each value over all examples, and their 'count'; of shape
+            (groups, ...) if there are several groups.
         """
         count = totals.pop("count")
-        prefix = f"{split}/" if split else ""
-        results: dict[str, Any] = {}
-        for kind in _KINDS:
-            sums = {
-                name.removeprefix(kind): x
-                for name, x in totals.items()
-                if _kind(name) == kind
-            }
+        has_groups = count.ndim > 0
+        sums_by_kind: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
+        for name, total in totals.items():
+            kind = _kind(name)
+            sums_by_kind[kind][name.removeprefix(kind)] = total
+        metrics: dict[str, Any] = {}
+        for kind, sums in sums_by_kind.items():
             if not sums:
                 continue
-            values: dict[str, Any] = {}
-            if count.ndim and kind != _ENSEMBLE:
-                for group in range(len(count)):
-                    of_group = {name: x[group] for name, x in sums.items()}
-                    for name, value in self._summary(of_group, count[group]).items():
-                        values.setdefault(name, []).append(value)
-            else:
+            prefix = kind
+            if split:
+                prefix = f"{split}/{kind}"
+            if not has_groups or kind == _ENSEMBLE:
                 # An ensemble's sums are equal in all groups, and so are the counts.
-                values |= self._summary(sums, count.max())
-            results |= {
-                f"{prefix}{kind}{name}": value for name, value in values.items()
-            }
-        return results
+                for name, value in self._summary(sums, count.max()).items():
+                    metrics[prefix + name] = value
+                continue
+            for group in range(len(count)):
+                group_sums = {name: x[group] for name, x in sums.items()}
+                for name, value in self._summary(group_sums, count[group]).items():
+                    metrics.setdefault(prefix + name, []).append(value)
+        return metrics
 
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         summarize = self._experiment.summarize
-        return validation.summary(
-            validation.describe_method(summarize), summarize(sums, float(count))
-        )
+        where = validation.describe_method(summarize)
+        return validation.summary(where, summarize(sums, float(count)))
 
 
 def _add(totals: dict[str, np.ndarray], sums: Mapping[str, jax.Array]) -> None:
     """Adds the sums over a batch to those over the batches before."""
-    # Summed in float64, since float32 would lose digits over many batches.
     for name, value in sums.items():
-        totals[name] = totals.get(name, np.float64(0)) + np.asarray(value).astype(
-            np.float64
-        )
+        # Summed in float64, since float32 would lose digits over many batches.
+        total = totals.get(name, np.float64(0))
+        totals[name] = total + np.asarray(value).astype(np.float64)
 
 
 def _jitted(
@@ -196,12 +198,11 @@ def _jitted(
     mesh: jax.sharding.Mesh,
     replicas: logical.Replicas | None,
 ) -> Any:
-    """Returns `step.make_eval_step`, jitted. Its sums are replicated, so that each
-    process has the sums of all groups.
-    """
-    everywhere = mesh_lib.sharding(mesh)
+    """Returns `step.make_eval_step`, jitted."""
+    # The sums are replicated, so that each process can read those of all groups.
+    replicated = mesh_lib.sharding(mesh)
     if replicas is None:
-        return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=everywhere)
+        return jax.jit(step.make_eval_step(experiment, mesh), out_shardings=replicated)
     mapped = lambda state, *_: step.evaluation_of_replica(
         experiment, replicas.mesh, state
     )
@@ -209,13 +210,16 @@ def _jitted(
         validation.describe_method(experiment.eval_step),
         mapped,
         replicas,
-        out_shardings=everywhere,
+        out_shardings=replicated,
     )
 
 
 def _kind(name: str) -> str:
-    kind = name.partition("/")[0] + "/"
-    return kind if kind in _KINDS else ""
+    """Returns the one of `_KINDS` that a value's name begins with."""
+    for kind in (_AVERAGE, _ENSEMBLE):
+        if name.startswith(kind):
+            return kind
+    return ""
 
 
 def sample(
@@ -224,33 +228,37 @@ def sample(
     step: int,
     state: state_lib.TrainState,
 ) -> tuple[dict[str, Any], str]:
-    """Samples the state after a step. Returns the row to log and a text to print; all
-    processes must call it.
+    """Samples the state after a step; all processes must call it.
 
     Args:
       experiment: the experiment, whose `samples` is called.
       predict: the function that `predictions` returns.
       step: the number of the step.
       state: the state after that step.
+
+    Returns:
+      The row to log, and a text to print.
     """
     where = validation.describe_method(experiment.samples)
     key = experiment_lib.samples_key(experiment)
-    named = samples.named(
-        where, experiment.samples(functools.partial(predict, state), key)
-    )
+    predict_with_state = functools.partial(predict, state)
+    named = samples.named(where, experiment.samples(predict_with_state, key))
     return samples.row(where, step, named), samples.text(named)
 
 
 def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-    """Returns the function that takes a state, a batch on the host and, if any, a key
-    to the predictions on the host.
+    """Returns a function that predicts from host to host.
 
     Args:
       jitted: the jitted function of `xshard.step.make_predict`, with replicated
         outputs, so that each process has all.
       mesh: the run's mesh.
+
+    Returns:
+      A function that takes a state, a batch on the host and, if any, a random key to
+      the outputs on the host.
     """
-    outputs = processes.compiled_by_all(jitted, "the prediction")
+    compiled = host_collectives.compiled_by_all(jitted, "the prediction")
 
     def predict(
         state: state_lib.TrainState,
@@ -260,6 +268,6 @@ def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
         args = [state, mesh_lib.put_whole(mesh, batch)]
         if key is not None:
             args.append(jax.device_put(key, mesh_lib.sharding(mesh)))
-        return jax.device_get(outputs(*args))
+        return jax.device_get(compiled(*args))
 
     return predict

@@ -6,8 +6,8 @@ uninterrupted one: everything that determines the next step is in the checkpoint
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -19,14 +19,14 @@ from xshard import state as state_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
 from xshard.metrics import clock as clock_lib
+from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
-from xshard.metrics import overview, writers
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
-from xshard.pod import notice as notice_lib
+from xshard.pod import exit_codes, host_collectives, status
 from xshard.pod import origin as origin_lib
-from xshard.pod import processes, status
-from xshard.pod import watchdog as monitor_lib
+from xshard.pod import request as request_lib
+from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
     ending,
     nonfinite,
@@ -37,11 +37,52 @@ from xshard.run import (
     saving,
 )
 from xshard.run import schedule as schedule_lib
+from xshard.stored import fingerprint
+
+# How long the processes wait for process 0, which reads and writes the run's files.
+_FILES_SECONDS = 1800.0
+
+
+class _Fetched(NamedTuple):
+    """What the host reads of a step once later steps have been dispatched.
+
+    Attributes:
+      step: the number of the step.
+      newest: one of the step's results.
+      fingerprints: those of the state that the step began with; None if they are not
+        due.
+      metrics: the metrics of the step's row; None if it has no row.
+      observed: the observations of the learners.
+    """
+
+    step: int
+    newest: jax.Array
+    fingerprints: fingerprint.Fingerprints | None
+    metrics: Mapping[str, jax.Array] | None
+    observed: nonfinite.Observed
 
 
 class Run:
-    """A run of an experiment in a work directory. The constructor checks everything it
-    can without writing there.
+    """A run of an experiment in a work directory.
+
+    The constructor checks everything that it can without writing there. With several
+    processes, each of them creates one and makes the same calls.
+
+    Attributes:
+      config: the run's config.
+      workdir: the work directory.
+      mesh: the mesh of all devices.
+      experiment: the experiment.
+      batches: the training batches.
+      checkpoints: the run's checkpoints.
+      roll_backs: the run's roll-backs.
+      provenance: the data, the code and the machine of the run as they are now.
+      changes: a line for each change since the run was started.
+      train_step: the compiled training step.
+      predict: the compiled prediction, from host to host.
+      clock: the clock of this process.
+      terminal: the output to stdout.
+      step: the number of steps made; -1 before there is a state.
     """
 
     def __init__(
@@ -49,12 +90,11 @@ class Run:
         config: ml_collections.ConfigDict,
         directory: str,
         init: checkpoint.Source | None = None,
-        watch: monitor_lib.Watchdog | None = None,
+        watch: watchdog_lib.Watchdog | None = None,
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
     ):
-        """Checks the config and the directory's contents. With several processes, each
-        of them creates one.
+        """Checks the config and the directory's contents, and traces all programs.
 
         Args:
           config: a run's config; see `configs/digits.py` for the keys.
@@ -72,90 +112,177 @@ class Run:
         config_lib.check(config)
         writers.check(config.writers)
         self.config = config
-        self.clock, self.terminal = (
-            clock_lib.Clock(),
-            terminal_lib.Terminal(config.steps, show),
-        )
-        self.workdir, self._watch = workdir.Workdir(directory), watch
+        self.clock = clock_lib.Clock()
+        self.terminal = terminal_lib.Terminal(config.steps, show)
+        self.workdir = workdir.Workdir(directory)
         self.mesh = experiment_lib.mesh_of(config)
-        # Frozen already, so that what the constructor reads is recorded too.
+        # The experiment gets a copy that records what is read, from its constructor on.
         self.experiment = experiment_lib.load(config.experiment)(
             config_lib.ReadConfig(config)
         )
-        self.doing(status.READING)
+        self._init = init
+        self._watch = watch
+        self._is_process_0 = jax.process_index() == 0
+        # Only process 0 needs to see the work directory. The others learn from it what
+        # is there. A save in the background has exchanges of its own.
+        self._exchange = host_collectives.Exchange("the run's files", _FILES_SECONDS)
+
+        # The data.
+        self.set_phase(status.READING)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
-        self.doing(status.READING_EVALUATION)
+        self.set_phase(status.READING_EVALUATION)
         self._evaluation = evaluation.Evaluation(
             self.experiment, self.mesh, config.eval_batch_size
         )
-        self.doing(status.STARTING)
-        self._open(init, set_aside)
-        self._check_programs()
-        self._resources = (
-            contextlib.ExitStack()
-        )  # Open from the first step to the results.
-        self._stop: notice_lib.Notice | None = None
-        self._schedule = schedule_lib.Schedule.of(config)
-        self._save_now, self.step = False, -1
-        self._evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self.set_phase(status.STARTING)
 
-    def _open(self, init: checkpoint.Source | None, set_aside: str) -> None:
-        """Identifies the run, and checks that it can begin, or resume from its
-        checkpoints.
-        """
-        config, self._init = self.config, init
-        self._first = (
-            jax.process_index() == 0
-        )  # Only process 0 needs to see the work directory.
-        self._run = resuming.identify(config, self.workdir, set_aside)
-        module = type(self.experiment).__module__
-        self.origin = origin_lib.origin(
-            module, self.batches.summary(), self._evaluation.summary()
+        # Which run this is, and whether it may begin or resume here.
+        self._plan = resuming.identify(config, self.workdir, set_aside)
+        self.provenance = origin_lib.find_provenance(
+            type(self.experiment).__module__,
+            self.batches.summary(),
+            self._evaluation.summary(),
         )
-        self.changes = [*self._run.changes]
-        if self._first and not self._run.sets_aside:
+        self.changes = list(self._plan.changes)
+        if self._is_process_0 and not self._plan.sets_aside:
             self.changes += self.workdir.check_provenance(
-                self.origin, exact=logical.is_exact(config)
+                self.provenance, exact=logical.is_exact(config)
             )
-        run, say = self._run, self.terminal.say
         self.checkpoints = saving.Checkpoints(
             self.experiment,
             self.mesh,
             self.workdir,
-            run,
+            self._plan,
             self.batches,
-            say,
-            self.origin,
+            self.terminal.say,
+            self.provenance,
         )
         self.checkpoints.check_can_start(init)
-        manager, self._target = self.checkpoints.manager, self.checkpoints.states.target
+        # The shapes of the run's state.
+        self._target = self.checkpoints.manager.target
         self.roll_backs = roll_backs.RollBacks(
-            config, self.workdir, manager, self.batches, self._target, say, self.doing
+            config,
+            self.workdir,
+            self.checkpoints.manager,
+            self.batches,
+            self._target,
+            log=self.terminal.say,
+            set_phase=self.set_phase,
+            exchange=self._exchange,
         )
 
-    def _check_programs(self) -> None:
-        """Traces every program that the run will use, so that mistakes surface before
-        training.
-        """
-        inputs = self._target, self.batches.shapes(), self.batches.rehearsal()
-        train_step, predict = preflight.programs(self.experiment, self.mesh, *inputs)
+        # Every program that the run will use is traced now, so that mistakes surface
+        # before training.
+        train_step, predict = preflight.programs(
+            self.experiment,
+            self.mesh,
+            self._target,
+            self.batches.shapes(),
+            self.batches.rehearsal(),
+        )
         # With several processes, one that compiles longer than the others for this
         # would keep them waiting in a collective.
         if isinstance(train_step, logical.Program) and jax.process_count() == 1:
             train_step.compare_first_call(self.terminal.say)
-        self.train_step = processes.compiled_by_all(train_step, "the training step")
-        self.predict = evaluation.predictions(predict, self.mesh)
-        self._copies = replication.ReplicaCheck(self.experiment, self.mesh)
-        metrics = self._evaluation.check(self._target, self.config.checkpoint)
-        # A separate exchange: the checkpoint manager's is used by background saves.
-        meet = processes.Exchange("what the callbacks say", callbacks.SECONDS)
-        self._evaluations = callbacks.Evaluations(
-            self.experiment.callbacks, metrics, meet
+        self.train_step = host_collectives.compiled_by_all(
+            train_step, "the training step"
         )
+        self.predict = evaluation.predictions(predict, self.mesh)
+        metrics = self._evaluation.check(self._target, config.checkpoint)
 
-    def train(self) -> tuple[state_lib.TrainState, notice_lib.Notice | None]:
-        """Trains to the last step, or until a callback ends the run or a notice stops
-        it.
+        # What follows the steps.
+        self._schedule = schedule_lib.Schedule.of(config)
+        self._queue: deferred.Queue[_Fetched] = deferred.Queue()
+        self._replica_check = replication.ReplicaCheck(self.experiment, self.mesh)
+        self._nonfinite_check = self._new_nonfinite_check()
+        self._log = log_lib.Log(
+            self.workdir,
+            self.experiment,
+            self.mesh,
+            self.batches,
+            self.clock,
+            self.terminal,
+        )
+        # The callbacks may be slow, so their exchanges have a name of their own.
+        decisions = host_collectives.Exchange(
+            "what the callbacks say", callbacks.SECONDS
+        )
+        self._evaluations = callbacks.Evaluations(
+            self.experiment.callbacks, metrics, decisions.gather
+        )
+        # Open from the first step to the results.
+        self._resources = contextlib.ExitStack()
+
+        # How far the run is.
+        self.step = -1
+        self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._stop: request_lib.Request | None = None
+        self._is_save_requested = False
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Claims the work directory and the checkpoints for this run.
+
+        At the end it waits for the last save.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._is_process_0:
+                claim = self.workdir.opened(
+                    self.config,
+                    self._plan.identity,
+                    self.provenance,
+                    self._plan.sets_aside,
+                )
+                stack.enter_context(claim)
+            cache = compile_cache.enabled(self.workdir.path, self.terminal.say)
+            stack.enter_context(cache)
+            stack.enter_context(self.checkpoints.opened())
+            if self._watch is not None:
+                self._watch.publish()
+            stack.enter_context(self._resources)
+            yield
+
+    def complete(
+        self,
+    ) -> tuple[state_lib.TrainState, request_lib.Request | None, dict[str, Any]]:
+        """Trains, evaluates the last state and writes the results.
+
+        Returns:
+          The results of `train`, and those written; empty if a notice stopped the run.
+        """
+        state, stop = self.train()
+        metrics = None
+        if stop is None:
+            # The last checkpoint is being written in the background meanwhile.
+            metrics = self.evaluate(state)
+        results: dict[str, Any] = {}
+        self.set_phase("saving")
+        if metrics is not None:
+            self.checkpoints.wait()
+            why = (
+                self.checkpoints.nonfinite(self.step)
+                or self._nonfinite_check.failure()
+                or self._earlier_failure()
+                or ending.nonfinite_metrics(self.step, metrics)
+            )
+            results = ending.results(
+                self.mesh, self.step, state, metrics, self._evaluations.end
+            )
+            results["finite"] = not why
+            results["why"] = why
+            try:
+                if not why:
+                    results["samples"] = self._sample(self.step, state, is_last=True)
+            finally:
+                # Results are written even if sampling fails.
+                if self._is_process_0:
+                    results_lib.write(self.workdir, results)
+        with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
+            self.checkpoints.wait()
+        return state, self._stop, results
+
+    def train(self) -> tuple[state_lib.TrainState, request_lib.Request | None]:
+        """Trains to the last step, or until a callback or a notice ends it earlier.
 
         Each call starts from the newest checkpoint and discards later progress.
 
@@ -165,286 +292,305 @@ class Run:
         Raises:
           NonfiniteError: of `nonfinite` or `checkpoint`, if the run ends because values
             are not finite.
+          ReplicaDivergenceError: if it ends because replicas differ.
         """
         begin = self._begin()
-        state, start, log = begin.state, self.step, self._log
-        schedule = self._schedule
-        by_clock = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
-        self.doing("compiling", step=start, steps=self.config.steps)
-        # An evaluation that a stop interrupted is run now, unless another stop
-        # interrupts it again.
-        self._run_missed_evaluation(begin, start)
+        state = begin.state
+        start = self.step
+        save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
+        self.set_phase("compiling", step=start, steps=self.config.steps)
+        self._make_up_for_stop(begin)
         if not begin.folder and self.roll_backs.is_ready:
-            self._save(start, state, evaluation_due=False)
-        due = schedule.next_due(start)
-        for step in range(
-            start + 1, (start if self._is_over() else self.config.steps) + 1
-        ):
+            # The first roll-back may go back to the beginning.
+            self._save(start, state, is_evaluation_due=False)
+
+        last = self.config.steps
+        if self._is_over():
+            last = start
+        next_due = self._schedule.next_due(start)
+        newest: jax.Array | None = None
+        for step in range(start + 1, last + 1):
+            is_first = step == start + 1
+
             if self.roll_backs.is_before(step):
-                log.write_ahead(self.roll_backs.row(step))
+                # Its row comes after those of all earlier steps.
+                self._flush(state)
+                self._log.write_ahead(self.roll_backs.row(step))
                 state = self.roll_backs.with_back_off(step, state)
-            if step == start + 1:
-                self.doing(status.READING)
-            with self.clock.waiting(log.newest):
+
+            if is_first:
+                self.set_phase(status.READING)
+            with self.clock.waiting(newest):
                 batch = self.batches.batch_for_step(step, self.predict, state)
-            if step == start + 1:
-                self.doing("compiling")
-            state, values, observed, fingerprints_before = self.train_step(state, batch)
+
+            # The host only dispatches the step, and does not wait for it.
+            if is_first:
+                self.set_phase("compiling")
+            state, metrics, observed, fingerprints = self.train_step(state, batch)
             self.step = step
-            log.push(step, values | self._copies.push(step, fingerprints_before, state))
-            self._finite.push(step, observed)
-            self.doing(status.TRAINING, step=step)
-            self._poll()
+            newest = next(iter(metrics.values()))
+            if is_first:
+                # The step's program has been compiled by now, so timing starts here.
+                self.clock.started()
+                self.terminal.start(start)
+                self._replica_check.compile_ahead(state)
+
+            # What the host reads of this step is on its way. It reads the step that was
+            # dispatched `deferred.IN_FLIGHT` steps before.
+            fingerprints = self._replica_check.fetch(step, fingerprints)
+            if fingerprints is not None:
+                metrics = metrics | fingerprints.logged()
+            fetched = _Fetched(
+                step=step,
+                newest=newest,
+                fingerprints=fingerprints,
+                metrics=self._log.fetch(step, metrics),
+                observed=self._nonfinite_check.fetch(observed),
+            )
+            self._read(self._queue.push(fetched), state)
+            self.terminal.progress(step)
+
+            self.set_phase(status.TRAINING, step=step)
+            self._take_request()
             # Clocks differ, so only process 0's decides; the others are told.
-            if self._first and by_clock.has_passed():
-                self._ask_for_save()
-            if step == due or self._stop is not None or self._save_now:
-                self._after_due_step(step, state)
+            if self._is_process_0 and save_interval.has_passed():
+                self._request_save()
+
+            if step == next_due or self._stop is not None or self._is_save_requested:
+                is_evaluation_due = self._schedule.evaluation(step)
+                if is_evaluation_due and self._stop is None:
+                    self._evaluate_and_log(step, state)
+                if self._schedule.samples(step) and not self._is_over():
+                    self._sample(step, state)
+                is_save_due = self._schedule.save(step) or self._is_save_requested
+                if is_save_due or self._is_over():
+                    self._save(step, state, is_evaluation_due=is_evaluation_due)
                 if self._is_over():
                     break
-                due = schedule.next_due(step)
+                next_due = self._schedule.next_due(step)
+            # Raises if the last save in the background has failed.
             self.checkpoints.check()
-        self._flush()
+        self._flush(state)
         self.terminal.close()
         return state, self._stop
-
-    def _after_due_step(self, step: int, state: state_lib.TrainState) -> None:
-        """Evaluates, samples and saves after a step, as far as the schedule, a stop or
-        a request for a save says so.
-        """
-        evaluation_due = self._schedule.evaluation(step)
-        if self._stop is None and evaluation_due:
-            self._evaluate(step, state)
-        if self._schedule.samples(step) and not self._is_over():
-            self._sample(step, state)
-        if self._is_over() or self._save_now or self._schedule.save(step):
-            self._save(step, state, evaluation_due=evaluation_due)
-
-    def _begin(self) -> resuming.StartState:
-        """Restores the newest checkpoint, or creates a first state, and opens the log.
-        Also runs after a roll-back.
-        """
-        # After a roll-back the previous log is still open.
-        self._resources.close()
-        self._copies.forget()
-        say = self.terminal.say
-        self.doing("restoring")
-        # 1. The restored state determines the step, and with it all later batches and
-        # keys.
-        self.roll_backs.begin()
-        begin = self.resume_or_init()
-        start, checkpoints = int(begin.state.step), self.checkpoints.manager
-        self._copies.begin(begin.state, begin.fingerprints, str(checkpoints.store))
-        self.checkpoints.record_restored_step(begin)
-        self._evaluated = (-1, {})
-        learners = state_lib.learners(self._target)
-        self._finite = nonfinite.NonfiniteCheck(
-            self.config, self.mesh, learners, say, begin.watched
-        )
-        self._evaluations.begin(
-            lambda: rows_lib.evaluations(self.workdir.metrics, start)
-        )
-        if self.step < 0:
-            params, whole = state_lib.params(begin.state), self.terminal.verbose
-            say(
-                overview.begin(
-                    self.config, self.mesh, params, self.changes, whole=whole
-                )
-            )
-            for line in preflight.warnings(self.experiment, self.config, self._target):
-                say(line)
-        say(
-            overview.plan(
-                start, self.config.steps, checkpoints.store, self._evaluations.end
-            )
-        )
-        self.step = start
-        goes_on = start < self.config.steps and not self._is_over()
-        place = self.workdir.path
-        self._failure = ""
-        if goes_on:
-            checkpoints.agree(lambda: results_lib.discard_early_end(place))
-        else:
-            # If the run once ended not finite, it stays so.
-            self._failure = checkpoints.agree(
-                lambda: results_lib.nonfinite_reason(place)
-            )
-        # 2. The log drops rows after the checkpoint, because the run repeats their
-        # steps.
-        run = self.experiment, self.mesh, self.batches, self.clock, self.terminal
-        self._log = self._resources.enter_context(
-            log_lib.Log(self.workdir, start, *run)
-        )
-        self.checkpoints.check_rows(begin, self._log)
-        return begin
-
-    def _is_over(self) -> bool:
-        """Returns whether training is over: a notice stopped the run, or a callback
-        ended it.
-        """
-        return self._stop is not None or bool(self._evaluations.end)
-
-    def _flush(self) -> None:
-        """Writes the rows of all steps so far, and checks that replicas agree and that
-        the steps are finite.
-        """
-        self._log.flush()
-        # Replicas are compared first: a flipped bit may also be non-finite, and then a
-        # roll-back must not skip the data.
-        self._copies.flush()
-        self._finite.flush()
-
-    def _run_missed_evaluation(self, begin: resuming.StartState, start: int) -> None:
-        """Runs the evaluation and the sampling that are due at the restored step,
-        unless their rows exist already.
-        """
-        if start and not begin.evaluated:
-            metrics = self.checkpoints.find_late_evaluation(start)
-            if metrics is None:
-                self._evaluate(start, begin.state)
-            else:
-                self._evaluated = start, metrics
-            if self._stop is None:
-                self.checkpoints.add_late_evaluation(
-                    start, self._evaluated[1], self._log
-                )
-        is_due = start and self._schedule.samples(start) and not self._is_over()
-        if is_due and self.checkpoints.manager.agree(self._log.sampled) < start:
-            self._sample(start, begin.state)
 
     def resume_or_init(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a new state."""
         return self.checkpoints.resume_or_init(self._init)
 
     def evaluate(self, state: state_lib.TrainState) -> dict[str, Any] | None:
-        """Evaluates a state: metrics by name, with several groups as lists; None if a
-        stop interrupts the evaluation.
+        """Evaluates a state, unless it is the one that was evaluated last.
+
+        Returns:
+          The metrics by name, as lists if there are several groups; None if a stop
+          interrupts the evaluation.
         """
         step = int(state.step)
-        if self._evaluated[0] != step:
-            self.doing(status.EVALUATING)
+        if self._last_evaluated[0] != step:
+            self.set_phase(status.EVALUATING)
             with self.clock.phase(clock_lib.EVALUATION):
-                values = self._evaluation(state, self._poll)
-            if values is None:
-                return None
-            self._evaluated = step, values
-        return self._evaluated[1]
+                for metrics in self._evaluation.by_batch(state):
+                    if metrics is not None:
+                        self._last_evaluated = (step, metrics)
+                        continue
+                    self._take_request()
+                    if self._stop is not None:
+                        return None
+        return self._last_evaluated[1]
 
-    def _poll(self) -> bool:
-        """Handles a notice that all processes agreed on; all poll at the same points.
-        Returns whether to continue.
-        """
-        notice = None if self._watch is None else self._watch.poll()
-        if notice is not None and notice.kind == notice_lib.STOP:
-            self._stop = notice
-        elif notice is not None:
-            self._save_now = True
-        return self._stop is None
-
-    def doing(self, what: str, **more: int) -> None:
-        """Publishes the run's current activity in its status."""
+    def set_phase(self, phase: str, **more: int) -> None:
+        """Publishes what the run does now in its status."""
         if self._watch is not None:
-            self._watch.doing(what, seconds=self.clock.seconds, **more)
+            self._watch.set_phase(phase, seconds=self.clock.seconds, **more)
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Claims the work directory and the checkpoints for this run; at the end, waits
-        for the last save.
-        """
-        with contextlib.ExitStack() as held:
-            if self._first:
-                identity, aside = self._run.identity, self._run.sets_aside
-                held.enter_context(
-                    self.workdir.opened(self.config, identity, self.origin, aside)
-                )
-            held.enter_context(
-                compile_cache.enabled(self.workdir.path, self.terminal.say)
-            )
-            held.enter_context(self.checkpoints.opened())
-            if self._watch is not None:
-                self._watch.publish()
-            held.enter_context(self._resources)
-            yield
+    def _begin(self) -> resuming.StartState:
+        """Restores the newest checkpoint, or creates a first state, and opens the log.
 
-    def complete(
-        self,
-    ) -> "tuple[state_lib.TrainState, notice_lib.Notice | None, dict[str, Any]]":
-        """Trains, evaluates the last state and writes the results. Returns the results
-        of `train`, and those written.
+        It also begins again after a roll-back.
         """
-        results: dict[str, Any] = {}
-        state, stop = self.train()
-        if stop is None:
-            # The last checkpoint is being written in the background.
-            values = self.evaluate(state)
-            results = ending.results(
-                self.mesh, self.step, state, values, self._evaluations.end
+        # After a roll-back the previous log is still open, and the steps in flight will
+        # be made again.
+        self._resources.close()
+        self._queue.flush()
+        self.set_phase("restoring")
+        # Roll-backs come first, since they give up checkpoints.
+        self.roll_backs.begin()
+        # The restored state determines the step, and with it all later batches and
+        # keys.
+        begin = self.resume_or_init()
+        start = int(begin.state.step)
+        store = self.checkpoints.manager.store
+        if begin.fingerprints is not None:
+            self._replica_check.check_restored(
+                begin.state, begin.fingerprints, str(store)
             )
-        self.doing("saving")
-        if self._stop is None:
-            self.checkpoints.wait()
-            why = (
-                self.checkpoints.nonfinite(self.step)
-                or self._finite.failure()
-                or self._failure
-                or ending.nonfinite_metrics(self.step, results["eval"])
+        self.checkpoints.record_restored_step(begin)
+        self._last_evaluated = (-1, {})
+        self._nonfinite_check = self._new_nonfinite_check(begin.watched)
+        self._evaluations.begin(
+            lambda: rows_lib.evaluations(self.workdir.metrics, start)
+        )
+        if self.step < 0:
+            self._print_overview(begin.state)
+        self.terminal.say(
+            overview.plan(start, self.config.steps, store, self._evaluations.end)
+        )
+        self.step = start
+        if start < self.config.steps and not self._is_over():
+            self._exchange.on_process_0(
+                lambda: results_lib.discard_early_end(self.workdir.path)
             )
-            results |= {"finite": not why, "why": why}
-            try:
-                results["samples"] = (
-                    "" if why else self._sample(self.step, state, last=True)
+        # The log drops rows after the checkpoint, because the run repeats their steps.
+        self._resources.enter_context(self._log.opened(start))
+        self.checkpoints.check_rows(begin, self._log)
+        return begin
+
+    def _new_nonfinite_check(self, saved: Any = None) -> nonfinite.NonfiniteCheck:
+        """Returns the check of a new run, or of one that resumes with a saved state."""
+        learners = state_lib.learners(self._target)
+        return nonfinite.NonfiniteCheck(
+            self.config, self.mesh, learners, self.terminal.say, saved
+        )
+
+    def _print_overview(self, state: state_lib.TrainState) -> None:
+        text = overview.begin(
+            self.config,
+            self.mesh,
+            state_lib.params(state),
+            self.changes,
+            whole=self.terminal.verbose,
+        )
+        self.terminal.say(text)
+        for line in preflight.warnings(self.experiment, self.config, self._target):
+            self.terminal.say(line)
+
+    def _make_up_for_stop(self, begin: resuming.StartState) -> None:
+        """Makes the evaluation and the samples that are due at the restored step.
+
+        A stop left them out when the step was saved. Their rows may exist already, from
+        an earlier start.
+        """
+        step = self.step
+        if step == 0:
+            return
+        if not begin.evaluated:
+            metrics = self.checkpoints.find_late_evaluation(step)
+            if metrics is None:
+                self._evaluate_and_log(step, begin.state)
+            else:
+                self._last_evaluated = (step, metrics)
+            if self._stop is None:
+                self.checkpoints.add_late_evaluation(
+                    step, self._last_evaluated[1], self._log
                 )
-            finally:
-                # Results are written even if sampling fails.
-                if self._first:
-                    results_lib.write(self.workdir, results)
-        with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
-            self.checkpoints.wait()
-        return state, self._stop, results
+        if not self._schedule.samples(step) or self._is_over():
+            return
+        if self._exchange.on_process_0(self._log.sampled) < step:
+            self._sample(step, begin.state)
+
+    def _earlier_failure(self) -> str:
+        """Returns why an earlier start ended the run as not finite; empty if none did.
+
+        A run that has made steps since has discarded the earlier results.
+        """
+        return self._exchange.on_process_0(
+            lambda: results_lib.nonfinite_reason(self.workdir.path)
+        )
+
+    def _is_over(self) -> bool:
+        """Returns whether a notice stopped the run, or a callback ended it."""
+        return self._stop is not None or bool(self._evaluations.end)
+
+    def _read(self, steps: Sequence[_Fetched], newest: state_lib.TrainState) -> None:
+        """Checks steps, and writes their rows.
+
+        Args:
+          steps: the steps, which are no longer to stay in flight.
+          newest: the state after the step that was dispatched last.
+        """
+        for fetched in steps:
+            # One program computes all results of a step, so waiting for one of them is
+            # enough.
+            fetched.newest.block_until_ready()
+            # Replicas are compared first: a flipped bit may also be non-finite, and
+            # then a roll-back must not skip the data.
+            if fetched.fingerprints is not None:
+                self._replica_check.check(
+                    fetched.step - 1, fetched.fingerprints, newest
+                )
+            if fetched.metrics is not None:
+                self._log.write_row(fetched.step, fetched.metrics)
+            self._nonfinite_check.check(fetched.step, fetched.observed)
+
+    def _flush(self, newest: state_lib.TrainState) -> None:
+        """Reads all steps so far; waits for them."""
+        self._read(self._queue.flush(), newest)
+        self._log.flush()
+
+    def _take_request(self) -> None:
+        """Takes the request, if any, that all processes act on at this point.
+
+        All processes call it at the same points of the run.
+        """
+        if self._watch is None:
+            return
+        request = self._watch.poll()
+        if request is None:
+            return
+        if request.kind == request_lib.STOP:
+            self._stop = request
+        else:
+            self._is_save_requested = True
+
+    def _request_save(self) -> None:
+        """Requests a save by this process's clock.
+
+        It is made at a step that all processes agree on.
+        """
+        if jax.process_count() == 1:
+            self._is_save_requested = True
+        elif self._watch is not None:
+            self._watch.ask(request_lib.BY_CLOCK)
+
+    def _evaluate_and_log(self, step: int, state: state_lib.TrainState) -> None:
+        self._flush(state)
+        metrics = self.evaluate(state)
+        if metrics is not None:
+            self._log.write_evaluation(step, metrics)
+            self._evaluations.add(step, metrics)
 
     def _sample(
-        self, step: int, state: state_lib.TrainState, *, last: bool = False
+        self, step: int, state: state_lib.TrainState, *, is_last: bool = False
     ) -> str:
+        """Logs the samples of a state; returns them as text."""
         with self.clock.phase(clock_lib.EVALUATION):
             row, text = evaluation.sample(self.experiment, self.predict, step, state)
         if row["samples"]:
             self._log.write_samples(row)
-            if not last:
+            # The last ones are printed with the results.
+            if not is_last:
                 self.terminal.say(f"step {step}  samples:\n{text}")
         return text
 
-    def _evaluate(self, step: int, state: state_lib.TrainState) -> None:
-        self._flush()
-        values = self.evaluate(state)
-        if values is not None:
-            self._log.write_evaluation(step, values)
-            self._evaluations.add(step, values)
-
-    def _ask_for_save(self) -> None:
-        """Asks all processes for a save, by process 0's clock, at a step that they
-        agree on.
-        """
-        if jax.process_count() == 1:
-            self._save_now = True
-        elif self._watch is not None:
-            self._watch.ask(notice_lib.BY_CLOCK)
-
     def _save(
-        self, step: int, state: state_lib.TrainState, *, evaluation_due: bool
+        self, step: int, state: state_lib.TrainState, *, is_evaluation_due: bool
     ) -> None:
-        # Resuming keeps the rows up to the checkpoint, so they must be on disk before
-        # the checkpoint is committed.
-        self._flush()
-        self._save_now = False
-        is_evaluated = self._evaluated[0] == step
-        values = self._evaluated[1] if is_evaluated else {}
+        """Checks the steps so far, and begins to save the state in the background."""
+        # A resumed run keeps the rows up to the checkpoint, so they must be on disk
+        # before the checkpoint is committed.
+        self._flush(state)
+        self._is_save_requested = False
+        is_evaluated = self._last_evaluated[0] == step
+        metrics: dict[str, Any] = {}
+        if is_evaluated:
+            metrics = self._last_evaluated[1]
         with self.clock.phase(clock_lib.CHECKPOINT):
             noted = {
-                "evaluated": is_evaluated or not evaluation_due,
-                "watched": self._finite.get_state(),
-                "fingerprint": self._copies.of_state(state),
+                "evaluated": is_evaluated or not is_evaluation_due,
+                "watched": self._nonfinite_check.get_state(),
+                "fingerprint": self._replica_check.fingerprints_of(state),
             }
-            self.checkpoints.save(step, state, values, noted, self._log)
+            self.checkpoints.save(step, state, metrics, noted, self._log)
 
 
 def run(
@@ -452,12 +598,11 @@ def run(
     directory: str,
     command: str,
     init: checkpoint.Source | None = None,
-    watch: monitor_lib.Watchdog | None = None,
+    watch: watchdog_lib.Watchdog | None = None,
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
 ) -> int:
-    """Runs an experiment, from its newest checkpoint if there is one, to its end or
-    until a notice stops it.
+    """Runs an experiment to its end, from its newest checkpoint if there is one.
 
     Args:
       config: a run's config, locked.
@@ -478,11 +623,10 @@ def run(
             state, stop, results = current.roll_backs.retry(current.complete)
         except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
             current.terminal.close()
-            ending.fail(
-                current.step, str(e), current.checkpoints.kept(), current.workdir
-            )
-            return notice_lib.NONFINITE
-    saved = current.checkpoints.manager.store
+            kept = current.checkpoints.kept()
+            ending.fail(current.step, str(e), kept, current.workdir)
+            return exit_codes.NONFINITE
+    store = current.checkpoints.manager.store
     if stop is not None:
-        return ending.stopped(stop, int(state.step), saved, command)
-    return ending.announce(results, current.workdir, saved, config.steps, command)
+        return ending.stopped(stop, int(state.step), store, command)
+    return ending.announce(results, current.workdir, store, config.steps, command)

@@ -1,16 +1,17 @@
-"""The program: `python -m xshard.main --config=configs/digits.py
---workdir=runs/digits`.
+"""The program: `python -m xshard.main --config=configs/digits.py --workdir=DIR`.
 
 On a pod, run one process per host. Each process gets its place from
 --coordinator_address, --num_processes and --process_id, or JAX detects it (Slurm, Open
 MPI, GKE, GCE). `python -m launch` starts all processes.
 
 Exit codes:
-  0    done 42   stopped by SIGTERM, --stop_after or a file STOP in the work directory;
-  the state is saved: run the same
-       command again to resume
-  130  the same, stopped by Ctrl-C 3    ended because a loss, gradients or parameters
-  are not finite (config.on_nonfinite); a rerun would end the same 1    failed
+  0    done
+  42   stopped by SIGTERM, --stop_after or a file STOP in the work directory; the state
+       is saved: run the same command again to resume
+  130  the same, stopped by Ctrl-C
+  3    ended because a loss, gradients or parameters are not finite
+       (config.on_nonfinite); a rerun would end the same
+  1    failed
 """
 
 import gc
@@ -39,7 +40,7 @@ from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval, profiling
-from xshard.pod import handshake, notice, process_spec, startup, watchdog
+from xshard.pod import exit_codes, rendezvous, startup, status, watchdog
 from xshard.pod import origin as origin_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -52,23 +53,30 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "The work directory. An existing run resumes."
 )
 _INIT_FROM = flags.DEFINE_string(
-    "init_from", None,
-    "Initialize a new run with the network of a checkpoint (DIR or DIR@STEP) or of FILE.safetensors.",
-)  # fmt: skip
+    "init_from",
+    None,
+    "Initialize a new run with the network of a checkpoint (DIR or DIR@STEP) or of "
+    "FILE.safetensors.",
+)
 _RESTART = flags.DEFINE_string(
-    "restart_from_scratch", "",
-    "The ID of the run in --workdir, as printed in the message that refuses to resume it. That run is moved aside and a "
-    "new one begins. The flag has no effect if --workdir holds a run with another ID.",
-)  # fmt: skip
+    "restart_from_scratch",
+    "",
+    "The ID of the run in --workdir, as printed in the message that refuses to resume "
+    "it. That run is moved aside and a new one begins. The flag has no effect if "
+    "--workdir holds a run with another ID.",
+)
 _INIT_SELECT = flags.DEFINE_string(
     "init_select",
     checkpoint.BY_DEFAULT,
-    "With --init_from: a regular expression of the paths to load. Default: parameters and network state.",
+    "With --init_from: a regular expression of the paths to load. Default: parameters "
+    "and network state.",
 )
 _INIT_RENAME = flags.DEFINE_multi_string(
-    "init_rename", [], "OLD=NEW: a path that begins with OLD in the --init_from source begins with NEW in this run. "
-    "Repeat the flag or separate pairs with commas.",
-)  # fmt: skip
+    "init_rename",
+    [],
+    "OLD=NEW: a path that begins with OLD in the --init_from source begins with NEW in "
+    "this run. Repeat the flag or separate pairs with commas.",
+)
 _INIT_GROUP = flags.DEFINE_integer(
     "init_group",
     0,
@@ -81,13 +89,17 @@ _SHOW_CONFIG = flags.DEFINE_bool(
     "Print every key of the config with its value and description, and exit.",
 )
 _MODE = flags.DEFINE_enum(
-    "mode", "train", ["train", "eval", "profile"],
-    "train; eval: evaluate the run's checkpoints as they are written; profile: trace some steps for xprof.",
-)  # fmt: skip
+    "mode",
+    "train",
+    ["train", "eval", "profile"],
+    "train; eval: evaluate the run's checkpoints as they are written; profile: trace "
+    "some steps for xprof.",
+)
 _PROFILE_STEPS = flags.DEFINE_string(
     "profile_steps",
     "10:13",
-    "With --mode=profile: the steps to trace, counted from the start. FIRST:END, END excluded.",
+    "With --mode=profile: the steps to trace, counted from the start. FIRST:END, END "
+    "excluded.",
 )
 _DEBUG = flags.DEFINE_bool("debug", False, "Print the traceback of an error.")
 _QUIET = flags.DEFINE_bool(
@@ -127,14 +139,19 @@ _START = flags.DEFINE_integer(
     1,
 )
 _HEARTBEAT = flags.DEFINE_integer(
-    "heartbeat_timeout_seconds", _DEFAULTS.heartbeat,
-    "How long a process may be silent. The run survives a shorter outage; a longer one ends all processes.", 5,
-)  # fmt: skip
+    "heartbeat_timeout_seconds",
+    _DEFAULTS.heartbeat,
+    "How long a process may be silent. The run survives a shorter outage; a longer one "
+    "ends all processes.",
+    5,
+)
 _STEP = flags.DEFINE_integer(
-    "step_timeout_seconds", _DEFAULTS.step,
-    "How long a run may train or evaluate without progress, for example because a device hangs. Then it exits with 1, "
-    "and a launcher restarts it. 0: forever.", 0,
-)  # fmt: skip
+    "step_timeout_seconds",
+    _DEFAULTS.step,
+    "How long a run may train or evaluate without progress, for example because a "
+    "device hangs. Then it exits with 1, and a launcher restarts it. 0: forever.",
+    0,
+)
 _SHUTDOWN = flags.DEFINE_integer(
     "shutdown_timeout_seconds",
     _DEFAULTS.shutdown,
@@ -150,10 +167,11 @@ def main(argv: Sequence[str], config: Any) -> int:
     if config is not None and _SHOW_CONFIG.value:
         config_lib.check(config)
         print(config_lib.describe(config))
-        return notice.DONE
+        return exit_codes.DONE
     if config is None or _WORKDIR.value is None:
         raise errors.UserError(
-            "--config and --workdir are needed, as in --config=configs/digits.py --workdir=runs/digits."
+            "--config and --workdir are needed, as in --config=configs/digits.py "
+            "--workdir=runs/digits."
         )
     if not _WORKDIR.value:
         raise errors.UserError(
@@ -179,7 +197,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     )
     try:
         code = _run_process(config, _WORKDIR.value, timeouts)
-    except process_spec.StoppedError as e:
+    except rendezvous.StoppedError as e:
         print(e, file=sys.stderr, flush=True)
         return e.code
     # The run is complete. A signal that arrives now, such as srun's SIGTERM after the
@@ -196,13 +214,13 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, continuous_eval.FOLDER)
-    place = startup.resolve_process(
+    spec = startup.resolve_process(
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
     )
     # Signals are handled from here on without a gap. A process that has joined passes a
     # signal on to the others.
     with signals.SignalReceiver() as signal_receiver:
-        hosts, console = _join(place, timeouts, config, directory, signal_receiver)
+        hosts, console = _join(spec, timeouts, config, directory, signal_receiver)
         with watchdog.Watchdog(
             directory,
             hosts,
@@ -213,7 +231,7 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
         ) as watching:
             try:
                 code = _run_mode(config, run_directory, watching)
-                watching.end(notice.ENDS.get(code, "stopped"))
+                watching.end(status.last_phase(code))
                 return code
             except Exception as e:
                 if hosts:
@@ -243,7 +261,7 @@ def _run_mode(config: Any, directory: str, watching: watchdog.Watchdog) -> int:
 
 
 def _join(
-    place: process_spec.ProcessSpec | None,
+    spec: rendezvous.ProcessSpec | None,
     timeouts: startup.Timeouts,
     config: Any,
     directory: str,
@@ -256,16 +274,16 @@ def _join(
       terminal if stdout and stderr now go to this process's log file, else None.
     """
     # Child processes must not inherit the token.
-    token = os.environ.pop(handshake.TOKEN_VARIABLE, "")
-    if place is None:
+    token = os.environ.pop(rendezvous.TOKEN_VARIABLE, "")
+    if spec is None:
         return [], None
     log = None
-    if place.index:
+    if spec.process_id:
         # A log that cannot be opened must fail before the other processes depend on
         # this one.
-        log = workdir.Workdir(directory).open_log(place.index)
-    facts = origin_lib.of(config, _CPU_DEVICES.value)
-    hosts = startup.join(place, timeouts, facts, token, signal_receiver)
+        log = workdir.Workdir(directory).open_log(spec.process_id)
+    facts = origin_lib.must_match(config, _CPU_DEVICES.value)
+    hosts = startup.join(spec, timeouts, facts, token, signal_receiver)
     if log is None:
         return hosts, None
     console = standard_streams.tolerant(os.fdopen(os.dup(2), "w"))
@@ -303,7 +321,7 @@ def run() -> int:
 def _run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
-        return notice.DONE
+        return exit_codes.DONE
     return main(cli.parse(_CONFIG), _CONFIG.value)
 
 

@@ -39,18 +39,21 @@ class Trained(NamedTuple):
 
     @property
     def params(self) -> Any:
-        """The network's parameters, a Haiku tree; with several learners, a dictionary
-        of such trees by learner name.
+        """The network's parameters, a Haiku tree.
+
+        With several learners it is a dictionary of such trees by learner name.
         """
         params = {name: x.params for name, x in state_lib.learners(self.state).items()}
+        # The only learner of an experiment has no name.
         return params.get("", params)
 
 
 def load(
     place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None
 ) -> Trained:
-    """Loads the trained model of a run. It writes nothing, and the run may still be
-    training.
+    """Loads the trained model of a run.
+
+    It writes nothing, and the run may still be training.
 
     Args:
       place: the run's work directory; append '@STEP' to load another checkpoint than
@@ -71,32 +74,45 @@ def load(
       trained = xshard.load("runs/digits")
       logits = trained.predict({"image": images, "label": labels})
     """
-    directory, number = place_lib.split(str(place))
+    directory, step = place_lib.split(str(place))
     run = workdir.Workdir(directory)
     config = config_of(run)
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
-    state = (
-        states.States(experiment, mesh, example, run).restore(number, fits=True).state
-    )
+    manager = states.StateManager(experiment, mesh, example, run)
+    state = manager.restore_state(step, fits=True).state
     return Trained(experiment, state, _predictor(experiment, mesh, state))
 
 
-def _predictor(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: state_lib.TrainState,
-) -> Callable[..., Any]:
-    jitted = preflight.jitted_predict(experiment, mesh)
-    predict = functools.partial(evaluation.predictions(jitted, mesh), state)
+def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
+    """Returns the config of the run in a work directory.
 
-    def checked(batch: Mapping[str, Any], *keys: jax.Array) -> Any:
-        traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch), *keys)
-        replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
-        return predict(batch, *keys)
+    Optional keys that it lacks have their defaults, and renamed ones their present
+    names.
 
-    return checked if replica_state.has_others(state, mesh) else predict
+    Raises:
+      UserError: if there is no run.
+    """
+    content = jsonfile.read_if_exists(run.config)
+    if content is None:
+        raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")
+    if not isinstance(content.get("experiment"), str):
+        raise errors.UserError(
+            f"{run.config} names no experiment, so no run wrote it: give the work "
+            "directory of a run."
+        )
+    content.pop(workdir.IDENTITY, None)
+    flat = config_lib.flatten(content)
+    for path, value in config_lib.with_defaults(flat).items():
+        if path in flat:
+            continue
+        *folders, key = path.split(".")
+        folder = content
+        for name in folders:
+            folder = folder.setdefault(name, {})
+        folder[key] = value
+    return config_lib.Config(content)
 
 
 def _mesh(
@@ -107,31 +123,29 @@ def _mesh(
     chosen = list(devices or jax.devices()[:groups])
     if len(chosen) != groups:
         raise errors.UserError(
-            f"{place} was trained as {groups} group(s), and each needs a device; there are {len(chosen)}: pass more "
-            "devices, or start with --xla_force_host_platform_device_count in XLA_FLAGS."
+            f"{place} was trained as {groups} group(s), and each needs a device; there "
+            f"are {len(chosen)}: pass more devices, or start with "
+            "--xla_force_host_platform_device_count in XLA_FLAGS."
         )
     return mesh_lib.make_mesh([[group] for group in range(groups)], devices=chosen)
 
 
-def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
-    """Returns the config that a run was started with, with defaults for optional keys
-    that it lacks.
-    """
-    config = jsonfile.read_if_exists(run.config)
-    if config is None:
-        raise errors.UserError(f"There is no run in {run.path}: it has no config.json.")
-    if not isinstance(config.get("experiment"), str):
-        raise errors.UserError(
-            f"{run.config} names no experiment, so no run wrote it: give the work directory of a run."
-        )
-    config.pop(workdir.IDENTITY, None)
-    flat = config_lib.flatten(config)
-    for name, value in config_lib.with_defaults(flat).items():
-        if name not in flat:
-            # A config of an older version lacks it.
-            *folders, key = name.split(".")
-            folder = config
-            for key_of_folder in folders:
-                folder = folder.setdefault(key_of_folder, {})
-            folder[key] = value
-    return ml_collections.ConfigDict(config)
+def _predictor(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+) -> Callable[..., Any]:
+    """Returns the function that predicts with a state."""
+    jitted = preflight.jitted_predict(experiment, mesh)
+    predict = functools.partial(evaluation.predictions(jitted, mesh), state)
+    if not replica_state.has_others(state, mesh):
+        return predict
+
+    def checked_predict(batch: Mapping[str, Any], *keys: jax.Array) -> Any:
+        # The state has values of more replicas than there are here, so the prediction
+        # must not depend on them.
+        traced = jitted.trace(state, mesh_lib.put_whole(mesh, batch), *keys)
+        replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
+        return predict(batch, *keys)
+
+    return checked_predict

@@ -101,8 +101,10 @@ def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
     manager = make_manager(tmp_path)
     save(manager, 1, {"w": jax.device_put(value, mesh.sharding(eight, "replica"))})
     for place in (
-        mesh.sharding(four), mesh.sharding(four, None, "replica"), mesh.sharding(groups, "group", "replica"),
-    ):  # fmt: skip
+        mesh.sharding(four),
+        mesh.sharding(four, None, "replica"),
+        mesh.sharding(groups, "group", "replica"),
+    ):
         target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=place)}
         restored = manager.restore(target)[0]["w"]
         np.testing.assert_array_equal(restored, value)
@@ -112,13 +114,30 @@ def test_an_array_is_restored_to_other_devices_and_shardings(tmp_path):
 @pytest.mark.parametrize(
     "change,match",
     [
-        (lambda t: t["names"].pop("empty"), "'names/empty' is only in it"),
-        (lambda t: t["names"].update(new=jnp.ones(2)), "'names/new' is missing from it"),
-        (lambda t: t["names"].update(empty=jnp.ones(2)), r"'names/empty' is float32\[0, 4\] in it, float32\[2\] here"),
-        (lambda t: t["names"].update(scalar=jnp.int32(1)), r"float32\[\] in it, int32\[\] here"),
-        (lambda t: t.update(keys=[jax.random.key(0, impl="rbg"), t["keys"][1]]), "fry2x32.* in it, rbg"),
+        (
+            lambda tree: tree["names"].pop("empty"),
+            "'names/empty' is only in it",
+        ),
+        (
+            lambda tree: tree["names"].update(new=jnp.ones(2)),
+            "'names/new' is missing from it",
+        ),
+        (
+            lambda tree: tree["names"].update(empty=jnp.ones(2)),
+            r"'names/empty' is float32\[0, 4\] in it, float32\[2\] here",
+        ),
+        (
+            lambda tree: tree["names"].update(scalar=jnp.int32(1)),
+            r"float32\[\] in it, int32\[\] here",
+        ),
+        (
+            lambda tree: tree.update(
+                keys=[jax.random.key(0, impl="rbg"), tree["keys"][1]]
+            ),
+            "fry2x32.* in it, rbg",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_target_that_differs_is_refused_and_the_leaf_is_named(
     tmp_path, change, match
 ):
@@ -132,7 +151,7 @@ def test_a_target_that_differs_is_refused_and_the_leaf_is_named(
 
 def test_extra_arrays_that_may_hold_allows_are_not_read(tmp_path):
     messages = []
-    manager = make_manager(tmp_path, say=messages.append)
+    manager = make_manager(tmp_path, log=messages.append)
     kept, old = {"a": jnp.arange(3.0)}, {"a": jnp.arange(3.0), "b": jnp.ones(2)}
     save(manager, 1, old)
     restored = manager.restore(kept, may_hold=lambda: old)
@@ -194,7 +213,7 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
 def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     keep = checkpoint.Keep(1, best=1, metric="error", mode="min")
     messages = []
-    manager = checkpoint.Manager(tmp_path / "run", keep, say=messages.append)
+    manager = checkpoint.Manager(tmp_path / "run", keep, log=messages.append)
     tree = {"a": jnp.arange(3.0)}
     save(manager, 1, tree)
     manager.add_metrics(1, {"error": 0.5})
@@ -367,21 +386,23 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
         save(make_manager(tmp_path / "file"), 1, {"a": jnp.ones(3)})
 
 
-def test_an_agreed_action_keeps_the_message_of_an_error_and_the_type_of_a_bug(tmp_path):
-    agree = make_manager(tmp_path).agree
+def test_an_action_on_process_0_keeps_the_message_of_an_error_and_the_type_of_a_bug(
+    tmp_path,
+):
+    on_process_0 = make_manager(tmp_path).on_process_0
 
     def fail(e):
         raise e
 
     with pytest.raises(checkpoint.CheckpointError, match=r"^a=1 must be 2\.$"):
-        agree(lambda: fail(errors.UserError("a=1 must be 2.")))
+        on_process_0(lambda: fail(errors.UserError("a=1 must be 2.")))
     full = OSError(errno.ENOSPC, "No space left", "file")
     with pytest.raises(checkpoint.CheckpointError, match=r"^No space left \(file\)$"):
-        agree(lambda: fail(full))
+        on_process_0(lambda: fail(full))
     # As a CheckpointError, this would be printed as a user's mistake, without its
     # traceback.
     with pytest.raises(KeyError):
-        agree(lambda: fail(KeyError("step")))
+        on_process_0(lambda: fail(KeyError("step")))
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True])

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint import harness
 from tests.launch import harness as launch_harness
 from xshard.checkpoint import deletions as deletions_lib
-from xshard.checkpoint import folder, writer
+from xshard.checkpoint import writer
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def slow(monkeypatch):
         release.wait()
         original(attempt, **options)
 
-    monkeypatch.setattr(folder.writer, "remove", remove)
+    monkeypatch.setattr(writer, "remove", remove)
     monkeypatch.setattr(deletions_lib, "_PATIENCE_SECONDS", 0.01)
     yield release
     release.set()

@@ -1,4 +1,4 @@
-"""State trees, managers, damage and object stores that the tests of checkpoints share."""
+"""State trees, managers, damage and object stores for the tests of checkpoints."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ from xshard import checkpoint
 # that hang.
 FOREVER = 600
 DTYPES = (
-    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "int8",
-    "uint32", "bool", "complex64",
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int32", "uint8", "int8", "uint32", "bool", "complex64",
 )  # fmt: skip
 
 

@@ -127,10 +127,13 @@ def run(task, index):
     if task.count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            f"127.0.0.1:{task.port}", task.count, index,
+            f"127.0.0.1:{task.port}",
+            task.count,
+            index,
             initialization_timeout=harness.FOREVER,
-            heartbeat_timeout_seconds=harness.FOREVER, shutdown_timeout_seconds=harness.FOREVER,
-        )  # fmt: skip
+            heartbeat_timeout_seconds=harness.FOREVER,
+            shutdown_timeout_seconds=harness.FOREVER,
+        )
     # With small chunks, the arrays of a test are cut into as many chunks as those of a
     # large model.
     arrays_lib.SHARED_CHUNK_BYTES = 4 << 10
@@ -170,9 +173,9 @@ def save(task, index, manager):
         state = device_state(step, devices_mesh)
         saved_path(task.report, index).write_text(str(number))
         harness.save(manager, step, state, {"note": step}, data={"at": [step, index]})
-    plan = manager._saver._plan[1]
-    own = sum(plan.arrays[piece.path].chunk_bytes for piece in plan.pieces)
-    return {"loads": plan.loads, "own": own}
+    plan = manager._plan[1]
+    written = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
+    return {"loads": plan.loads, "written": written}
 
 
 def saved_path(report, index):

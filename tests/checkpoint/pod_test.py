@@ -28,7 +28,7 @@ def test_any_number_of_processes_restores_what_any_number_saved(
     # Each process writes its part of the common plan, and the parts are about equally
     # large.
     loads = saved[0]["loads"]
-    assert [report["own"] for report in saved] == loads == saved[-1]["loads"]
+    assert [report["written"] for report in saved] == loads == saved[-1]["loads"]
     assert max(loads) < 1.3 * min(loads)
     for restore_on in COUNTS:
         for model in (1, restore_on) if restore_on < 3 else (1,):

@@ -104,7 +104,7 @@ def test_a_refused_nonfinite_state_does_not_count(tmp_path):
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), **options)
     save(manager, 1, FINITE)
     manager.save(2, NOT_FINITE, {})
-    while manager._saver._thread.is_alive():
+    while not manager._saving.end.done():
         # `check` never raises a NonfiniteError: `wait` raises it on all processes at
         # the same step.
         manager.check()
@@ -182,7 +182,7 @@ def test_the_best_step_survives_restarts_unless_it_is_damaged(tmp_path):
 
 def test_a_deletion_removes_commit_first(tmp_path, monkeypatch):
     messages = []
-    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), say=messages.append)
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1), log=messages.append)
     save(manager, 1, STATE)
     monkeypatch.setattr(type(manager.store), "delete_folder", lambda *args: 1 / 0)
     # The new checkpoint counts although deleting the old one failed. The old one no

@@ -143,12 +143,12 @@ def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path
     messages = []
     slow, other = (
         harness.make_manager(folder),
-        harness.make_manager(folder, say=messages.append),
+        harness.make_manager(folder, log=messages.append),
     )
     slow.acquire()
     # The first run no longer renews its lease, as if its process had been suspended.
-    slow._folder._lock._ended.set()
-    slow._folder._lock._thread.join()
+    slow._lock._ended.set()
+    slow._lock._thread.join()
     other.acquire()
     assert "watching for 1 s whether that process is alive" in messages[0]
     with pytest.raises(

@@ -17,7 +17,7 @@ import sys
 
 from tests import toy
 from xshard import loop
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 
 # Modules that the programs import. None of them starts JAX's backend or tensorstore's
 # threads, which a fork would lose.
@@ -159,7 +159,7 @@ class Place:
         config.checkpoint.directory = self.directory
         stopping = lambda: loop.run(config.lock(), str(self.run), "", None, _Stops())
         ended = self.fork(stopping)
-        assert ended.code == notice.PREEMPTED, ended.output
+        assert ended.code == exit_codes.PREEMPTED, ended.output
 
     def start(self, name, watch=lambda: None):
         """Runs a part's program in a forked process, which calls `watch` first; returns
@@ -199,9 +199,9 @@ class _Stops:
         self.polls += 1
         if self.polls < _STOPPED_AT_POLL:
             return None
-        return notice.Notice(notice.STOP, "told to", notice.PREEMPTED)
+        return request.Request(request.STOP, "told to", exit_codes.PREEMPTED)
 
-    def doing(self, what, **more):
+    def set_phase(self, phase, **more):
         pass
 
     def publish(self):

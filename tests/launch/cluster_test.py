@@ -19,10 +19,17 @@ from tests import pace
 from tests.launch import harness
 
 COUNT = 4
-OPTIONS = ["--config.steps=160", "--config.log_every_steps=10", "--config.eval_every_steps=80",
-           "--config.checkpoint.every_steps=80", "--config.overflow_above=2.0"]  # fmt: skip
-MPIRUN = ("--allow-run-as-root --oversubscribe --mca btl self,tcp --mca oob_tcp_if_include lo "
-          "--mca btl_tcp_if_include lo")  # fmt: skip
+OPTIONS = [
+    "--config.steps=160",
+    "--config.log_every_steps=10",
+    "--config.eval_every_steps=80",
+    "--config.checkpoint.every_steps=80",
+    "--config.overflow_above=2.0",
+]
+MPIRUN = (
+    "--allow-run-as-root --oversubscribe --mca btl self,tcp "
+    "--mca oob_tcp_if_include lo --mca btl_tcp_if_include lo"
+)
 IDLE = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
 CONF = """\
 ClusterName=xshard
@@ -54,7 +61,8 @@ TCPTimeout=600
 ReturnToService=2
 MailProg=/bin/true
 NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP \
+  OverSubscribe=FORCE:4
 """
 
 
@@ -66,7 +74,8 @@ def need(*programs):
     missing = [program for program in programs if not shutil.which(program)]
     if missing or os.geteuid() != 0:
         pytest.skip(
-            f"needs root and {', '.join(programs)} (Debian: slurm-wlm, munge, openmpi-bin)"
+            f"needs root and {', '.join(programs)} (Debian: slurm-wlm, munge, "
+            "openmpi-bin)"
         )
 
 
@@ -98,9 +107,14 @@ def slurm(tmp_path_factory):
     }
     conf.write_text(CONF.format(user="root", **values))
     variables = {"SLURM_CONF": str(conf)}
-    munge = [f"--{n}={state}/munge/{f}" for n, f in
-             (("socket", "socket"), ("key-file", "key"), ("pid-file", "pid"), ("log-file", "log"),
-              ("seed-file", "seed"))]  # fmt: skip
+    files = {
+        "socket": "socket",
+        "key-file": "key",
+        "pid-file": "pid",
+        "log-file": "log",
+        "seed-file": "seed",
+    }
+    munge = [f"--{name}={state}/munge/{file}" for name, file in files.items()]
     commands = (
         ["munged", "--foreground", "--force", *munge],
         ["slurmctld", "-D"],
@@ -138,16 +152,20 @@ def command(directory, *options):
 
 def submit(directory, variables, *options, flags=()):
     process = harness.launch(
-        "--engine=slurm", f"--num_processes={COUNT}", "--cpu_devices=2", *flags,
-        command=command(directory, *options), env=harness.environment(**variables),
-    )  # fmt: skip
+        "--engine=slurm",
+        f"--num_processes={COUNT}",
+        "--cpu_devices=2",
+        *flags,
+        command=command(directory, *options),
+        env=harness.environment(**variables),
+    )
     code, output = harness.finish(process)
     assert code == 0, output
     return re.search(r"Submitted batch job (\d+)", output)[1]
 
 
 def wait_for(job, variables, state="COMPLETED"):
-    """Waits until Slurm reports that a job, or each task of a job array, is in a state."""
+    """Waits until a job, or each task of a job array, is in a state, as Slurm says."""
 
     def states():
         shown = ask(variables, "scontrol", "--oneliner", "show", "job", job)
@@ -191,9 +209,12 @@ def test_one_process_with_all_devices_ends_within_the_tolerance(tmp_path, refere
 def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     need("mpirun")
     process = harness.launch(
-        "--engine=mpi", f"--num_processes={COUNT}", "--cpu_devices=2", f"--mpirun={MPIRUN}",
+        "--engine=mpi",
+        f"--num_processes={COUNT}",
+        "--cpu_devices=2",
+        f"--mpirun={MPIRUN}",
         command=command(tmp_path / "run"),
-    )  # fmt: skip
+    )
     code, output = harness.finish(process)
     assert code == 0, output
     harness.assert_same_end(tmp_path / "run", reference, 160)
@@ -256,11 +277,16 @@ def test_slurm_reports_a_failed_run(tmp_path, slurm):
 
 def test_an_elastic_job_runs_one_process_on_each_available_node(tmp_path, slurm):
     # The job asks for one to three nodes, and the cluster has one.
-    show = "import os; print('tasks', os.environ['SLURM_NTASKS'], os.environ['SLURM_STEP_NUM_NODES'])"
+    show = (
+        "from os import environ as e; "
+        "print('tasks', e['SLURM_NTASKS'], e['SLURM_STEP_NUM_NODES'])"
+    )
     process = harness.launch(
-        "--engine=slurm", "--elastic=1:3", command=[sys.executable, "-c", show, f"--workdir={tmp_path / 'run'}"],
+        "--engine=slurm",
+        "--elastic=1:3",
+        command=[sys.executable, "-c", show, f"--workdir={tmp_path / 'run'}"],
         env=harness.environment(**slurm),
-    )  # fmt: skip
+    )
     code, output = harness.finish(process)
     assert code == 0, output
     wait_for(re.search(r"Submitted batch job (\d+)", output)[1], slurm)
@@ -272,9 +298,13 @@ def test_a_sweep_is_submitted_as_a_job_array(tmp_path, slurm):
     sweep = tmp_path / "sweep.py"
     sweep.write_text("def get_sweep(): return [{'seed': 0}, {'seed': 1}]")
     process = harness.launch(
-        "--engine=slurm", "--cpu_devices=2", f"--sweep={sweep}", "--parallel=2",
-        command=command(tmp_path / "runs"), env=harness.environment(**slurm),
-    )  # fmt: skip
+        "--engine=slurm",
+        "--cpu_devices=2",
+        f"--sweep={sweep}",
+        "--parallel=2",
+        command=command(tmp_path / "runs"),
+        env=harness.environment(**slurm),
+    )
     code, output = harness.finish(process)
     assert code == 0, output
     wait_for(re.search(r"Submitted batch job (\d+)", output)[1], slurm)

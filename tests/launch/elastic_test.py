@@ -66,9 +66,12 @@ def test_a_refused_run_starts_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "warning"),
-    [((LOGICAL, EXACT), ""), ((LOGICAL,), "rounding depends on the number of hosts"),
-     (("--config.no_such_key=1",), "the config of the command cannot be read here")],
-)  # fmt: skip
+    [
+        ((LOGICAL, EXACT), ""),
+        ((LOGICAL,), "rounding depends on the number of hosts"),
+        (("--config.no_such_key=1",), "the config of the command cannot be read here"),
+    ],
+)
 def test_a_weaker_guarantee_causes_a_warning(tmp_path, capsys, options, warning):
     elastic.check([toy(tmp_path, *options)])
     out = capsys.readouterr().err
@@ -127,8 +130,8 @@ def test_a_pod_continues_on_the_remaining_hosts_down_to_the_minimum(
     )
     code, output = run(tmp_path, monkeypatch, ends, 4, 3)
     assert code == 137 and output.splitlines()[-1].startswith(
-        "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts are left, but "
-        "--elastic=3:4 requires at least 3"
+        "launch: process 2 of 3 was ended by SIGKILL; not started again: 2 of 3 hosts "
+        "are left, but --elastic=3:4 requires at least 3"
     )
 
 

@@ -139,10 +139,20 @@ def test_the_slurm_script_sets_its_options_and_runs_the_exact_command(tmp_path):
         )
     )
     options = re.findall("^#SBATCH (.*)$", content, re.MULTILINE)
-    assert {"--requeue", "--job-name=job", "--ntasks=4", "--signal=TERM@90", "--time=1:00:00",
-            "--partition=tpu", f"--output={tmp_path}/run/slurm-%j.log"} <= set(options)  # fmt: skip
+    assert {
+        "--requeue",
+        "--job-name=job",
+        "--ntasks=4",
+        "--signal=TERM@90",
+        "--time=1:00:00",
+        "--partition=tpu",
+        f"--output={tmp_path}/run/slurm-%j.log",
+    } <= set(options)
     (tmp_path / "job.sh").write_text(content)
-    keep = f"open({str(tmp_path / 'tokens')!r}, 'a').write(os.environ['XSHARD_LAUNCH_TOKEN'] + chr(10))"
+    keep = (
+        f"open({str(tmp_path / 'tokens')!r}, 'a').write("
+        "os.environ['XSHARD_LAUNCH_TOKEN'] + chr(10))"
+    )
     path = stand_in(tmp_path, "srun", keep)
     for _ in range(2):
         ended = subprocess.run(
@@ -337,9 +347,12 @@ def test_tpu_vm_starts_shows_and_stops_a_job(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "fields, settings, message",
-    [({"processes": 2}, {"tpu": "x"}, "one process per host"), ({}, {"tpu": None}, "needs --tpu=NAME"),
-     ({}, {"tpu": "--evil"}, "needs --tpu=NAME")],
-)  # fmt: skip
+    [
+        ({"processes": 2}, {"tpu": "x"}, "one process per host"),
+        ({}, {"tpu": None}, "needs --tpu=NAME"),
+        ({}, {"tpu": "--evil"}, "needs --tpu=NAME"),
+    ],
+)
 def test_tpu_vm_refuses_wrong_options(tmp_path, fields, settings, message):
     with pytest.raises(engine.LaunchError, match=message):
         tpu_vm.TpuVm(**settings).launch([job(tmp_path, **fields)])
@@ -456,8 +469,8 @@ def test_gke_does_not_count_restarts_after_42_and_never_restarts_after_3(
     assert (code in pod_rule["onExitCodes"]["values"]) == (action is not None)
     # The message in the Job's condition, as Kubernetes' job controller writes it.
     message = (
-        f"Container xshard for pod default/job-slice-0-0-abcde failed with exit code {code} "
-        "matching FailJob rule at index 0"
+        "Container xshard for pod default/job-slice-0-0-abcde failed with exit code "
+        f"{code} matching FailJob rule at index 0"
     )
     rules = spec["failurePolicy"]["rules"]
     assert all(rule["onJobFailureReasons"] == ["PodFailurePolicy"] for rule in rules)
@@ -485,9 +498,14 @@ def test_gke_does_not_expand_arguments(tmp_path):
 
 @pytest.mark.parametrize(
     "settings, message",
-    [({"tpu": "v9:4x4"}, "the types: v4, v5e"), ({"tpu": "v5e:4xx"}, "must be type:topology"),
-     ({"tpu": None}, "must be type:topology"), ({"image": None}, "needs --image"), ({"tpu": "v5e:3x3"}, "9 chips")],
-)  # fmt: skip
+    [
+        ({"tpu": "v9:4x4"}, "the types: v4, v5e"),
+        ({"tpu": "v5e:4xx"}, "must be type:topology"),
+        ({"tpu": None}, "must be type:topology"),
+        ({"image": None}, "needs --image"),
+        ({"tpu": "v5e:3x3"}, "9 chips"),
+    ],
+)
 def test_gke_refuses_wrong_options(tmp_path, settings, message):
     with pytest.raises(engine.LaunchError, match=message):
         job_set(tmp_path, **settings)

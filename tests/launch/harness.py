@@ -22,14 +22,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # With these timeouts, no live process of a run counts as lost, however slow the machine
 # is.
 PATIENT = [
-    f"--start_timeout_seconds={FOREVER}", f"--heartbeat_timeout_seconds={FOREVER}",
+    f"--start_timeout_seconds={FOREVER}",
+    f"--heartbeat_timeout_seconds={FOREVER}",
     f"--shutdown_timeout_seconds={FOREVER}",
-]  # fmt: skip
+]
 # The replicas of 1 to 4 processes with two devices each divide both batch sizes.
 TOY = [
-    sys.executable, "-m", "xshard.main", "--config=tests/toy.py", "--config.batch_size=48",
-    "--config.eval_batch_size=24", *PATIENT,
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "xshard.main",
+    "--config=tests/toy.py",
+    "--config.batch_size=48",
+    "--config.eval_batch_size=24",
+    *PATIENT,
+]
 
 
 def start(command, env=None, **options):

@@ -26,15 +26,27 @@ class Model(experiment.LanguageModel):
 # fewer steps.
 OPTIONS = [
     "--config.experiment=tests.launch.lm_test.Model",
-    "--config.steps=30", "--config.eval_every_steps=15", "--config.log_every_steps=5",
-    "--config.checkpoint.every_steps=5", "--config.text.eval_windows=16",
-    "--config.text.length=32", "--config.eval_batch_size=16",
-    "--config.model.width=16", "--config.model.heads=2", "--config.model.feed_forward=32",
-    "--config.sample.length=6", "--config.loss_scale.increment_period=7",
-]  # fmt: skip
+    "--config.steps=30",
+    "--config.eval_every_steps=15",
+    "--config.log_every_steps=5",
+    "--config.checkpoint.every_steps=5",
+    "--config.text.eval_windows=16",
+    "--config.text.length=32",
+    "--config.eval_batch_size=16",
+    "--config.model.width=16",
+    "--config.model.heads=2",
+    "--config.model.feed_forward=32",
+    "--config.sample.length=6",
+    "--config.loss_scale.increment_period=7",
+]
 COMMAND = [
-    sys.executable, "-m", "xshard.main", "--config=configs/lm_tiny.py", *OPTIONS, *harness.PATIENT,
-]  # fmt: skip
+    sys.executable,
+    "-m",
+    "xshard.main",
+    "--config=configs/lm_tiny.py",
+    *OPTIONS,
+    *harness.PATIENT,
+]
 
 
 def start(directory, *options, count=1, devices=8, **variables):

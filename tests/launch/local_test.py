@@ -101,7 +101,10 @@ def test_each_start_has_a_new_token_that_its_processes_share(
 ):
     monkeypatch.setenv("STEP", "1")
     program = tmp_path / "program.py"
-    show = 'print("token", os.environ["XSHARD_LAUNCH_TOKEN"], " ".join(sys.argv).count(os.environ["XSHARD_LAUNCH_TOKEN"]))'
+    show = (
+        'token = os.environ["XSHARD_LAUNCH_TOKEN"]; '
+        'print("token", token, " ".join(sys.argv).count(token))'
+    )
     supervisor = supervise("42", "0", processes=2)
     program.write_text(
         PROGRAM.replace(
@@ -165,8 +168,8 @@ def test_failures_without_progress_are_limited_and_the_cause_comes_last(supervis
     assert supervisor.run() == 1
     last = supervisor.out.getvalue().strip().splitlines()[-1]
     assert last == (
-        "launch: giving up after failure 3 without a new step: it ended with exit code 1: "
-        "error: something is wrong"
+        "launch: giving up after failure 3 without a new step: it ended with exit code "
+        "1: error: something is wrong"
     )
     assert supervisor.back_offs == [1, 2]
 

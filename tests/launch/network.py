@@ -51,7 +51,7 @@ class Hosts:
             self._ip(host, "link set lo up")
 
     def start(self, index, *command):
-        """Starts a command on a host, with the host's network, hostname and hosts file."""
+        """Starts a command on a host, with its network, hostname and hosts file."""
         # gloo listens on the address that the hostname resolves to.
         inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
         network = f"--net=/var/run/netns/{self._tag}h{index}"
@@ -64,7 +64,7 @@ class Hosts:
         )
 
     def limit(self, index, rate):
-        """Limits the rate at which a host sends, in the notation of tc, such as 1gbit."""
+        """Limits the rate at which a host sends, as tc has it, such as 1gbit."""
         shape = f"tbf rate {rate} burst 64kb latency 400ms"
         command = f"tc -n {self._tag}h{index} qdisc replace dev eth0 root {shape}"
         subprocess.run(command.split(), check=True)

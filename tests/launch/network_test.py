@@ -12,9 +12,15 @@ COUNT = 3
 # Seconds. It is short because a test waits for it to expire, and long enough for
 # connected processes to be heard.
 HEARTBEAT = 20
-OPTIONS = ["--config.log_every_steps=20", "--config.eval_every_steps=100000",
-           "--config.checkpoint.every_steps=50", "--cpu_devices=2", f"--num_processes={COUNT}",
-           "--coordinator_address=h0:8476", "--config.steps=1000000"]  # fmt: skip
+OPTIONS = [
+    "--config.log_every_steps=20",
+    "--config.eval_every_steps=100000",
+    "--config.checkpoint.every_steps=50",
+    "--cpu_devices=2",
+    f"--num_processes={COUNT}",
+    "--coordinator_address=h0:8476",
+    "--config.steps=1000000",
+]
 
 
 @pytest.fixture

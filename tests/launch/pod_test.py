@@ -13,14 +13,18 @@ import socket
 import numpy as np
 import pytest
 
-from tests import pace, rows
+from tests import guests, pace, rows
 from tests.launch import harness
-from xshard.pod import handshake
 
 COUNT = 3
 # The run is long enough for a test to interrupt it.
-OPTIONS = ["--config.steps=100", "--config.log_every_steps=5", "--config.eval_every_steps=25",
-           "--config.checkpoint.every_steps=20", "--config.overflow_above=2.0"]  # fmt: skip
+OPTIONS = [
+    "--config.steps=100",
+    "--config.log_every_steps=5",
+    "--config.eval_every_steps=25",
+    "--config.checkpoint.every_steps=20",
+    "--config.overflow_above=2.0",
+]
 
 
 def start(directory, *options, count=COUNT, flags=(), devices=2, **variables):
@@ -93,8 +97,13 @@ def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(
     harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 
-SHARDED = ["--config.experiment=tests.toy.Wide", "--config.hidden=20", "--config.slices=2",
-           "--config.reduction.shard_update=True", "--config.reduction.slice_dtype=int8"]  # fmt: skip
+SHARDED = [
+    "--config.experiment=tests.toy.Wide",
+    "--config.hidden=20",
+    "--config.slices=2",
+    "--config.reduction.shard_update=True",
+    "--config.reduction.slice_dtype=int8",
+]
 
 
 @pytest.mark.sample(1, of="pods")
@@ -111,21 +120,12 @@ def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path)
     harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 
-def knows_token(port, token):
-    """Returns whether process 0, which waits for the others on this port, proves that
-    it knows a token.
+def shows_token(port, token):
+    """Returns whether process 0, which waits for the others on this port, accepts a
+    token and shows that it knows it, too.
     """
-    with (
-        socket.create_connection(("127.0.0.1", port)) as guest,
-        guest.makefile("rb") as file,
-    ):
-        guest.sendall(handshake.nonce_line("a" * 32))
-        its_nonce = handshake.read_nonce(file.readline()[:-1])
-        seals = handshake.Seals(token, handshake.CLIENT, f"{'a' * 32} {its_nonce}")
-        try:
-            return seals.read(file.readline()[:-1]) == {"process": 0}
-        except handshake.MalformedError:
-            return False
+    with guests.OPEN, socket.create_connection(("127.0.0.1", port)) as sock:
+        return guests.Stranger(sock, token).show_token()
 
 
 def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
@@ -142,11 +142,11 @@ def test_a_waiting_process_checks_the_token_and_handles_signals(tmp_path):
         def is_waiting():
             assert process.poll() is None
             with contextlib.suppress(ConnectionRefusedError):
-                return knows_token(port, "of the launch")
+                return shows_token(port, "of the launch")
             return False
 
         harness.wait_until(is_waiting)
-        assert not knows_token(port, "of another") and not knows_token(port, "")
+        assert not shows_token(port, "of another") and not shows_token(port, "")
         process.send_signal(signal.SIGUSR1)
         code, output = harness.finish(process)
     assert code == 42 and "SIGUSR1 on process 0 on" in output
@@ -239,10 +239,13 @@ def test_a_failure_on_one_process_ends_all_and_is_reported_last(tmp_path):
         # First, process 0 has the only NaN example. Second, process 1 has it, and
         # process 0 has only the other group.
         (["--config.poisoned=((0,31),)"], ""),
-        (["--config.poisoned=((1,31),)", "--config.group_assignment=((0,1),(2,3))"], "in group 1 of 2 "),
+        (
+            ["--config.poisoned=((1,31),)", "--config.group_assignment=((0,1),(2,3))"],
+            "in group 1 of 2 ",
+        ),
     ],
     ids=["one replica", "one group"],
-)  # fmt: skip
+)
 def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(
     tmp_path, options, where
 ):
@@ -267,9 +270,14 @@ def test_a_nonfinite_step_on_one_process_ends_all_without_a_restart(
 
 @pytest.mark.sample(0.4)
 def test_two_processes_roll_back_even_if_one_is_killed_meanwhile(tmp_path):
-    options = ["--config.experiment=tests.toy.Lowered", "--config.overflow_above=1e9",
-               "--config.roll_back.learning_rate_factor=0.5",
-               "--config.poisoned=((0,31),)", "--config.on_nonfinite=roll_back", "--config.steps=50"]  # fmt: skip
+    options = [
+        "--config.experiment=tests.toy.Lowered",
+        "--config.overflow_above=1e9",
+        "--config.roll_back.learning_rate_factor=0.5",
+        "--config.poisoned=((0,31),)",
+        "--config.on_nonfinite=roll_back",
+        "--config.steps=50",
+    ]
     code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
     assert code == 0, output
     message = "rolled back to step 20, skipping batches 21 to 31 of the data"
@@ -305,9 +313,12 @@ def test_different_data_on_one_process_is_refused_before_its_use(tmp_path):
 @pytest.mark.sample(3, of="ends")
 def test_all_processes_save_when_the_time_for_a_save_has_come(tmp_path):
     process = start(
-        tmp_path / "run", "--config.steps=100000", "--config.checkpoint.every_steps=100000",
-        "--config.checkpoint.every_minutes=0.02", "--config.eval_every_steps=100000",
-    )  # fmt: skip
+        tmp_path / "run",
+        "--config.steps=100000",
+        "--config.checkpoint.every_steps=100000",
+        "--config.checkpoint.every_minutes=0.02",
+        "--config.eval_every_steps=100000",
+    )
     with harness.running(process):
         checkpoints = tmp_path / "run" / "checkpoints"
         harness.wait_until(lambda: len(list(checkpoints.glob("*/COMMIT"))) > 1)
@@ -315,10 +326,15 @@ def test_all_processes_save_when_the_time_for_a_save_has_come(tmp_path):
 
 @pytest.mark.sample(1, of="pods")
 def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
-    options = ["--config.experiment=tests.stopping.Showing",
-               "--config.steps=60", "--config.eval_every_steps=10", "--config.samples_every_steps=10",
-               "--config.checkpoint.every_steps=15", "--config.examples=100",
-               "--config.overflow_above=1e9"]  # fmt: skip
+    options = [
+        "--config.experiment=tests.stopping.Showing",
+        "--config.steps=60",
+        "--config.eval_every_steps=10",
+        "--config.samples_every_steps=10",
+        "--config.checkpoint.every_steps=15",
+        "--config.examples=100",
+        "--config.overflow_above=1e9",
+    ]
     code, output = harness.finish(start(tmp_path / "whole", *options, count=2))
     assert code == 0, output
     ended = rows.results(tmp_path / "whole")
@@ -353,8 +369,12 @@ def test_groups_with_sharded_parameters_run_on_several_processes(tmp_path):
     """A pod that shards the parameters of two learners ends close to one process that
     does not shard them.
     """
-    options = ["--config.experiment=tests.turns.Turns", "--config.hidden=1024", "--config.steps=30",
-               "--config.group_assignment=((0,1,2,3),(4,5,6,7))"]  # fmt: skip
+    options = [
+        "--config.experiment=tests.turns.Turns",
+        "--config.hidden=1024",
+        "--config.steps=30",
+        "--config.group_assignment=((0,1,2,3),(4,5,6,7))",
+    ]
     sharding = "--config.reduction.shard_params=True"
     code, output = harness.finish(start(tmp_path / "pod", *options, sharding, count=4))
     assert code == 0, output

@@ -15,6 +15,7 @@ from tests.launch import harness
 from tests.report import samples
 from xshard import checkpoint, errors
 from xshard.pod import attempts
+from xshard.pod import status as status_lib
 
 
 def write(directory, *rows, ago=0.0):
@@ -34,6 +35,33 @@ def write(directory, *rows, ago=0.0):
     directory.mkdir(exist_ok=True)
     rows = [{**base, "time": time.time() - ago, **row} for row in rows]
     (directory / "status.json").write_text(json.dumps(rows))
+
+
+RESULTS = {"finite": True}
+NOT_FINITE = {"finite": False}
+
+
+@pytest.mark.parametrize(
+    "phases, ago, results, name, doing",
+    [
+        ([], 0, {}, "unknown", "not known: there is no status.json"),
+        ([], 0, RESULTS, "done", "done"),
+        ([], 0, NOT_FINITE, "failed", "failed: not finite"),
+        (["done", "done"], 1000, RESULTS, "done", "done"),
+        (["done"], 1000, NOT_FINITE, "failed", "failed: not finite"),
+        (["stopped"], 1000, {}, "stopped", "stopped"),
+        (["stopped"], 1000, NOT_FINITE, "stopped", "stopped"),
+        (["done", "failed: no data"], 1000, {}, "failed", "failed: no data"),
+        (["training", "failed: no data"], 0, {}, "failed", "failed: no data"),
+        (["evaluating"], 0, {}, "running", "evaluating"),
+        # The results are from before the run was resumed with more steps.
+        (["training"], 0, RESULTS, "running", "training"),
+        (["training"], 600, {}, "silent", "gone, or silent for 10 min; was training"),
+    ],
+)
+def test_the_state_of_a_run(phases, ago, results, name, doing):
+    rows = [{"doing": phase, "time": time.time() - ago} for phase in phases]
+    assert status_lib.run_state(rows, results) == (name, doing)
 
 
 def test_status_of_a_run_in_progress(tmp_path, capsys):
@@ -149,9 +177,14 @@ def test_status_of_a_real_run_with_a_checkpoint(tmp_path):
     begin = time.time()
     process = harness.launch(
         "--cpu_devices=2",
-        command=[*harness.TOY, f"--workdir={tmp_path}", "--config.steps=100000",
-                 "--config.checkpoint.every_steps=10", "--config.eval_every_steps=100000"],
-    )  # fmt: skip
+        command=[
+            *harness.TOY,
+            f"--workdir={tmp_path}",
+            "--config.steps=100000",
+            "--config.checkpoint.every_steps=10",
+            "--config.eval_every_steps=100000",
+        ],
+    )
     with harness.running(process):
         harness.wait_until(lambda: list(tmp_path.glob("checkpoints/*/COMMIT")))
         harness.wait_until((tmp_path / "status.json").exists)

@@ -50,8 +50,9 @@ def test_a_sweep_runs_each_point_once_and_shows_the_results(tmp_path):
         "doing",
     ]
     assert [line.split()[:4] for line in lines[1:]] == [
-        ["000", "0.1", "p=f32,c=f16,o=f32", "done"], ["001", "0.01", "p=f32,c=f16,o=f32", "done"],
-    ]  # fmt: skip
+        ["000", "0.1", "p=f32,c=f16,o=f32", "done"],
+        ["001", "0.01", "p=f32,c=f16,o=f32", "done"],
+    ]
     config = json.loads((tmp_path / "runs" / "001" / "config.json").read_bytes())
     assert config["optimizer"]["learning_rate"] == 0.01
     begun = json.loads((tmp_path / "runs" / "sweep_runs.json").read_bytes())

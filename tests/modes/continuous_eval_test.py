@@ -13,7 +13,7 @@ from xshard import checkpoint, loop
 from xshard.files import workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -58,7 +58,7 @@ def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
     config = toy.get_config()
     config.update({"experiment": "tests.toy.Poisoned", "poisoned": ((0, 5),)})
     config.checkpoint.every_steps = 2
-    assert loop.run(config.lock(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config.lock(), str(tmp_path), "") == exit_codes.NONFINITE
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
     assert list(logged_errors(tmp_path)) == [2, 4]
     out = capsys.readouterr().out
@@ -111,8 +111,8 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
     tmp_path, monkeypatch
 ):
     values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
-    evaluate = lambda self, state, go_on: {"error": values[int(state.step)]}
-    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "__call__", evaluate)
+    evaluate = lambda self, state: iter([{"error": values[int(state.step)]}])
+    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "by_batch", evaluate)
 
     def train(last_step):
         config = make_config(keep_last=1, keep_best=0)
@@ -122,8 +122,8 @@ def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
         with monkeypatch.context() as patch:
             patch.setattr(
                 continuous_eval.evaluation.Evaluation,
-                "__call__",
-                lambda *_: {"error": 1.0},
+                "by_batch",
+                lambda *_: iter([{"error": 1.0}]),
             )
             assert loop.run(config, str(tmp_path), "") == 0
 
@@ -175,7 +175,7 @@ def kill_at_call(monkeypatch, config, directory, owner, name):
 def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
     config = make_config(keep_last=10)
     kill_at_call(
-        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "__call__"
+        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "by_batch"
     )
     assert best(run)["pinned"] == [3]
     continuous_eval.run(config, str(run), "", None)
@@ -270,7 +270,7 @@ class Watch:
     def poll(self):
         self.polls += 1
         return (
-            notice.Notice(notice.STOP, "told to", 42)
+            request.Request(request.STOP, "told to", 42)
             if self.polls == self._at
             else None
         )

@@ -163,7 +163,7 @@ def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
 
     copy = rewrite(directory, tmp_path, change)
     last = status.Status("host")
-    last.doing(status.TRAINING, step=4)
+    last.set_phase(status.TRAINING, step=4)
     status.write(copy, [last.row()])
     assert program.main([str(copy), "--step=4"]) == program.NOT_REPRODUCED
     output = capsys.readouterr().out

@@ -23,9 +23,9 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as learner_state
-from xshard.metrics import formatting
+from xshard.metrics import deferred, formatting
 from xshard.optimizers import inspection, phases
-from xshard.pod import notice
+from xshard.pod import exit_codes
 from xshard.run import nonfinite
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -74,7 +74,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     tmp_path, capsys, loss_scale, shard_update
 ):
     config = make_config(loss_scale=loss_scale, shard_update=shard_update)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: step 5: the loss is nan, and 4 of 4 gradients are not finite: mlp/"
@@ -88,7 +88,7 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
         "step 5: the loss is nan"
     )
     # A second start resumes from the same checkpoint and ends the same way.
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_warn_continues_reports_once_and_ends_as_not_finite(
     for _ in range(2):
         # The second start has nothing left to train, but it does not report success
         # either.
-        assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+        assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
         captured = capsys.readouterr()
         assert (
             "error: step 8: the resulting state is not finite: params/mlp"
@@ -165,7 +165,8 @@ def test_warn_continues_reports_once_and_ends_as_not_finite(
 def test_a_step_is_judged_before_it_is_saved(tmp_path, capsys):
     # The bad step is the last, so no later step triggers its check.
     assert (
-        loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "") == notice.NONFINITE
+        loop.run(make_config(poisoned=((0, 8),)), str(tmp_path), "")
+        == exit_codes.NONFINITE
     )
     assert (
         "error: step 8: the loss is nan, and 4 of 4 gradients"
@@ -181,7 +182,7 @@ def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(
     config = make_config(
         experiment="tests.toy.Overflowing", on_nonfinite=policy, overflow_at=8
     )
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert (
         "error: step 8: the resulting state is not finite: params/linear/"
         in capsys.readouterr().err
@@ -195,7 +196,7 @@ def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys)
     # The loss of the next step is not finite either, but the error of the save may come
     # first.
     config = make_config(experiment="tests.toy.Overflowing", overflow_at=4)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert (
         saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
     )
@@ -203,7 +204,7 @@ def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys)
 
 def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
     config = make_config(group_assignment=HALVES, poisoned=((1, 5),))
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: step 5: in group 1 of 2 the loss is nan, and 4 of 4 gradients"
@@ -219,7 +220,7 @@ def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
 def test_too_many_skips_in_a_row_end_the_run(tmp_path, capsys):
     poisoned = tuple((0, number) for number in range(3, 9))
     config = make_config(on_nonfinite="skip", poisoned=poisoned, max_skips_in_a_row=3)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
         "error: 3 steps in a row were skipped" in messages
@@ -243,7 +244,7 @@ def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
         max_skips_in_a_row=8,
         log_every_steps=20,
     )
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     # The 15 steps before these lowered the scale from 2**15 to its minimum.
     assert (
         "8 steps in a row were skipped without lowering a loss scale"
@@ -256,12 +257,12 @@ def test_skips_at_the_minimum_of_a_dynamic_scale_end_the_run(tmp_path, capsys):
         experiment="tests.run.nonfinite_test.Poison", steps=30, log_every_steps=20
     )
     for _ in range(2):
-        assert loop.run(short, str(tmp_path / "short"), "") == notice.NONFINITE
+        assert loop.run(short, str(tmp_path / "short"), "") == exit_codes.NONFINITE
         assert "15 steps in a row were skipped" in results_of(tmp_path / "short")["why"]
 
 
 def test_a_failure_is_cleared_when_the_run_continues(tmp_path):
-    assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(make_config(), str(tmp_path), "") == exit_codes.NONFINITE
     assert loop.run(make_config(on_nonfinite="skip"), str(tmp_path), "") == 0
     assert results_of(tmp_path)["finite"] is True
 
@@ -471,17 +472,22 @@ def watch(policy="warn", patience=100, names=("",), **roll_back):
     ), messages
 
 
-def push_one(watching, number, verdict, name="", loss=1.0):
-    loss = math.inf if verdict == nonfinite.NONFINITE else loss
-    observed = (jnp.int32(verdict), jnp.float32(loss), jnp.array([False, True]))
-    watching.push(number, {name: learner_state.Observed(*observed)})
+def check_one(watching, number, verdict, name="", loss=1.0):
+    """Checks a step with this verdict."""
+    if verdict == nonfinite.NONFINITE:
+        loss = math.inf
+    observed = learner_state.Observed(
+        verdict=jnp.int32(verdict),
+        loss=jnp.float32(loss),
+        gradients=jnp.array([False, True]),
+    )
+    watching.check(number, watching.fetch({name: observed}))
 
 
-def push(watching, verdicts, first=1):
-    """Pushes steps with these verdicts; each is judged before the next is pushed."""
+def check(watching, verdicts, first=1):
+    """Checks steps with these verdicts."""
     for number, verdict in enumerate(verdicts, first):
-        push_one(watching, number, verdict)
-        watching.flush()
+        check_one(watching, number, verdict)
 
 
 F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
@@ -489,22 +495,21 @@ F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
 
 def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
     watching, messages = watch()
-    push(watching, [F, T, T, S, T, F, F, T])
+    check(watching, [F, T, T, S, T, F, F, T])
     assert messages == [
         "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
         "step 6: finite again (not finite since step 2)",
         "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
     ]
     assert watching.failure().startswith("step 8: the loss is inf")
-    push(watching, [F], 9)
+    check(watching, [F], 9)
     assert watching.failure() == ""
 
 
 def test_a_learner_without_observations_is_fine():
     watching, messages = watch(names=("frozen", "student", "teacher"))
     for number, verdict in enumerate([F, T, F], 1):
-        push_one(watching, number, verdict, "student")
-    watching.flush()
+        check_one(watching, number, verdict, "student")
     assert messages[0].startswith("step 2: for learner student the loss is inf")
     assert messages[1].startswith("step 3: finite again") and watching.failure() == ""
     watching, _ = watch(
@@ -514,36 +519,38 @@ def test_a_learner_without_observations_is_fine():
         nonfinite.NonfiniteError, match="^step 3: for learner student the loss is 9"
     ):
         for number, loss in enumerate([1.0, 1.0, 9.0], 1):
-            push_one(watching, number, F, "student", loss)
-        watching.flush()
+            check_one(watching, number, F, "student", loss)
 
 
 def test_the_number_of_reported_stretches_is_limited():
     watching, messages = watch()
-    push(watching, [T, F] * 50)
+    check(watching, [T, F] * 50)
     assert len(messages) == 20 and messages[-2].endswith("later ones are not reported")
 
 
-def test_a_step_is_judged_after_later_steps_are_dispatched():
-    watching, _ = watch("stop")
-    push_one(watching, 1, T)
-    push_one(watching, 2, F)
-    with pytest.raises(nonfinite.NonfiniteError, match="^step 1: "):
-        push_one(watching, 3, F)
-    watching, _ = watch("stop")
-    push_one(watching, 1, F)
-    push_one(watching, 2, T)
-    with pytest.raises(nonfinite.NonfiniteError, match="^step 2: "):
-        watching.flush()
+@pytest.mark.parametrize(("every_steps", "flushed"), [(100, 0), (6, 1)])
+def test_a_step_is_checked_when_later_ones_are_dispatched_or_saved(
+    tmp_path, every_steps, flushed
+):
+    config = make_config()
+    with config.unlocked():
+        config.checkpoint.every_steps = every_steps
+    run = loop.Run(config, str(tmp_path))
+    with run.opened(), pytest.raises(nonfinite.NonfiniteError, match="^step 5: "):
+        run.train()
+    # A save waits for all steps before it.
+    assert run.step == 5 + (flushed or deferred.IN_FLIGHT)
+    # Its row tells what was wrong, and comes before the error.
+    assert rows.read(tmp_path)[-1]["step"] == 5
 
 
 def test_a_fine_step_resets_the_count_of_skips_in_a_row():
     watching, _ = watch("stop", patience=3)
-    push(watching, [S, S, F, S, S])
+    check(watching, [S, S, F, S, S])
     with pytest.raises(
         nonfinite.NonfiniteError, match="3 steps in a row .* the last, step 6: "
     ):
-        push(watching, [S], 6)
+        check(watching, [S], 6)
 
 
 def test_a_long_list_names_only_its_first_items():
@@ -633,5 +640,5 @@ def test_the_whole_state_must_be_finite(tmp_path, capsys, where, match):
     if not match:
         assert code == 0 and results_of(tmp_path)["finite"] and said == ""
         return
-    assert code == notice.NONFINITE and re.search(match, said)
+    assert code == exit_codes.NONFINITE and re.search(match, said)
     assert not results_of(tmp_path)["finite"]

@@ -18,7 +18,7 @@ from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard.checkpoint import manager as manager_lib
 from xshard.optimizers import trees
-from xshard.pod import notice
+from xshard.pod import request
 from xshard.run import replication
 from xshard.stored import fingerprint
 
@@ -168,7 +168,7 @@ def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\n"
         "def get_config():\n"
-        "    changes = {'on_parted': 'roll_back', 'roll_back.limit': 1}\n"
+        "    changes = {'on_divergence': 'roll_back', 'roll_back.limit': 1}\n"
         "    return replication_test.config(lies='state', **changes).copy_and_resolve_references()\n"
     )
     command = [
@@ -182,7 +182,7 @@ def test_processes_compare_their_replicas(tmp_path):
     }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode, done.stdout
-    # Both processes roll back to the first state, and their replicas part again.
+    # Both processes roll back to the first state, and their replicas diverge again.
     message = done.stdout + done.stderr
     assert (
         "'seen', which" in message
@@ -200,7 +200,7 @@ def saved_at_5(directory, **changes):
     new_config.update_from_flattened_dict(
         {"hidden": 15, "log_every_steps": 1, **changes}
     )
-    watch = rows.ScriptedWatch(5, notice.STOP)
+    watch = rows.ScriptedWatch(5, request.STOP)
     assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
     return new_config.copy_and_resolve_references()
 
@@ -249,7 +249,9 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
 
 def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
     with monkeypatch.context() as before:
-        before.setattr(replication.ReplicaCheck, "of_state", lambda self, state: None)
+        before.setattr(
+            replication.ReplicaCheck, "fingerprints_of", lambda self, state: None
+        )
         new_config = saved_at_5(tmp_path)
     change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
     assert loop.run(new_config.lock(), str(tmp_path), "") == 0
@@ -273,9 +275,11 @@ def test_a_state_restored_to_another_layout_equals_the_saved_one(
     new_config.update_from_flattened_dict(changes)
     run = loop.Run(new_config.lock(), str(tmp_path))
     seen = []
-    of_state = run._copies.of_state
+    fingerprints_of = run._replica_check.fingerprints_of
     monkeypatch.setattr(
-        run._copies, "of_state", lambda state: seen.append(state) or of_state(state)
+        run._replica_check,
+        "fingerprints_of",
+        lambda state: seen.append(state) or fingerprints_of(state),
     )
     with run.opened():
         begin = run._begin()

@@ -23,9 +23,9 @@ from xshard.checkpoint import manager as manager_lib
 from xshard.data import batches
 from xshard.files import jsonfile, workdir
 from xshard.metrics import log as log_lib
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 from xshard.replay import replayer
-from xshard.run import loss_jumps, replication, roll_back_history, roll_backs
+from xshard.run import loss_jumps, replication, roll_backs
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
 ):
     config = make_config()
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     assert loop.run(config, str(tmp_path), "") == 0
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
 def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
     config = make_config()
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.SAVE))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.SAVE))
         == 0
     )
     assert_same(tmp_path, uninterrupted, config)
@@ -218,17 +218,17 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     config = make_config()
     # The stop saves a checkpoint after the one that the roll-back restores.
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     add = roll_backs.RollBacks.add
 
-    def adds(self, step, why):
+    def adds(self, *args):
         monkeypatch.setattr(roll_backs.RollBacks, "add", add)
         # The kill is prepared when the first roll-back begins, so calls before it do
         # not count.
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
-        self.add(step, why)
+        self.add(*args)
 
     monkeypatch.setattr(roll_backs.RollBacks, "add", adds)
     with pytest.raises(rows.Killed):
@@ -275,7 +275,7 @@ def test_a_run_survives_sigkill_after_it_records_each_roll_back(
 
 def test_the_limit_of_roll_backs_ends_the_run_and_lists_them(tmp_path, capsys):
     for _ in range(2):
-        assert loop.run(make_config(limit=1), str(tmp_path), "") == notice.NONFINITE
+        assert loop.run(make_config(limit=1), str(tmp_path), "") == exit_codes.NONFINITE
         messages = capsys.readouterr().err
         assert (
             "error: step 8: the loss is nan" in messages
@@ -333,7 +333,7 @@ def test_trouble_in_one_group_of_two_rolls_back_both(tmp_path):
 def test_a_state_that_is_not_finite_although_its_loss_is_rolls_back(tmp_path, capsys):
     # The last step is bad with any batch, so skipping batches does not help.
     config = make_config(experiment="tests.toy.Overflowing", poisoned=(), limit=2)
-    assert loop.run(config, str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert [entry["step"] for entry in recorded(tmp_path)] == [12, 12]
     assert (
         "error: step 12: the resulting state is not finite: params/linear/"
@@ -367,7 +367,7 @@ def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, 
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     assert not (stopped / "roll_backs.json").exists()
@@ -401,7 +401,7 @@ def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     assert loop.run(config, str(stopped), "") == 0
@@ -454,7 +454,7 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     # jump.
     stopped = tmp_path / "stopped"
     assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, notice.STOP))
+        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
         == 42
     )
     assert loop.run(config, str(stopped), "") == 0
@@ -502,7 +502,7 @@ class Acting(toy.Poisoned):
         ({"learning_rate_factor": 0.5}, "backs_off=True., but this experiment has none"),
         ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 requires on_nonfinite='roll_back'"),
         ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
-        ({"on_parted": "skip"}, "on_parted='skip' must be 'stop' or 'roll_back', which"),
+        ({"on_divergence": "skip"}, "on_divergence='skip' must be 'stop' or 'roll_back', which"),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -535,16 +535,14 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
 
 def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
     (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
-    (entry,) = roll_back_history.read(tmp_path / "roll_backs.json")
-    assert entry.update_scale == 1.0 and roll_back_history.batches_to_skip([entry]) == {
-        5: 3
-    }
+    (entry,) = roll_backs.read(tmp_path / "roll_backs.json")
+    assert entry.update_scale == 1.0 and roll_backs.batches_to_skip([entry]) == {5: 3}
 
 
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
     config = make_config(poisoned=((0, 7),))
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, request.STOP))
         == 42
     )
     # The run still skips the data, whatever its policy for later trouble is.
@@ -559,7 +557,7 @@ def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
 
 def test_a_run_without_a_checkpoint_to_roll_back_to_ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(manager_lib.Manager, "finite_steps", lambda self: [])
-    assert loop.run(make_config(), str(tmp_path), "") == notice.NONFINITE
+    assert loop.run(make_config(), str(tmp_path), "") == exit_codes.NONFINITE
     assert "there is no checkpoint to roll back to" in capsys.readouterr().err
     assert jax.process_count() == 1 and not (tmp_path / "roll_backs.json").exists()
 
@@ -604,7 +602,7 @@ def assert_same_history(directory, other, config):
 def test_a_run_whose_replicas_part_repeats_the_same_steps(
     tmp_path, uninterrupted, monkeypatch, capsys, steps, begin, first, change
 ):
-    config = make_config(on_parted="roll_back", limit=9)
+    config = make_config(on_divergence="roll_back", limit=9)
     left = list(steps)
     flips.after(monkeypatch, left, FLIPPED, 3, begin=begin, change=change)
     assert loop.run(config, str(tmp_path), "") == 0
@@ -630,7 +628,7 @@ def test_a_run_whose_replicas_part_repeats_the_same_steps(
 def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     tmp_path, uninterrupted, monkeypatch
 ):
-    config = make_config(on_parted="roll_back", limit=9)
+    config = make_config(on_divergence="roll_back", limit=9)
     flips.after(monkeypatch, [5], FLIPPED, 3)
     with monkeypatch.context() as before:
         before.setattr(roll_backs.RollBacks, "add", killing(roll_backs.RollBacks.add))
@@ -641,7 +639,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     # This flip is detected at the save for the stop.
     flips.after(monkeypatch, [9], FLIPPED, 3)
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, request.STOP))
         == 42
     )
     assert len(recorded(tmp_path)) > 1
@@ -651,7 +649,7 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
 
 @pytest.mark.sample(5, of="roll-backs")
 def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch):
-    config = make_config(on_parted="roll_back", poisoned=(), limit=2)
+    config = make_config(on_divergence="roll_back", poisoned=(), limit=2)
     flips.after(monkeypatch, [6] * 9, FLIPPED, 3)
     with pytest.raises(replication.ReplicaDivergenceError) as e:
         loop.run(config, str(tmp_path), "")
@@ -660,14 +658,14 @@ def test_a_device_that_flips_bits_repeatedly_ends_the_run(tmp_path, monkeypatch)
         in str(e.value)
     )
     assert str(e.value).count("This step was not saved") == 1
-    # With on_parted='stop' the first flip ends the run, whatever on_nonfinite is.
-    for on_parted, on_nonfinite, count in (
+    # With on_divergence='stop' the first flip ends the run, whatever on_nonfinite is.
+    for on_divergence, on_nonfinite, count in (
         ("stop", "roll_back", 0),
         ("roll_back", "stop", 2),
     ):
-        other = tmp_path / on_parted
+        other = tmp_path / on_divergence
         config = make_config(
-            on_parted=on_parted, on_nonfinite=on_nonfinite, poisoned=(), limit=2
+            on_divergence=on_divergence, on_nonfinite=on_nonfinite, poisoned=(), limit=2
         )
         with pytest.raises(replication.ReplicaDivergenceError):
             loop.run(config, str(other), "")
@@ -685,7 +683,7 @@ def lowered_config(**changes):
 def lowered(tmp_path_factory):
     """The directory of a run that lowers its updates at two roll-backs."""
     directory = tmp_path_factory.mktemp("lowered")
-    assert loop.run(lowered_config(on_parted="roll_back"), str(directory), "") == 0
+    assert loop.run(lowered_config(on_divergence="roll_back"), str(directory), "") == 0
     return directory
 
 
@@ -733,15 +731,15 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
 def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at
 ):
-    config = lowered_config(on_parted="roll_back")
+    config = lowered_config(on_divergence="roll_back")
     assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, notice.STOP))
+        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
         == 42
     )
     if at == 20:
         # A changed factor applies only to later roll-backs; repeated steps use the
         # recorded one.
-        config = make_config(experiment=config.experiment, on_parted="roll_back")
+        config = make_config(experiment=config.experiment, on_divergence="roll_back")
         flips.after(monkeypatch, [10], FLIPPED, 3)
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same_history(tmp_path, lowered, config)

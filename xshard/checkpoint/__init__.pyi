@@ -4,10 +4,9 @@ from .catalog import Catalog, Entry, newest_entry, newest_metadata, read_catalog
 from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
-from .manager import Manager
+from .manager import Committed, Manager, NonfiniteError
 from .reader import Restored
 from .retention import Keep, Saved
-from .saver import Committed, NonfiniteError
 from .store import CheckpointError, Store
 from .warm_start import (
     BY_DEFAULT,

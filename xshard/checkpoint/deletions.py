@@ -1,5 +1,6 @@
-"""Deletions in a thread of their own, so that no save, no step and no stop waits for a
-store that deletes slowly.
+"""Deletions in a thread of their own.
+
+No save, no step and no stop waits for a store that deletes slowly.
 """
 
 import collections
@@ -12,11 +13,10 @@ _PATIENCE_SECONDS = 2.0
 
 
 class Deletions:
-    """Runs deletions one after the other, in a thread that exists only while there are
-    any.
+    """Runs deletions one after the other.
 
-    The thread does not keep the process from ending. What is left then, the next run in
-    the store deletes.
+    Their thread exists only while there are any, and does not keep the process from
+    ending. What is left then, the next run in the store deletes.
     """
 
     def __init__(self) -> None:
@@ -28,8 +28,9 @@ class Deletions:
         self._patient_until: float | None = None
 
     def add(self, action: Callable[[], None]) -> None:
-        """Adds a deletion, which must not raise. One that is waiting already is not
-        added again.
+        """Adds a deletion, which must not raise.
+
+        One that is waiting already is not added again.
         """
         with self._changed:
             if action not in self._waiting:
@@ -41,8 +42,9 @@ class Deletions:
                 ).start()
 
     def wait(self) -> None:
-        """Waits a moment until all deletions have ended. Where they are slow, several
-        waits take no longer than one.
+        """Waits until all deletions have ended, but only a moment.
+
+        Where deletions are slow, several waits take no longer than one.
         """
         with self._changed:
             now = time.monotonic()
@@ -51,7 +53,7 @@ class Deletions:
             if self._patient_until is None:
                 self._patient_until = now + _PATIENCE_SECONDS
             remaining = max(self._patient_until - now, 0.0)
-            self._changed.wait_for(lambda: not self._is_running, remaining)
+            self._changed.wait_for(lambda: not self._is_running, timeout=remaining)
 
     def cancel(self) -> None:
         """Removes the deletions that have not begun."""

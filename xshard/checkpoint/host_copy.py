@@ -1,7 +1,7 @@
 """The copy of a state to the host: the caller of a save copies, and the thread of the
 save writes.
 
-The two overlap only if this process's share of the state exceeds the budget of host
+The two overlap only if this process's part of the state exceeds the budget of host
 memory.
 """
 
@@ -13,47 +13,87 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import leaves as leaves_lib
-from xshard.checkpoint import ownership
+from xshard.checkpoint import ownership, progress
 from xshard.checkpoint import store as store_lib
 
 # Waits until a copy is on the host, and returns it.
-_Finish = Callable[[], np.ndarray]
+_WaitForCopy = Callable[[], np.ndarray]
 # After this long without a chunk, the thread writes what it has collected: the copy may
 # be waiting for that memory.
 _IDLE_SECONDS = 0.05
 
 
+class Budget:
+    """A number of bytes that one thread takes and another gives back."""
+
+    def __init__(self, limit: int):
+        """Creates a budget of `limit` bytes, none of which are taken."""
+        self._limit = limit
+        self._in_use = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def fits(self, nbytes: int) -> bool:
+        """Returns whether `nbytes` can be taken now.
+
+        More than the limit fits if nothing else is taken, so that an array that is
+        larger than the budget is copied alone.
+        """
+        return self._closed or not self._in_use or self._in_use + nbytes <= self._limit
+
+    def take(self, nbytes: int) -> None:
+        """Takes bytes, after waiting until they fit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.fits(nbytes))
+            self._in_use += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Gives bytes back."""
+        with self._changed:
+            self._in_use -= nbytes
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Releases every waiting thread, because no more bytes will be given back."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class HostCopy:
-    """A queue of chunks to write, filled by the caller of a save and emptied by the
-    thread of the save.
+    """A queue of chunks to write.
+
+    The caller of a save fills it with `make`, and the thread of the save empties it
+    with `chunks`.
     """
 
     def __init__(
         self,
         plan: ownership.Plan,
         budget_bytes: int,
-        progress: budget_lib.ProgressReporter,
+        reporter: progress.ProgressReporter,
     ):
         """Creates an empty queue.
 
         Args:
           plan: the chunks that this process writes.
           budget_bytes: the most bytes that may be copied but not yet written.
-          progress: receives the number of bytes written.
+          reporter: receives the number of bytes written.
         """
         self._plan = plan
-        self._progress = progress
-        self._budget = budget_lib.Budget(budget_bytes)
+        self._reporter = reporter
+        self._budget = Budget(budget_bytes)
         self._may_write = threading.Event()
-        self._queue: queue.SimpleQueue[ownership.Chunk | BaseException | None] = (
-            queue.SimpleQueue()
-        )
+        # Chunks with their values; then None, or the error that ended the copy.
+        self._queue: queue.SimpleQueue[
+            tuple[ownership.Chunk, np.ndarray] | BaseException | None
+        ] = queue.SimpleQueue()
 
     def make(self, leaves: dict[str, Any]) -> None:
-        """Copies arrays, which may be donated afterwards. Waits while the budget is
-        used up.
+        """Copies arrays, which may be donated afterwards.
+
+        Waits while the budget is used up.
 
         Args:
           leaves: the arrays by path.
@@ -69,9 +109,10 @@ class HostCopy:
         finally:
             self._may_write.set()
 
-    def chunks(self) -> Iterator[ownership.Chunk | None]:
-        """Yields the chunks for the thread, and None when no chunk has arrived for a
-        while.
+    def chunks(self) -> Iterator[tuple[ownership.Chunk, np.ndarray] | None]:
+        """Yields the chunks with their values, for the thread.
+
+        Yields None when no chunk has arrived for a while.
 
         Raises:
           CheckpointError: if the copy failed.
@@ -80,70 +121,79 @@ class HostCopy:
         self._may_write.wait()
         while True:
             try:
-                chunk = self._queue.get(timeout=_IDLE_SECONDS)
+                item = self._queue.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 yield None
                 continue
-            if chunk is None:
+            if item is None:
                 return
-            if isinstance(chunk, BaseException):
-                raise store_lib.CheckpointError(f"copying to the host failed: {chunk}")
-            yield chunk
+            if isinstance(item, BaseException):
+                raise store_lib.CheckpointError(f"copying to the host failed: {item}")
+            yield item
 
     def written(self, nbytes: int) -> None:
         """Gives the memory of bytes that have been written back to the budget."""
         self._budget.give(nbytes)
-        self._progress.add(nbytes)
+        self._reporter.add(nbytes)
 
     def close(self) -> None:
-        """Releases a caller that waits for the budget, because nothing more will be
-        written.
+        """Releases a caller that waits for the budget.
+
+        Nothing more will be written.
         """
         self._budget.close()
 
     def _copy(self, leaves: dict[str, Any]) -> None:
         shards: dict[str, list[Any]] = {}
-        copying: list[tuple[ownership.Piece, _Finish]] = []
-        for piece in self._plan.pieces:
-            nbytes = self._plan.arrays[piece.path].chunk_bytes
+        # Copies are begun before the first of them is waited for, so that the transfers
+        # from the devices overlap.
+        copying: list[tuple[ownership.Chunk, _WaitForCopy]] = []
+        for chunk in self._plan.chunks:
+            nbytes = self._plan.arrays[chunk.path].chunk_bytes
             if copying and not self._budget.fits(nbytes):
                 # Writing begins early, since only written chunks return memory to the
                 # budget. Without this the copy would wait forever.
-                self._hand_over(copying)
+                self._enqueue(copying)
+                copying.clear()
                 self._may_write.set()
             self._budget.take(nbytes)
-            if piece.path not in shards:
-                shards[piece.path] = _local_shards(leaves[piece.path])
-            shard = shards[piece.path][piece.shard]
-            copying.append((piece, start_copy(shard, piece)))
-        self._hand_over(copying)
+            if chunk.path not in shards:
+                shards[chunk.path] = _local_shards(leaves[chunk.path])
+            shard = shards[chunk.path][chunk.shard]
+            copying.append((chunk, start_copy(shard, chunk)))
+        self._enqueue(copying)
 
-    def _hand_over(self, copying: list[tuple[ownership.Piece, _Finish]]) -> None:
-        for piece, finish in copying:
-            self._queue.put((piece, finish()))
-        copying.clear()
+    def _enqueue(self, copying: list[tuple[ownership.Chunk, _WaitForCopy]]) -> None:
+        for chunk, wait_for_copy in copying:
+            self._queue.put((chunk, wait_for_copy()))
 
 
-def start_copy(shard: Any, piece: ownership.Piece) -> _Finish:
-    """Begins to copy a piece of a shard; returns a function that waits for the copy and
-    returns it.
+def start_copy(shard: Any, chunk: ownership.Chunk) -> _WaitForCopy:
+    """Begins to copy a chunk of a shard.
+
+    Returns:
+      A function that waits for the copy and returns it.
     """
-    box = tuple(slice(i, i + n) for i, n in zip(piece.start, piece.shape, strict=True))
+    index = tuple(
+        slice(start, start + size)
+        for start, size in zip(chunk.start, chunk.shape, strict=True)
+    )
     if isinstance(shard, np.ndarray):
-        return lambda: np.array(shard[box])
+        # The caller may change the array while it is written.
+        return lambda: np.array(shard[index])
     if shard.device.platform == "cpu":
         # This is a view of the array's memory. JAX does not donate a buffer while NumPy
         # refers to it.
-        return lambda: np.asarray(shard)[box]
-    return start_device_copy(shard, piece)
+        return lambda: np.asarray(shard)[index]
+    return start_device_copy(shard, chunk)
 
 
-def start_device_copy(shard: jax.Array, piece: ownership.Piece) -> _Finish:
-    """Begins to copy a piece of a shard from a device with its own memory."""
-    if piece.shape != shard.shape:
-        # The slice is taken on the device, so that only this process's piece is
-        # transferred.
-        shard = jax.lax.dynamic_slice(shard, piece.start, piece.shape)
+def start_device_copy(shard: jax.Array, chunk: ownership.Chunk) -> _WaitForCopy:
+    """Begins to copy a chunk of a shard from a device with its own memory."""
+    if chunk.shape != shard.shape:
+        # The slice is taken on the device, so that only this process's chunk is
+        # transferred. It is dynamic, so that all chunks of a shape share a program.
+        shard = jax.lax.dynamic_slice(shard, chunk.start, chunk.shape)
     shard.copy_to_host_async()
     return lambda: np.asarray(shard)
 

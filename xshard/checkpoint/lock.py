@@ -26,13 +26,19 @@ RENEW_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 
 
-def acquire(store: store_lib.Store, say: Callable[[str], None]) -> "FileLock | Lease":
+def acquire(store: store_lib.Store, log: Callable[[str], None]) -> "FileLock | Lease":
     """Locks a store for this process.
+
+    Args:
+      store: the store.
+      log: called with a message if the caller must wait.
 
     Raises:
       CheckpointError: if another process holds the lock.
     """
-    return FileLock(store) if store.path is not None else Lease(store, say)
+    if store.path is not None:
+        return FileLock(store)
+    return Lease(store, log)
 
 
 class FileLock:
@@ -51,6 +57,7 @@ class FileLock:
         # Closing the file releases the lock, at the latest when this object is
         # garbage-collected.
         self._close = weakref.finalize(self, os.close, file)
+        # A forked child would share the lock, and keep it after this process has ended.
         self._end_undo = forks.undo_in_children(self._close)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,9 +81,14 @@ class FileLock:
 class Lease:
     """The lease of a folder on an object store."""
 
-    def __init__(self, store: store_lib.Store, say: Callable[[str], None]):
-        """Takes the lease. If there already is one, watches it first, for
-        `WATCH_SECONDS`.
+    def __init__(self, store: store_lib.Store, log: Callable[[str], None]):
+        """Takes the lease.
+
+        If there already is one, watches it first, for `WATCH_SECONDS`.
+
+        Args:
+          store: the store.
+          log: called with a message before such a watch.
 
         Raises:
           CheckpointError: if another process renews the lease, or takes it first.
@@ -85,8 +97,8 @@ class Lease:
         self._owner = f"{platform.node()}/{secrets.token_hex(8)}"
         self._beats = 0
         # The new owner, if another process has taken the lease over.
-        self._lost = ""
-        free = self._free_generation(say)
+        self._lost_to = ""
+        free = self._free_generation(log)
         # The write is conditional on the generation: of several processes that found
         # the lease free, one succeeds.
         generation = store.replace(NAME, self._content(), free)
@@ -101,38 +113,42 @@ class Lease:
 
     def check(self) -> None:
         """Raises CheckpointError if another process has taken the lease over."""
-        if not self._lost:
+        if not self._lost_to:
+            # The thread may not have tried to renew the lease since, for example if
+            # this process was suspended. So the object itself is asked.
             _, content = self._store.stat(NAME)
             holder = _owner_of(content) if content else "nobody"
             if holder != self._owner:
-                self._lost = holder
-        if self._lost:
+                self._lost_to = holder
+        if self._lost_to:
             raise store_lib.CheckpointError(
-                f"this process no longer holds the lease on {self._store} ({self._lost} holds it), because it did not "
-                f"renew the lease for {WATCH_SECONDS:g} s; end one of the two runs"
+                f"this process no longer holds the lease on {self._store} "
+                f"({self._lost_to} holds it), because it did not renew the lease for "
+                f"{WATCH_SECONDS:g} s; end one of the two runs"
             )
 
     def release(self) -> None:
         """Ends the renewal and deletes the lease."""
         self._ended.set()
         self._thread.join()
-        if not self._lost:
+        if not self._lost_to:
             # If the lease cannot be deleted, the next run watches it and takes it over.
             with contextlib.suppress(store_lib.CheckpointError):
                 self._store.delete(NAME)
 
     def _content(self) -> bytes:
+        """Returns the next content, which differs from all earlier ones."""
         self._beats += 1
         return json.dumps({"owner": self._owner, "beats": self._beats}).encode()
 
-    def _free_generation(self, say: Callable[[str], None]) -> bytes:
+    def _free_generation(self, log: Callable[[str], None]) -> bytes:
         """Returns the lease's generation once it is known that no process renews it."""
         generation, content = self._store.stat(NAME)
         if content is None:
             return generation
-        owner = _owner_of(content)
-        say(
-            f"{self._store} is locked by {owner}; watching for {WATCH_SECONDS:g} s whether that process is alive"
+        log(
+            f"{self._store} is locked by {_owner_of(content)}; watching for "
+            f"{WATCH_SECONDS:g} s whether that process is alive"
         )
         # The watch measures elapsed time on this host only, since the clocks of two
         # hosts may differ.
@@ -155,7 +171,7 @@ class Lease:
                 # lease, which `check` detects.
                 continue
             if renewed is None:
-                self._lost = "another process"
+                self._lost_to = "another process"
                 return
             self._generation = renewed
 
@@ -167,6 +183,6 @@ def _owner_of(content: bytes) -> str:
 
 def _in_use(store: store_lib.Store, owner: str) -> store_lib.CheckpointError:
     return store_lib.CheckpointError(
-        f"{store} is in use by {owner}: two runs cannot write to the same place. Wait for the other run to end, "
-        "or give another place."
+        f"{store} is in use by {owner}: two runs cannot write to the same place. Wait "
+        "for the other run to end, or give another place."
     )

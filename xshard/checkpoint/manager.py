@@ -4,25 +4,113 @@ Checkpoints are saved in the background and deleted by retention rules. All proc
 agree on which one to restore.
 """
 
+import atexit
+import concurrent.futures
+import contextlib
 import functools
+import json
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from absl import logging
 
+from xshard import errors
 from xshard.checkpoint import (
     agreement,
     deletions,
+    host_copy,
     metadata_files,
+    ownership,
+    progress,
     reader,
     retention,
-    saver,
     writer,
 )
-from xshard.checkpoint import folder as folder_lib
+from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import leaves as leaves_lib
+from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
+from xshard.pod import host_collectives
+
+# Every process receives the reports of all others, so error texts and lists of paths
+# are cut to these lengths.
+_LONGEST_REASON = 1000
+_MOST_PATHS = 8
+_MANAGERS: "weakref.WeakSet[Manager]" = weakref.WeakSet()
+
+
+class Committed(NamedTuple):
+    """A checkpoint that counts.
+
+    Attributes:
+      step: its step.
+      folder: the name of its folder in the store.
+      nbytes: the size of its arrays, before compression.
+      seconds: the time from the call that saves it until it counted.
+      nonfinite: paths of checked arrays that are not finite; the list may be
+        incomplete.
+    """
+
+    step: int
+    folder: str
+    nbytes: int
+    seconds: float
+    nonfinite: tuple[str, ...] = ()
+
+
+class NonfiniteError(store_lib.CheckpointError):
+    """An array that must be finite is not, so the checkpoint does not count.
+
+    Attributes:
+      step: the step that produced the state.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
+class _Request(NamedTuple):
+    """A step to be saved, and what is saved beside its arrays.
+
+    The attributes are the arguments of `Manager.save`, but for the last.
+
+    Attributes:
+      step: the step's number.
+      metadata: the run's metadata, equal on all processes.
+      data: this process's position in the data.
+      metrics: the metrics by which the best checkpoint can be chosen.
+      before_commit: called on process 0 when everything but COMMIT is written.
+      begin: the time of the request, in seconds of the monotonic clock.
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    data: Any
+    metrics: dict[str, float]
+    before_commit: Callable[[], None]
+    begin: float
+
+
+class _Saving(NamedTuple):
+    """A save in the background, under way or ended.
+
+    Attributes:
+      step: the step.
+      end: the result of `Manager._write_and_commit`, once it has ended.
+    """
+
+    step: int
+    end: concurrent.futures.Future[list[str]]
 
 
 class Manager:
@@ -33,6 +121,9 @@ class Manager:
 
     A checkpoint "counts", that is it may be restored, from the moment its COMMIT
     exists. See `xshard/checkpoint/format.py` for the files.
+
+    Attributes:
+      store: the store of the checkpoints.
     """
 
     def __init__(
@@ -45,10 +136,10 @@ class Manager:
         refuse_nonfinite: bool = False,
         owner: format_lib.Owner | None = None,
         deadline_seconds: float = 1800.0,
-        say: Callable[[str], None] = logging.info,
-        committed: Callable[[saver.Committed], None] = lambda committed: None,
+        log: Callable[[str], None] = logging.info,
+        committed: Callable[[Committed], None] = lambda committed: None,
     ):
-        """Opens a folder, which need not exist.
+        """Opens a folder, which need not exist; writes nothing.
 
         Args:
           folder: a path that all processes see, gs://BUCKET/FOLDER or
@@ -64,100 +155,95 @@ class Manager:
           owner: the run, which refuses the checkpoints of other runs; None accepts
             those of any run.
           deadline_seconds: how long processes wait for one another.
-          say: called with progress messages.
+          log: called with progress messages.
           committed: called on process 0, from another thread, once a checkpoint counts.
 
         Raises:
           CheckpointError: if the folder is not a valid place for checkpoints.
         """
         self.store = store_lib.Store(folder)
-        self._owner = owner
-        self._say = say
+        self._keep = keep
         self._budget_bytes = budget_bytes
-        self._folder = folder_lib.Folder(
-            self.store, keep, owner, keeps_finite=bool(finite), say=say
+        self._must_be_finite = re.compile(finite) if finite else None
+        self._refuse_nonfinite = refuse_nonfinite
+        self._owner = owner
+        self._log = log
+        self._on_committed = committed
+        # A save uses it in the background, so no other thread may meanwhile.
+        self._exchange = host_collectives.Exchange(
+            f"checkpoints in {self.store}", deadline_seconds
         )
-        self._agreement = agreement.Agreement(self.store, deadline_seconds, say)
+        self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
         self._deletions = deletions.Deletions()
-        self._saver = saver.Saver(
-            self._folder,
-            self._agreement,
-            self._deletions,
-            budget_bytes=budget_bytes,
-            finite=finite,
-            refuse_nonfinite=refuse_nonfinite,
-            say=say,
-            committed=committed,
-        )
+        # The plan of the last save, and what it depends on.
+        self._plan: tuple[Any, ownership.Plan] | None = None
+        self._saving: _Saving | None = None
+        # Attempts that this process found damaged, whether or not the store could be
+        # marked.
+        self._damaged: set[format_lib.SaveAttempt] = set()
+        # Attempts that this process has begun to delete.
+        self._deleting: set[format_lib.SaveAttempt] = set()
+        # The nonfinite paths from COMMIT never change, so they are cached: an object
+        # store takes a request for each.
+        self._nonfinite: dict[format_lib.SaveAttempt, list[str]] = {}
+        _MANAGERS.add(self)
+
+    # What is in the folder, as this process sees it.
 
     def all_steps(self) -> list[int]:
-        """Lists the steps with a checkpoint that counts, in ascending order, as this
-        process sees them.
+        """Lists the steps with a checkpoint that counts, as this process sees them.
+
+        They are in ascending order.
         """
-        return sorted({attempt.step for attempt in self._folder.committed()})
+        return sorted({attempt.step for attempt in self._committed()})
 
     def latest_step(self) -> int | None:
-        """Returns the newest step with a checkpoint that counts, as this process sees
-        it; None if there is none.
+        """Returns the newest step with a checkpoint that counts; None if there is none.
+
+        It is the newest as this process sees it.
         """
         return max(self.all_steps(), default=None)
 
-    def agreed_latest_step(self) -> int | None:
-        """Returns the newest step, the same on all processes; None if no process sees a
-        checkpoint.
+    def damaged_steps(self) -> list[int]:
+        """Lists the steps of checkpoints that are marked as damaged.
 
-        Raises:
-          CheckpointError: if a process does not see the checkpoints that process 0
-            sees, for example because a disk is not mounted on its host.
+        They are in ascending order.
         """
-        newest = self.agree(lambda: [a.folder for a in self._folder.committed()[-1:]])
-        self._agreement.check_seen(newest)
-        if not newest:
-            return None
-        return format_lib.attempt_in(self.store, newest[0]).step
+        steps = set()
+        for attempt in format_lib.attempts(self.store):
+            if format_lib.DAMAGED in attempt.marks:
+                steps.add(attempt.step)
+        return sorted(steps)
+
+    def finite_steps(self) -> list[int]:
+        """Lists the steps with no array known to be nonfinite, in ascending order."""
+        return [
+            attempt.step
+            for attempt in self._committed()
+            if not self._nonfinite_paths(attempt)
+        ]
+
+    def newest_finite_step(self) -> int | None:
+        """Returns the newest of `finite_steps`; None if there is none."""
+        return max(self.finite_steps(), default=None)
+
+    def folders_after(self, step: int) -> list[str]:
+        """Lists the folders of checkpoints of later steps, as `give_up` takes them."""
+        return [attempt.folder for attempt in self._committed() if attempt.step > step]
 
     def is_given_up(self, folder: str) -> bool:
-        """Returns whether a checkpoint that once counted is known not to: it was
-        deleted by hand, or is damaged.
+        """Returns whether a checkpoint that once counted is known not to.
+
+        It was deleted by hand, or is damaged.
         """
         return format_lib.is_given_up(self.store, folder)
 
-    def damaged_steps(self) -> list[int]:
-        """Lists the steps of checkpoints that are marked as damaged, in ascending
-        order.
-        """
-        attempts = format_lib.attempts(self.store)
-        return sorted({a.step for a in attempts if format_lib.DAMAGED in a.marks})
-
-    def agree(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on process 0 and returns its result on all processes.
-
-        Args:
-          action: returns a JSON-serializable value.
-
-        Raises:
-          CheckpointError: on all processes, if the action fails.
-        """
-        return self._agreement.from_first(action)
-
-    def pin(self, step: int) -> bool:
-        """Pins a step, so that no retention rule deletes it until `unpin`; returns
-        False if it was already pinned.
-
-        Raises:
-          CheckpointError: if the step has no checkpoint that counts.
-        """
-        return format_lib.pin(format_lib.find(self.store, step))
-
-    def unpin(self, step: int) -> None:
-        """Unpins a step, so that the retention rules apply to it again."""
-        format_lib.unpin(format_lib.find(self.store, step))
-
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a step, as this process sees them; empty if the step
-        has none or no longer exists.
+        """Returns the metrics of a step, as this process sees them.
+
+        They are empty if the step has none or no longer exists.
         """
-        for attempt in reversed(self._folder.committed()):
+        for attempt in reversed(self._committed()):
             if attempt.step == step:
                 return metadata_files.read_commit(attempt).metrics
         return {}
@@ -172,13 +258,16 @@ class Manager:
         return {path: meta.shape for path, meta in metas.items()}
 
     def nonfinite(self, step: int) -> list[str]:
-        """Lists arrays of a step that should be finite and are not, by path; empty if
-        the save did not check.
+        """Lists arrays of a step that should be finite and are not, by path.
 
-        Also empty if the checkpoint's COMMIT is damaged: `restore` names the damage,
-        and takes an older checkpoint.
+        The list is empty if the save did not check. It is also empty if the
+        checkpoint's COMMIT is damaged: `restore` names the damage, and takes an older
+        checkpoint.
+
+        Raises:
+          CheckpointError: if the step has no checkpoint that counts.
         """
-        newest, *_ = format_lib.choose(self.store, self._folder.committed(), step)
+        newest, *_ = format_lib.choose(self.store, self._committed(), step)
         try:
             commit = metadata_files.retry_on_damage(
                 lambda: metadata_files.read_commit(newest)
@@ -187,62 +276,83 @@ class Manager:
             return []
         return commit.nonfinite or []
 
-    def finite_steps(self) -> list[int]:
-        """Lists the steps with no array known to be nonfinite, in ascending order."""
-        return [
-            a.step for a in self._folder.committed() if not self._folder.nonfinite(a)
-        ]
+    def _committed(self) -> list[format_lib.SaveAttempt]:
+        """Lists the attempts that count, oldest step first."""
+        attempts = format_lib.attempts(self.store)
+        return [attempt for attempt in attempts if self._counts(attempt)]
 
-    def newest_finite_step(self) -> int | None:
-        """Returns the newest of `finite_steps`; None if there is none."""
-        return max(self.finite_steps(), default=None)
+    def _counts(self, attempt: format_lib.SaveAttempt) -> bool:
+        return attempt.counts and attempt not in self._damaged
 
-    def folders_after(self, step: int) -> list[str]:
-        """Lists the folders of checkpoints of later steps, as `give_up` takes them."""
-        return [
-            attempt.folder
-            for attempt in self._folder.committed()
-            if attempt.step > step
-        ]
+    def _nonfinite_paths(self, attempt: format_lib.SaveAttempt) -> list[str]:
+        """Lists the checked arrays of an attempt that are not finite, by path.
 
-    def give_up(self, folders: Sequence[str]) -> None:
-        """Deletes checkpoints, pinned or not, that the run discarded when it rolled
-        back. Call it on process 0.
-
-        Each is recorded like a checkpoint that a person deleted, so that the run may
-        resume from an earlier one. Folders that no longer exist are skipped: an earlier
-        call deleted them.
+        The list is empty if the save checked none.
         """
-        for attempt in format_lib.attempts(self.store) if folders else ():
-            if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
-                writer.remove(attempt, by_hand=True)
+        if attempt not in self._nonfinite:
+            try:
+                commit = metadata_files.read_commit(attempt)
+            except metadata_files.DamagedError as e:
+                # A run must not resume from a damaged checkpoint either, so it is
+                # treated as not finite.
+                return [str(e)]
+            self._nonfinite[attempt] = list(commit.nonfinite or [])
+        return self._nonfinite[attempt]
 
-    def add_metrics(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        before: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Adds to a step that was saved without metrics the ones by which the best
-        checkpoint is chosen.
+    # What all processes do together.
+
+    def on_process_0(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on the folder on process 0.
+
+        No save may be under way.
 
         Args:
-          step: the step.
-          metrics: the metrics by name.
-          before: called on process 0 before the metrics are written.
+          action: returns a JSON-serializable value.
+
+        Returns:
+          The action's result, on all processes.
 
         Raises:
-          CheckpointError: on all processes, if the step has no checkpoint, or the
-            metrics cannot be written.
+          CheckpointError: on all processes, if the action fails. A bug in it is raised
+            as it is on process 0.
         """
-        # The step may be the one whose save is still under way.
-        self.wait()
 
-        def add() -> None:
-            before()
-            format_lib.add_metrics(format_lib.find(self.store, step), metrics)
+        def action_with_reasons() -> Any:
+            try:
+                return action()
+            except errors.UserError as e:
+                raise store_lib.CheckpointError(str(e)) from e
+            except (OSError, ValueError, RuntimeError) as e:
+                # tensorstore raises ValueError and RuntimeError for what is wrong with
+                # a store.
+                raise store_lib.CheckpointError(store_lib.reason(e)) from e
 
-        self.agree(add)
+        try:
+            return self._exchange.on_process_0(action_with_reasons)
+        except store_lib.CheckpointError:
+            raise
+        except errors.UserError as e:
+            # The error of process 0 arrives at the other processes as this type.
+            raise store_lib.CheckpointError(str(e)) from e
+
+    def agreed_latest_step(self) -> int | None:
+        """Returns the newest step with a checkpoint that counts, on all processes.
+
+        Returns None if no process sees a checkpoint.
+
+        Raises:
+          CheckpointError: if a process does not see the checkpoints that process 0
+            sees, for example because a disk is not mounted on its host.
+        """
+
+        def newest_folder() -> list[str]:
+            return [attempt.folder for attempt in self._committed()[-1:]]
+
+        folders = self.on_process_0(newest_folder)
+        self._check_seen(folders)
+        if not folders:
+            return None
+        return format_lib.attempt_in(self.store, folders[0]).step
 
     def acquire(self) -> None:
         """Locks the folder for this run until `close`. A save does so too.
@@ -253,11 +363,75 @@ class Manager:
             for example because a disk is not mounted on its host.
         """
         self.wait()
-        self.agree(self._folder.acquire)
+        self.on_process_0(self._acquire)
         # Process 0 wrote RUN into the folder. A process that cannot read it sees
         # another folder.
         if self._owner is not None:
-            self._agreement.check_owner(self._owner)
+            self._check_owner(self._owner)
+
+    def _acquire(self) -> None:
+        """Locks the folder, and records the run as its owner; on process 0."""
+        if self._lock is None:
+            self._lock = lock_lib.acquire(self.store, self._log)
+        if self._owner is not None:
+            format_lib.claim(self.store, self._owner)
+
+    def _release(self) -> None:
+        lock = self._lock
+        self._lock = None
+        if lock is not None:
+            lock.release()
+
+    def _check_seen(self, folders: list[str]) -> None:
+        """Checks that every process sees the given checkpoints.
+
+        If none are given, it checks that no process sees any.
+
+        Args:
+          folders: the names of the checkpoints' folders, equal on all processes.
+
+        Raises:
+          CheckpointError: on all processes, if the check fails or a process cannot read
+            the store.
+        """
+
+        def problem() -> str:
+            seen = {attempt.folder for attempt in format_lib.committed(self.store)}
+            if seen and not folders:
+                return (
+                    f"sees {len(seen)} checkpoints in {self.store}, but process 0 sees "
+                    "none"
+                )
+            for folder in folders:
+                if folder not in seen:
+                    return f"does not see {self.store}/{folder}, but process 0 does"
+            return ""
+
+        agreement.wait_until_none(self._exchange, problem, self._log)
+
+    def _check_owner(self, owner: format_lib.Owner) -> None:
+        """Checks that every process sees the folder that process 0 sees.
+
+        Args:
+          owner: the run, which process 0 has recorded in the folder.
+
+        Raises:
+          CheckpointError: on all processes, if one of them sees another folder.
+        """
+
+        def problem() -> str:
+            seen = format_lib.read_owner(self.store)
+            if seen is not None and seen.id == owner.id:
+                return ""
+            whose = "no run" if seen is None else f"run {seen.id} ({seen.workdir})"
+            return (
+                f"sees that {self.store} belongs to {whose}, but process 0 recorded "
+                f"run {owner.id} as its owner"
+            )
+
+        agreement.wait_until_none(self._exchange, problem, self._log)
+
+    # Saving.
 
     def save(
         self,
@@ -269,8 +443,9 @@ class Manager:
         metrics: dict[str, float] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save a step in the background, unless the step already has a
-        checkpoint that counts.
+        """Begins to save a step in the background.
+
+        A step that already has a checkpoint that counts is not saved again.
 
         Returns when the state has been copied to the host and may be donated. The
         budget permitting, that is before the state is written. When the checkpoint
@@ -290,39 +465,285 @@ class Manager:
         Raises:
           CheckpointError: if the state or its metadata cannot be saved, or if the
             previous save failed. After a failure of the previous save, this save is
-            under way nevertheless.
+            under way nevertheless: the other processes take part in it, and may have
+            learned of that failure earlier.
         """
-        request = saver.Request(step, metadata, data, metrics or {}, before_commit)
-        self._saver.start(request, state)
+        request = _Request(
+            step=step,
+            metadata=metadata,
+            data=data,
+            metrics=metrics or {},
+            before_commit=before_commit,
+            begin=time.monotonic(),
+        )
+        _check_json(request)
+        leaves = leaves_lib.flatten(state)
+        plan = self._plan_for(leaves)
+        nbytes = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
+        reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)
+        copy = host_copy.HostCopy(plan, self._budget_bytes, reporter)
+
+        # One save at a time, since the processes make their exchanges in one order.
+        previous_failure = self._join_save()
+        saving = _Saving(step, concurrent.futures.Future())
+        self._saving = saving
+        threading.Thread(
+            target=self._save_in_background,
+            args=(saving, request, plan, copy),
+            name="checkpoint",
+            daemon=True,
+        ).start()
+        copy.make(leaves)
+        if previous_failure is not None:
+            raise previous_failure
+
+    def _save_in_background(
+        self,
+        saving: _Saving,
+        request: _Request,
+        plan: ownership.Plan,
+        copy: host_copy.HostCopy,
+    ) -> None:
+        """Runs `_write_and_commit`, and leaves its end to `_join_save`."""
+        try:
+            saving.end.set_result(self._write_and_commit(request, plan, copy))
+        except BaseException as e:
+            saving.end.set_exception(e)
+        finally:
+            # A save that has ended writes nothing more, so a caller whose copy waits
+            # for the budget must be released.
+            copy.close()
+
+    def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
+        """Plans which process writes what.
+
+        The plan is cached: it is the same for every save of a run, and slow to compute
+        for thousands of arrays.
+        """
+        key = []
+        for path, leaf in leaves.items():
+            sharding = getattr(leaf, "sharding", None)
+            key.append((path, leaf.shape, leaf.dtype, sharding))
+        if self._plan is None or self._plan[0] != key:
+            plan = ownership.plan(leaves, self._exchange.index, self._exchange.count)
+            self._plan = (key, plan)
+        return self._plan[1]
+
+    def _write_and_commit(
+        self, request: _Request, plan: ownership.Plan, copy: host_copy.HostCopy
+    ) -> list[str]:
+        """Writes a step and makes it count, on all processes together.
+
+        It runs in the background. The order of these calls is the order in which data
+        becomes durable. All processes make the same exchanges, whatever fails on one of
+        them.
+
+        Args:
+          request: the step.
+          plan: which chunks this process writes.
+          copy: provides these chunks, as the caller of the save copies them.
+
+        Returns:
+          The paths of arrays for which the step was refused, since they are not finite;
+          empty if the step has a checkpoint that counts.
+        """
+        # 1. Process 0 begins an attempt. Its folder is new, so that nothing is ever
+        # overwritten.
+        nonce = self.on_process_0(lambda: self._begin_attempt(request.step))
+        if not nonce:
+            return []
+        attempt = format_lib.SaveAttempt(self.store, request.step, nonce)
+
+        # 2. Every process writes its chunks, which are durable when it reports. A
+        # process that failed reports that instead of raising it; otherwise the others
+        # would wait for its report until the deadline.
+        report = self._write_chunks(attempt, plan, copy)
+        report["data"] = request.data
+        reports = self._exchange.gather(report)
+
+        # 3. All processes have the same reports, so all of them decide alike, and all
+        # of them raise, or none.
+        failures = _failures(reports)
+        nonfinite = _nonfinite(reports)
+        is_refused = bool(nonfinite) and self._refuse_nonfinite
+        if failures or is_refused:
+            self.on_process_0(lambda: self._remove_failed(attempt))
+            if failures:
+                raise store_lib.CheckpointError("; ".join(failures))
+            return nonfinite
+
+        # 4. Process 0 completes the checkpoint. All processes raise its error.
+        self.on_process_0(lambda: self._commit(attempt, request, plan, reports))
+        return []
+
+    def _begin_attempt(self, step: int) -> str:
+        """Prepares the folder for an attempt to save a step; on process 0.
+
+        Returns:
+          The nonce of the attempt; empty if the step already has a checkpoint that
+          counts.
+        """
+        # Only the process that holds the lock writes and deletes here.
+        self._acquire()
+        attempts = format_lib.attempts(self.store)
+        # What is left of an attempt that is being deleted is for the deletion, which
+        # may take long.
+        self._remove_dead(
+            [attempt for attempt in attempts if attempt not in self._deleting]
+        )
+        for attempt in attempts:
+            if attempt.step == step and self._counts(attempt):
+                return ""
+        return secrets.token_hex(4)
+
+    def _write_chunks(
+        self,
+        attempt: format_lib.SaveAttempt,
+        plan: ownership.Plan,
+        copy: host_copy.HostCopy,
+    ) -> dict[str, Any]:
+        """Writes the chunks that this process owns. It raises no error.
+
+        Returns:
+          A report for the other processes: "keys", the number of keys written, or
+          "error", the reason why they were not; and "nonfinite", the paths of checked
+          arrays that are not finite.
+        """
+        report: dict[str, Any] = {}
+        nonfinite: set[str] = set()
+        chunks = copy.chunks()
+        if self._must_be_finite is not None:
+            chunks = _note_nonfinite(chunks, self._must_be_finite, nonfinite)
+        try:
+            report["keys"] = writer.write_part(
+                attempt, self._exchange.index, plan.arrays, chunks, copy.written
+            )
+        except Exception as e:
+            report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
+        report["nonfinite"] = _causes_first(nonfinite)[:_MOST_PATHS]
+        return report
+
+    def _commit(
+        self,
+        attempt: format_lib.SaveAttempt,
+        request: _Request,
+        plan: ownership.Plan,
+        reports: list[dict[str, Any]],
+    ) -> None:
+        """Makes an attempt count that all processes have written; on process 0.
+
+        Args:
+          attempt: the attempt.
+          request: the step.
+          plan: how the arrays are stored.
+          reports: what each process returned from `_write_chunks`, and its "data".
+        """
+        nonfinite = _nonfinite(reports)
+        nbytes = sum(plan.loads)
+        try:
+            # Merge: the chunks stay where they are, and one database refers to them.
+            writers = [i for i, report in enumerate(reports) if report["keys"]]
+            merged = writer.merge(attempt, writers)
+
+            # Verify that no chunk is missing, whatever the processes reported.
+            num_keys = writer.verify(merged, plan.arrays)
+
+            # Describe the arrays and the run.
+            data = [report["data"] for report in reports]
+            writer.describe(attempt, plan.arrays, request.metadata, data)
+
+            # Commit. What the checkpoint relies on, such as logged rows, is durable
+            # before COMMIT exists. The lock is checked last: if another run has taken
+            # the folder over, this checkpoint must not count.
+            request.before_commit()
+            if self._lock is not None:
+                self._lock.check()
+            writer.commit(
+                attempt,
+                num_keys,
+                nbytes,
+                request.metrics,
+                nonfinite if self._must_be_finite is not None else None,
+                self._owner,
+            )
+        except BaseException:
+            self._remove_failed(attempt)
+            raise
+
+        # The checkpoint counts now, whatever fails later. The run records that it
+        # reached this step before older checkpoints are deleted.
+        self._on_committed(
+            Committed(
+                step=request.step,
+                folder=attempt.folder,
+                nbytes=nbytes,
+                seconds=time.monotonic() - request.begin,
+                nonfinite=tuple(nonfinite),
+            )
+        )
+        # Clean up, in a thread of its own: the next save need not wait for it.
+        self._deletions.add(self._remove_old)
 
     def check(self) -> None:
-        """Raises CheckpointError if the last save has finished and failed. Does not
-        wait.
+        """Raises CheckpointError if the last save has finished and failed.
+
+        Does not wait. It leaves a NonfiniteError to `save` and `wait`, which raise it
+        on all processes at the same step.
         """
-        self._saver.check()
+        # Called after each step, most of which have no save to ask about.
+        if self._saving is None or not self._saving.end.done():
+            return
+        end = self._saving.end
+        is_refused = end.exception() is None and bool(end.result())
+        if is_refused:
+            return
+        failure = self._join_save()
+        if failure is not None:
+            raise failure
 
     def wait(self) -> None:
-        """Waits for the last save to finish, and a moment for deletions; raises
-        CheckpointError if the save failed.
+        """Waits for the last save to finish, and a moment for deletions.
+
+        Raises:
+          CheckpointError: if the save failed; earlier checkpoints are unchanged.
         """
-        self._saver.wait()
+        failure = self._join_save()
+        if failure is not None:
+            raise failure
         self._deletions.wait()
 
-    def clean(self) -> None:
-        """Waits for the last save, then deletes the leftovers of attempts that do not
-        count and old checkpoints.
+    def _join_save(self) -> store_lib.CheckpointError | None:
+        """Waits for the last save; returns its error, if any, once only.
 
-        A run that was killed during a save or a deletion leaves such folders. Waits a
-        moment for these deletions; what takes longer goes on beside the caller, who
-        must not save before `close`.
+        The error is made here, so that it is raised in the thread of the caller.
         """
-        self.wait()
-        self._deletions.add(self._folder.clean)
-        self._deletions.wait()
+        if self._saving is None:
+            return None
+        step, end = self._saving
+        # If Ctrl-C interrupts this wait, the save is still known, and the next call
+        # waits for it.
+        error = end.exception()
+        self._saving = None
+        if error is not None:
+            failure = store_lib.CheckpointError(
+                f"Step {step} could not be saved in {self.store}: "
+                f"{store_lib.reason(error)}. Earlier checkpoints are unchanged."
+            )
+            failure.__cause__ = error
+            return failure
+        nonfinite = end.result()
+        if nonfinite:
+            return NonfiniteError(
+                f"step {step}: the resulting state is not finite: "
+                f"{', '.join(nonfinite)}",
+                step,
+            )
+        return None
 
     def close(self) -> None:
-        """Waits for the last save, then releases the lock on the folder. Waits for no
-        slow deletion.
+        """Waits for the last save, then releases the lock on the folder.
+
+        Waits for no slow deletion.
         """
         try:
             self.wait()
@@ -330,8 +751,152 @@ class Manager:
             self._deletions.cancel()
             # The lock on an object store is an object, so this is a deletion as well.
             release = deletions.Deletions()
-            release.add(self._folder.release)
+            release.add(self._release)
             release.wait()
+
+    # Changing checkpoints.
+
+    def pin(self, step: int) -> bool:
+        """Pins a step, so that no retention rule deletes it until `unpin`.
+
+        Returns:
+          Whether the step was not pinned before.
+
+        Raises:
+          CheckpointError: if the step has no checkpoint that counts.
+        """
+        return format_lib.pin(format_lib.find(self.store, step))
+
+    def unpin(self, step: int) -> None:
+        """Unpins a step, so that the retention rules apply to it again."""
+        format_lib.unpin(format_lib.find(self.store, step))
+
+    def add_metrics(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Adds metrics to a step that was saved without them.
+
+        The best checkpoint is chosen by them.
+
+        Args:
+          step: the step.
+          metrics: the metrics by name.
+          before: called on process 0 before the metrics are written.
+
+        Raises:
+          CheckpointError: on all processes, if the step has no checkpoint, or the
+            metrics cannot be written.
+        """
+        # The step may be the one whose save is still under way.
+        self.wait()
+
+        def add() -> None:
+            before()
+            format_lib.add_metrics(format_lib.find(self.store, step), metrics)
+
+        self.on_process_0(add)
+
+    def give_up(self, folders: Sequence[str]) -> None:
+        """Deletes checkpoints, pinned or not, that the run discarded as it rolled back.
+
+        Call it on process 0.
+
+        Each is recorded like a checkpoint that a person deleted, so that the run may
+        resume from an earlier one. Folders that no longer exist are skipped: an earlier
+        call deleted them.
+        """
+        if not folders:
+            return
+        for attempt in format_lib.attempts(self.store):
+            if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
+                writer.remove(attempt, by_hand=True)
+
+    def clean(self) -> None:
+        """Deletes old checkpoints, and the leftovers of attempts that do not count.
+
+        A run that was killed during a save or a deletion leaves such folders. Waits for
+        the last save, and a moment for these deletions; what takes longer goes on
+        beside the caller, who must not save before `close`.
+        """
+        self.wait()
+        self._deletions.add(self._remove_leftovers)
+        self._deletions.wait()
+
+    def _remove_leftovers(self) -> None:
+        # Only the process that holds the lock knows that no attempt is under way.
+        if self._lock is None:
+            return
+        try:
+            self._remove_dead(format_lib.attempts(self.store))
+        except store_lib.CheckpointError as e:
+            self._log(f"leftover folders in {self.store} could not be deleted: {e}")
+        self._remove_old()
+
+    def _remove_dead(self, attempts: list[format_lib.SaveAttempt]) -> None:
+        """Deletes those of some attempts that have no COMMIT."""
+        for attempt in attempts:
+            # A damaged attempt has COMMIT, too, and stays in place for inspection. A
+            # link was created by a person, and is for that person to delete.
+            if format_lib.COMMIT in attempt.marks or attempt.is_link:
+                continue
+            # COMMIT is read by name before anything is deleted, since a listing may lag
+            # behind.
+            if self.store.read(attempt.prefix + format_lib.COMMIT) is None:
+                writer.remove(attempt)
+
+    def _remove_failed(self, attempt: format_lib.SaveAttempt) -> None:
+        """Deletes an attempt that failed.
+
+        If the deletion fails, a later save deletes it.
+        """
+        try:
+            writer.remove(attempt)
+        except Exception as e:
+            self._log(
+                f"{attempt} does not count, but could not be deleted: "
+                f"{store_lib.reason(e)}"
+            )
+
+    def _remove_old(self) -> None:
+        """Deletes the checkpoints that no rule keeps.
+
+        A failure is logged and otherwise ignored.
+        """
+        try:
+            committed = self._committed()
+            kept = self._keep.kept([self._for_rules(attempt) for attempt in committed])
+            for attempt in committed:
+                if attempt.step in kept:
+                    continue
+                self._deleting.add(attempt)
+                try:
+                    writer.remove(attempt)
+                finally:
+                    self._deleting.discard(attempt)
+        except Exception as e:
+            self._log(f"old checkpoints in {self.store} could not be deleted: {e}")
+
+    def _for_rules(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
+        """Describes a checkpoint for the retention rules."""
+        metric = None
+        if self._keep.best:
+            # A damaged checkpoint has no metric. One that cannot be read raises, and
+            # then nothing is deleted: it may be the best.
+            with contextlib.suppress(metadata_files.DamagedError):
+                commit = metadata_files.read_commit(attempt)
+                metric = commit.metrics.get(self._keep.metric)
+        is_finite = self._must_be_finite is None or not self._nonfinite_paths(attempt)
+        # A link means that a person moved the checkpoint elsewhere, and only that
+        # person may delete it.
+        is_pinned = format_lib.PINNED in attempt.marks or attempt.is_link
+        return retention.Saved(
+            step=attempt.step, metric=metric, pinned=is_pinned, finite=is_finite
+        )
+
+    # Restoring.
 
     def restore(
         self,
@@ -340,8 +905,9 @@ class Manager:
         *,
         may_hold: Callable[[], Any] | None = None,
     ) -> reader.Restored:
-        """Restores a checkpoint. All processes read the same one, and each reads its
-        own shards.
+        """Restores a checkpoint.
+
+        All processes read the same one, and each reads its own shards.
 
         Args:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
@@ -358,34 +924,131 @@ class Manager:
         self.wait()
         damages = []
         for attempt in self._candidates(step):
-            read = functools.partial(
+            read_once = functools.partial(
                 reader.restore,
                 attempt,
                 target,
                 self._owner,
                 self._budget_bytes,
-                self._say,
+                self._log,
                 may_hold,
             )
-            restored, damage = self._agreement.read(attempt, read)
+            restored, damage = agreement.read(self._exchange, attempt, read_once)
             if restored is not None:
                 return restored
             # All processes have the same verdict here, so all of them go on to the same
             # next checkpoint.
             damages.append(damage)
             logging.error("DAMAGED CHECKPOINT: %s Trying the previous one.", damage)
-            self._folder.mark_damaged(attempt, damage)
-        raise format_lib.CheckpointError(
+            self._mark_damaged(attempt, damage)
+        raise store_lib.CheckpointError(
             f"All checkpoints in {self.store} are damaged: {' '.join(damages)}"
         )
 
     def _candidates(self, step: int | None) -> list[format_lib.SaveAttempt]:
-        """Lists the checkpoints that may be read, newest first, the same on all
-        processes.
+        """Lists the checkpoints that may be read, newest first.
+
+        The list is the same on all processes.
         """
-        choose = lambda: format_lib.choose(self.store, self._folder.committed(), step)
+
+        def choose() -> list[str]:
+            chosen = format_lib.choose(self.store, self._committed(), step)
+            return [attempt.folder for attempt in chosen]
+
         # Process 0 decides for all, since two listings of a store may differ from one
         # instant to the next.
-        folders = self.agree(lambda: [attempt.folder for attempt in choose()])
-        self._agreement.check_seen(folders)
+        folders = self.on_process_0(choose)
+        self._check_seen(folders)
         return [format_lib.attempt_in(self.store, folder) for folder in folders]
+
+    def _mark_damaged(self, attempt: format_lib.SaveAttempt, damage: str) -> None:
+        """Stops a checkpoint from counting.
+
+        Its step can be saved again, and it no longer takes the place of another
+        checkpoint in the retention rules.
+        """
+        self._damaged.add(attempt)
+        # Only the process that holds the lock writes the mark, which other processes
+        # see.
+        if self._lock is None:
+            return
+        note = {"damage": damage, "found": time.strftime("%Y-%m-%d %H:%M:%S")}
+        try:
+            self.store.create(
+                attempt.prefix + format_lib.DAMAGED, format_lib.to_json(note)
+            )
+        except store_lib.CheckpointError as e:
+            logging.error("%s could not be marked as damaged: %s", attempt, e)
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Waits for all saves before tensorstore shuts down.
+
+    Exit handlers run in reverse order of registration, and tensorstore was imported
+    before this module.
+    """
+    for manager in list(_MANAGERS):
+        failure = manager._join_save()
+        if failure is not None:
+            print(f"NOT SAVED: {failure}", file=sys.stderr)
+
+
+def _check_json(request: _Request) -> None:
+    for name in ("metadata", "data", "metrics"):
+        try:
+            json.dumps(getattr(request, name))
+        except (TypeError, ValueError) as e:
+            raise store_lib.CheckpointError(
+                f"The {name} of step {request.step} must be JSON-serializable: {e}."
+            ) from e
+
+
+def _note_nonfinite(
+    chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
+    checked: re.Pattern[str],
+    nonfinite: set[str],
+) -> Iterator[tuple[ownership.Chunk, np.ndarray] | None]:
+    """Passes chunks through, and notes the arrays that are not finite.
+
+    Args:
+      chunks: the chunks that a process writes; None is passed through.
+      checked: a pattern that is searched for in the paths; others are not checked.
+      nonfinite: the set to which paths are added.
+    """
+    for item in chunks:
+        if item is not None:
+            chunk, value = item
+            is_checked = chunk.path not in nonfinite and checked.search(chunk.path)
+            if is_checked and not finite_lib.is_finite(value):
+                nonfinite.add(chunk.path)
+        yield item
+
+
+def _failures(reports: list[dict[str, Any]]) -> list[str]:
+    """Lists why processes could not write.
+
+    With several processes, each reason follows its process's index.
+    """
+    failures = []
+    for index, report in enumerate(reports):
+        if "error" in report:
+            process = f"process {index}: " if len(reports) > 1 else ""
+            failures.append(process + report["error"])
+    return failures
+
+
+def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
+    """Lists arrays that are not finite in some process's chunks, by path."""
+    paths: set[str] = set()
+    for report in reports:
+        paths.update(report["nonfinite"])
+    return _causes_first(paths)[:_MOST_PATHS]
+
+
+def _causes_first(paths: Iterable[str]) -> list[str]:
+    """Returns paths in order, but optimizer slots last.
+
+    The slots follow from what else is not finite, and are many.
+    """
+    return sorted(paths, key=lambda path: ("opt_state/" in path, path))

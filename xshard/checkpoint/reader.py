@@ -10,9 +10,9 @@ import numpy as np
 
 from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import budget as budget_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
+from xshard.checkpoint import progress as progress_lib
 from xshard.metrics import formatting
 
 # Arrays are put on devices in groups of this size. One call for each of thousands takes
@@ -176,7 +176,7 @@ def read_onto_devices(
             parts.append(array_reader.ArraySlice(target.path, target.meta, index))
             arrays.append(array)
     total = sum(part.nbytes for part in parts)
-    progress = budget_lib.ProgressReporter(f"reading {attempt}", total, say)
+    progress = progress_lib.ProgressReporter(f"reading {attempt}", total, say)
     values = array_reader.read_slices(attempt, parts, budget_bytes)
 
     complete: list[_LocalShards] = []

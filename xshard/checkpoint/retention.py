@@ -52,26 +52,31 @@ class Keep:
         """Checks the values."""
         for name, least in (("last", 1), ("every_steps", 0), ("best", 0)):
             value = getattr(self, name)
+            # A bool is an int, too.
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise store_lib.CheckpointError(
-                    f"checkpoint.keep_{name}={value!r} must be an integer of at least {least}."
+                    f"checkpoint.keep_{name}={value!r} must be an integer of at least "
+                    f"{least}."
                 )
         if self.best and (not self.metric or self.mode not in ("max", "min")):
             raise store_lib.CheckpointError(
-                f"checkpoint.keep_best={self.best} needs best_metric, the name of a metric, and best_mode, "
-                f"'max' or 'min'; received {self.metric!r} and {self.mode!r}."
+                f"checkpoint.keep_best={self.best} needs best_metric, the name of a "
+                "metric, and best_mode, 'max' or 'min'; received "
+                f"{self.metric!r} and {self.mode!r}."
             )
 
     def kept(self, saved: Sequence[Saved]) -> set[int]:
         """Returns the steps that are kept."""
         steps = sorted(checkpoint.step for checkpoint in saved)
-        kept = {*steps[-self.last :], *self.best_steps(saved)}
-        finite = [checkpoint.step for checkpoint in saved if checkpoint.finite]
+        kept = set(steps[-self.last :])
+        kept.update(self.best_steps(saved))
         # A run can only fail again from a nonfinite checkpoint, so newer ones must not
         # replace the last finite one.
-        kept.update(sorted(finite)[-1:])
+        finite = sorted(checkpoint.step for checkpoint in saved if checkpoint.finite)
+        kept.update(finite[-1:])
         if self.newest_of:
-            kept.update([step for step in steps if step % self.newest_of == 0][-1:])
+            multiples = [step for step in steps if step % self.newest_of == 0]
+            kept.update(multiples[-1:])
         for checkpoint in saved:
             is_due = self.every_steps and checkpoint.step % self.every_steps == 0
             if checkpoint.pinned or is_due:
@@ -79,8 +84,10 @@ class Keep:
         return kept
 
     def best_steps(self, saved: Sequence[Saved]) -> list[int]:
-        """Lists the steps that are kept as the best, best first; among equals, the
-        earlier step wins.
+        """Lists the steps that are kept as the best, best first.
+
+        Among equals, the earlier step is better. A checkpoint without the metric, or
+        with NaN, is never the best.
         """
         # With this sign, ascending order puts the best first, and the earlier step
         # first among equals.

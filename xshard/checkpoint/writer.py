@@ -43,7 +43,7 @@ def write_part(
     attempt: format_lib.SaveAttempt,
     process: int,
     arrays: arrays_lib.ArrayMetas,
-    chunks: Iterator[ownership.Chunk | None],
+    chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
     written: Callable[[int], None],
 ) -> int:
     """Writes the chunks that a process owns into its own database. Process 0 also
@@ -53,7 +53,7 @@ def write_part(
       attempt: the attempt.
       process: the index of the process.
       arrays: how each array is stored, by path.
-      chunks: the chunks that the process owns. None asks to flush, since the next chunk
+      chunks: the chunks that the process owns, with their values. None asks to flush, since the next chunk
         may wait for memory that unwritten chunks hold.
       written: called with the number of bytes that have been written and whose memory
         may be released.
@@ -67,12 +67,12 @@ def write_part(
         for path, meta in arrays.items():
             batches.write(f"{path}/zarr.json", json.dumps(meta.zarr()).encode())
             num_keys += 1
-    for chunk in chunks:
-        if chunk is None:
+    for item in chunks:
+        if item is None:
             batches.flush()
         else:
-            piece, value = chunk
-            batches.write_chunk(piece, value)
+            chunk, value = item
+            batches.write_chunk(chunk, value)
             num_keys += 1
     batches.flush()
     # Process 0 commits on the strength of this process's report, so the data must
@@ -281,15 +281,15 @@ class _Batches:
         self._open.keys.write(key, content)
         self._open.num_keys += 1
 
-    def write_chunk(self, piece: ownership.Piece, value: np.ndarray) -> None:
+    def write_chunk(self, chunk: ownership.Chunk, value: np.ndarray) -> None:
         """Writes a chunk, whose memory must not change until `written` is called."""
-        meta = self._arrays[piece.path]
-        if not arrays_lib.is_large(piece.path, meta):
+        meta = self._arrays[chunk.path]
+        if not arrays_lib.is_large(chunk.path, meta):
             content = arrays_lib.encode(value, meta.chunk_shape)
-            self.write(arrays_lib.chunk_key(piece.path, piece.chunk), content)
+            self.write(arrays_lib.chunk_key(chunk.path, chunk.grid_index), content)
         else:
-            slices = arrays_lib.as_slices(meta.index_of(piece.chunk))
-            array = self._database.array(piece.path, meta.zarr())
+            slices = arrays_lib.as_slices(meta.index_of(chunk.grid_index))
+            array = self._database.array(chunk.path, meta.zarr())
             target = array[slices].with_transaction(self._open.tensorstore)
             # Nobody modifies this memory before it is written, so tensorstore need not
             # copy it.

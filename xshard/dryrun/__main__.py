@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from xshard import cli, errors
 from xshard.dryrun import analysis, plan_search, summary
 from xshard.files import jsonfile
-from xshard.pod import notice
+from xshard.pod import exit_codes
 
 # A separate set of flags, since `xshard.main` has flags with the same names.
 _FLAGS = flags.FlagValues()
@@ -97,14 +97,14 @@ def main(argv: Sequence[str]) -> int:
     except analysis.IncompleteError as e:
         print(show(e.result))
         raise
-    return notice.DONE
+    return exit_codes.DONE
 
 
 def run() -> int:
     """Parses the flags and runs; a UserError prints one message."""
     logging.set_verbosity(logging.WARNING)
     code = cli.run(_run, has_debug_flag=True)
-    if code == notice.INTERRUPTED:
+    if code == exit_codes.INTERRUPTED:
         # The compiler is still running in its thread. Exit without waiting for it.
         os._exit(code)
     return code
@@ -113,7 +113,7 @@ def run() -> int:
 def _run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
-        return notice.DONE
+        return exit_codes.DONE
     return main(cli.parse(_CONFIG, _FLAGS))
 
 

@@ -30,7 +30,7 @@ from xshard.files import jsonfile
 from xshard.metrics import chips
 from xshard.metrics import formatting as formatting_lib
 from xshard.optimizers import primitives
-from xshard.pod import notice
+from xshard.pod import exit_codes
 from xshard.run import preflight
 
 # The keys that a plan may change.
@@ -436,7 +436,7 @@ def record_outcome(plan: Plan, code: int, out: str, err: str) -> None:
     last_line = out.splitlines()[-1:]
     if last_line and last_line[0].startswith("{"):
         result = json.loads(last_line[0])
-    if code == notice.DONE:
+    if code == exit_codes.DONE:
         plan.fit(result)
         return
     if result and not result["memory"].get("fits", True):
@@ -495,16 +495,16 @@ def run(
         say(f"{done} of {count}: {_line(plan)}")
 
     compiler = Compiler(arguments)
-    code = notice.DONE
+    code = exit_codes.DONE
     try:
         search(plans, compiler, most, report)
     except KeyboardInterrupt:
         compiler.stop()
         say("interrupted; results so far:")
-        code = notice.INTERRUPTED
+        code = exit_codes.INTERRUPTED
     text = jsonfile.dumps(as_data(plans)) if as_json else show(plans, topology)
     print(text, flush=True)
-    if code == notice.DONE and not fitting(plans):
+    if code == exit_codes.DONE and not fitting(plans):
         raise errors.UserError(
             f"--plan: none of the compiled plans fits {topology}. Give a larger "
             "topology, a smaller --config.batch_size or model, or more --plan_compiles."

@@ -1,9 +1,11 @@
-"""The log of a run: it sends what steps measure to the writers and the terminal."""
+"""The log of a run: sends training metrics, evaluations and samples to the writers and
+the terminal.
+"""
 
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,28 +27,28 @@ _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALU
 
 
 class Log:
-    """The log of a run. As a context, it closes its writers at the end.
+    """The log of a run.
+
+    The host reads the metrics of a step some steps later: `fetch` starts to copy them,
+    and `write_row` writes them.
 
     Attributes:
       rows: the number of rows in the log, including earlier parts of the run.
-      newest: a metric of the most recently dispatched step; None before the first step.
     """
 
     def __init__(
         self,
         directory: workdir.Workdir,
-        start: int,
         experiment: experiment_lib.Experiment,
         mesh: jax.sharding.Mesh,
         batches: batches_lib.TrainBatches,
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
     ):
-        """Opens the config's writers, on process 0.
+        """Creates the log; `opened` opens its writers.
 
         Args:
-          directory: the work directory; rows of steps after `start` are dropped.
-          start: the step that the run starts or resumes from.
+          directory: the work directory.
           experiment: the run's experiment, with its config.
           mesh: the run's mesh.
           batches: the run's training batches.
@@ -54,27 +56,12 @@ class Log:
           terminal: the run's terminal.
         """
         config = experiment.config
-        self._writers: list[writers_lib.Writer] = []
-        self._samples: writers_lib.JsonLines | None = None
-        if jax.process_index() == 0:
-            part = writers_lib.Part(
-                directory=directory.path,
-                step=start,
-                config=identity.plain(config),
-                rows=lambda: rows_lib.read(directory.metrics),
-                samples=lambda: rows_lib.read(directory.samples),
-            )
-            # It drops the samples of the steps that the run repeats, before a writer
-            # reads them.
-            self._samples = writers_lib.JsonLines(directory.samples, start)
-            self._writers = writers_lib.open_all(config.writers, part)
-        self.rows = writers_lib.count(self._writers)
-        self.newest: jax.Array | None = None
+        self.rows = 0
+        self._directory = directory
         self._config = config
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
         self._last = config.steps
-        self._start = start
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
@@ -86,59 +73,91 @@ class Log:
         compute_dtype = jmp.get_policy(config.precision).compute_dtype
         self._peak = flops_lib.peak(mesh, compute_dtype)
         self._epoch_examples = batches.epoch_examples
-        self._deferred = deferred.Deferred()
-        self._in_flight = deferred.InFlight()
+        # Process 0 alone has writers, while the log is open.
+        self._writers: list[writers_lib.Writer] = []
+        self._samples: writers_lib.JsonLines | None = None
         # The previous row, to report skips and changes of the loss scale since then.
-        self._before: rows_lib.Row = {"step": start}
-        # The step of the previous row, and the seconds of training until then.
-        self._paced = (start, 0.0)
+        self._before: rows_lib.Row = {"step": 0}
+        # The step of the previous row, and the seconds that count for its rate.
+        self._paced = (0, 0.0)
 
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._terminal.close()
-        with contextlib.ExitStack() as stack:
-            if kind is not None:
-                # The exception that ended the run must not be replaced by one from
-                # closing a writer.
-                stack.enter_context(contextlib.suppress(OSError, ValueError))
-            for writer in self._writers:
-                stack.callback(writer.close)
-
-    def push(self, step: int, values: Mapping[str, jax.Array]) -> None:
-        """Adds the metrics of a step, which the devices may still be computing.
-
-        It writes the rows of earlier steps that have reached the host.
+    @contextlib.contextmanager
+    def opened(self, start: int) -> Iterator[None]:
+        """Opens the config's writers, on process 0, and closes them at the end.
 
         Args:
-          step: the number of completed steps.
-          values: the metrics by name.
+          start: the step that the run starts or resumes from. Rows of later steps are
+            dropped.
         """
-        if step == self._start + 1:
-            # The first step includes compilation, so timing starts after it.
-            self._clock.started()
-            self._terminal.start(self._start)
-        if step % self._every == 0 or step == self._last:
-            # A host can only read arrays on its own devices.
-            values = mesh_lib.replicate(self._mesh, values)
-            self._deferred.push(step, values)
-        self.newest = next(iter(values.values()))
-        self._in_flight.push(self.newest)
-        self._write(self._deferred.due(step))
-        self._terminal.progress(step)
+        if jax.process_index() == 0:
+            part = writers_lib.Part(
+                directory=self._directory.path,
+                step=start,
+                config=identity.plain(self._config),
+                rows=lambda: rows_lib.read(self._directory.metrics),
+                samples=lambda: rows_lib.read(self._directory.samples),
+            )
+            # It drops the samples of the steps that the run repeats, before a writer
+            # reads them.
+            self._samples = writers_lib.JsonLines(self._directory.samples, start)
+            self._writers = writers_lib.open_all(self._config.writers, part)
+        self.rows = writers_lib.count(self._writers)
+        self._before = {"step": start}
+        self._paced = (start, 0.0)
+        try:
+            yield
+        except BaseException:
+            # The exception that ended the run must not be replaced by one from closing
+            # a writer.
+            with contextlib.suppress(OSError, ValueError):
+                self._close()
+            raise
+        self._close()
+
+    def fetch(
+        self, step: int, metrics: Mapping[str, jax.Array]
+    ) -> Mapping[str, jax.Array] | None:
+        """Starts to copy the metrics of a step to the host, if it has a row.
+
+        All processes must call it.
+
+        Returns:
+          The metrics, as `write_row` takes them; None if the step has no row.
+        """
+        if step % self._every and step != self._last:
+            return None
+        # A host can only read arrays on its own devices.
+        fetched = mesh_lib.replicate(self._mesh, metrics)
+        deferred.to_host(fetched.values())
+        return fetched
+
+    def write_row(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Writes the row of a step, and waits for its metrics if they are not ready."""
+        row: rows_lib.Row = {"step": step}
+        for name, value in metrics.items():
+            row[name] = rows_lib.to_number(value)
+        row = with_skips(row)
+        if self._epoch_examples is not None:
+            # An experiment may log its own 'epoch', which takes precedence.
+            examples = step * self._config.batch_size
+            row.setdefault("epoch", examples / self._epoch_examples)
+        seconds = self._clock.seconds()
+        rate = self._rate(step, seconds)
+        self._send(row | self._performance(rate, seconds))
+        self._terminal.row(rows_lib.numbers(row), rate)
+        text = changes(self._before, row)
+        if text:
+            self._terminal.say(text)
+        self._before = row
 
     def flush(self) -> None:
-        """Waits for all steps that were pushed, and writes their rows."""
-        self._write(self._deferred.flush())
+        """Flushes the rows so far to the writers' files."""
         for writer in self._writers:
             writer.flush()
 
     def sync(self) -> None:
-        """Syncs all flushed rows to disk; may be called from any thread.
-
-        Raises:
-          OSError: if that fails.
+        """Syncs all flushed rows to disk; may be called from any thread. Raises OSError
+        if that fails.
         """
         if self._samples is not None:
             self._samples.sync()
@@ -154,19 +173,22 @@ class Log:
         self._terminal.say(text)
 
     def write_ahead(self, row: rows_lib.Row) -> None:
-        """Writes a row about the next step, after the rows of all earlier steps."""
-        self.flush()
+        """Writes a row about the step that comes next.
+
+        The caller has written the rows of all earlier steps.
+        """
         self._send(row | {"perf/time": _now()})
 
     def sampled(self) -> int:
-        """Returns the last step with samples; -1 if there is none.
-
-        Only process 0 knows it.
+        """Returns the last step with samples, as process 0 sees it; -1 if there is
+        none.
         """
         return -1 if self._samples is None else self._samples.last
 
     def write_samples(self, row: rows_lib.Row) -> None:
-        """Writes a row of `xshard.samples`, unless its step has samples already."""
+        """Writes a row from `xshard.samples.row`, unless samples of its step exist
+        already.
+        """
         if self._samples is None or row["step"] <= self._samples.last:
             return
         self._samples.write(row)
@@ -175,31 +197,20 @@ class Log:
             if hasattr(writer, "write_samples"):
                 writer.write_samples(row)
 
-    def _write(self, rows: Iterable[rows_lib.Row]) -> None:
-        """Completes rows of training, and writes and shows them."""
-        for row in map(with_skips, rows):
-            step = row["step"]
-            if self._epoch_examples is not None:
-                # An experiment may log its own 'epoch', which takes precedence.
-                examples = step * self._config.batch_size
-                row.setdefault("epoch", examples / self._epoch_examples)
-            seconds = self._clock.seconds()
-            rate = self._rate(step, seconds)
-            self._send(row | self._performance(rate, seconds))
-            self._terminal.row(rows_lib.numbers(row), rate)
-            text = changes(self._before, row)
-            if text:
-                self._terminal.say(text)
-            self._before = row
+    def _close(self) -> None:
+        self._terminal.close()
+        with contextlib.ExitStack() as stack:
+            # All writers are closed, even if one of them fails.
+            for writer in self._writers:
+                stack.callback(writer.close)
 
     def _send(self, row: rows_lib.Row) -> None:
         self.rows += 1
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
-        """Returns the steps per second since the last row.
-
-        The time of evaluations and saves does not count.
+        """Returns the steps per second since the last row, without the time of
+        evaluations and saves.
         """
         paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
         last_step, last_paced = self._paced
@@ -208,12 +219,6 @@ class Log:
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
     def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
-        """Returns the values of a row under 'perf/'.
-
-        Args:
-          rate: the steps per second since the last row.
-          seconds: the seconds of each phase since the process started.
-        """
         examples = self._config.batch_size * mesh_lib.num_groups(self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
         flops = self._flops()
@@ -226,58 +231,48 @@ class Log:
         row["seconds"] = total
         for name in _COSTS:
             row[f"{name}_seconds"] = seconds[name]
-        performance = {}
-        for name, value in row.items():
-            # Times are accurate to about a millisecond, so six digits are enough.
-            performance[f"{rows_lib.PERFORMANCE}{name}"] = float(f"{value:.6g}")
+        # Times are accurate to about a millisecond, so six digits are enough.
+        performance = {
+            f"perf/{name}": float(f"{value:.6g}") for name, value in row.items()
+        }
         performance["perf/time"] = _now()
         return performance
 
 
 def with_skips(row: rows_lib.Row) -> rows_lib.Row:
-    """Returns a step's row with the number of skips of each learner so far.
-
-    A step's own 'skipped' would miss the skips between rows. Each learner counts its
-    updates, so the updates that are missing from the count were skipped.
-
-    Args:
-      row: a row of training. With several learners, the names of each begin with its
-        name and a slash.
+    """Returns a step's row with the skips of each learner so far, since its own would
+    miss skips between rows.
     """
     row = dict(row)
-    counts = [name for name in row if name.rpartition("/")[2] == "global_step"]
-    for name in counts:
+    for name in [name for name in row if name.rpartition("/")[2] == "global_step"]:
         learner = name.removesuffix("global_step")
-        updates_per_step = np.asarray(row.get(f"{learner}updates_per_step", 1))
-        attempted = row["step"] * updates_per_step
+        made = row["step"] * np.asarray(row.get(f"{learner}updates_per_step", 1))
         row.pop(f"{learner}skipped", None)
         # Unknown if a step makes several updates and returns the outcome of only one of
         # them.
-        if np.all(attempted >= row[name]):
-            row[f"{learner}skipped"] = (attempted - row[name]).tolist()
+        if np.all(made >= row[name]):
+            row[f"{learner}skipped"] = (made - row[name]).tolist()
     return row
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
-    """Returns the row of an evaluation after a step, and a line to print."""
+    """Returns the row of an evaluation of the state after a step, and a line to print."""
     row: rows_lib.Row = {"step": step}
     numbers = []
     for name, value in values.items():
-        row[f"{rows_lib.EVALUATION}{name}"] = value
+        row[f"eval/{name}"] = value
         numbers.append(f"{name} {formatting.number(value)}")
     row["perf/time"] = _now()
     return row, f"step {step}  evaluation: {'  '.join(numbers)}"
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
-    """Describes skipped steps and changes of the loss scale between two rows.
+    """Describes skipped steps and changes of the loss scale between two rows; empty if
+    there are none.
 
     Args:
       before: the previous row, possibly with only its 'step'.
       row: a row of training.
-
-    Returns:
-      The description; empty if there are no skips and changes.
     """
     parts = []
     for name in row:
@@ -291,9 +286,10 @@ def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
                 count = formatting.number(skipped.tolist())
                 parts.append(f"{count} of the last {steps} steps skipped{of_learner}")
         if kind == "loss_scale" and name in before and before[name] != row[name]:
-            old = formatting.number(before[name])
-            new = formatting.number(row[name])
-            parts.append(f"loss scale{of_learner} {old} -> {new}")
+            scales = (
+                f"{formatting.number(before[name])} -> {formatting.number(row[name])}"
+            )
+            parts.append(f"loss scale{of_learner} {scales}")
     if not parts:
         return ""
     return f"step {row['step']}: {'; '.join(parts)}"

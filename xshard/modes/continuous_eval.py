@@ -22,7 +22,7 @@ from xshard.files import disk, jsonfile, results, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
 from xshard.metrics import rows as rows_lib
-from xshard.pod import notice, processes
+from xshard.pod import exit_codes, host_collectives, request
 from xshard.pod import watchdog as monitor_lib
 from xshard.run import saving, states
 
@@ -70,17 +70,16 @@ class ContinuousEvaluator:
         self._run = workdir.Workdir(directory)
         self._output = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
-        self._states = states.States(experiment, mesh, example, self._run)
-        self._checkpoints = self._states.manager
+        self._checkpoints = states.StateManager(experiment, mesh, example, self._run)
         self._evaluation = evaluation.Evaluation(
             experiment, mesh, config.eval_batch_size
         )
-        processes.check_equal_data({"evaluation": self._evaluation.summary})
-        self._evaluation.check(self._states.target, config.checkpoint)
+        host_collectives.check_equal_data({"evaluation": self._evaluation.summary})
+        self._evaluation.check(self._checkpoints.target, config.checkpoint)
         self._watch = watch
         self._sleep = sleep
         self._terminal = terminal.Terminal(config.steps, show)
-        self._stop: notice.Notice | None = None
+        self._stop: request.Request | None = None
         self._last_message = ""
         # What follows is known on process 0 only, and only once the run exists.
         self._last_evaluated = -1
@@ -94,34 +93,34 @@ class ContinuousEvaluator:
 
         All processes must call it.
         """
-        return self._checkpoints.agree(lambda: self._last_evaluated)
+        return self._checkpoints.on_process_0(lambda: self._last_evaluated)
 
-    def follow(self) -> notice.Notice | None:
+    def follow(self) -> request.Request | None:
         """Evaluates checkpoints, the oldest first, up to the run's last one.
 
         Returns:
-          The notice that stopped the job; None if it came to the run's end.
+          The request that stopped the job; None if it came to the run's end.
         """
         with self._resources:
             self._evaluate_all()
         return self._stop
 
     def _evaluate_all(self) -> None:
-        while self._poll():
-            step = self._checkpoints.agree(self._next_step)
+        while self._should_continue():
+            step = self._checkpoints.on_process_0(self._next_step)
             if step is not None:
                 self._evaluate(step)
-            elif self._checkpoints.agree(self._is_over):
+            elif self._checkpoints.on_process_0(self._is_over):
                 break
             elif self._checkpoints.store.path is not None:
                 self._sleep(_POLL_SECONDS)
             else:
                 self._sleep(_REMOTE_POLL_SECONDS)
 
-    def _poll(self) -> bool:
-        """Takes a notice, if there is one; returns whether the job continues."""
+    def _should_continue(self) -> bool:
+        """Takes a request, if there is one; returns whether the job continues."""
         received = None if self._watch is None else self._watch.poll()
-        if received is not None and received.kind == notice.STOP:
+        if received is not None and received.kind == request.STOP:
             self._stop = received
         return self._stop is None
 
@@ -234,9 +233,9 @@ class ContinuousEvaluator:
     def _evaluate(self, step: int) -> None:
         """Evaluates a step on all processes; process 0 logs the result."""
         try:
-            state = self._states.restore(step, fits=True).state
+            state = self._checkpoints.restore_state(step, fits=True).state
         except checkpoint.CheckpointError as e:
-            if step in self._checkpoints.agree(self._checkpoints.all_steps):
+            if step in self._checkpoints.on_process_0(self._checkpoints.all_steps):
                 raise
             # The checkpoint is damaged, or was deleted while it was read. Neither must
             # stop the job.
@@ -246,9 +245,10 @@ class ContinuousEvaluator:
                 self._best.unpin_others()
             return
         self._evaluation.check(state, self._config.checkpoint)
-        values = self._evaluation(state, self._poll)
-        if values is None:
-            return
+        for values in self._evaluation.by_batch(state):
+            if values is None and not self._should_continue():
+                return
+        assert values is not None
         self._last_evaluated = step
         # best.json is written before the row. After a kill in between, the step has no
         # row and is evaluated again.
@@ -426,7 +426,7 @@ def run(
         f"all checkpoints to step {evaluator.last_step()} are evaluated; the results "
         f"are in {output}"
     )
-    return notice.DONE
+    return exit_codes.DONE
 
 
 def _read_best(path: pathlib.Path) -> _Record:

@@ -7,7 +7,7 @@ import ml_collections
 
 from xshard import errors, loop
 from xshard.metrics import terminal
-from xshard.pod import notice
+from xshard.pod import exit_codes, request
 from xshard.pod import watchdog as monitor_lib
 
 FOLDER = "profile"
@@ -67,14 +67,14 @@ def run(
             jax.block_until_ready(values)
         if watch is not None:
             asked = watch.poll()
-            if asked is not None and asked.kind == notice.STOP:
+            if asked is not None and asked.kind == request.STOP:
                 print(f"{asked.why}: stopped; no trace was written")
                 return asked.code
     jax.block_until_ready((state, values))
     jax.profiler.stop_trace()
     _check_written(traces)
     print(f"to view it: xprof --logdir {traces} (pip install xprof)")
-    return notice.DONE
+    return exit_codes.DONE
 
 
 def _check_written(traces: pathlib.Path) -> None:

@@ -26,7 +26,7 @@ def write(directory: pathlib.Path) -> None:
       directory: the directory, which is created with its parents if it does not exist.
 
     Raises:
-      ValueError: if it is a file, is not empty, or cannot be written.
+      UserError: if it is a file, is not empty, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -63,15 +63,14 @@ def main(argv: Sequence[str]) -> int:
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")
     if not os.path.samefile(directory, os.curdir):
         print(f"  cd {shlex.quote(str(directory))}")
-    print(
-        "  python -m xshard.main --config=config.py --workdir=runs/first    # trains it"
-    )
-    print(
-        "  python -m pytest                                                 # tests it\n"
-    )
+    train = "python -m xshard.main --config=config.py --workdir=runs/first"
+    test = "python -m pytest"
+    print(f"  {train}    # trains it")
+    print(f"  {test:{len(train)}}    # tests it\n")
     if importlib.util.find_spec("pytest") is None:
         print(
-            "The tests need pytest, which is not installed: python -m pip install pytest\n"
+            "The tests need pytest, which is not installed: python -m pip install "
+            "pytest\n"
         )
     print(
         "Then make it yours: comments that begin with 'Yours' tell you what to change."

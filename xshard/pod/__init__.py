@@ -1,3 +1,3 @@
-"""Runs in several processes: how they find one another, agree on notices, watch one
+"""Runs in several processes: how they find one another, agree on requests, watch one
 another, and stop.
 """

@@ -9,7 +9,6 @@ wrote.
 import contextlib
 import json
 import pathlib
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,9 @@ from xshard.metrics import clock
 from xshard.pod import status
 
 FILE = "attempts.jsonl"
-REPEATED, OTHER, DOWN = "made again", "other", "not running"
+REPEATED = "made again"
+OTHER = "other"
+DOWN = "not running"
 # The parts into which the time of an attempt is divided, in the order in which they are
 # shown.
 TIME_CATEGORIES = (
@@ -33,7 +34,7 @@ TIME_CATEGORIES = (
 
 
 class Attempt(NamedTuple):
-    """One attempt, as process 0 recorded it.
+    """One attempt, as process 0 recorded it. The names are keys of `launch status`.
 
     Attributes:
       begun: when it began, in seconds since 1970.
@@ -80,9 +81,10 @@ def preserve_previous(directory: pathlib.Path) -> None:
     Errors of reading and writing are ignored, because missing statistics are no reason
     to end a run.
     """
-    # Without a previous attempt no file is created.
     with contextlib.suppress(OSError, ValueError):
-        if rows := _rows(directory):
+        rows = _rows(directory)
+        # Without a previous attempt no file is created.
+        if rows:
             lines = [json.dumps(row) + "\n" for row in rows]
             disk.replace(directory / FILE, "".join(lines).encode())
 
@@ -96,73 +98,100 @@ def read(directory: pathlib.Path) -> list[Attempt]:
     attempts = []
     # Goes backwards in time: if a later attempt started from a step, no earlier work
     # beyond that step counted.
-    counted = None
-    after = None
+    last_that_counts = None
+    next_begun = None
     for row in reversed(_rows(directory)):
-        attempts.append(_attempt(row, counted, after))
-        after = row["begun"]
+        attempts.append(_attempt(row, last_that_counts, next_begun))
+        next_begun = row["begun"]
         if row["first"] is not None:
-            counted = row["first"] if counted is None else min(counted, row["first"])
-    return attempts[::-1]
+            last_that_counts = _smaller(row["first"], last_that_counts)
+    attempts.reverse()
+    return attempts
 
 
 def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
     """Returns how some attempts spent their time; None if they spent none."""
     spent = dict.fromkeys((*TIME_CATEGORIES, DOWN), 0.0)
     for attempt in attempts:
-        for name, seconds in (*attempt.seconds.items(), (DOWN, attempt.down)):
-            spent[name] += seconds
+        for category, seconds in attempt.seconds.items():
+            spent[category] += seconds
+        spent[DOWN] += attempt.down
     total = sum(spent.values())
     if not total:
         return None
-    shares = {name: seconds / total for name, seconds in spent.items()}
-    share = shares.pop(clock.TRAINING)
-    return Goodput(total, share, {name: lost for name, lost in shares.items() if lost})
+    lost = {}
+    for category, seconds in spent.items():
+        if seconds and category != clock.TRAINING:
+            lost[category] = seconds / total
+    return Goodput(total, spent[clock.TRAINING] / total, lost)
 
 
 def _attempt(
-    row: Mapping[str, Any], counted: int | None, after: float | None
+    row: Mapping[str, Any], last_that_counts: int | None, next_begun: float | None
 ) -> Attempt:
     """Builds an attempt from its last status.
 
     Args:
       row: the last status of the attempt's process 0.
-      counted: the last step that may count; None if all may.
-      after: when the next attempt began; None if there is none.
+      last_that_counts: the last step that may count; None if all may.
+      next_begun: when the next attempt began; None if there is none.
     """
+    # Clocks may have been set back meanwhile.
     ended = max(row["time"], row["begun"])
-    seconds = dict.fromkeys(TIME_CATEGORIES, 0.0) | row["seconds"]
+    seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
+    for category in TIME_CATEGORIES:
+        seconds[category] += row["seconds"].get(category, 0.0)
     if row["trained"]:
-        last = row["step"] if counted is None else min(row["step"], counted)
+        last = _smaller(row["step"], last_that_counts)
         useful = max(0, last - row["first"]) / row["trained"]
         seconds[REPEATED] = (1 - useful) * seconds[clock.TRAINING]
         seconds[clock.TRAINING] *= useful
     rest = max(0.0, ended - row["begun"] - sum(seconds.values()))
-    # An attempt that was killed before its first step reported no start time, so the
-    # rest of its time was the start.
-    seconds[OTHER if row["trained"] else clock.START] += rest
-    is_done = row["doing"].startswith(status.DONE)
-    down = 0.0 if after is None or is_done else max(0.0, after - ended)
+    if row["trained"]:
+        seconds[OTHER] += rest
+    else:
+        # An attempt that was killed before its first step reported no start time, so
+        # the rest of its time was the start.
+        seconds[clock.START] += rest
+    down = 0.0
+    if next_begun is not None and not row["doing"].startswith(status.DONE):
+        down = max(0.0, next_begun - ended)
     end = row["doing"]
-    if not end.startswith(status.ENDS):
-        is_running = after is None and time.time() - ended < status.SILENT_SECONDS
-        end = end if is_running else f"killed; was {end}"
-    return Attempt(row["begun"], ended, row["first"], row["step"], end, seconds, down)
+    is_replaced = next_begun is not None and not status.has_ended(row)
+    if is_replaced or status.silent_seconds(row):
+        end = f"killed; was {end}"
+    return Attempt(
+        begun=row["begun"],
+        ended=ended,
+        first=row["first"],
+        step=row["step"],
+        end=end,
+        seconds=seconds,
+        down=down,
+    )
+
+
+def _smaller(step: int, limit: int | None) -> int:
+    if limit is None:
+        return step
+    return min(step, limit)
 
 
 def _rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the last status of each attempt, without damaged lines. The newest is
     read from the status file.
     """
-    kept = []
+    preserved = []
     for _, row in jsonfile.read_lines(directory / FILE):
         if row is None:
             continue
         with contextlib.suppress(ValueError):
             status.check_row(row)
-            kept.append(row)
-    rows = status.read_if_exists(directory)
-    if rows is None:
-        return kept
-    last = rows[0]
-    return [*(row for row in kept if row["begun"] != last["begun"]), last]
+            preserved.append(row)
+    current = status.read_if_exists(directory)
+    if current is None:
+        return preserved
+    newest = current[0]
+    # It has been preserved, too, if the program that started next has not written yet.
+    earlier = [row for row in preserved if row["begun"] != newest["begun"]]
+    return [*earlier, newest]

@@ -24,24 +24,29 @@ class Heartbeat:
         Args:
           count: the number of processes.
           timeouts: how long a process may be silent, while it starts and later.
-          tick_seconds: the time from one call of `hear` to the next.
+          tick_seconds: the time from one call of `update` or `unanswered` to the next.
         """
         self._timeouts = timeouts
-        self._tick = tick_seconds
+        self._tick_seconds = tick_seconds
         self._rows = dict.fromkeys(range(count), "")
         # For each process, the number of ticks in a row without a new row.
         self._silent_ticks = dict.fromkeys(range(count), 0)
-        self._unanswered = 0
+        # The number of ticks since the coordinator has answered.
+        self._unanswered_ticks = 0
         self.lost: set[int] = set()
 
+    # For process 0, which hears of all others.
+
     def update(self, rows: Mapping[int, str]) -> float:
-        """Returns for how many seconds the lost processes have been silent; 0 if no
-        process is lost.
+        """Counts a tick, and finds the processes that are lost.
 
         Args:
-          rows: the last status that each process has written.
+          rows: the last status that each process has written, as JSON.
+
+        Returns:
+          For how many seconds the lost processes have been silent; 0 if none is lost.
         """
-        is_over = False
+        is_any_lost = False
         # Process 0 makes this call, so it is never silent.
         silence = {0: 0.0}
         for index, before in self._rows.items():
@@ -49,12 +54,13 @@ class Heartbeat:
             self._rows[index] = row
             if index == 0:
                 continue
-            silence[index] = self._silent_ticks[index] * self._tick
+            silence[index] = self._silent_ticks[index] * self._tick_seconds
             self._silent_ticks[index] += 1
             if row != before:
                 self._silent_ticks[index] = 0
-            is_over = is_over or silence[index] > self._limit(row)
-        if not is_over:
+            if silence[index] > self._limit(row):
+                is_any_lost = True
+        if not is_any_lost:
             return 0.0
         # One cause may cut off several processes, but not in the same tick. All that
         # were silent for more than half of the longest time are lost.
@@ -63,23 +69,27 @@ class Heartbeat:
         return longest
 
     def _limit(self, row: str) -> float:
-        """Returns for how many seconds a process may be silent after it wrote this row."""
+        """Returns for how many seconds a process may be silent after this row."""
         if not row or json.loads(row)["doing"] == status.STARTING:
             return self._timeouts.start
         return self._timeouts.heartbeat
 
+    # For the other processes, which hear of process 0.
+
     def answered(self) -> None:
         """Notes that the coordinator, process 0, has answered."""
-        self._unanswered = 0
+        self._unanswered_ticks = 0
 
     def unanswered(self) -> float:
-        """Returns for how many seconds the coordinator has not answered, if that is too
-        long; else 0.
+        """Counts a tick without an answer of the coordinator.
+
+        Returns:
+          For how many seconds it has not answered, if that is too long; else 0.
         """
-        self._unanswered += 1
-        silent = self._unanswered * self._tick
-        if silent > self._timeouts.heartbeat:
-            return silent
+        self._unanswered_ticks += 1
+        seconds = self._unanswered_ticks * self._tick_seconds
+        if seconds > self._timeouts.heartbeat:
+            return seconds
         return 0.0
 
 
@@ -98,19 +108,27 @@ class StallDetector:
             limit.
           tick_seconds: the time from one call of `stalled` to the next.
         """
-        self._limit, self._tick = seconds, tick_seconds
+        self._limit_seconds = seconds
+        self._tick_seconds = tick_seconds
         self._ticks = 0
 
     def note_progress(self) -> None:
         """Notes progress; may be called from any thread."""
         self._ticks = 0
 
-    def stalled(self, doing: str) -> float:
-        """Returns for how many seconds there was no progress, if that exceeds the limit
-        in this phase; else 0.
+    def stalled(self, phase: str) -> float:
+        """Counts a tick without progress.
+
+        Args:
+          phase: what the process does now; only the phases in `status.BOUNDED` can
+            stall.
+
+        Returns:
+          For how many seconds there was no progress, if that exceeds the limit; else 0.
         """
         self._ticks += 1
-        silent = self._ticks * self._tick
-        if self._limit and doing in status.BOUNDED and silent > self._limit:
-            return silent
+        seconds = self._ticks * self._tick_seconds
+        is_bounded = self._limit_seconds and phase in status.BOUNDED
+        if is_bounded and seconds > self._limit_seconds:
+            return seconds
         return 0.0

@@ -1,5 +1,5 @@
-"""The code and the machine of a run: the facts that must be equal on all processes, and
-the origin that it records.
+"""The code and the machine of a run: what must match on all processes, and the
+provenance that the run records.
 """
 
 import importlib.metadata
@@ -18,13 +18,14 @@ import ml_collections
 from xshard import config as config_lib
 from xshard import logical
 from xshard.files import identity as identity_lib
-from xshard.files import provenance
-from xshard.pod import processes
+from xshard.files import provenance as provenance_lib
+from xshard.pod import host_collectives
 
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change how XLA compiles a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_INSTRUCTIONS, _X86 = "xla_cpu_max_isa", ("x86_64", "AMD64")
+_MAX_ISA_FLAG = "xla_cpu_max_isa"
+_X86 = ("x86_64", "AMD64")
 # A run with 1,024 replicas also sets up the hosts of accelerators, which must not start
 # a thread for each.
 _MAX_THREADS = 128
@@ -32,9 +33,8 @@ _MAX_THREADS = 128
 _GIT_SECONDS = 10.0
 
 
-def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
-    """Returns the names and short texts of all facts that must be equal on all
-    processes.
+def must_match(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
+    """Returns what must match on all processes: texts by their names.
 
     Args:
       config: the run's config.
@@ -52,7 +52,9 @@ def of(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str, str]:
     # compared.
     experiment = str(config.get("experiment", ""))
     package = experiment.rpartition(".")[0].rpartition(".")[0]
-    return facts | _files("xshard") | _files(package)
+    facts |= _source_checksums("xshard")
+    facts |= _source_checksums(package)
+    return facts
 
 
 def library_versions() -> dict[str, str]:
@@ -60,9 +62,11 @@ def library_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
-def origin(module: str, training: str, evaluation: str) -> provenance.Provenance:
-    """Returns the origin of a run: its data, code, libraries and devices. All processes
-    must call it.
+def find_provenance(
+    module: str, training: str, evaluation: str
+) -> provenance_lib.Provenance:
+    """Returns the provenance of a run: its data, code, libraries and devices. All
+    processes must call it.
 
     Args:
       module: the name of the experiment's module.
@@ -73,27 +77,33 @@ def origin(module: str, training: str, evaluation: str) -> provenance.Provenance
       UserError: if the data differs between processes.
     """
     summaries = {"training": lambda: training, "evaluation": lambda: evaluation}
-    processes.check_equal_data(summaries)
+    host_collectives.check_equal_data(summaries)
     file = getattr(sys.modules.get(module), "__file__", None)
     git_commit = ""
     if file:
         git_commit = commit(file)
     versions = [f"{name} {version}" for name, version in library_versions().items()]
     all_devices = jax.devices()
-    kinds = "/".join(sorted({device.device_kind for device in all_devices}))
-    devices = f"{len(all_devices)} {kinds} on {jax.process_count()} process(es)"
+    chip = "/".join(sorted({device.device_kind for device in all_devices}))
+    devices = f"{len(all_devices)} {chip} on {jax.process_count()} process(es)"
     if jax.default_backend() == "cpu":
         # XLA divides an operation among the cores, so their number changes the order of
         # sums.
         devices += f", {cores()} core(s)"
-        kinds = f"{kinds} {platform.machine()} {_instructions():08x}"
+        chip = f"{chip} {platform.machine()} {_instruction_checksum():08x}"
     flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
-    libraries = ", ".join(versions)
-    environment = libraries, devices, " ".join(flags)
-    return provenance.Provenance(training, evaluation, git_commit, *environment, kinds)
+    return provenance_lib.Provenance(
+        training=training,
+        evaluation=evaluation,
+        commit=git_commit,
+        libraries=", ".join(versions),
+        devices=devices,
+        flags=" ".join(flags),
+        chip=chip,
+    )
 
 
-def _instructions() -> int:
+def _instruction_checksum() -> int:
     """Returns a checksum of the CPU's instruction sets, on which XLA's order of sums
     depends; 0 if they are unknown.
     """
@@ -101,8 +111,11 @@ def _instructions() -> int:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return 0
-    features = [line for line in lines if line.startswith(("flags", "Features"))]
-    return zlib.crc32(" ".join(sorted(features[0].split())).encode()) if features else 0
+    for line in lines:
+        # x86 calls them flags, Arm features. All cores have the same.
+        if line.startswith(("flags", "Features")):
+            return zlib.crc32(" ".join(sorted(line.split())).encode())
+    return 0
 
 
 def set_up_cpu(config: Any, devices: int) -> None:
@@ -125,11 +138,11 @@ def set_up_cpu(config: Any, devices: int) -> None:
     threads = max(2, config["logical_replicas"] * groups)
     os.environ["NPROC"] = str(min(threads, _MAX_THREADS))
     flags = os.environ.get("XLA_FLAGS", "")
-    if _INSTRUCTIONS not in flags and platform.machine() in _X86:
+    if _MAX_ISA_FLAG not in flags and platform.machine() in _X86:
         # Instruction sets after AVX have a fused multiply-add, which rounds once. Which
         # operations LLVM fuses depends on the rest of the program, and the program
         # depends on the number of devices.
-        os.environ["XLA_FLAGS"] = f"{flags} --{_INSTRUCTIONS}=AVX".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} --{_MAX_ISA_FLAG}=AVX".strip()
 
 
 def cores() -> int | None:
@@ -176,11 +189,11 @@ def _git(folder: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _files(package: str) -> dict[str, str]:
-    """Returns the checksum of each source file of a package; empty if there is no such
-    package.
+def _source_checksums(package: str) -> dict[str, str]:
+    """Returns the checksum of each source file of a package.
 
-    The import of the experiment reports a missing package later.
+    It is empty if there is no such package, which the import of the experiment reports
+    later.
     """
     try:
         spec = importlib.util.find_spec(package)

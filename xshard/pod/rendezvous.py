@@ -1,37 +1,119 @@
-"""The meeting of a run's processes before they start: all connect to process 0, which
-compares and answers them.
+"""The meeting of a run's processes before JAX connects them.
+
+If a peer does not come, JAX's own start ends a process from C++, whatever the reason.
+So the processes meet first, at the address of JAX's future coordinator. Each of the
+others connects to process 0, which compares what must be equal, and answers all of them
+once all have come. Whatever does not fit is reported by name on every process that has
+connected.
+
+A connection begins with the challenges of `multiprocessing.connection`, in which each
+side proves that it knows the token of the launch. After them come two messages: the
+hello of a process, and the answer of process 0. A process on which a signal arrives in
+between sends a third one. Messages are JSON of bounded size. They are never pickled,
+because unpickling runs what the sender wants.
 """
 
-import asyncio
-import dataclasses
+import contextlib
+import errno
+import hashlib
+import ipaddress
+import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection as mp_connection
+from typing import Annotated, Any, NamedTuple
 
-from xshard.pod import handshake, process_spec, rendezvous_server, signals
+from xshard import errors
+from xshard.files import jsonfile
+from xshard.metrics import formatting
+from xshard.pod import signals
 
-# How long an answer may take, in addition to the time that process 0 waits for the
-# others.
-_ANSWER_SECONDS = 5.0
-# How long to retry after a wrong answer: the port may belong to an earlier run that is
-# about to end.
+# The environment variable in which the launcher passes the token to the processes of a
+# launch.
+TOKEN_VARIABLE = "XSHARD_LAUNCH_TOKEN"
+# How long a process may take to show the token and send its hello, and how long all may
+# take to read the answer of process 0. A process that has just started on a busy host
+# needs some seconds; but it is also how long a stranger that says nothing keeps process
+# 0 from the next in line.
+_ANSWER_SECONDS = 10.0
+# How long process 0 waits for the right process after a wrong one has connected; and
+# how long another process tries again if something else than process 0 answers. The
+# port may belong to an earlier run that is about to end.
 _PATIENCE_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
-_LONGEST_TEXT = 1 << 14
+# A hello holds a config, and a checksum for each source file.
+_MAX_MESSAGE_BYTES = 16 << 20
+_MAX_NAME_CHARACTERS = 255
+# The first probe after 10 s of silence, then one every 5 s; after 4 probes without an
+# answer the connection ends.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+# At most this many differences are listed, because different code may differ in many
+# files.
+_MAX_SHOWN = 5
+_MAX_SHOWN_CHARACTERS = 300
+# What reading from a connection raises if it has ended, or if what it brings cannot
+# come from a process of this launch. Python 3.11 asserts that a challenge is one.
+_BROKEN = (OSError, EOFError, ValueError, AssertionError)
 
 
-class _RefusedError(Exception):
-    """An answer by something that is not process 0 of this run, or not yet. The message
-    describes the answer.
+class StartError(errors.UserError):
+    """The processes cannot start together. The message names the process at fault, and
+    what to do.
     """
 
 
+class MismatchError(StartError):
+    """A process that connected does not fit the others. The message names all
+    differences, with values.
+
+    Attributes:
+      without_values: the message without any value of a config.
+    """
+
+    def __init__(self, message: str, without_values: str = ""):
+        super().__init__(message)
+        self.without_values = without_values or message
+
+
+class StoppedError(Exception):
+    """A process received a signal, which stops all of them. The message names the
+    signal and the process.
+
+    Attributes:
+      signal: the signal.
+      code: the exit code.
+    """
+
+    def __init__(self, message: str, number: signal.Signals):
+        super().__init__(message)
+        self.signal = number
+        self.code = signals.CODES[number]
+
+
+class ProcessSpec(NamedTuple):
+    """The place of a process in its run.
+
+    Attributes:
+      address: the host and port of process 0.
+      num_processes: the number of processes.
+      process_id: this process's index, from 0.
+      local_device_ids: the indices of the host's devices that this process uses; None
+        for all.
+    """
+
+    address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: Sequence[int] | None = None
+
+
 def meet(
-    at: process_spec.ProcessSpec,
+    spec: ProcessSpec,
     seconds: float,
     facts: Mapping[str, str],
     token: str,
@@ -40,11 +122,11 @@ def meet(
     """Meets the other processes.
 
     Args:
-      at: this process's place.
+      spec: this process's place.
       seconds: how long to wait until all processes have connected.
-      facts: names and short texts that must be equal on all processes, such as the
-        config.
-      token: the token of the launch; empty if there is none.
+      facts: names and texts that must be equal on all processes, such as the config.
+      token: the token of the launch, which all of its processes have; empty if they
+        were started by hand.
       signal_receiver: the signals; any of them ends the meeting for all processes.
 
     Returns:
@@ -55,13 +137,331 @@ def meet(
         does not fit.
       StoppedError: on all processes that connected, if one of them receives a signal.
     """
-    host, short = socket.gethostname(), handshake.shortened(facts)
-    own = handshake.Hello(at.index, at.count, host, os.getpid(), short)
-    if at.index == 0:
-        return asyncio.run(
-            rendezvous_server.Server(at, own, token, signal_receiver).run(seconds)
+    hello = _Hello(
+        process_id=spec.process_id,
+        num_processes=spec.num_processes,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        facts=dict(facts),
+    )
+    key = token.encode(errors="surrogateescape")
+    if spec.process_id == 0:
+        return _Server(spec, hello, key, signal_receiver).run(seconds)
+    return _Client(spec, hello, key, signal_receiver).run(seconds)
+
+
+# The messages, and the connections that carry them.
+
+
+def _is_name(text: str) -> bool:
+    return text.isprintable() and len(text) <= _MAX_NAME_CHARACTERS
+
+
+# Texts that are printed later. Without a token anybody may have sent them, also with
+# characters that a terminal would obey.
+_Name = Annotated[str, jsonfile.Rule("the name of a host", _is_name)]
+_Text = Annotated[str, jsonfile.Rule("a printable text", str.isprintable)]
+
+
+class _Hello(NamedTuple):
+    """The description that a process sends of itself.
+
+    Attributes:
+      process_id: the process's index.
+      num_processes: the number of processes that it was started with.
+      host: the name of its host.
+      pid: its process ID on that host.
+      facts: names and values that must be equal on all processes.
+    """
+
+    process_id: int
+    num_processes: int
+    host: _Name
+    pid: int
+    facts: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The process, as messages name it."""
+        return f"process {self.process_id} on {self.host}"
+
+
+class _Leaving(NamedTuple):
+    """The message of a process on which a signal arrives while it waits.
+
+    Attributes:
+      signal: the signal's name.
+    """
+
+    signal: str
+
+
+class _Answer(NamedTuple):
+    """The answer of process 0, which has one of three forms.
+
+    Attributes:
+      hosts: the host name of each process, if the run can start.
+      error: the message of the StartError that ends the meeting.
+      stopped: the message of the StoppedError that ends the meeting.
+      signal: the name of that error's signal.
+    """
+
+    hosts: tuple[_Name, ...] = ()
+    error: _Text = ""
+    stopped: _Text = ""
+    signal: str = ""
+
+
+class _Connection(mp_connection.Connection):
+    """A connection whose messages are JSON objects, and that another thread can end."""
+
+    def __init__(self, sock: socket.socket):
+        """Takes over a connected socket, and sets it to block."""
+        sock.settimeout(None)
+        # The connection ends within half a minute after the other side's host or the
+        # network is gone. If it has ended already, the next read reports it.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEP_ALIVE.items():
+                # Not every system has all of these options.
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        # The socket keeps a descriptor of its own, so that `end` works in any thread.
+        super().__init__(os.dup(sock.fileno()))
+        self._socket = sock
+
+    def send(self, message: NamedTuple) -> None:
+        """Sends a message as JSON, not as a pickle."""
+        self.send_bytes(json.dumps(message._asdict()).encode())
+
+    def recv(self) -> Any:
+        """Returns the next message; raises ValueError if it is no JSON object."""
+        return jsonfile.loads(self.recv_bytes(_MAX_MESSAGE_BYTES))
+
+    def end(self) -> None:
+        """Ends the connection; a call in another thread that waits for data raises."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connection; no thread may use it any more."""
+        super().close()
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float, *connections: _Connection) -> Iterator[None]:
+    """Ends connections that a context uses for longer than this, and so the context.
+
+    `multiprocessing` has no time limits of its own, and a limit for each read would
+    begin again with every byte that arrives.
+    """
+
+    def end() -> None:
+        for connection in connections:
+            connection.end()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# Process 0.
+
+
+class _Guest(NamedTuple):
+    """A process that has been accepted."""
+
+    hello: _Hello
+    connection: _Connection
+
+
+class _Server:
+    """Process 0's part in the meeting.
+
+    It serves one connection after another, each for some seconds at most. One that does
+    not show the token, or breaks the protocol, is dropped, and does not end the
+    meeting.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        hello: _Hello,
+        key: bytes,
+        signal_receiver: signals.SignalReceiver,
+    ):
+        self._spec = spec
+        self._hello = hello
+        self._key = key
+        self._signal_receiver = signal_receiver
+        self._guests: dict[int, _Guest] = {}
+        self._deadline = 0.0
+        # The error of the first process that does not fit, which ends the meeting if
+        # the right one does not come soon.
+        self._mismatch: MismatchError | None = None
+        self._num_rejected = 0
+        self._last_rejected = ""
+        self._last_gone = ""
+
+    def run(self, seconds: float) -> list[str]:
+        """Meets the other processes, as `meet` does."""
+        self._deadline = time.monotonic() + seconds
+        try:
+            # When this returns, JAX's coordinator can listen at the port.
+            with _listen(self._spec) as listener:
+                self._wait_for_all(listener)
+        except StoppedError as e:
+            self._answer(_Answer(stopped=str(e), signal=e.signal.name))
+            raise
+        except StartError as e:
+            self._answer(_Answer(error=self._text_for_others(e)))
+            raise
+        hosts = [self._hello.host]
+        for index in sorted(self._guests):
+            hosts.append(self._guests[index].hello.host)
+        self._answer(_Answer(hosts=tuple(hosts)))
+        return hosts
+
+    def _wait_for_all(self, listener: socket.socket) -> None:
+        """Accepts connections until every process has come."""
+        while True:
+            guests = list(self._guests.values())
+            sources: list[Any] = [self._signal_receiver]
+            sources += [guest.connection for guest in guests]
+            if len(guests) == self._spec.num_processes - 1:
+                # A last look, since one of them may have left meanwhile.
+                ready = mp_connection.wait(sources, 0)
+                if not ready:
+                    return
+            else:
+                remaining = self._deadline - time.monotonic()
+                if remaining <= 0:
+                    raise self._mismatch or StartError(self._missing_message())
+                ready = mp_connection.wait([*sources, listener], remaining)
+            for number in self._signal_receiver.read():
+                raise _stopped(self._hello, number)
+            # The accepted ones come first: one that has left frees its index for the
+            # process that replaces it.
+            for guest in guests:
+                if guest.connection in ready:
+                    self._hear(guest)
+            if listener in ready:
+                self._accept(listener)
+
+    def _hear(self, guest: _Guest) -> None:
+        """Reads what an accepted process says: a signal stops it, or it has left.
+
+        Raises:
+          StoppedError: if a signal stops it.
+        """
+        try:
+            with _time_limit(_ANSWER_SECONDS, guest.connection):
+                leaving = jsonfile.parse(guest.connection.recv(), _Leaving)
+            number = _stop_signal(leaving.signal)
+        except _BROKEN:
+            guest.connection.close()
+            del self._guests[guest.hello.process_id]
+            self._last_gone = f"{guest.hello.name} (pid {guest.hello.pid})"
+            return
+        raise _stopped(guest.hello, number)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accepts a connection, and the process that it comes from if that fits."""
+        try:
+            sock, address = listener.accept()
+        except OSError:
+            # The peer has left already, or the system allows no further connection now.
+            time.sleep(_RETRY_SECONDS)
+            return
+        connection = _Connection(sock)
+        hello = self._identify(connection, str(address[0]))
+        if hello is None:
+            connection.close()
+            return
+        present = self._guests.get(hello.process_id)
+        mismatch = _mismatch(self._hello, hello, present)
+        if mismatch is None:
+            # The facts have been compared, and may be large.
+            known = hello._replace(facts={})
+            self._guests[hello.process_id] = _Guest(known, connection)
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.send(_Answer(error=self._text_for_others(mismatch)))
+        if self._mismatch is None:
+            self._mismatch = mismatch
+            patient_until = time.monotonic() + _PATIENCE_SECONDS
+            self._deadline = min(self._deadline, patient_until)
+
+    def _identify(self, connection: _Connection, peer: str) -> _Hello | None:
+        """Returns the hello of a process of this launch; None for anybody else."""
+        remaining = max(0.0, self._deadline - time.monotonic())
+        try:
+            with _time_limit(min(_ANSWER_SECONDS, remaining), connection):
+                mp_connection.deliver_challenge(connection, self._key)
+                mp_connection.answer_challenge(connection, self._key)
+                hello = jsonfile.parse(connection.recv(), _Hello)
+        except multiprocessing.AuthenticationError:
+            self._num_rejected += 1
+            self._last_rejected = peer
+            return None
+        except _BROKEN:
+            return None
+        if not 0 < hello.process_id < hello.num_processes:
+            return None
+        return hello
+
+    def _text_for_others(self, e: StartError) -> str:
+        """Returns the message that the others receive: with values of a config only if
+        they have shown a token.
+        """
+        if isinstance(e, MismatchError) and not self._key:
+            return e.without_values
+        return str(e)
+
+    def _answer(self, answer: _Answer) -> None:
+        """Sends the answer to all that were accepted, and closes their connections."""
+        connections = [guest.connection for guest in self._guests.values()]
+        with _time_limit(_ANSWER_SECONDS, *connections):
+            for connection in connections:
+                with connection, contextlib.suppress(OSError):
+                    connection.send(answer)
+
+    def _missing_message(self) -> str:
+        count = self._spec.num_processes
+        missing = [str(i) for i in range(1, count) if i not in self._guests]
+        their = "their"
+        if len(missing) == 1:
+            their = "its"
+        text = (
+            f"process {', '.join(missing)} of {count} did not connect to "
+            f"{self._spec.address} within the start timeout. See {their} output, and "
+            f"check that --num_processes={count} is right."
         )
-    return _Client(at, own, token, signal_receiver).run(seconds)
+        if self._last_gone:
+            text += (
+                f" {self._last_gone} connected, but left before the others connected."
+            )
+        if self._num_rejected:
+            text += (
+                f" {self._num_rejected} that connected, the last from "
+                f"{self._last_rejected}, did not have this launch's token "
+                f"({TOKEN_VARIABLE}): start all processes by one launch."
+            )
+        return text
+
+
+# The other processes.
+
+
+class _RefusedError(Exception):
+    """An answer by something that is not process 0 of this run, or not yet. The message
+    describes it.
+    """
 
 
 class _Client:
@@ -69,206 +469,288 @@ class _Client:
 
     def __init__(
         self,
-        at: process_spec.ProcessSpec,
-        own: handshake.Hello,
-        token: str,
+        spec: ProcessSpec,
+        hello: _Hello,
+        key: bytes,
         signal_receiver: signals.SignalReceiver,
     ):
-        self._at = at
-        self._own = own
-        self._token = token
+        self._spec = spec
+        self._hello = hello
+        self._key = key
         self._signal_receiver = signal_receiver
-        self._signal: signal.Signals | None = None
-        # Whether process 0 has been sent this process's hello, and whether the answer
-        # that accepts it has been read.
-        self._is_introduced = False
-        self._is_accepted = False
 
     def run(self, seconds: float) -> list[str]:
-        """Connects to process 0 until it is accepted; returns the host names that
-        process 0 sends.
-        """
+        """Meets the other processes, as `meet` does."""
         deadline = time.monotonic() + seconds
         patient_until = float("inf")
         while True:
-            with self._connect(deadline) as connection:
-                try:
-                    return asyncio.run(self._visit(connection, seconds))
-                except _RefusedError as e:
-                    refusal = str(e)
+            try:
+                with self._connect(deadline) as connection:
+                    self._introduce(connection, seconds)
+                    return self._await_answer(connection, seconds)
+            except _RefusedError as e:
+                refusal = str(e)
             now = time.monotonic()
             # The time for retries starts with the first refusal.
             patient_until = min(patient_until, now + _PATIENCE_SECONDS)
             if now >= min(patient_until, deadline):
-                raise process_spec.StartError(
-                    f"{self._at.address} accepted the connection of process {self._at.index}, but did not answer "
-                    f"as process 0 of this run: {refusal}"
+                raise StartError(
+                    f"{self._spec.address} accepted the connection of process "
+                    f"{self._spec.process_id}, but did not answer as process 0 of this "
+                    f"run: {refusal}"
                 )
             self._pause()
 
-    def _connect(self, deadline: float) -> socket.socket:
-        host, _, port = self._at.address.rpartition(":")
+    def _connect(self, deadline: float) -> _Connection:
+        """Connects to process 0 as soon as it listens."""
+        host, _, port = self._spec.address.rpartition(":")
+        place = (host.strip("[]"), int(port))
         while True:
             try:
-                return socket.create_connection(
-                    (host.strip("[]"), int(port)), _ANSWER_SECONDS
-                )
+                return _Connection(socket.create_connection(place, _ANSWER_SECONDS))
             except (OSError, UnicodeError) as e:
                 if time.monotonic() >= deadline:
                     reason = getattr(e, "strerror", None) or e
-                    raise process_spec.StartError(
-                        f"process {self._at.index} on {self._own.host} cannot reach process 0 at "
-                        f"{self._at.address} ({reason}): check --coordinator_address, the network between "
-                        "the hosts, and whether process 0 has started."
+                    raise StartError(
+                        f"{self._hello.name} cannot reach process 0 at "
+                        f"{self._spec.address} ({reason}): check "
+                        "--coordinator_address, the network between the hosts, and "
+                        "whether process 0 has started."
                     ) from e
             self._pause()
 
     def _pause(self) -> None:
-        """Waits before the next try; raises StoppedError if a signal comes."""
-        select.select([self._signal_receiver], [], [], _RETRY_SECONDS)
-        for number in self._signal_receiver.read():
-            raise process_spec.stopped(self._own.name, number)
+        """Waits before the next try."""
+        with contextlib.suppress(TimeoutError):
+            self._wait(None, _RETRY_SECONDS)
 
-    async def _visit(self, connection: socket.socket, seconds: float) -> list[str]:
-        """Returns the host names that process 0 sends; raises _RefusedError if another
-        try may succeed.
+    def _wait(self, connection: _Connection | None, seconds: float) -> None:
+        """Waits for data on a connection.
+
+        Raises:
+          StoppedError: if a signal comes first.
+          TimeoutError: if nothing comes in time.
         """
-        process_spec.keep_alive(connection)
-        self._reader, self._writer = await asyncio.open_connection(
-            sock=connection, limit=handshake.MAX_LINE_BYTES
-        )
+        deadline = time.monotonic() + seconds
+        sources: list[Any] = [self._signal_receiver]
+        if connection is not None:
+            sources.append(connection)
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            ready = mp_connection.wait(sources, remaining)
+            if not ready:
+                raise TimeoutError
+            # If the data is here already, a signal is left for the run to read.
+            if connection in ready:
+                return
+            for number in self._signal_receiver.read():
+                raise _stopped(self._hello, number)
+
+    def _introduce(self, connection: _Connection, seconds: float) -> None:
+        """Sends this process's hello, once process 0 has shown that it knows the token.
+
+        Raises:
+          _RefusedError: if it does not; another try may succeed.
+          StoppedError: if a signal comes before process 0 says anything.
+        """
         try:
-            # Process 0 ends the meeting at its own deadline, and it may have started to
-            # wait only now.
-            return await self._exchange_or_stop(seconds + _ANSWER_SECONDS)
-        except (OSError, handshake.DisconnectedError, handshake.MalformedError) as e:
-            if self._is_accepted:
-                raise process_spec.StartError(
-                    f"process 0, to which process {self._own.index} was connected, has ended or can no longer be "
-                    "reached: see its output."
+            # Another program may accept the connection and then say nothing.
+            self._wait(connection, seconds + _ANSWER_SECONDS)
+            with _time_limit(_ANSWER_SECONDS, connection):
+                mp_connection.answer_challenge(connection, self._key)
+                mp_connection.deliver_challenge(connection, self._key)
+                connection.send(self._hello)
+        except multiprocessing.AuthenticationError as e:
+            raise _RefusedError(
+                f"it has a different launch token ({TOKEN_VARIABLE}). Start all "
+                "processes by one launch, or all by hand; if you did, another run uses "
+                "that port."
+            ) from e
+        except _BROKEN as e:
+            raise _RefusedError(
+                "either it has ended (see its output), or another program uses that "
+                "port."
+            ) from e
+
+    def _await_answer(self, connection: _Connection, seconds: float) -> list[str]:
+        """Returns the host names that process 0 sends when all have come.
+
+        Raises:
+          StartError: if process 0 reports one, or is gone.
+          StoppedError: if process 0 reports one; or if this process receives a signal,
+            which process 0 then reports to all.
+        """
+        stop = None
+        try:
+            try:
+                # Process 0 ends the meeting at its own deadline, and it may have
+                # started to wait only now.
+                self._wait(connection, seconds + _ANSWER_SECONDS)
+            except StoppedError as e:
+                stop = e
+                connection.send(_Leaving(e.signal.name))
+            with _time_limit(_ANSWER_SECONDS, connection):
+                answer = jsonfile.parse(connection.recv(), _Answer)
+            if answer.stopped:
+                # Of several signals, this is the one that process 0 heard of first.
+                stop = StoppedError(answer.stopped, _stop_signal(answer.signal))
+            elif not answer.error and len(answer.hosts) != self._spec.num_processes:
+                raise ValueError(f"{len(answer.hosts)} hosts")
+        except _BROKEN as e:
+            if stop is None:
+                raise StartError(
+                    f"process 0, to which process {self._spec.process_id} was "
+                    "connected, has ended or can no longer be reached: see its output."
                 ) from e
-            raise _RefusedError(
-                "either it has ended (see its output), or another program uses that port."
-            ) from e
-        finally:
-            # Process 0 does not need data that is still unsent, so the connection is
-            # closed without waiting.
-            self._writer.transport.abort()
+        if stop is not None:
+            raise stop
+        if answer.error:
+            raise StartError(answer.error)
+        return list(answer.hosts)
 
-    async def _exchange_or_stop(self, seconds: float) -> list[str]:
-        """Returns the host names; raises StoppedError if a signal comes first."""
-        loop = asyncio.get_running_loop()
-        talk = asyncio.create_task(self._exchange())
-        loop.add_reader(self._signal_receiver.fileno(), self._on_signal, talk)
-        try:
-            async with asyncio.timeout(seconds):
-                return await talk
-        except asyncio.CancelledError:
-            if self._signal is None:
-                raise
-            raise await self._announce_stop(self._signal) from None
-        finally:
-            loop.remove_reader(self._signal_receiver.fileno())
 
-    def _on_signal(self, talk: asyncio.Task[list[str]]) -> None:
-        """Ends the talk if a signal has come. If the talk is over already, the signal
-        is left for the run to read.
-        """
-        if talk.done():
-            return
-        for number in self._signal_receiver.read():
-            self._signal = number
-            # This wakes `_exchange_or_stop`, which tells process 0.
-            talk.cancel()
+# What does not fit.
 
-    async def _exchange(self) -> list[str]:
-        own_nonce = handshake.nonce()
-        self._writer.write(handshake.nonce_line(own_nonce))
-        its_nonce = handshake.read_nonce(await self._line())
-        self._seals = handshake.Seals(
-            self._token, handshake.CLIENT, f"{own_nonce} {its_nonce}"
+
+def _mismatch(
+    first: _Hello, other: _Hello, present: _Guest | None
+) -> MismatchError | None:
+    """Returns the error for a process that does not fit; None if it fits.
+
+    Args:
+      first: the hello of process 0.
+      other: the hello of the process that connected.
+      present: the accepted process with the same index; None if there is none.
+    """
+    if other.num_processes != first.num_processes:
+        return MismatchError(
+            f"{other.name} was started with --num_processes={other.num_processes}, "
+            f"{first.name} with {first.num_processes}: start all with the same number."
         )
-        sealed = await self._line()
-        try:
-            self._seals.read(sealed)
-        except handshake.MalformedError as e:
-            raise _RefusedError(
-                f"it has a different launch token ({handshake.TOKEN_VARIABLE}). Start all processes by one launch, or all "
-                "by hand; if you did, another run uses that port."
-            ) from e
-        # Process 0 has shown the token, so it may see this process's config. The empty
-        # line shows it the token in turn.
-        self._writer.write(self._seals.line({}) + self._hello())
-        self._is_introduced = True
-        return self._take(await self._answer())
-
-    async def _answer(self) -> dict[str, Any]:
-        """Returns the message with which process 0 ends the meeting, after the one that
-        accepts this process.
-        """
-        answer = self._seals.read(await self._line())
-        if answer.get("welcome") is True:
-            self._is_accepted = True
-            answer = self._seals.read(await self._line())
-        return answer
-
-    def _hello(self) -> bytes:
-        line = self._seals.line(dataclasses.asdict(self._own))
-        if len(line) > handshake.MAX_LINE_BYTES:
-            raise process_spec.StartError(
-                f"process {self._own.index} has {len(self._own.facts)} facts to compare with process 0's, the "
-                f"config's keys and a checksum of each source file: {len(line)} bytes, but at most "
-                f"{handshake.MAX_LINE_BYTES} are allowed. Move the experiment into a smaller package."
+    if present is not None:
+        return MismatchError(
+            f"two processes have --process_id={other.process_id}: on "
+            f"{present.hello.host} (pid {present.hello.pid}) and on {other.host} "
+            f"(pid {other.pid}). Give each another number."
+        )
+    names: list[str] = []
+    with_values: list[str] = []
+    for fact in sorted(first.facts.keys() | other.facts.keys()):
+        here = first.facts.get(fact)
+        there = other.facts.get(fact)
+        if here != there:
+            name = _shown(fact)
+            names.append(name)
+            with_values.append(
+                f"{name}: {_shown(there or 'none')} there, {_shown(here or 'none')} on "
+                f"{first.host}"
             )
-        return line
+    if not names:
+        return None
+    begin = f"{other.name} has different code or a different config"
+    end = "give all hosts the same code and config."
+    return MismatchError(
+        f"{begin} ({formatting.listed(with_values, _MAX_SHOWN, '; ')}): {end}",
+        f"{begin} ({formatting.listed(names, _MAX_SHOWN, '; ')}): {end} {first.name} "
+        "prints the values.",
+    )
 
-    async def _line(self) -> bytes:
-        return await handshake.read_line(self._reader, handshake.MAX_LINE_BYTES)
 
-    def _take(self, answer: Mapping[str, object]) -> list[str]:
-        """Returns the host names of an answer; raises the stop or the error that it
-        reports instead.
-        """
-        if "stopped" in answer:
-            code = answer.get("code")
-            if not isinstance(code, int) or code not in signals.CODES.values():
-                raise handshake.MalformedError("code")
-            raise process_spec.StoppedError(
-                handshake.text(answer, "stopped", _LONGEST_TEXT), code
-            )
-        if "error" in answer:
-            raise process_spec.StartError(
-                handshake.text(answer, "error", _LONGEST_TEXT)
-            )
-        hosts = answer.get("hosts")
-        if not isinstance(hosts, list) or len(hosts) != self._own.count:
-            raise handshake.MalformedError("hosts")
-        return [handshake.text({"host": host}, "host") for host in hosts]
+def _shown(text: str) -> str:
+    """Returns a text that is safe to print on a terminal, whoever sent it: with
+    escapes, and cut; a cut text ends with the checksum of the whole text.
+    """
+    shown = text
+    if len(text) > _MAX_SHOWN_CHARACTERS:
+        checksum = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+        shown = (
+            f"{text[:_MAX_SHOWN_CHARACTERS]}... ({len(text)} characters, "
+            f"SHA-256 {checksum[:16]}...)"
+        )
+    if shown.isprintable():
+        return shown
+    return shown.encode("unicode_escape").decode()
 
-    async def _announce_stop(self, number: signal.Signals) -> process_spec.StoppedError:
-        """Asks process 0 to stop all processes, if it knows this one; returns the error
-        to raise.
 
-        The error is the one that process 0 answers with, or this process's own if no
-        answer comes.
-        """
-        own = process_spec.stopped(self._own.name, number)
-        # Process 0 has not heard of this process yet, and reports it as missing if it
-        # does not come again. Once it has, it may have accepted this process although
-        # that is not read here, and it would wait for all the others.
-        if not self._is_introduced:
-            return own
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                self._writer.write(self._seals.line({"leaving": number.name}))
-                self._take(await self._answer())
-        except process_spec.StoppedError as e:
-            return e
-        except (
-            OSError,
-            handshake.DisconnectedError,
-            handshake.MalformedError,
-            process_spec.StartError,
-        ):
-            return own
-        return own
+def _stopped(hello: _Hello, number: signal.Signals) -> StoppedError:
+    """Returns the error for a signal that a process received."""
+    return StoppedError(
+        f"{number.name} on {hello.name}: stopped before the run began; nothing was "
+        "trained.",
+        number,
+    )
+
+
+def _stop_signal(name: str) -> signal.Signals:
+    """Returns the signal with a name; raises ValueError if it stops no process."""
+    for number in signals.CODES:
+        if number.name == name:
+            return number
+    raise ValueError(f"{name} stops no process")
+
+
+# Where process 0 listens.
+
+
+def interface(address: str) -> str:
+    """Returns the IP address at which process 0 listens for connections to HOST:PORT;
+    empty for all addresses.
+
+    Process 0 listens at all addresses in two cases. The host may not be an address of
+    this machine: a Kubernetes service has its own. Or its name may resolve to loopback
+    on this machine only: Debian gives a machine's own name 127.0.1.1, which other
+    machines cannot use.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ""
+    may_be_loopback = host.endswith("localhost") or _is_number(host)
+    for family, *_, local in addresses:
+        ip = str(local[0])
+        if ipaddress.ip_address(ip).is_loopback and not may_be_loopback:
+            continue
+        # Only an address of this machine can be bound, so the attempt shows whether it
+        # is one.
+        with contextlib.suppress(OSError), socket.socket(family) as trial:
+            trial.bind(local)
+            return ip
+    return ""
+
+
+def _is_number(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def _listen(spec: ProcessSpec) -> socket.socket:
+    """Returns the listening socket of process 0; raises StartError if it cannot be
+    opened.
+    """
+    port = int(spec.address.rpartition(":")[2])
+    ip = interface(spec.address)
+    # To listen at all addresses means IPv4 and IPv6, if the system has both.
+    is_both = not ip and socket.has_dualstack_ipv6()
+    family = socket.AF_INET
+    if is_both or ":" in ip:
+        family = socket.AF_INET6
+    try:
+        listener = socket.create_server(
+            (ip, port), family=family, dualstack_ipv6=is_both, backlog=1024
+        )
+    except OSError as e:
+        why = f"({e.strerror})"
+        if e.errno == errno.EADDRINUSE:
+            why = "is taken by another program"
+        raise StartError(
+            f"process 0 on {socket.gethostname()} cannot listen for the others at "
+            f"{spec.address}: port {port} {why}. Give another port to all processes, "
+            "or end the other program."
+        ) from e
+    # A peer may leave between its arrival and `accept`, which would then wait.
+    listener.setblocking(False)
+    return listener

@@ -8,18 +8,18 @@ import signal
 import socket
 
 from xshard.files import forks
-from xshard.pod import notice
+from xshard.pod import exit_codes
 
 # The exit code of a run that each signal stops. Schedulers send SIGUSR1 and SIGUSR2
 # ahead of a time limit, a terminal that closes sends SIGHUP, and the soft limit of CPU
 # time sends SIGXCPU, repeated every second.
 CODES = {
-    signal.SIGINT: notice.INTERRUPTED,
-    signal.SIGTERM: notice.PREEMPTED,
-    signal.SIGHUP: notice.PREEMPTED,
-    signal.SIGUSR1: notice.PREEMPTED,
-    signal.SIGUSR2: notice.PREEMPTED,
-    signal.SIGXCPU: notice.PREEMPTED,
+    signal.SIGINT: exit_codes.INTERRUPTED,
+    signal.SIGTERM: exit_codes.PREEMPTED,
+    signal.SIGHUP: exit_codes.PREEMPTED,
+    signal.SIGUSR1: exit_codes.PREEMPTED,
+    signal.SIGUSR2: exit_codes.PREEMPTED,
+    signal.SIGXCPU: exit_codes.PREEMPTED,
 }
 # A shell makes its background programs ignore SIGINT, but a launcher in the background
 # still sends it to a run.
@@ -61,13 +61,12 @@ def ignore() -> None:
 
 def _leave(number: int, frame: object) -> None:
     del frame
+    name = signal.Signals(number).name
+    message = f"{name}: stopped before the run began; there was nothing to save.\n"
     with contextlib.suppress(OSError):
-        name = signal.Signals(number).name
-        os.write(
-            2,
-            f"{name}: stopped before the run began; there was nothing to save.\n".encode(),
-        )
-    os._exit(notice.PREEMPTED)
+        # Not `print`, because the handler may interrupt another one.
+        os.write(2, message.encode())
+    os._exit(exit_codes.PREEMPTED)
 
 
 class SignalReceiver:
@@ -83,6 +82,7 @@ class SignalReceiver:
     """
 
     def __enter__(self) -> "SignalReceiver":
+        # Signals are written to one end of the pair, and read from the other.
         self._end, self._wake = socket.socketpair()
         self._end.setblocking(False)
         self._wake.setblocking(False)
@@ -103,8 +103,10 @@ class SignalReceiver:
         """
         signal.set_wakeup_fd(-1)
         for number in self._previous:
-            is_fatal = number == signal.SIGTERM
-            signal.signal(number, signal.SIG_DFL if is_fatal else signal.SIG_IGN)
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+            else:
+                signal.signal(number, signal.SIG_IGN)
 
     def __exit__(self, *exc: object) -> None:
         self._end_undo()
@@ -115,7 +117,7 @@ class SignalReceiver:
         self._wake.close()
 
     def fileno(self) -> int:
-        """Returns the descriptor that is readable when a signal has come, for `select`."""
+        """Returns the descriptor that is readable when a signal has come."""
         return self._end.fileno()
 
     def wake(self) -> None:

@@ -1,24 +1,23 @@
-"""Determines the place of a process in its run, and starts the processes: they meet
-before JAX connects them.
+"""The start of a process: its place in the run, and how it joins the others.
 
-If a peer does not come, JAX's own start ends a process from C++, whatever the reason.
-The processes therefore meet first, at the address of JAX's future coordinator, and
-report what does not fit.
+The processes meet before JAX connects them, as `xshard.pod.rendezvous` describes.
 """
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from xshard import jax_internals
-from xshard.pod import process_spec, rendezvous, signals
+from xshard.pod import rendezvous, signals
 
 # The environment variables by which gRPC finds a proxy.
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-# The hosts that it reaches without one: gRPC reads the first of these that is set.
-_EXEMPT, _EXEMPT_FOR_ALL = "no_grpc_proxy", "no_proxy"
+# The variables for the hosts that it reaches without one. It reads the first that is
+# set; other programs read the second.
+_EXEMPT = "no_grpc_proxy"
+_EXEMPT_FOR_ALL = "no_proxy"
 
 
 class Timeouts(NamedTuple):
@@ -40,20 +39,22 @@ class Timeouts(NamedTuple):
 
 
 def resolve_process(
-    address: str | None, count: int | None, index: int | None, seconds: int = 300
-) -> process_spec.ProcessSpec | None:
+    address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    seconds: int = 300,
+) -> rendezvous.ProcessSpec | None:
     """Returns this process's place: from the arguments, or else as JAX detects it
     (Slurm, Open MPI, GKE, GCE).
 
-    In a cluster that JAX detects, any of `address`, `count` and `index` may be given,
-    such as an address with another port (JAX also reads one from
-    `JAX_COORDINATOR_PORT`). Elsewhere they are given together; a count of 1 may stand
-    alone.
+    In a cluster that JAX detects, any of the arguments may be given, such as an address
+    with another port (JAX also reads one from `JAX_COORDINATOR_PORT`). Elsewhere they
+    are given together; a number of 1 process may stand alone.
 
     Args:
       address: the address of process 0, as host:port.
-      count: the number of processes.
-      index: this process's index.
+      num_processes: the number of processes.
+      process_id: this process's index.
       seconds: how long JAX's requests to a cloud's metadata may take.
 
     Returns:
@@ -63,57 +64,57 @@ def resolve_process(
       StartError: if the arguments are invalid, or if JAX detects a cluster but not this
         process's place in it.
     """
-    if address is None and count == 1 and index in (None, 0):
+    if address is None and num_processes == 1 and process_id in (None, 0):
         return None
+    nothing_given = address is None and num_processes is None and process_id is None
     devices = None
-    if address is None or count is None or index is None:
-        given = address, count, index
-        address, count, index, devices = _detect(seconds, *given)
-        flags = {
-            "coordinator_address": address,
-            "num_processes": count,
-            "process_id": index,
-        }
-        missing = [f"--{name}" for name, value in flags.items() if value is None]
-        if given == (None, None, None) and (missing or not count or count == 1):
-            return None
-        if missing:
-            raise process_spec.StartError(
-                f"{' and '.join(missing)} must be given too, because JAX does not detect a cluster: give "
-                "--coordinator_address, --num_processes and --process_id together."
+    if address is None or num_processes is None or process_id is None:
+        try:
+            address, num_processes, process_id, devices = jax_internals.detect_cluster(
+                seconds, address, num_processes, process_id
             )
-        assert address is not None and count is not None and index is not None
+        except (RuntimeError, OSError, ValueError) as e:
+            raise rendezvous.StartError(
+                "JAX detects a cluster, but not the place of this process in it "
+                f"({e}): give --coordinator_address, --num_processes and --process_id; "
+                "or --num_processes=1 for a run of one process."
+            ) from e
+    flags = {
+        "coordinator_address": address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    missing = [f"--{name}" for name, value in flags.items() if value is None]
+    if nothing_given and (missing or num_processes in (0, 1)):
+        # JAX detects no cluster, or one of a single process.
+        return None
+    if missing:
+        raise rendezvous.StartError(
+            f"{' and '.join(missing)} must be given too, because JAX does not detect a "
+            "cluster: give --coordinator_address, --num_processes and --process_id "
+            "together."
+        )
+    assert address is not None
+    assert num_processes is not None
+    assert process_id is not None
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise process_spec.StartError(
-            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476. A detected port may be JAX_COORDINATOR_PORT's."
+        raise rendezvous.StartError(
+            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476. A "
+            "detected port may be JAX_COORDINATOR_PORT's."
         )
-    if not 0 <= index < count:
-        raise process_spec.StartError(
-            f"--process_id={index} must be from 0 to {count - 1}, one less than --num_processes={count}."
+    if not 0 <= process_id < num_processes:
+        raise rendezvous.StartError(
+            f"--process_id={process_id} must be from 0 to {num_processes - 1}, one "
+            f"less than --num_processes={num_processes}."
         )
-    if count == 1:
+    if num_processes == 1:
         return None
-    return process_spec.ProcessSpec(address, count, index, devices)
-
-
-def _detect(
-    seconds: int, *given: Any
-) -> tuple[str | None, int | None, int | None, Any]:
-    """Returns the address, count, index and devices that JAX detects, where they are
-    not given.
-    """
-    try:
-        return jax_internals.detect_cluster(seconds, *given)
-    except (RuntimeError, OSError, ValueError) as e:
-        raise process_spec.StartError(
-            f"JAX detects a cluster, but not the place of this process in it ({e}): give --coordinator_address, "
-            "--num_processes and --process_id; or --num_processes=1 for a run of one process."
-        ) from e
+    return rendezvous.ProcessSpec(address, num_processes, process_id, devices)
 
 
 def join(
-    at: process_spec.ProcessSpec,
+    spec: rendezvous.ProcessSpec,
     timeouts: Timeouts,
     facts: Mapping[str, str],
     token: str,
@@ -123,10 +124,9 @@ def join(
     use of a device.
 
     Args:
-      at: this process's place.
+      spec: this process's place.
       timeouts: how long to wait.
-      facts: names and short texts that must be equal on all processes, such as the
-        config.
+      facts: names and texts that must be equal on all processes, such as the config.
       token: the token of the launch, which all of its processes have; empty if they
         were started by hand.
       signal_receiver: the signals; any of them ends the meeting for all processes.
@@ -139,16 +139,16 @@ def join(
         does not fit.
       StoppedError: on all processes that connected, if one of them receives a signal.
     """
-    hosts = rendezvous.meet(at, timeouts.start, facts, token, signal_receiver)
+    hosts = rendezvous.meet(spec, timeouts.start, facts, token, signal_receiver)
     # xshard handles SIGTERM itself. JAX's handler would replace that, and acts only if
     # JAX's own function is polled.
     jax.config.update("jax_enable_preemption_service", False)
-    _bypass_proxies(at.address)
+    _bypass_proxies(spec.address)
     jax.distributed.initialize(
-        at.address,
-        at.count,
-        at.index,
-        at.devices,
+        spec.address,
+        spec.num_processes,
+        spec.process_id,
+        spec.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=timeouts.start,
         # xshard normally detects a lost process first, and names it; JAX's timeout is
@@ -156,7 +156,7 @@ def join(
         # counts ticks, which pass slowly on a busy machine.
         heartbeat_timeout_seconds=10 * timeouts.heartbeat + 60,
         shutdown_timeout_seconds=timeouts.shutdown,
-        coordinator_bind_address=_bind_address(at.address),
+        coordinator_bind_address=_bind_address(spec.address),
     )
     return hosts
 
@@ -181,7 +181,7 @@ def _bind_address(address: str) -> str | None:
     """Returns where JAX's coordinator listens, which is where process 0 did in the
     meeting; None for all addresses.
     """
-    ip = process_spec.interface(address)
+    ip = rendezvous.interface(address)
     if not ip:
         return None
     if ":" in ip:

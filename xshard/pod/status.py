@@ -1,29 +1,45 @@
-"""The status of a run's processes, in a file that other programs can read."""
+"""The status of a run's processes, in a file that other programs can read, and the
+state of the run that follows from it.
+"""
 
 import contextlib
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xshard import errors
 from xshard.files import disk, jsonfile
-from xshard.metrics import clock
+from xshard.metrics import clock, formatting
+from xshard.pod import exit_codes
 
 FILE = "status.json"
-STARTING, TRAINING, EVALUATING = "starting", "training", "evaluating"
+
+# The phases that have a name here; there are others, such as 'compiling'.
+STARTING = "starting"
+TRAINING = "training"
+EVALUATING = "evaluating"
 # While the first batches are read, which a stream that yields nothing may never end.
-READING, READING_EVALUATION = "reading training data", "reading evaluation data"
+READING = "reading training data"
+READING_EVALUATION = "reading evaluation data"
 # The phases in which a process must make progress. The others have their own time
 # limits, or no known bound, as compilation.
 BOUNDED = (TRAINING, EVALUATING, READING, READING_EVALUATION)
-# The last status of a process that ended by itself begins with one of these.
+
+# The last phase of a process that ended by itself begins with one of these.
 DONE = "done"
-ENDS = (DONE, "stopped", "failed")
+STOPPED = "stopped"
+FAILED = "failed"
+NOT_FINITE = "failed: not finite"
+
+# The states of a run that are not the last phase of a process.
+RUNNING = "running"
+SILENT = "silent"
+UNKNOWN = "unknown"
 # A process writes its status twice a second, so after this time without one it is not
 # running.
-SILENT_SECONDS = 10.0
+_SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
 
 
@@ -48,41 +64,89 @@ class Status:
 
     def __init__(self, host: str):
         self._host = host
-        self._row: dict[str, Any] = {"doing": STARTING, "step": None, "steps": None}
-        # `xshard.pod.attempts` reads these fields.
-        begun = time.time() - clock.age()
-        self._row |= {"begun": begun, "first": None, "trained": 0, "seconds": dict}
+        # The fields of `_Row` that the training changes. It replaces them all at once,
+        # because another thread reads them meanwhile.
+        self._changing: dict[str, Any] = {
+            "doing": STARTING,
+            "step": None,
+            "steps": None,
+            "first": None,
+            "trained": 0,
+        }
+        self._begun = time.time() - clock.age()
+        self._seconds: Callable[[], dict[str, float]] = dict
         self._rate = clock.Rate(_RATE_ROWS)
 
-    def doing(self, what: str, **more: Any) -> None:
-        """Sets the phase, and other fields: `step`, `steps`, and `seconds`, a function
-        as `xshard.metrics.clock` has it.
+    def set_phase(
+        self,
+        phase: str,
+        *,
+        step: int | None = None,
+        steps: int | None = None,
+        seconds: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        """Sets the phase, and what else is given.
 
-        It is called after each step, so everything that can wait is left to `row`.
+        It is called before each step, so everything that can wait is left to `row`.
+
+        Args:
+          phase: what the process does from here on.
+          step: the step that it begins.
+          steps: the number of steps of the run.
+          seconds: returns the seconds spent in each phase of `xshard.metrics.clock`.
         """
-        row = self._row
-        if row["first"] is None:
-            more["first"] = more.get("step")
-        if what == TRAINING:
-            more["trained"] = row["trained"] + 1
-        row.update(doing=what, **more)
+        changed = dict(self._changing)
+        changed["doing"] = phase
+        if step is not None:
+            changed["step"] = step
+            if changed["first"] is None:
+                changed["first"] = step
+        if steps is not None:
+            changed["steps"] = steps
+        if seconds is not None:
+            self._seconds = seconds
+        if phase == TRAINING:
+            changed["trained"] += 1
+        self._changing = changed
 
     def now(self) -> tuple[str, int | None]:
         """Returns the phase, and the step that the process began last."""
-        row = self._row
-        return row["doing"], row["step"]
+        changing = self._changing
+        return changing["doing"], changing["step"]
 
     def row(self) -> dict[str, Any]:
-        """Returns the status; 'rate' is in steps per second over the last rows, 'time'
-        in seconds since 1970.
+        """Returns the status as a JSON value.
+
+        Returns:
+          doing: the phase.
+          step, steps: the step that the process began last, and the number of steps of
+            the run; None if unknown.
+          begun: when the process began, in seconds since 1970.
+          first, trained: the step that it started from, None before it is known; and
+            the number of steps that it began.
+          seconds: the seconds spent in each phase of `xshard.metrics.clock`.
+          rate: the steps per second over the last rows; None if unknown.
+          time: the time now, in seconds since 1970.
+          host, pid: where the process runs.
         """
-        # A copy, because another thread may change the status meanwhile.
-        row = dict(self._row)
-        row["seconds"] = row["seconds"]()
-        if row["step"] is not None:
-            self._rate.add(time.monotonic(), row["step"])
-        row["rate"] = self._rate.value()
-        return row | {"time": time.time(), "host": self._host, "pid": os.getpid()}
+        changing = self._changing
+        if changing["step"] is not None:
+            self._rate.add(time.monotonic(), changing["step"])
+        return {
+            **changing,
+            "begun": self._begun,
+            "seconds": self._seconds(),
+            "rate": self._rate.value(),
+            "time": time.time(),
+            "host": self._host,
+            "pid": os.getpid(),
+        }
+
+
+def last_phase(exit_code: int) -> str:
+    """Returns the last phase of a process that ends with an exit code."""
+    phases = {exit_codes.DONE: DONE, exit_codes.NONFINITE: NOT_FINITE}
+    return phases.get(exit_code, STOPPED)
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -125,3 +189,67 @@ def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
         if directory.is_dir():
             content = jsonfile.dumps(list(rows)).encode()
             disk.replace(directory / FILE, content, durably=False)
+
+
+# What follows from the status of processes.
+
+
+def has_ended(row: Mapping[str, Any]) -> bool:
+    """Returns whether a process has ended by itself, from its last status."""
+    return row["doing"].startswith((DONE, STOPPED, FAILED))
+
+
+def silent_seconds(row: Mapping[str, Any]) -> float:
+    """Returns for how long a process has been silent that should write its status; 0 if
+    it has ended, or is running.
+    """
+    age = time.time() - row["time"]
+    if has_ended(row) or age <= _SILENT_SECONDS:
+        return 0.0
+    return age
+
+
+class RunState(NamedTuple):
+    """What has become of a run.
+
+    Attributes:
+      name: `RUNNING`, `SILENT`, `STOPPED`, `FAILED`, `DONE` or `UNKNOWN`.
+      doing: the phase of the process that speaks for the run, or the state in words.
+    """
+
+    name: str
+    doing: str
+
+
+def run_state(
+    rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any]
+) -> RunState:
+    """Returns the state of a run.
+
+    Args:
+      rows: the status of its processes; empty if there is no status file.
+      results: the content of results.json; empty if there is none. They may be of an
+        earlier end of the run, from before it was resumed with more steps.
+    """
+    is_finite = results.get("finite") is not False
+    if not rows:
+        if not results:
+            return RunState(UNKNOWN, f"not known: there is no {FILE}")
+        return RunState(DONE, DONE) if is_finite else RunState(FAILED, NOT_FINITE)
+    # A process that failed speaks for the run, else process 0 does.
+    failed = [row for row in rows if row["doing"].startswith(FAILED)]
+    speaker = [*failed, *rows][0]
+    doing = speaker["doing"]
+    seconds = silent_seconds(speaker)
+    if seconds:
+        age = formatting.age(seconds)
+        return RunState(SILENT, f"gone, or silent for {age}; was {doing}")
+    if not has_ended(speaker):
+        return RunState(RUNNING, doing)
+    if doing.startswith(STOPPED):
+        return RunState(STOPPED, STOPPED)
+    if not is_finite:
+        return RunState(FAILED, NOT_FINITE)
+    if failed:
+        return RunState(FAILED, doing)
+    return RunState(DONE, DONE)

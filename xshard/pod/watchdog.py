@@ -24,19 +24,25 @@ import jax
 from xshard import errors
 from xshard.pod import (
     attempts,
+    exit_codes,
     exits,
     heartbeat,
-    processes,
+    host_collectives,
     signals,
     startup,
     status,
     sync_point,
 )
-from xshard.pod import notice as notice_lib
+from xshard.pod import request as request_lib
 
 _TICK_SECONDS = 0.5
 # How long a process that leaves waits for the others to read the reason.
 _LEAVE_SECONDS = 5.0
+# The topics of the board: the status of each process, the failures in their order, and
+# the processes that have left.
+_ALIVE = "alive"
+_FAILED = "failed"
+_GONE = "gone"
 _NO_PROGRESS = "no progress for"
 _GO_ON = "The same command resumes from the last checkpoint."
 _TIMEOUTS = startup.Timeouts()
@@ -49,6 +55,9 @@ class _EndedError(Exception):
 class Watchdog:
     """One process's watch over a run. It is a context for the main thread, because it
     takes the signals.
+
+    It has two threads. One handles signals and never waits for the network; the other
+    talks to the other processes.
     """
 
     def __init__(
@@ -76,41 +85,46 @@ class Watchdog:
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
-        self._index = jax.process_index() if len(self._hosts) > 1 else 0
+        self._count = len(self._hosts)
+        self._index = 0
+        if self._count > 1:
+            self._index = jax.process_index()
         self._timeouts = timeouts
-        self._stop_at = (
-            time.monotonic() + stop_after_seconds if stop_after_seconds else None
-        )
+        self._stop_at = float("inf")
+        if stop_after_seconds:
+            self._stop_at = time.monotonic() + stop_after_seconds
         self._console = console
-        self._signal_receiver = signal_receiver
-        self._board = processes.Board(self._index, len(self._hosts))
-        self._end = processes.Exchange("the end of the run", timeouts.shutdown)
-        self._ended = threading.Event()
-        self._published = False
+        self._board = host_collectives.Board(self._index, self._count)
+        self._end = host_collectives.Exchange("the end of the run", timeouts.shutdown)
         self._sync_point = sync_point.SyncPoint(self._board)
-        self._heartbeat = heartbeat.Heartbeat(len(self._hosts), timeouts, _TICK_SECONDS)
-        self._progress = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
+        self._heartbeat = heartbeat.Heartbeat(self._count, timeouts, _TICK_SECONDS)
+        self._stall = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])
+        # Whether the directory belongs to this run, so that the status may be written.
+        self._is_published = False
         # When the next exchange with the other processes is due.
         self._due = 0.0
         # Held by the thread that ends this process, so that no other thread reports a
         # second reason.
         self._exit_lock = threading.Lock()
-        self._interrupts = 0
+        self._num_interrupts = 0
         self._numbers: set[signal.Signals] = set()
+        self._given_signals = signal_receiver
+        self._signals = signal_receiver or signals.SignalReceiver()
+        self._threads = [
+            threading.Thread(target=self._handle_signals, daemon=True),
+            threading.Thread(target=self._exchange_messages, daemon=True),
+        ]
+        self._ended = threading.Event()
         # Restores the handlers of signals and of aborts when the context ends.
         self._exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Watchdog":
-        if len(self._hosts) > 1:
+        if self._count > 1:
             self._exit_stack.enter_context(exits.before_abort(self._before_abort))
-        self._signals = self._signal_receiver or self._exit_stack.enter_context(
-            signals.SignalReceiver()
-        )
-        self._threads = []
-        for run in (self._handle_signals, self._exchange_messages):
-            thread = threading.Thread(target=run, daemon=True)
-            self._threads.append(thread)
+        if self._given_signals is None:
+            self._exit_stack.enter_context(self._signals)
+        for thread in self._threads:
             thread.start()
         return self
 
@@ -122,25 +136,28 @@ class Watchdog:
             thread.join(_LEAVE_SECONDS)
         self._exit_stack.close()
 
-    def poll(self) -> notice_lib.Notice | None:
-        """Returns the notice to act on now, if any: the same on all processes, which
+    def poll(self) -> request_lib.Request | None:
+        """Returns the request to act on now, if any: the same on all processes, which
         poll at the same steps.
         """
-        self._progress.note_progress()
+        self._stall.note_progress()
         return self._sync_point.poll()
 
-    def ask(self, notice: notice_lib.Notice) -> None:
-        """Asks all processes to act on a notice, at the next poll that all can still
+    def ask(self, request: request_lib.Request) -> None:
+        """Asks all processes to act on a request, at the next poll that all can still
         reach.
         """
-        self._sync_point.ask(notice)
+        self._sync_point.ask(request)
 
-    def doing(self, what: str, **more: Any) -> None:
-        """Sets the status of this process, as `Status.doing` does, and counts as
+    def set_phase(self, phase: str, **more: Any) -> None:
+        """Sets the phase of this process, as `Status.set_phase` does, and counts as
         progress.
         """
-        self._progress.note_progress()
-        self._status.doing(what, **more)
+        self._stall.note_progress()
+        self._status.set_phase(phase, **more)
+
+    # The earlier name, for callers that have not switched.
+    doing = set_phase
 
     def publish(self) -> None:
         """Starts to write the status of the processes into the directory, once it
@@ -148,17 +165,20 @@ class Watchdog:
         """
         if self._index == 0:
             attempts.preserve_previous(self._directory)
-        self._published = True
+        self._is_published = True
 
-    def end(self, what: str) -> None:
+    def end(self, phase: str) -> None:
         """Meets all processes for the last time; raises UserError if one of them does
         not come.
+
+        Args:
+          phase: the last phase of this process.
         """
-        self.doing(what)
+        self.set_phase(phase)
         self._post_status()
         try:
-            self._end()
-        except processes.LostError as e:
+            self._end.gather()
+        except host_collectives.LostError as e:
             raise errors.UserError(str(e)) from e
         self._write_status()
 
@@ -170,15 +190,16 @@ class Watchdog:
 
     def fail(self, message: str) -> NoReturn:
         """Ends all processes because this one has failed."""
-        self.doing(f"failed: {message.partition(chr(10))[0]}")
-        own = f"{self._name(self._index)}: {message}"
+        first_line = message.partition("\n")[0]
+        self.set_phase(f"{status.FAILED}: {first_line}")
+        failure = f"{self._name(self._index)}: {message}"
         with self._exit_lock:
-            self._fail_all(own)
+            self._fail_all(failure)
             # Another process may have failed earlier, and caused the failure here.
-            first = processes.with_timeout(self._first_failure, _LEAVE_SECONDS) or own
-            if first != own:
-                self._say(f"the first error: {first}")
-            self._exit(notice_lib.FAILED)
+            first = host_collectives.with_timeout(self._first_failure, _LEAVE_SECONDS)
+            if first and first != failure:
+                self._log(f"the first error: {first}")
+            self._exit(exit_codes.FAILED)
 
     # The thread that handles signals. It never waits for the network.
 
@@ -192,15 +213,15 @@ class Watchdog:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         where = ""
-        if len(self._hosts) > 1:
+        if self._count > 1:
             where = f" on {self._name(self._index)}"
         if number == signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                self._say("interrupted; checkpoints that were saved before are kept")
-                exits.exit_now(notice_lib.INTERRUPTED)
-            self._stop(f"SIGINT{where}", notice_lib.INTERRUPTED)
-            self._say(
+            self._num_interrupts += 1
+            if self._num_interrupts > 1:
+                self._log("interrupted; checkpoints that were saved before are kept")
+                exits.exit_now(exit_codes.INTERRUPTED)
+            self._stop(f"SIGINT{where}", exit_codes.INTERRUPTED)
+            self._log(
                 "SIGINT: saving after this step; a second SIGINT ends the run at once."
             )
         elif number not in self._numbers and not self._sync_point.is_stopping:
@@ -208,37 +229,41 @@ class Watchdog:
             # every second.
             self._numbers.add(number)
             self._stop(f"{number.name}{where}")
-            self._say(f"{number.name}: saving after this step.")
+            self._log(f"{number.name}: saving after this step.")
 
-    def _stop(self, why: str, code: int = notice_lib.PREEMPTED) -> None:
-        self.ask(notice_lib.Notice(notice_lib.STOP, why, code))
+    def _stop(self, why: str, code: int = exit_codes.PREEMPTED) -> None:
+        self.ask(request_lib.Request(request_lib.STOP, why, code))
 
     def _check_coordinator(self) -> None:
-        silent = self._heartbeat.unanswered()
-        if silent and self._index:
-            self._say(
-                f"error: {self._name(0)}, which coordinates, has not answered for {silent:.0f} s: the "
-                f"process, its host or the network is down. {_GO_ON}"
+        seconds = self._heartbeat.unanswered()
+        if seconds and self._index:
+            self._log(
+                f"error: {self._name(0)}, which coordinates, has not answered for "
+                f"{seconds:.0f} s: the process, its host or the network is down. "
+                f"{_GO_ON}"
             )
-            exits.exit_now(notice_lib.FAILED)
+            exits.exit_now(exit_codes.FAILED)
 
     def _check_progress(self) -> None:
-        doing, step = self._status.now()
-        seconds = self._progress.stalled(doing)
+        phase, step = self._status.now()
+        seconds = self._stall.stalled(phase)
         if not seconds:
             return
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
-        where = f"in {doing}"
+        where = f"in {phase}"
         if step is not None:
             where += f" at step {step}"
         cause = "a device, a collective, the data or a function on the host is blocked"
-        if doing in (status.READING, status.READING_EVALUATION):
-            cause = "the stream yields no batch; it may reject every example, or have none for this process"
+        if phase in (status.READING, status.READING_EVALUATION):
+            cause = (
+                "the stream yields no batch; it may reject every example, or have none "
+                "for this process"
+            )
         message = (
-            f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, {where}: {cause} (--step_timeout_seconds="
-            f"{self._timeouts.step})"
+            f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, {where}: {cause} "
+            f"(--step_timeout_seconds={self._timeouts.step})"
         )
-        self._say(f"error: {self._name(self._index)}: {message}. {_GO_ON}")
+        self._log(f"error: {self._name(self._index)}: {message}. {_GO_ON}")
         self._print_stacks()
         self.fail(message)
 
@@ -273,10 +298,10 @@ class Watchdog:
     def _check_stop_requests(self) -> None:
         if self._sync_point.is_stopping:
             return
-        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+        if time.monotonic() >= self._stop_at:
             self._stop("the time of --stop_after has passed")
             return
-        file = self._directory / notice_lib.STOP_FILE
+        file = self._directory / request_lib.STOP_FILE
         # If a shared disk does not answer for a moment, the next look finds the file.
         if os.path.exists(file):
             self._stop(f"there is a file {file}")
@@ -294,93 +319,98 @@ class Watchdog:
         failure = self._first_failure()
         if failure:
             with self._exit_lock:
-                self._say(f"error: {failure}")
+                self._log(f"error: {failure}")
                 # The process that detects a stall first is rarely the one that causes
                 # it.
                 if _NO_PROGRESS in failure:
                     self._print_stacks()
-                self._exit(notice_lib.FAILED)
+                self._exit(exit_codes.FAILED)
         if self._index == 0:
             self._check_heartbeats()
         self._heartbeat.answered()
 
     def _first_failure(self) -> str:
-        failures = self._board.read("failed")
+        failures = self._board.read(_FAILED)
         if not failures:
             return ""
         return failures[min(failures)]
 
     def _post_status(self) -> None:
-        self._board.write("alive", json.dumps(self._status.row()))
+        self._board.write(_ALIVE, json.dumps(self._status.row()))
 
     def _check_heartbeats(self) -> None:
-        silent = self._heartbeat.update(self._board.read("alive"))
+        seconds = self._heartbeat.update(self._board.read(_ALIVE))
         self._write_status()
-        if silent:
-            names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
-            message = f"{names}: not heard from for {silent:.0f} s; the process, its host or the network is down. {_GO_ON}"
-            with self._exit_lock:
-                self._fail_all(message)
-                self._exit(notice_lib.FAILED, f"error: {message}")
+        if not seconds:
+            return
+        names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
+        message = (
+            f"{names}: not heard from for {seconds:.0f} s; the process, its host or "
+            f"the network is down. {_GO_ON}"
+        )
+        with self._exit_lock:
+            self._fail_all(message)
+            self._exit(exit_codes.FAILED, f"error: {message}")
 
     def _agree(self) -> None:
-        notice, point = self._sync_point.gather(self._exchange_status)
-        if notice.kind == notice_lib.STOP and point == 1:
-            self.doing("stopped")
+        request, poll = self._sync_point.gather(self._exchange_status)
+        if request.kind == request_lib.STOP and poll == 1:
+            self.set_phase(status.STOPPED)
             with self._exit_lock:
-                self._exit(notice.code, f"{notice.why}: stopped before the first step.")
-        self._sync_point.decide(notice, point)
+                self._exit(
+                    request.code, f"{request.why}: stopped before the first step."
+                )
+        self._sync_point.decide(request, poll)
 
     # Leaving.
 
     def _before_abort(self) -> None:
         # JAX aborts with its client locked. If the board answers, the abort has another
         # cause.
-        if (
-            processes.with_timeout(
-                lambda: self._board.read("failed"), exits.SHORT_SECONDS
-            )
-            is not None
-        ):
+        failures = host_collectives.with_timeout(
+            lambda: self._board.read(_FAILED), exits.SHORT_SECONDS
+        )
+        if failures is not None:
             return
         who = "another process"
         if self._index:
             who = f"{self._name(0)}, which coordinates,"
         with self._exit_lock:
-            self._say(
-                f"error: {who} cannot be reached; see the messages of JAX above. {_GO_ON}"
+            self._log(
+                f"error: {who} cannot be reached; see the messages of JAX above. "
+                f"{_GO_ON}"
             )
-            exits.exit_now(notice_lib.FAILED)
+            exits.exit_now(exit_codes.FAILED)
 
     def _fail_all(self, message: str) -> None:
-        processes.with_timeout(
-            lambda: self._board.append("failed", message), _LEAVE_SECONDS
+        host_collectives.with_timeout(
+            lambda: self._board.append(_FAILED, message), _LEAVE_SECONDS
         )
 
     def _exit(self, code: int, message: str = "") -> NoReturn:
-        """Ends this process; process 0 leaves last, because the others read its board."""
+        """Ends this process; process 0 last, because the others read its board."""
         if message:
-            self._say(message)
+            self._log(message)
         patience = _LEAVE_SECONDS
         if self._index == 0:
             # JAX aborts the processes that are left when process 0 ends.
             patience = self._timeouts.heartbeat
-        processes.with_timeout(self._announce_exit, patience)
-        processes.with_timeout(self._write_status, _LEAVE_SECONDS)
+        host_collectives.with_timeout(self._announce_exit, patience)
+        host_collectives.with_timeout(self._write_status, _LEAVE_SECONDS)
         exits.exit_now(code)
 
     def _announce_exit(self) -> None:
         self._post_status()
         if self._index:
-            self._board.write("gone", "")
+            self._board.write(_GONE, "")
             return
-        others = set(range(1, len(self._hosts))) - self._heartbeat.lost
-        while not others <= self._board.read("gone").keys():
+        others = set(range(1, self._count)) - self._heartbeat.lost
+        while not others <= self._board.read(_GONE).keys():
             time.sleep(_LEAVE_SECONDS / 100)
 
     def _write_status(self) -> None:
-        if self._index == 0 and self._published:
-            texts = self._board.read("alive")
+        if self._index == 0 and self._is_published:
+            texts = self._board.read(_ALIVE)
             rows = [json.loads(texts[index]) for index in sorted(texts)]
             # With a single process the board stays empty.
             status.write(self._directory, rows or [self._status.row()])
@@ -388,7 +418,7 @@ class Watchdog:
     def _name(self, index: int) -> str:
         return f"process {index} on {self._hosts[index]}"
 
-    def _say(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         for stream in (sys.stderr, self._console):
             # A standard stream that was closed when Python started is None.
             if stream is not None:

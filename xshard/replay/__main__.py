@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from xshard import cli, errors
 from xshard.files import jsonfile, workdir
-from xshard.pod import notice, origin
+from xshard.pod import exit_codes, origin
 
 NOT_REPRODUCED = 4
 # The flags of this program that are not flags of `xshard.main`.
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         is_reproduced = _verify(options, flags)
     else:
         is_reproduced = _replay(options)
-    return notice.DONE if is_reproduced else NOT_REPRODUCED
+    return exit_codes.DONE if is_reproduced else NOT_REPRODUCED
 
 
 def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:

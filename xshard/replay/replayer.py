@@ -21,7 +21,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
 from xshard.replay import comparison
-from xshard.run import preflight, resuming, roll_back_history, states
+from xshard.run import preflight, resuming, roll_backs, states
 
 
 class Step(NamedTuple):
@@ -71,9 +71,9 @@ class Replayer:
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
         self._batches = preflight.train_batches(self.experiment, self.mesh)
-        entries = roll_back_history.read(self._workdir.roll_backs)
-        self._skips = roll_back_history.batches_to_skip(entries)
-        self._roll_backs = roll_back_history.in_effect(entries)
+        entries = roll_backs.read(self._workdir.roll_backs)
+        self._skips = roll_backs.batches_to_skip(entries)
+        self._roll_backs = roll_backs.in_effect(entries)
         self._batches.set_skips(self._skips)
         self.changes = self._find_changes()
         self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
@@ -102,7 +102,7 @@ class Replayer:
         """
         old = jsonfile.read_if_exists(self._workdir.origin) or {}
         module = type(self.experiment).__module__
-        now = origin.origin(module, self._batches.summary(), "")._asdict()
+        now = origin.find_provenance(module, self._batches.summary(), "")._asdict()
         trained_on = old.get("training")
         if trained_on and now["training"] and trained_on != now["training"]:
             raise errors.UserError(
@@ -204,7 +204,7 @@ class Replayer:
         state = self._begin(keep.start - 1)
         restored = int(state.step)
         for number in range(restored + 1, keep.stop):
-            state = roll_back_history.with_back_off(self._roll_backs, number, state)
+            state = roll_backs.with_back_off(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = state
             if number in keep:
@@ -227,20 +227,20 @@ class Replayer:
         the data to its position.
         """
         example = self._batches.example
-        saved = states.States(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed(saved.manager.all_steps()):
+        saved = states.StateManager(self.experiment, self.mesh, example, self._workdir)
+        for step in reversed(saved.all_steps()):
             if step > last:
                 continue
             try:
-                resuming.check_replicas(saved.manager, saved.target, step)
-                restored = saved.restore(step)
+                resuming.check_replicas(saved, saved.target, step)
+                restored = saved.restore_state(step)
             except checkpoint.CheckpointError:
                 # The checkpoint is damaged, or was deleted meanwhile. An earlier one
                 # gives the same steps.
                 continue
             self._batches.restore(restored.data)
             return restored.state
-        return saved.init()
+        return saved.init_state()
 
     def difference(self, step: Step) -> comparison.Difference | None:
         """Returns the first number of a step that differs from its logged row; None if

@@ -219,33 +219,17 @@ def _state(
     processes: list[dict[str, Any]], results: dict[str, Any], step: float | None
 ) -> tuple[str, str]:
     """Returns a run's state, and a description of it."""
-    # The status of a failed process counts, else process 0's.
-    failed = [row for row in processes if row["doing"].startswith("failed")]
-    speaker = next(iter([*failed, *processes]), None)
-    doing = formatting.printable(speaker["doing"]) if speaker else ""
-    has_ended = speaker is None or doing.startswith(status.ENDS)
-    is_stopped = doing.startswith("stopped")
-    if has_ended and not is_stopped and results.get("finite") is False:
-        return "failed", formatting.printable(f"not finite: {results.get('why')}")
-    done = (
-        f"done: {formatting.printable(str(results['ended']))}"
-        if results.get("ended")
-        else "done"
-    )
-    if speaker is None:
-        if results:
-            return "done", done
-        return "unknown", f"not known: there is no {status.FILE}"
-    if is_stopped:
-        return "stopped", f"stopped at step {step}"
-    if has_ended:
-        return ("failed", doing) if failed else ("done", done)
-    age = time.time() - speaker["time"]
-    if age > status.SILENT_SECONDS:
-        return "silent", f"gone, or silent for {formatting.age(age)}; was {doing}"
-    if doing == "training":
-        return "running", doing
-    return "running", f"running: {doing}"
+    state = status.run_state(processes, results)
+    doing = state.doing
+    if doing == status.NOT_FINITE and results.get("why"):
+        doing = f"not finite: {results['why']}"
+    elif state.name == status.STOPPED:
+        doing = f"stopped at step {step}"
+    elif state.name == status.DONE and results.get("ended"):
+        doing = f"done: {results['ended']}"
+    elif state.name == status.RUNNING and doing != status.TRAINING:
+        doing = f"running: {doing}"
+    return state.name, formatting.printable(doing)
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:

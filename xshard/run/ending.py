@@ -13,7 +13,8 @@ from xshard import state as state_lib
 from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import formatting, overview, rows
-from xshard.pod import notice
+from xshard.pod import exit_codes
+from xshard.pod import request as request_lib
 from xshard.run import nonfinite
 
 
@@ -26,8 +27,7 @@ def results(
 ) -> dict[str, Any]:
     """Returns the results of a run, with the samples still empty.
 
-    'global_step' is a number, or a dict from learner names to numbers if there are
-    several learners.
+    All processes call it.
 
     Args:
       mesh: the run's mesh.
@@ -36,12 +36,16 @@ def results(
       metrics: the metrics of the state's evaluation.
       end: the reason that a callback gave for ending the run; empty if no callback
         ended it.
+
+    Returns:
+      The content of results.json, but for 'finite', 'why' and the run's ID.
     """
     # The counts of other groups may be on other processes, so they are gathered.
     counts = {name: x.global_step for name, x in state_lib.learners(state).items()}
     numbers = jax.tree.map(rows.to_number, mesh_lib.replicate(mesh, counts))
     content = {
         "step": step,
+        # The only learner of an experiment has no name.
         "global_step": numbers.get("", numbers),
         "eval": metrics,
         "samples": "",
@@ -52,8 +56,9 @@ def results(
 
 
 def nonfinite_metrics(step: int, metrics: Mapping[str, Any]) -> str:
-    """Describes the metrics of an evaluation that are not finite, in any group; empty
-    if all are.
+    """Describes the metrics of an evaluation that are not finite, in any group.
+
+    The description is empty if all are.
     """
     names = [name for name, value in metrics.items() if not np.all(np.isfinite(value))]
     if not names:
@@ -86,18 +91,20 @@ def announce(
     print(f"checkpoints: {store}")
     if not values["finite"]:
         print(nonfinite.message(values["why"]), file=sys.stderr, flush=True)
-        return notice.NONFINITE
+        return exit_codes.NONFINITE
     # A callback that ended this run would end the resumed one too, so no command is
     # printed.
     if "ended" not in values:
         more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
         print(f"to train further{each_process()}: {more}")
-    return notice.DONE
+    return exit_codes.DONE
 
 
-def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
-    """Prints why and at which step a run stopped, and the command that resumes it;
-    returns the exit code.
+def stopped(stop: request_lib.Request, step: int, store: Any, command: str) -> int:
+    """Prints why and at which step a run stopped, and the command that resumes it.
+
+    Returns:
+      The exit code.
     """
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
     print(f"to resume{each_process()}: {command}")
@@ -105,8 +112,9 @@ def stopped(stop: notice.Notice, step: int, store: Any, command: str) -> int:
 
 
 def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
-    """Reports, on stderr and in results.json, that a run ended at a step that was not
-    finite.
+    """Reports that a run ended at a step that was not finite.
+
+    It does so on stderr and in results.json.
 
     Args:
       step: the number of steps made.
@@ -121,8 +129,8 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
 
 
 def each_process() -> str:
-    """Returns the words that say that every process must run a command; empty for a
-    single process.
-    """
+    """Returns the words that say that every process must run a command, if several."""
     count = jax.process_count()
-    return f", in each of the {count} processes" if count > 1 else ""
+    if count == 1:
+        return ""
+    return f", in each of the {count} processes"

@@ -7,11 +7,13 @@ import numpy as np
 
 
 class JumpDetector:
-    """Compares each step's losses with the median of the steps before, separately for
-    each learner and group.
+    """Compares the losses of each step with the medians of the steps before.
 
-    It works for positive losses only: while a median is 0 or negative, no jump is
-    detected.
+    Each learner in each group has a median of its own. Only positive losses are
+    compared: while a median is 0 or negative, no jump is detected.
+
+    Attributes:
+      factor: a loss above this many times the median is a jump.
     """
 
     def __init__(self, factor: float, steps: int):
@@ -24,10 +26,10 @@ class JumpDetector:
             there are that many.
         """
         self.factor = factor
-        self._last: collections.deque[np.ndarray] = collections.deque(maxlen=steps)
+        self._window: collections.deque[np.ndarray] = collections.deque(maxlen=steps)
 
     def add(self, losses: np.ndarray) -> np.ndarray:
-        """Adds a step's losses, and compares them with the medians of the steps before.
+        """Compares a step's losses with the medians, and adds them to the window.
 
         A step with a loss that is not finite is left out of the medians, for example
         one that a dynamic loss scale skips.
@@ -39,24 +41,24 @@ class JumpDetector:
           float64[learners, groups]: the median where the loss jumped above it, NaN
           elsewhere.
         """
-        limits = np.full_like(losses, np.nan)
-        if len(self._last) == self._last.maxlen:
-            medians = np.median(self._last, axis=0)
-            jumped = (
-                (medians > 0) & (losses > self.factor * medians) & np.isfinite(losses)
-            )
-            limits = np.where(jumped, medians, np.nan)
+        exceeded = np.full_like(losses, np.nan)
+        if len(self._window) == self._window.maxlen:
+            medians = np.median(self._window, axis=0)
+            has_jumped = losses > self.factor * medians
+            has_jumped &= (medians > 0) & np.isfinite(losses)
+            exceeded = np.where(has_jumped, medians, np.nan)
         # A single NaN would make every median NaN for as long as it stays in the
         # window.
         if np.isfinite(losses).all():
-            self._last.append(losses)
-        return limits
+            self._window.append(losses)
+        return exceeded
 
     def get_state(self) -> list[list[list[float]]]:
-        """Returns the losses of the last steps, as JSON values that keep every bit."""
-        return [losses.tolist() for losses in self._last]
+        """Returns the losses of the window, as JSON values that keep every bit."""
+        return [losses.tolist() for losses in self._window]
 
     def set_state(self, state: Sequence[Sequence[Sequence[float]]]) -> None:
         """Continues from the losses that `get_state` returned."""
-        self._last.clear()
-        self._last.extend(np.asarray(losses, np.float64) for losses in state)
+        self._window.clear()
+        for losses in state:
+            self._window.append(np.asarray(losses, np.float64))

@@ -1,12 +1,10 @@
-"""Detection of steps that are not finite: when they end the run, and how they are
-reported.
+"""The check that a run's steps are finite: when a step ends the run, and what is said.
 
 A step is in trouble when its update was applied although its loss or a gradient was not
 finite. A step that a dynamic loss scale skips in order to lower the scale is not in
 trouble: the scale finds its level by such skips.
 """
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,23 +21,27 @@ from xshard.optimizers import trees
 from xshard.run import loss_jumps
 
 _ADVICE = (
-    "Check the learning rate, the data for NaN and infinities, and the loss for divisions by 0 and logarithms or square "
-    "roots of 0; see docs/half_precision.md."
+    "Check the learning rate, the data for NaN and infinities, and the loss for "
+    "divisions by 0 and logarithms or square roots of 0; see docs/half_precision.md."
 )
-# A run that ends with this many SKIPPED_AT_MIN_SCALE steps in a row did not end well, even if
-# max_skips_in_a_row tolerates more.
-_STUCK_AT_THE_END = 10
+# A run that ends with this many SKIPPED_AT_MIN_SCALE steps in a row did not end well,
+# even if max_skips_in_a_row tolerates more.
+_MAX_SKIPS_AT_THE_END = 10
 # A run that warns reports this many stretches of bad steps. Later ones are silent, so
 # that the log stays readable.
-_STRETCHES = 10
+_MAX_STRETCHES = 10
+
+# The observations of each learner, by name. With several groups each array has a
+# leading dimension of groups.
+Observed = Mapping[str, learner_lib.Observed]
 
 
 class NonfiniteError(Exception):
-    """A step that ends the run or makes it roll back. The message names the step and
-    what was wrong with it.
+    """A step that ends the run or makes it roll back.
 
     It is raised on all processes after the same step. A run with
-    on_nonfinite='roll_back' catches it and rolls back.
+    on_nonfinite='roll_back' catches it and rolls back. The message names the step and
+    what was wrong with it.
 
     Attributes:
       step: the step in trouble.
@@ -50,16 +52,10 @@ class NonfiniteError(Exception):
         self.step = step
 
 
-# The observations of each learner, by name. With several groups each array has a
-# leading dimension of groups.
-Observed = Mapping[str, learner_lib.Observed]
-
-
 class NonfiniteCheck:
-    """Checks that a run's steps are finite. It looks at each step some steps later, so
-    that the device never waits.
+    """Checks that a run's steps are finite, and that their losses do not jump.
 
-    All processes see the same numbers of a step at the same later step, so they all
+    All processes check the same numbers of a step at the same later step, so they all
     make the same decision.
     """
 
@@ -68,217 +64,236 @@ class NonfiniteCheck:
         config: ml_collections.ConfigDict,
         mesh: jax.sharding.Mesh,
         learners: Mapping[str, learner_lib.LearnerState],
-        say: Callable[[str], None],
-        known: Mapping[str, Any] | None = None,
+        log: Callable[[str], None],
+        saved: Mapping[str, Any] | None = None,
     ):
-        """Prepares a watch for a new run or a resumed one.
+        """Prepares the check of a new run or a resumed one.
 
         Args:
           config: the run's config.
           mesh: the run's mesh.
           learners: the states of the learners by name; only the paths of their
             parameters are used.
-          say: called with a line about bad steps after which the run goes on.
-          known: the value of `get_state` that was saved with the checkpoint; None for a
+          log: called with a line about bad steps after which the run goes on.
+          saved: the value of `get_state` that was saved with the checkpoint; None for a
             new run, or if none was saved.
         """
         self._policy = config.on_nonfinite
-        self._patience = config.max_skips_in_a_row
+        self._max_skips = config.max_skips_in_a_row
+        jump_factor = 0.0
+        jump_steps = 1
         # A jump of the loss only ever causes a roll-back, so no other policy looks for
         # jumps.
-        factor, steps = 0.0, 1
         if self._policy == config_lib.ROLL_BACK:
-            factor, steps = config.roll_back.loss_factor, config.roll_back.loss_steps
-        self._jumps = loss_jumps.JumpDetector(factor, steps)
-        # The observations that the host reads of each step.
-        self._read = ("verdict", "loss") if factor else ("verdict",)
+            jump_factor = config.roll_back.loss_factor
+            jump_steps = config.roll_back.loss_steps
+        self._jumps = loss_jumps.JumpDetector(jump_factor, jump_steps)
+        # The fields of `Observed` that the host reads of each step. The others are read
+        # only for a message.
+        self._fields = ("verdict", "loss") if jump_factor else ("verdict",)
         self._mesh = mesh
+        self._num_groups = mesh_lib.num_groups(mesh)
         # The paths have the order of `Observed.gradients`.
-        self._paths = {
-            name: list(trees.leaves_by_path(x.params)) for name, x in learners.items()
-        }
-        self._say = say
-        self._pending: collections.deque[tuple[int, Observed]] = collections.deque()
+        self._paths: dict[str, list[str]] = {}
+        for name, learner in learners.items():
+            self._paths[name] = list(trees.leaves_by_path(learner.params))
+        self._log = log
         # For each learner in each group: how many of its last steps in a row were
-        # stuck, and its last verdict.
-        size = len(learners), mesh_lib.num_groups(mesh)
-        self._stuck = np.zeros(size, np.int64)
-        self._last = np.full(size, FINE)
+        # skipped although no scale was left to lower, and its last verdict.
+        shape = (len(learners), self._num_groups)
+        self._skips = np.zeros(shape, np.int64)
+        self._verdicts = np.full(shape, FINE)
+        if saved is not None:
+            self._skips = np.reshape(np.asarray(saved["stuck"], np.int64), shape)
+            # The last verdicts are not saved. A count above 0 tells the last one.
+            self._verdicts = np.where(self._skips > 0, SKIPPED_AT_MIN_SCALE, FINE)
+            self._jumps.set_state(saved["losses"])
         # Whether all the last verdicts are FINE.
-        self._is_fine = True
-        if known is not None:
-            self._stuck = np.reshape(np.asarray(known["stuck"], np.int64), size)
-            # The last verdicts are not saved. A count above 0 means that the last step
-            # was stuck.
-            self._last = np.where(self._stuck > 0, SKIPPED_AT_MIN_SCALE, FINE)
-            self._is_fine = not self._last.any()
-            self._jumps.set_state(known["losses"])
+        self._is_fine = not self._verdicts.any()
         # The first step of the current stretch of steps in trouble, and the number of
         # stretches so far.
-        self._begin: int | None = None
-        self._stretches = 0
+        self._stretch_begin: int | None = None
+        self._num_stretches = 0
         # The last bad step. Its arrays stay on the devices, and are copied only if a
         # message needs them.
-        self._bad: tuple[int, np.ndarray, Observed] | None = None
+        self._last_bad: tuple[int, np.ndarray, Observed] | None = None
 
-    def push(self, step: int, observed: Observed) -> None:
-        """Takes the observations of a step, and judges the earlier steps that are due.
+    def fetch(self, observed: Observed) -> Observed:
+        """Starts to copy to the host what `check` reads of a step.
+
+        All processes must call it.
+
+        Args:
+          observed: the observations of a step that has just been dispatched.
+
+        Returns:
+          The observations, as `check` takes them.
+        """
+        if self._num_groups > 1:
+            # Other processes hold the values of some groups. Without groups the arrays
+            # are replicated already.
+            readable = {}
+            for name, learner in observed.items():
+                fields = {}
+                for field in self._fields:
+                    array = getattr(learner, field)
+                    fields[field] = mesh_lib.replicate(self._mesh, array)
+                readable[name] = learner._replace(**fields)
+            observed = readable
+        for field in self._fields:
+            deferred.to_host(getattr(learner, field) for learner in observed.values())
+        return observed
+
+    def check(self, step: int, observed: Observed) -> None:
+        """Checks a step. All steps are checked in order.
+
+        Args:
+          step: the number of the step.
+          observed: its observations, as `fetch` returned them.
 
         Raises:
           NonfiniteError: if the run must stop or roll back.
         """
-        names = self._read
-        if self._last.shape[1] > 1:
-            # Other processes hold the values of some groups. Without groups the arrays
-            # are replicated already.
-            gathered = {}
-            for learner, x in observed.items():
-                fields = {
-                    name: mesh_lib.replicate(self._mesh, getattr(x, name))
-                    for name in names
-                }
-                gathered[learner] = x._replace(**fields)
-            observed = gathered
-        for name in names:
-            deferred.to_host(getattr(x, name) for x in observed.values())
-        self._pending.append((step, observed))
-        self._look(deferred.IN_FLIGHT)
-
-    def flush(self) -> None:
-        """Judges all pending steps; raises NonfiniteError as `push` does."""
-        self._look(0)
+        # NumPy's functions would hand an array of JAX back to it, which runs a program
+        # on the devices.
+        verdicts = [np.asarray(learner.verdict) for learner in observed.values()]
+        # A fine step after a fine step changes no counter. Almost all steps are.
+        if not self._is_fine or any(map(np.count_nonzero, verdicts)):
+            self._check_verdicts(step, observed)
+        if self._jumps.factor:
+            self._check_losses(step, observed)
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state of the watch after all judged steps, as JSON values, for a
-        run that resumes.
-        """
-        return {"stuck": self._stuck.tolist(), "losses": self._jumps.get_state()}
+        """Returns what a resumed run needs to know of these steps, as JSON values."""
+        return {"stuck": self._skips.tolist(), "losses": self._jumps.get_state()}
 
     def failure(self) -> str:
-        """Returns why the run did not end well, judged by its last steps; empty if it
-        did.
+        """Returns why the run did not end well, by its last steps; empty if it did.
+
+        All processes must call it.
         """
-        if np.any(self._last == NONFINITE):
-            return self._describe()
-        if self._most_stuck() >= min(_STUCK_AT_THE_END, self._patience):
-            return self._skipped()
+        if np.any(self._verdicts == NONFINITE):
+            return self._describe_last_bad()
+        if self._most_skips() >= min(_MAX_SKIPS_AT_THE_END, self._max_skips):
+            return self._describe_skips()
         return ""
 
-    def _most_stuck(self) -> int:
-        return int(np.max(self._stuck, initial=0))
+    def _most_skips(self) -> int:
+        return int(np.max(self._skips, initial=0))
 
-    def _look(self, remain: int) -> None:
-        while len(self._pending) > remain:
-            step, observed = self._pending.popleft()
-            # NumPy's functions would hand an array of JAX back to it, which runs a
-            # program on the devices.
-            counts = [
-                np.count_nonzero(np.asarray(x.verdict)) for x in observed.values()
-            ]
-            # A fine step after a fine step changes no counter, so it needs no judgment.
-            if not self._is_fine or any(counts):
-                self._judge(step, self._of_all(observed, "verdict"), observed)
-            if self._jumps.factor:
-                self._compare(step, observed)
-
-    def _of_all(self, observed: Observed, field: str) -> np.ndarray:
-        """Returns one observed field of all learners and groups, with shape (learners,
-        groups).
-        """
+    def _read(self, observed: Observed, field: str) -> np.ndarray:
+        """Returns a field of all learners, as float64[learners, groups]."""
         # A learner that the step does not update, such as a teacher, has no
         # observations. Its 0 is FINE, and no jump.
-        values = np.zeros(self._last.shape, np.float64)
+        values = np.zeros(self._verdicts.shape, np.float64)
         for row, name in enumerate(self._paths):
             if name in observed:
                 values[row] = np.asarray(getattr(observed[name], field)).reshape(-1)
         return values
 
-    def _judge(self, step: int, verdicts: np.ndarray, observed: Observed) -> None:
-        self._last = verdicts
+    def _check_verdicts(self, step: int, observed: Observed) -> None:
+        """Counts a step's verdicts; warns or raises NonfiniteError if they are bad."""
+        verdicts = self._read(observed, "verdict")
+        self._verdicts = verdicts
         self._is_fine = not verdicts.any()
-        self._stuck = np.where(verdicts == SKIPPED_AT_MIN_SCALE, self._stuck + 1, 0)
-        if verdicts.any():
-            self._bad = step, verdicts, observed
-        if self._most_stuck() >= self._patience:
-            raise NonfiniteError(self._skipped(), step)
+        was_skipped = verdicts == SKIPPED_AT_MIN_SCALE
+        self._skips = np.where(was_skipped, self._skips + 1, 0)
+        if not self._is_fine:
+            self._last_bad = (step, verdicts, observed)
+        if self._most_skips() >= self._max_skips:
+            raise NonfiniteError(self._describe_skips(), step)
         if np.any(verdicts == NONFINITE):
             if self._policy in (config_lib.STOP, config_lib.ROLL_BACK):
-                raise NonfiniteError(self._describe(), step)
+                raise NonfiniteError(self._describe_last_bad(), step)
             self._warn(step)
-        elif self._begin is not None and not verdicts.any():
-            if self._stretches <= _STRETCHES:
-                self._say(
-                    f"step {step}: finite again (not finite since step {self._begin})"
+        elif self._is_fine and self._stretch_begin is not None:
+            if self._num_stretches <= _MAX_STRETCHES:
+                self._log(
+                    f"step {step}: finite again (not finite since step "
+                    f"{self._stretch_begin})"
                 )
-            self._begin = None
+            self._stretch_begin = None
 
-    def _compare(self, step: int, observed: Observed) -> None:
+    def _check_losses(self, step: int, observed: Observed) -> None:
         """Raises NonfiniteError if a loss has jumped."""
-        losses = self._of_all(observed, "loss")
+        losses = self._read(observed, "loss")
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
             loss = formatting.number(losses[learner, group])
             median = formatting.number(medians[learner, group])
             factor = formatting.number(self._jumps.factor)
-            description = (
-                f"the loss is {loss}, above {factor} times the earlier median, {median}"
+            descriptions.append(
+                f"{self._whose(learner, group)}the loss is {loss}, above {factor} "
+                f"times the earlier median, {median}"
             )
-            descriptions.append(self._whose(learner, group) + description)
         if descriptions:
             raise NonfiniteError(f"step {step}: {'; '.join(descriptions)}", step)
 
-    def _whose(self, learner: int, group: int) -> str:
-        """Returns a prefix that names the learner and the group, each only if there are
-        several.
-        """
-        name, groups = list(self._paths)[learner], self._last.shape[1]
-        of_learner = f"for learner {name} " if name else ""
-        return of_learner + (f"in group {group} of {groups} " if groups > 1 else "")
-
     def _warn(self, step: int) -> None:
-        if self._begin is not None:
+        """Logs a line about the first step of a stretch of steps in trouble."""
+        if self._stretch_begin is not None:
             return
-        self._begin = step
-        self._stretches += 1
-        if self._stretches > _STRETCHES:
+        self._stretch_begin = step
+        self._num_stretches += 1
+        if self._num_stretches > _MAX_STRETCHES:
             return
-        warning = f"{self._describe()}; the run continues, because on_nonfinite={self._policy}"
-        if self._stretches == _STRETCHES:
+        warning = (
+            f"{self._describe_last_bad()}; the run continues, because "
+            f"on_nonfinite={self._policy}"
+        )
+        if self._num_stretches == _MAX_STRETCHES:
             warning += "; later ones are not reported"
-        self._say(warning)
+        self._log(warning)
 
-    def _skipped(self) -> str:
-        skipped = f"{self._most_stuck()} steps in a row were skipped without lowering a loss scale"
-        # A run that was resumed at its last step knows the count from the checkpoint,
-        # but saw none of the steps.
-        return f"{skipped}; the last, {self._describe()}" if self._bad else skipped
+    def _describe_skips(self) -> str:
+        skips = (
+            f"{self._most_skips()} steps in a row were skipped without lowering a loss "
+            "scale"
+        )
+        if self._last_bad is None:
+            # A run that was resumed at its last step knows the count from the
+            # checkpoint, but saw none of the steps.
+            return skips
+        return f"{skips}; the last, {self._describe_last_bad()}"
 
-    def _describe(self) -> str:
-        """Describes the last bad step. It gathers the step's numbers, so all processes
-        must call it.
+    def _describe_last_bad(self) -> str:
+        """Describes the last bad step; empty if there was none.
+
+        It gathers the step's numbers, so all processes must call it.
         """
-        if self._bad is None:
+        if self._last_bad is None:
             return ""
-        step, verdicts, observed = self._bad
+        step, verdicts, observed = self._last_bad
         observed = mesh_lib.replicate(self._mesh, dict(observed))
-        names, groups = list(self._paths), verdicts.shape[1]
+        names = list(self._paths)
         descriptions = []
         for learner, group in np.argwhere(verdicts):
             name = names[learner]
-            loss = np.asarray(observed[name].loss).reshape(-1)[group]
-            bad = np.asarray(observed[name].gradients).reshape(groups, -1)[group]
-            description = f"the loss is {formatting.number(float(loss))}"
+            losses = np.asarray(observed[name].loss).reshape(-1)
+            gradients = np.asarray(observed[name].gradients)
+            is_nonfinite = gradients.reshape(self._num_groups, -1)[group]
+            description = f"the loss is {formatting.number(float(losses[group]))}"
             paths = self._paths[name]
-            nonfinite = [paths[index] for index in np.flatnonzero(bad).tolist()]
+            nonfinite = [paths[index] for index in np.flatnonzero(is_nonfinite)]
             if nonfinite:
-                link = "but" if np.isfinite(loss) else "and"
-                count = f"{len(nonfinite)} of {len(paths)} gradients"
+                link = "but" if np.isfinite(losses[group]) else "and"
                 description += (
-                    f", {link} {count} are not finite: {formatting.listed(nonfinite)}"
+                    f", {link} {len(nonfinite)} of {len(paths)} gradients are not "
+                    f"finite: {formatting.listed(nonfinite)}"
                 )
             descriptions.append(self._whose(learner, group) + description)
         return f"step {step}: {'; '.join(descriptions)}"
+
+    def _whose(self, learner: int, group: int) -> str:
+        """Returns a prefix that names a learner and a group, if there are several."""
+        name = list(self._paths)[learner]
+        prefix = ""
+        if name:
+            prefix += f"for learner {name} "
+        if self._num_groups > 1:
+            prefix += f"in group {group} of {self._num_groups} "
+        return prefix
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:
@@ -287,7 +302,5 @@ def of_state(step: int, paths: Sequence[str]) -> str:
 
 
 def message(why: str) -> str:
-    """Returns the error message of a run that did not end finite, with the reason and
-    advice.
-    """
+    """Returns the error message of a run that did not end finite."""
     return f"error: {why}. {_ADVICE}"

@@ -1,8 +1,7 @@
-"""Traces a run's programs before the run begins, so that a mistake is reported while
-nothing is lost.
+"""The programs of a run, traced before it begins.
 
-A trace computes nothing on the devices. JAX caches the trace of a jitted function for
-the function's first call.
+So a mistake is reported while nothing is lost. A trace computes nothing on the devices,
+and JAX caches the trace of a jitted function for the function's first call.
 """
 
 import contextlib
@@ -14,14 +13,14 @@ import jax.numpy as jnp
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import errors, jax_internals, logical, samples, step, validation
+from xshard import errors, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.optimizers import cross_shard, layouts, trees, varying
-from xshard.run import rule_values
-from xshard.stored import replica_state as stored
+from xshard.optimizers import cross_shard, layouts, trees
+from xshard.run import replica_analysis
+from xshard.stored import replica_state
 
 # Calls a function that predicts.
 _PredictionCaller = Callable[[Callable[..., Any]], Any]
@@ -51,14 +50,20 @@ _PASSED_ON = (
 def train_batches(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> batches.TrainBatches:
-    """Returns the training batches that a run's config describes; raises UserError as
-    `batches.TrainBatches` does.
+    """Returns the training batches that a run's config describes.
+
+    Raises:
+      UserError: as `batches.TrainBatches` does.
     """
-    sizes = {
-        key: experiment.config[key] for key in ("batch_size", "seed", "micro_batches")
-    }
-    replicas = logical.of_config(experiment.config, mesh)
-    return batches.TrainBatches(experiment.train_batches, mesh, replicas, **sizes)
+    config = experiment.config
+    return batches.TrainBatches(
+        experiment.train_batches,
+        mesh,
+        logical.of_config(config, mesh),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        micro_batches=config.micro_batches,
+    )
 
 
 def programs(
@@ -87,33 +92,91 @@ def programs(
     """
     train_step = jitted_step(experiment, mesh)
     analyzed_step = train_step
-    if step.updates_in_shards(mesh, state):
+    updates_in_shards = step.updates_in_shards(mesh, state)
+    if updates_in_shards:
+        # XLA partitions the step of such a run, so its program does not show what each
+        # replica computes.
         analyzed_step = jax.jit(step.make_analyzed_step(experiment, mesh))
     with cross_shard.recording() as rules:
         traced_step = analyzed_step.trace(state, batch)
     _check_reduction(experiment, rules)
-    _check_equal(experiment, mesh, state, batch, traced_step)
-    _check_rules(experiment, mesh, state, batch, traced_step.jaxpr)
-    if analyzed_step is not train_step:
+    replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
+    replica_analysis.check_rules(experiment, mesh, state, batch, traced_step)
+    if updates_in_shards:
         train_step.trace(state, batch)
     predict = jitted_predict(experiment, mesh)
-    whole = mesh_lib.sharding(mesh)
-    trace = lambda batch, *keys: predict.trace(
-        state, batches.shapes_of(batch, whole), *keys
-    )
-    predictions = []
-    for ask in _prediction_callers(experiment, act):
-        predictions += _at_first_prediction(ask, trace)
-    if not predictions and experiment_lib.overrides(experiment, "predict"):
-        rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
-        # The run itself makes no prediction, so an error is no reason to refuse it. The
-        # first prediction reports the error.
-        with contextlib.suppress(Exception):
-            predictions = [trace(batches.shapes(batch, rows))]
-    for traced in predictions:
-        _check_prediction(experiment, mesh, traced)
-        stored.check_unread(experiment.predict, traced.jaxpr, state, mesh)
+    for traced in _traced_predictions(experiment, mesh, state, batch, act, predict):
+        replica_analysis.check_prediction(experiment, mesh, traced)
+        replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return train_step, predict
+
+
+def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+    """Returns the training step of a run, `step.make_watched_step`, jitted.
+
+    It donates the state.
+    """
+    replicas = logical.of_config(experiment.config, mesh)
+    if replicas is not None:
+        return logical.Program(
+            validation.describe_method(experiment.train_step),
+            lambda state, _: step.step_of_replica(experiment, replicas.mesh, state),
+            replicas,
+            donate_argnums=0,
+        )
+    options = None
+    device_kind = mesh.devices.flat[0].device_kind
+    if experiment.config.reduction.shard_params and device_kind in _AHEAD_ON:
+        options = _ONE_LAYER_AHEAD
+    watched_step = step.make_watched_step(experiment, mesh)
+    return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
+
+
+def single_program(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Any:
+    """Returns the training step as one jitted `jax.shard_map`, for analysis.
+
+    Each device has one replica.
+
+    Raises:
+      UserError: if the number of devices for each group differs from the config's
+        number of logical replicas.
+    """
+    replicas = logical.of_config(experiment.config, mesh)
+    num_replicas = mesh_lib.num_replicas(mesh)
+    if replicas is not None and replicas.count != num_replicas:
+        devices = replicas.count * mesh_lib.num_groups(mesh)
+        raise errors.UserError(
+            f"The config has logical_replicas={replicas.count}, but there are "
+            f"{num_replicas} devices for each group. To inspect a step, each replica "
+            f"needs its own device: on CPUs, give --cpu_devices={devices}."
+        )
+    return jax.jit(step.make_analyzed_step(experiment, mesh))
+
+
+def jitted_predict(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Any:
+    """Returns the prediction, `step.make_predict`, jitted.
+
+    Its outputs are replicated, so each process has them all.
+    """
+    return jax.jit(
+        step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
+    )
+
+
+def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
+    """Returns the first batch for which `experiment.samples` asks a prediction.
+
+    Returns:
+      The batch; None if it asks for none.
+    """
+    for ask in _prediction_callers(experiment, None):
+        for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
+            return batch
+    return None
 
 
 def warnings(
@@ -131,21 +194,41 @@ def warnings(
     unread = config_lib.unread(experiment.config, config)
     if unread:
         yield (
-            f"warning: no code has read these keys of the config so far: {', '.join(unread)}. If none reads them later, they have no "
-            "effect."
+            "warning: no code has read these keys of the config so far: "
+            f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
     yield from _warning_of_averages(state)
     yield from _note_of_whole_arrays(experiment, state)
 
 
+def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
+    """Yields a line if averages are evaluated with state of the parameters' own."""
+    for name, learner in state_lib.learners(state).items():
+        if learner.meta.averages_module is None:
+            continue
+        leaves = trees.leaves_by_path(learner.net_state)
+        floats = [
+            path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        if not floats:
+            continue
+        whose = f" of {name}" if name else ""
+        yield (
+            f"warning: the averages of parameters{whose} are evaluated with the "
+            f"networks' state of the parameters themselves, such as {floats[0]}. If "
+            "that is the statistics of a batch norm, 'average/...' may be far too low: "
+            "estimate them anew for the averages, with some training batches, or use a "
+            "layer norm."
+        )
+        return
+
+
 def _note_of_whole_arrays(
     experiment: experiment_lib.Experiment, state: state_lib.TrainState
 ) -> Iterator[str]:
-    """Yields a line about arrays that a sharded update leaves whole, if they are more
-    than a hundredth of all.
-    """
+    """Yields a line if a sharded update leaves more than a hundredth whole."""
     mesh = state.step.sharding.mesh
-    skip = len(mesh_lib.group_axes(mesh))
+    num_group_axes = len(mesh_lib.group_axes(mesh))
     count = mesh.shape[mesh_lib.REPLICA]
     whole = []
     total = 0
@@ -153,53 +236,51 @@ def _note_of_whole_arrays(
         if not learner.meta.shards_update:
             continue
         for path, x in trees.leaves_by_path(learner.params).items():
-            spec = mesh_lib.spec_of(path, experiment.sharding_rules())
-            layout = layouts.layout(trees.join(name, path), x.shape[skip:], count, spec)
+            layout = layouts.layout(
+                trees.join(name, path),
+                x.shape[num_group_axes:],
+                count,
+                mesh_lib.spec_of(path, experiment.sharding_rules()),
+            )
             total += layout.size
+            # An array with fewer numbers than replicas could not be divided anyway.
             if layout.dim is None and layout.size >= count:
                 whole.append(layout)
     size = sum(layout.size for layout in whole)
-    if size * 100 > total:
-        largest = sorted(whole, key=lambda layout: -layout.size)
-        named = ", ".join(f"{layout.path} {layout.shape}" for layout in largest[:5])
-        yield (
-            f"note: of {total:,} parameters, {size:,} are updated whole on each replica, since {count} replicas divide no free "
-            f"dimension of their arrays: {named}{', ...' if len(largest) > 5 else ''}."
-        )
-
-
-def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
-    for name, learner in state_lib.learners(state).items():
-        leaves = trees.leaves_by_path(learner.net_state)
-        floats = [
-            path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        if learner.meta.averages_module is None or not floats:
-            continue
-        whose = f" of {name}" if name else ""
-        yield (
-            f"warning: the averages of parameters{whose} are evaluated with the networks' state of the parameters themselves, such as "
-            f"{floats[0]}. If that is the statistics of a batch norm, 'average/...' may be far too low: estimate them anew for the "
-            "averages, with some training batches, or use a layer norm."
-        )
+    if size * 100 <= total:
         return
+    largest = sorted(whole, key=lambda layout: -layout.size)
+    named = ", ".join(f"{layout.path} {layout.shape}" for layout in largest[:5])
+    if len(largest) > 5:
+        named += ", ..."
+    yield (
+        f"note: of {total:,} parameters, {size:,} are updated whole on each replica, "
+        f"since {count} replicas divide no free dimension of their arrays: {named}."
+    )
 
 
 def _check_reduction(
     experiment: experiment_lib.Experiment,
     rules: Sequence[cross_shard.CrossShardOptimizer],
 ) -> None:
-    """Raises UserError if a key of `config.reduction` has a value that no rule of the
-    step was made with.
+    """Checks that the values of `config.reduction` reach a rule of the step.
 
     The experiment passes these values on. Where it does not, as in
     `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks for would
     happen.
+
+    Args:
+      experiment: the experiment.
+      rules: the rules that the step was traced with.
+
+    Raises:
+      UserError: if no rule was made with one of the values.
     """
     config = experiment.config
     if config.gather_once and not config.reduction.shard_params:
         raise errors.UserError(
-            "gather_once=True has no effect without reduction.shard_params=True: set both, or neither."
+            "gather_once=True has no effect without reduction.shard_params=True: set "
+            "both, or neither."
         )
     defaults = config_lib.default().reduction
     for key in _PASSED_ON:
@@ -207,158 +288,11 @@ def _check_reduction(
         if value == defaults[key] or any(getattr(rule, key) == value for rule in rules):
             continue
         raise errors.UserError(
-            f"config.reduction.{key}={value!r} reaches no rule of {validation.describe_method(experiment.train_step)}, so nothing "
-            f"of it would happen: pass it on, as in CrossShardOptimizer(rule, **self.config.reduction), or leave it at "
-            f"{defaults[key]!r}."
+            f"config.reduction.{key}={value!r} reaches no rule of "
+            f"{validation.describe_method(experiment.train_step)}, so nothing of it "
+            "would happen: pass it on, as in CrossShardOptimizer(rule, "
+            f"**self.config.reduction), or leave it at {defaults[key]!r}."
         )
-
-
-def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
-    """Returns the training step of a run, `step.make_watched_step`, jitted; it donates
-    the state.
-    """
-    replicas = logical.of_config(experiment.config, mesh)
-    if replicas is not None:
-        mapped = lambda state, _: step.step_of_replica(experiment, replicas.mesh, state)
-        what = validation.describe_method(experiment.train_step)
-        return logical.Program(what, mapped, replicas, donate_argnums=0)
-    watched_step = step.make_watched_step(experiment, mesh)
-    device = mesh.devices.flat[0]
-    options: dict[str, bool | str] = {}
-    if experiment.config.reduction.shard_params and device.device_kind in _AHEAD_ON:
-        options = _ONE_LAYER_AHEAD
-    return jax.jit(watched_step, donate_argnums=0, compiler_options=options or None)
-
-
-def single_program(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
-) -> Any:
-    """Returns the training step as one jitted `jax.shard_map` with one replica on each
-    device, for analysis.
-
-    Raises:
-      UserError: if the number of devices for each group differs from the config's
-        number of logical replicas.
-    """
-    replicas = logical.of_config(experiment.config, mesh)
-    if replicas is not None and replicas.count != mesh_lib.num_replicas(mesh):
-        devices = replicas.count * mesh_lib.num_groups(mesh)
-        raise errors.UserError(
-            f"The config has logical_replicas={replicas.count}, but there are {mesh_lib.num_replicas(mesh)} devices for each "
-            f"group. To inspect a step, each replica needs its own device: on CPUs, give --cpu_devices={devices}."
-        )
-    return jax.jit(step.make_analyzed_step(experiment, mesh))
-
-
-def jitted_predict(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
-) -> Any:
-    """Returns the prediction, `step.make_predict`, jitted; its outputs are replicated,
-    so each process has them all.
-    """
-    return jax.jit(
-        step.make_predict(experiment, mesh), out_shardings=mesh_lib.sharding(mesh)
-    )
-
-
-def _check_equal(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: state_lib.TrainState,
-    batch: Any,
-    traced: Any,
-) -> None:
-    """Raises UserError if outputs of the step may differ between replicas without being
-    declared as such.
-
-    A checkpoint holds one copy of undeclared state. After a resume all replicas would
-    continue from that copy. A row holds one number of all replicas: their mean, which
-    for integers is none.
-
-    Args:
-      experiment: the experiment.
-      mesh: the run's mesh.
-      state: the shapes of the run's state.
-      batch: the shapes of a batch.
-      traced: the traced step.
-    """
-    inputs = jax.tree.leaves(
-        (_labeled(state, varying.Cause.STATE), _labeled(batch, varying.Cause.BATCH))
-    )
-    differing, declared = varying.mapped_outputs(traced.jaxpr.jaxpr, inputs)
-    several = _several(mesh)
-    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), own, variation in zip(leaves, declared, differing, strict=True):
-        if not (variation.axes - own) & several:
-            continue
-        kind, _, name = trees.path_name(path).partition("/")
-        if kind == "metrics" and jnp.issubdtype(leaf.dtype, jnp.integer):
-            raise errors.UserError(
-                f"{validation.describe_method(experiment.train_step)} returns the integer {name!r}, which differs between the "
-                "replicas. A row has one number of all of them, and integers are logged as they are: return "
-                "jax.lax.psum(x, ('slice', 'replica')) for the sum, or x.astype(jnp.float32) for the mean."
-            )
-        if kind != "state":
-            continue
-        why = (
-            f"{name!r}, of type {leaf.dtype}, which differs between the replicas: on each of them it depends on "
-            f"{varying.because(variation)}"
-        )
-        for learner in state_lib.learners(state):
-            if name.removeprefix(f"{learner}/").startswith("net_state/"):
-                raise errors.UserError(
-                    f"A network keeps the state {why}. Only one copy of a network's state is kept: the mean over the replicas, "
-                    "which needs a floating-point type. Count steps rather than examples, or keep a float32 mean over the batch."
-                )
-        raise errors.UserError(
-            f"{validation.describe_method(experiment.train_step)} leaves the state {why}, but a checkpoint keeps only one copy of "
-            "it. Wrap it in xshard.PerReplica or xshard.PerExample, in init and in the step; make it equal with a collective, "
-            "such as jax.lax.pmean(x, ('slice', 'replica')); or, if it is equal for a reason that the program does not show, "
-            "declare that with xshard.equal_on_replicas."
-        )
-
-
-def _check_rules(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: state_lib.TrainState,
-    batch: Any,
-    jaxpr: jax_internals.ClosedJaxpr,
-) -> None:
-    """Raises UserError if a rule's update depends on a replica's own values; see
-    `rule_values`.
-    """
-    others = _labeled(state, varying.Cause.STATE)
-    of_state = state_lib.map_learners(
-        lambda _, x: _labeled(x, rule_values.LEARNER), others
-    )
-    inputs = jax.tree.leaves((of_state, _labeled(batch, varying.Cause.BATCH)))
-    # Supervised has a method that makes its rule; other experiments make theirs where
-    # they like.
-    maker = getattr(experiment, "optimizer", experiment.train_step)
-    rule_values.check(
-        jaxpr.jaxpr, inputs, _long(mesh), validation.describe_method(maker)
-    )
-
-
-def _labeled(tree: Any, label: Any) -> Any:
-    """Returns a tree with the label in place of each leaf."""
-    return jax.tree.map(lambda _: label, tree)
-
-
-def _long(mesh: jax.sharding.Mesh) -> varying.Axes:
-    """Returns the mesh axes of groups and replicas with a size above 1."""
-    return frozenset(axis for axis in varying.ALL if mesh.shape[axis] > 1)
-
-
-def _several(mesh: jax.sharding.Mesh) -> varying.Axes:
-    """Returns the mesh axes along which state could differ: those with a size above 1.
-
-    With a single replica the replica axis counts too, so that one replica refuses the
-    programs that several refuse.
-    """
-    several = _long(mesh)
-    return several if several & {*mesh_lib.REPLICAS} else several | {mesh_lib.REPLICA}
 
 
 class _PredictedError(BaseException):
@@ -369,21 +303,51 @@ class _PredictedError(BaseException):
     """
 
 
-def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | None:
-    """Returns the first batch for which `experiment.samples` asks a prediction; None if
-    it asks for none.
+def _traced_predictions(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    state: state_lib.TrainState,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    act: _PredictionCaller | None,
+    predict: Any,
+) -> list[Any]:
+    """Traces the prediction for the batches that the run will ask it for.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      state: the shapes of the run's state.
+      batch: the shapes of a training batch.
+      act: as for `programs`.
+      predict: the jitted prediction.
+
+    Returns:
+      The traces. If the run asks for none, but the experiment predicts, the trace for a
+      replica's part of a training batch, if it has one.
     """
-    for ask in _prediction_callers(experiment, None):
-        for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
-            return batch
-    return None
+    replicated = mesh_lib.sharding(mesh)
+
+    def trace(batch: Mapping[str, Any], *keys: jax.Array) -> Any:
+        return predict.trace(state, batches.shapes_of(batch, replicated), *keys)
+
+    traces = []
+    for ask in _prediction_callers(experiment, act):
+        traces += _at_first_prediction(ask, trace)
+    if not traces and experiment_lib.overrides(experiment, "predict"):
+        rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+        # The run itself makes no prediction, so an error is no reason to refuse it. The
+        # first prediction reports the error.
+        with contextlib.suppress(Exception):
+            traces = [trace(batches.shapes(batch, rows))]
+    return traces
 
 
 def _prediction_callers(
     experiment: experiment_lib.Experiment, act: _PredictionCaller | None
 ) -> Iterator[_PredictionCaller]:
-    """Yields the functions that ask for predictions in a run: the experiment's samples,
-    and training data that acts.
+    """Yields the functions that ask for predictions in a run.
+
+    They are the experiment's samples, and training data that acts.
     """
     if experiment_lib.overrides(experiment, "samples"):
         where = validation.describe_method(experiment.samples)
@@ -392,56 +356,36 @@ def _prediction_callers(
     if act is None:
         return
     if not experiment_lib.overrides(experiment, "predict"):
+        where = validation.describe_method(experiment.train_batches)
         raise errors.UserError(
-            f"The data that {validation.describe_method(experiment.train_batches)} returned acts on the model "
-            f"(acts_every_steps), but {type(experiment).__name__} makes no predictions: define predict(state, batch), or "
-            "leave acts_every_steps out."
+            f"The data that {where} returned acts on the model (acts_every_steps), but "
+            f"{type(experiment).__name__} makes no predictions: define predict(state, "
+            "batch), or leave acts_every_steps out."
         )
     yield act
 
 
 def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> list[Any]:
-    """Runs `ask` up to its first prediction, and returns the result of `use` on that
-    prediction's batch, and key if any.
+    """Runs `ask` up to its first prediction.
 
-    The list is empty if `ask` asks for no prediction.
+    Args:
+      ask: calls a function that predicts.
+      use: called with the batch of the prediction, and its key if any.
+
+    Returns:
+      The result of `use`, in a list; an empty list if `ask` asks for no prediction.
     """
     results: list[Any] = []
 
     def predict(batch: Mapping[str, Any], key: jax.Array | None = None) -> Any:
-        keys = () if key is None else (key,)
         # `use` runs inside the user's call, so that the traceback of an error shows the
         # line that asked.
-        results.append(use(batch, *keys))
+        if key is None:
+            results.append(use(batch))
+        else:
+            results.append(use(batch, key))
         raise _PredictedError
 
     with contextlib.suppress(_PredictedError):
         ask(predict)
     return results
-
-
-def _check_prediction(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, traced: Any
-) -> None:
-    """Raises UserError if a prediction may differ between devices, because only one
-    device's copy is read.
-    """
-    differing, _ = varying.mapped_outputs(traced.jaxpr.jaxpr)
-    leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
-    for (path, leaf), variation in zip(leaves, differing, strict=True):
-        axes = variation.axes & _several(mesh)
-        if not axes:
-            continue
-        name = trees.path_name(path) or "outputs"
-        among = "replicas"
-        fix = (
-            "It depends on the replica's index, or on per-replica state: make it equal with a collective, such as "
-            "jax.lax.pmean(x, ('slice', 'replica'))."
-        )
-        if mesh_lib.GROUP in axes:
-            among = "groups"
-            fix = "Return the outputs of all groups, as jax.lax.all_gather(outputs, 'group') does."
-        raise errors.UserError(
-            f"{validation.describe_method(experiment.predict)} returns {name!r}, {leaf.dtype} of shape {leaf.shape}, which differs "
-            f"between the {among}; a prediction must be equal on all devices. {fix}"
-        )

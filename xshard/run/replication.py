@@ -1,10 +1,10 @@
-"""Checks by fingerprints that the replicas of a group hold the same bits of all state
-that must be equal on them.
+"""The check that the replicas of a group hold equal copies of state that must be equal.
 
 No analysis of the program can prove this for state that a learner or
 `xshard.equal_on_replicas` declares as equal, and none can prove that a device computes
 correctly. A checkpoint holds one copy of such state, so a resumed run would not
-continue what replicas that have diverged were training.
+continue what replicas that have diverged were training. Fingerprints of the state are
+compared instead of the state itself.
 """
 
 import collections
@@ -20,16 +20,19 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.metrics import deferred, formatting
-from xshard.pod import processes
+from xshard.pod import host_collectives
 from xshard.stored import fingerprint, hashing
 
 _ADVICE = (
-    "This step was not saved. If only one device differs, and at another step when the run is repeated, suspect that device; "
-    "on_parted='roll_back' repeats the steps. Otherwise make the state equal with a collective, such as jax.lax.pmean(x, "
-    "('slice', 'replica')), draw keys that are equal on all replicas, or wrap the state in xshard.PerReplica; check each "
-    "xshard.equal_on_replicas, and custom optimizer rules."
+    "This step was not saved. If only one device differs, and at another step when the "
+    "run is repeated, suspect that device; on_divergence='roll_back' repeats the "
+    "steps. Otherwise make the state equal with a collective, such as "
+    "jax.lax.pmean(x, ('slice', 'replica')), draw keys that are equal on all replicas, "
+    "or wrap the state in xshard.PerReplica; check each xshard.equal_on_replicas, and "
+    "custom optimizer rules."
 )
-_KINDS = {
+# What messages call each kind of arrays.
+_WORDS = {
     fingerprint.PARAMS: "the parameters",
     fingerprint.SLOTS: "the optimizer slots, with their counts and loss scale",
     fingerprint.NET_STATE: "the state of the networks",
@@ -38,11 +41,10 @@ _KINDS = {
 
 
 class ReplicaDivergenceError(errors.UserError):
-    """The replicas of a group hold different copies of state that must be equal on all
-    of them.
+    """Replicas of a group hold different copies of state that must be equal on them.
 
-    It is raised on all processes after the same step. A run with on_parted='roll_back'
-    catches it and rolls back.
+    It is raised on all processes after the same step. A run with
+    on_divergence='roll_back' catches it and rolls back.
 
     Attributes:
       what: the message without the advice: the arrays that differ, and the replicas.
@@ -56,258 +58,269 @@ class ReplicaDivergenceError(errors.UserError):
 
 
 class ReplicaCheck:
-    """Compares the copies of the replicas. It looks at each step some steps later, so
-    that the device never waits.
+    """Compares the copies of the replicas by their fingerprints.
 
-    All processes see the same numbers of a step at the same later step, so they all
-    make the same decision.
+    A step computes the fingerprints of the state that it receives, so those of the
+    state after a step come from the next one. All processes check the same fingerprints
+    at the same later step, so they all make the same decision.
     """
 
     def __init__(self, experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh):
         """Prepares the fingerprint program of a run's experiment on its mesh."""
         self._experiment = experiment
         self._mesh = mesh
-        self._replicas = logical.of_config(experiment.config, mesh)
+        self._logical_replicas = logical.of_config(experiment.config, mesh)
+        # Read from the config once, because each look-up takes microseconds.
         self._every = experiment.config.fingerprint_every_steps
-        self._pending: collections.deque[tuple[int, fingerprint.Fingerprints]] = (
-            collections.deque()
-        )
-        self._newest: state_lib.TrainState | None = None
         self._program = jax.jit(fingerprint.program(experiment, mesh))
-        self._fingerprints = processes.compiled_by_all(
+        self._fingerprints = host_collectives.compiled_by_all(
             self._program, "the fingerprint of the state"
         )
-        # Whether the program is still to be compiled for the first save, and the thread
-        # that compiles it.
-        self._is_awaited = False
+        # Whether the program is compiled, or is being compiled by the thread.
+        self._is_compiled = False
         self._compiling: threading.Thread | None = None
 
-    def forget(self) -> None:
-        """Drops all pending fingerprints and states, because a roll-back makes their
-        steps again.
-        """
-        self._pending.clear()
-        self._newest = None
+    def check_restored(
+        self, state: state_lib.TrainState, saved: dict[str, Any], store: str
+    ) -> None:
+        """Compares the fingerprints of a restored state with those saved with it.
 
-    def push(
-        self,
-        step: int,
-        fingerprints_before: fingerprint.Fingerprints | None,
-        state: state_lib.TrainState,
-    ) -> dict[str, Any]:
-        """Takes the fingerprints of the state that a step began with, and checks the
-        earlier ones that are due.
+        They are equal on any number of devices.
 
         Args:
-          step: the number of the step.
-          fingerprints_before: the fingerprints of the state before the step; None if the step
-            computes none.
-          state: the state after the step.
-
-        Returns:
-          The fingerprints that the step logs: two uint32 for each name. Empty if this
-            step logs none.
+          state: the restored state.
+          saved: its fingerprints by kind, as `fingerprints_of` returned them.
+          store: where the checkpoint is.
 
         Raises:
-          ReplicaDivergenceError: on all processes, if replicas hold different bits.
+          ReplicaDivergenceError: if replicas hold different bits, as in `check`.
+          UserError: on all processes, if the fingerprints differ from the saved ones.
         """
-        self._newest = state
-        logged = {}
-        if fingerprints_before is not None and step % self._every == 0:
-            diverged = mesh_lib.replicate(self._mesh, fingerprints_before.diverged)
-            deferred.to_host([diverged])
-            self._pending.append(
-                (step - 1, fingerprints_before._replace(diverged=diverged))
+        step = int(state.step)
+        restored = self.fingerprints_of(state)
+        texts = []
+        for kind, words in _WORDS.items():
+            now = restored.get(kind)
+            before = saved.get(kind)
+            if now != before:
+                name = f"{fingerprint.PREFIX}{kind}"
+                texts.append(f"{words} ({name} is {now}, but was {before} when saved)")
+        if texts:
+            where = f"{store} {step}"
+            raise errors.UserError(
+                f"The state restored from the checkpoint of step {step} differs from "
+                f"the saved state: {'; '.join(texts)}. It must have the same bits on "
+                "any devices. Nothing was trained or written. Run 'python -m "
+                f"xshard.checkpoint verify {where}'. If it finds damage, run 'python "
+                f"-m xshard.checkpoint rm {where}': the run then resumes from the "
+                "checkpoint before. If it finds none, suspect this machine's memory or "
+                "a device, and start again on another machine."
             )
-            logged = fingerprints_before.logged()
-        # The fingerprints after a step come from the program of the next one.
-        self._look(step - 1 - deferred.IN_FLIGHT)
-        if self._is_awaited:
-            self._compile_ahead(state)
-        return logged
 
-    def flush(self) -> None:
-        """Checks all pending fingerprints; raises ReplicaDivergenceError as `push`
-        does.
-        """
-        if self._pending:
-            self._look(self._pending[-1][0])
+    def fetch(
+        self, step: int, fingerprints: fingerprint.Fingerprints | None
+    ) -> fingerprint.Fingerprints | None:
+        """Starts to copy to the host what `check` reads of a step.
 
-    def of_state(self, state: state_lib.TrainState) -> dict[str, Any]:
-        """Checks a state, and returns its fingerprints by kind, as text; raises
-        ReplicaDivergenceError as `push` does.
+        All processes must call it.
+
+        Args:
+          step: the number of a step that has just been dispatched.
+          fingerprints: those of the state before the step; None if the run computes
+            none.
+
+        Returns:
+          The fingerprints, as `check` takes them; None if they are not due.
         """
-        self._newest = state
-        self._is_awaited = False
-        # Waits for the compilation in the background, so that the program is not
-        # compiled twice.
+        if fingerprints is None or step % self._every:
+            # The program of the step returns zeros where they are not due.
+            return None
+        diverged = mesh_lib.replicate(self._mesh, fingerprints.diverged)
+        deferred.to_host([diverged])
+        return fingerprints._replace(diverged=diverged)
+
+    def check(
+        self,
+        step: int,
+        fingerprints: fingerprint.Fingerprints,
+        newest: state_lib.TrainState,
+    ) -> None:
+        """Checks that the replicas hold the same bits after a step.
+
+        Args:
+          step: the number of the step after which the state had the fingerprints.
+          fingerprints: those of the state, as `fetch` returned them.
+          newest: the state after the newest step. The one that had the fingerprints is
+            gone by now, since the next step took its memory.
+
+        Raises:
+          ReplicaDivergenceError: on all processes, if they do not.
+        """
+        if np.any(np.asarray(fingerprints.diverged)):
+            what = self._describe(step, fingerprints, newest)
+            raise ReplicaDivergenceError(what, step)
+
+    def fingerprints_of(self, state: state_lib.TrainState) -> dict[str, Any]:
+        """Checks a state and returns its fingerprints by kind, as text.
+
+        It waits for the state.
+
+        Raises:
+          ReplicaDivergenceError: as `check` does.
+        """
         if self._compiling is not None:
+            # The thread compiles the same program.
             self._compiling.join()
+        self._is_compiled = True
         fingerprints = mesh_lib.replicate(self._mesh, self._fingerprints(state))
-        self._pending.append((int(state.step), fingerprints))
-        self.flush()
+        self.check(int(state.step), fingerprints, state)
         return {
             kind: hashing.text(value) for kind, value in fingerprints.values.items()
         }
 
-    def begin(
-        self, state: state_lib.TrainState, saved: dict[str, Any] | None, store: str
-    ) -> None:
-        """Compares the fingerprints of a restored state with those saved with it, on
-        any number of devices.
+    def compile_ahead(self, state: state_lib.TrainState) -> None:
+        """Compiles the program of `fingerprints_of` in a thread, while steps run.
 
-        Without saved fingerprints, it has the fingerprint program compiled for the
-        first save, in the background and after the first step, so that it does not
-        delay the compilation of that.
-
-        Args:
-          state: the state that the run begins with.
-          saved: the state's fingerprints by kind, as `of_state` returned them; None if
-            they are not known.
-          store: where the checkpoint is.
-
-        Raises:
-          ReplicaDivergenceError: if replicas hold different bits, as in `push`.
-          UserError: on all processes, if the fingerprints differ from the saved ones.
+        Otherwise the first save would wait for it. Nothing happens if it is compiled
+        already.
         """
-        if saved is None:
-            self._is_awaited = True
+        if self._is_compiled:
             return
-        now, where = self.of_state(state), f"{store} {int(state.step)}"
-        texts = []
-        for kind, words in _KINDS.items():
-            here, there = now.get(kind), saved.get(kind)
-            if here != there:
-                texts.append(
-                    f"{words} ({fingerprint.PREFIX}{kind} is {here}, but was {there} when saved)"
-                )
-        if texts:
-            raise errors.UserError(
-                f"The state restored from the checkpoint of step {int(state.step)} differs from the saved state: "
-                f"{'; '.join(texts)}. It must have the same bits on any devices. Nothing was trained or written. Run "
-                f"'python -m xshard.checkpoint verify {where}'. If it finds damage, run 'python -m xshard.checkpoint rm {where}': "
-                "the run then resumes from the checkpoint before. If it finds none, suspect this machine's memory or a device, "
-                "and start again on another machine."
-            )
-
-    def _compile_ahead(self, state: state_lib.TrainState) -> None:
-        """Compiles the fingerprint program, which the first save calls, in a thread
-        while steps run.
-        """
-        self._is_awaited = False
+        self._is_compiled = True
         # The thread gets shapes instead of arrays, because the next step donates the
         # state.
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         shapes = jax.tree.map(shape, state)
         # JAX caches the compiled program, so the first call finds it.
-        compile_it = lambda: self._program.lower(shapes).compile()
         self._compiling = threading.Thread(
-            target=compile_it, name="fingerprint of the state"
+            target=lambda: self._program.lower(shapes).compile(),
+            name="fingerprint of the state",
         )
         self._compiling.start()
 
-    def _look(self, last: int) -> None:
-        while self._pending and self._pending[0][0] <= last:
-            step, fingerprints = self._pending.popleft()
-            if np.any(np.asarray(fingerprints.diverged)):
-                raise ReplicaDivergenceError(self._describe(step, fingerprints), step)
+    def _describe(
+        self,
+        step: int,
+        fingerprints: fingerprint.Fingerprints,
+        newest: state_lib.TrainState,
+    ) -> str:
+        """Describes which arrays differ, and on which replicas.
 
-    def _describe(self, step: int, fingerprints: fingerprint.Fingerprints) -> str:
-        """Describes which arrays differ, and on which replicas. It is collective: all
-        processes must call it.
+        All processes must call it.
         """
-        state = self._newest
-        assert state is not None
-        diverged = self._parted(state, fingerprints.table)
-        listed = "; ".join(
-            f"{name}: {text}" for name, texts in diverged.items() for text in texts
-        )
+        texts = []
+        differing = self._differing(newest, fingerprints.table)
+        for name, differences in differing.items():
+            texts += [f"{name}: {difference}" for difference in differences]
+        method = validation.describe_method(self._experiment.train_step)
         return (
-            f"After step {step} the replicas hold different bits of {self._paths(state)}, which "
-            f"{validation.describe_method(self._experiment.train_step)} must leave equal on all of them, because a checkpoint keeps "
-            f"only one copy ({listed})"
+            f"After step {step} the replicas hold different bits of "
+            f"{self._differing_paths(newest)}, which {method} must leave equal on all "
+            "of them, because a checkpoint keeps only one copy "
+            f"({'; '.join(texts)})"
         )
 
-    def _paths(self, state: state_lib.TrainState) -> str:
-        """Names the arrays that differ in the newest state; a later step may have made
-        them equal again.
-        """
+    def _differing_paths(self, newest: state_lib.TrainState) -> str:
+        """Names the arrays that differ in the newest state."""
         program = jax.jit(fingerprint.program(self._experiment, self._mesh, each=True))
-        compiled = processes.compiled_by_all(program, "the fingerprint of each array")
-        names = list(self._parted(state, compiled(state).table, each=True))
-        if not names:
+        compiled = host_collectives.compiled_by_all(
+            program, "the fingerprint of each array"
+        )
+        table = compiled(newest).table
+        paths = [repr(path) for path in self._differing(newest, table, each=True)]
+        if not paths:
+            # A later step has made them equal again.
             return "some state"
-        return formatting.listed([repr(name) for name in names])
+        return formatting.listed(paths)
 
-    def _parted(
+    def _differing(
         self, state: state_lib.TrainState, table: Any, *, each: bool = False
     ) -> dict[str, list[str]]:
-        """Returns the names of the arrays that differ, each with descriptions of the
-        replicas concerned.
+        """Finds the cells of which replicas hold different copies.
+
+        Args:
+          state: a state; only its shapes are used.
+          table: the sums of each replica, as in `Fingerprints`.
+          each: whether the table has a cell for each array.
+
+        Returns:
+          Descriptions of the replicas that differ, by the name of the cell.
         """
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
-        held = np.asarray(mesh_lib.replicate(self._mesh, table))
-        if (
-            self._replicas is not None
-            and held.shape[-4:-2] != self._mesh.devices.shape[1:3]
+        sums = np.asarray(mesh_lib.replicate(self._mesh, table))
+        groups, slices, replicas = self._mesh.devices.shape[:3]
+        if self._logical_replicas is not None and sums.shape[-4:-2] != (
+            slices,
+            replicas,
         ):
-            # The step computed this table for logical replicas; this converts it to a
-            # table of devices.
-            held = self._replicas.of_devices(held.reshape(-1, *held.shape[-4:]))
-        held = held.reshape(*self._mesh.devices.shape[:3], len(cells), 2)
-        diverged: dict[str, list[str]] = {}
+            # The step computed this table for logical replicas.
+            sums = self._logical_replicas.of_devices(sums.reshape(-1, *sums.shape[-4:]))
+        sums = sums.reshape(groups, slices, replicas, len(cells), 2)
+        differing: dict[str, list[str]] = {}
         for index, cell in enumerate(cells):
-            texts = list(_partings(self._mesh, cell, held[:, :, :, index]))
+            texts = list(_differences(self._mesh, cell, sums[:, :, :, index]))
             if texts:
-                diverged.setdefault(cell.name, []).extend(texts)
-        return diverged
+                differing.setdefault(cell.name, []).extend(texts)
+        return differing
 
 
-def _partings(
-    mesh: jax.sharding.Mesh, cell: fingerprint.Cell, held: np.ndarray
+def _differences(
+    mesh: jax.sharding.Mesh, cell: fingerprint.Cell, sums: np.ndarray
 ) -> Iterator[str]:
-    """Yields, for each set of replicas that must hold equal copies, a description of
-    those that differ.
+    """Yields descriptions of the replicas that hold another copy than they must.
 
     Args:
       mesh: the run's mesh.
-      cell: the part of the state that the fingerprints are of.
-      held: the fingerprints, uint32 of shape (groups, slices, replicas, 2).
+      cell: the part of the state that the sums are of.
+      sums: uint32 of shape (groups, slices, replicas, 2).
     """
-    groups, slices, replicas = held.shape[:3]
-    places = list(np.ndindex(slices, replicas))
-    is_own = [axis in cell.differing_axes for axis in mesh_lib.REPLICAS]
+    groups, slices, replicas = sums.shape[:3]
+    is_per_replica = [axis in cell.differing_axes for axis in mesh_lib.REPLICAS]
     for group in range(groups):
-        alike: dict[Any, list[tuple[int, ...]]] = {}
-        for place in places:
-            alike.setdefault(tuple(np.compress(is_own, place).tolist()), []).append(
-                place
-            )
-        for copies in alike.values():
-            yield from _minority(
-                mesh, group, {x: tuple(held[group][x].tolist()) for x in copies}
-            )
+        # Replicas must hold equal copies if they have the same place along the axes
+        # along which the cell differs.
+        sets: dict[Any, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        for place in np.ndindex(slices, replicas):
+            key = tuple(np.compress(is_per_replica, place).tolist())
+            copies = sets.setdefault(key, {})
+            copies[place] = tuple(sums[group][place].tolist())
+        for copies in sets.values():
+            yield from _minority(mesh, group, copies)
 
 
 def _minority(
-    mesh: jax.sharding.Mesh, group: int, held: dict[tuple[int, ...], tuple[int, ...]]
+    mesh: jax.sharding.Mesh,
+    group: int,
+    copies: dict[tuple[int, ...], tuple[int, ...]],
 ) -> Iterator[str]:
-    """Yields a description of each replica whose fingerprint differs from the
-    majority's, if there is a majority.
+    """Yields a description of each replica that differs from the majority.
+
+    Args:
+      mesh: the run's mesh.
+      group: the number of the replicas' group.
+      copies: the sums of each replica, by its slice and its number there.
     """
-    counts = collections.Counter(held.values())
+    counts = collections.Counter(copies.values())
     most, count = counts.most_common(1)[0]
-    of_group = f" of group {group}" if mesh_lib.num_groups(mesh) > 1 else ""
+    of_group = ""
+    if mesh_lib.num_groups(mesh) > 1:
+        of_group = f" of group {group}"
     # Without a majority there is no telling which copy is right.
-    if 2 * count <= len(held):
-        yield f"{len(held)} replicas{of_group} hold {len(counts)} different copies, without a majority"
+    if 2 * count <= len(copies):
+        yield (
+            f"{len(copies)} replicas{of_group} hold {len(counts)} different copies, "
+            "without a majority"
+        )
         return
-    for place, value in held.items():
-        if value != most:
-            number = np.ravel_multi_index(place, mesh.devices.shape[1:3])
-            devices = [
-                f"device {x.id} of process {x.process_index}"
-                for x in mesh.devices[group][place]
-            ]
-            where = f"replica {number}{of_group} ({', '.join(devices)})"
-            yield f"{where} differs from {count} of {len(held)} replicas"
+    for place, value in copies.items():
+        if value == most:
+            continue
+        number = np.ravel_multi_index(place, mesh.devices.shape[1:3])
+        devices = [
+            f"device {device.id} of process {device.process_index}"
+            for device in mesh.devices[group][place]
+        ]
+        yield (
+            f"replica {number}{of_group} ({', '.join(devices)}) differs from {count} "
+            f"of {len(copies)} replicas"
+        )

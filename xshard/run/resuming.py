@@ -1,5 +1,6 @@
-"""Decides which run resumes in a work directory, and whether it may. It only reads, and
-changes nothing.
+"""Which run resumes in a work directory, and whether it may.
+
+Nothing here changes a file.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from xshard import state as state_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.metrics import formatting
-from xshard.pod import processes
+from xshard.pod import host_collectives
 from xshard.stored import replica_state
 
 
@@ -37,12 +38,13 @@ class StartState(NamedTuple):
     Attributes:
       state: the state.
       evaluated: whether the evaluation that was due at the state's step has been made.
-      rows: the number of rows that the run had logged when the state was saved; None if
-        that is not known.
+      rows: the number of rows that the run had logged when the state was saved; None
+        for a new run.
       folder: the checkpoint's folder; empty for a new run.
-      watched: the saved value of `nonfinite.NonfiniteCheck.get_state`; None if there is none.
-      fingerprints: the fingerprints of the state when it was saved, by kind; None if
-        they are not known.
+      watched: the saved value of `nonfinite.NonfiniteCheck.get_state`; None for a new
+        run.
+      fingerprints: the fingerprints of the state when it was saved, by kind; None for a
+        new run, or if they are of other arrays.
     """
 
     state: state_lib.TrainState
@@ -56,8 +58,9 @@ class StartState(NamedTuple):
 def identify(
     config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
 ) -> ResumePlan:
-    """Identifies the run to start or resume. All processes call it, and process 0's
-    view of the files decides.
+    """Identifies the run to start or resume.
+
+    All processes call it, and process 0's view of the files decides.
 
     Args:
       config: the run's config.
@@ -68,11 +71,12 @@ def identify(
       UserError: if the directory or the checkpoints belong to another run, or if a
         changed value would make this another run.
     """
-    # The result arrives as JSON, which turns the named tuple into a list.
-    identity, *others = processes.from_first(
+    plan = host_collectives.on_process_0(
         "which run it is", lambda: _identify(config, directory, set_aside)
     )
-    return ResumePlan(identity_lib.Identity(*identity), *others)
+    # It arrives as JSON, which turns named tuples into lists.
+    identity, changes, sets_aside = plan
+    return ResumePlan(identity_lib.Identity(*identity), changes, sets_aside)
 
 
 def _identify(
@@ -83,53 +87,65 @@ def _identify(
     if set_aside and set_aside == directory.run_id():
         if store.path is None:
             raise errors.UserError(
-                f"--restart_from_scratch cannot move the checkpoints in {store}: give another checkpoint.directory too."
+                f"--restart_from_scratch cannot move the checkpoints in {store}: give "
+                "another checkpoint.directory too."
             )
         return ResumePlan(new, sets_aside=set_aside)
     changes = directory.check(config)
     # The checkpoints may be elsewhere, so the work directory and the checkpoints each
     # name their run.
-    own = directory.identity()
+    identity = directory.identity()
     owner = checkpoint.read_owner(store)
     if owner is None:
-        older = checkpoint.newest_metadata(store).get("config")
-        if older is not None:
-            identity_lib.compare(
-                older, identity_lib.plain(config), f"{store} holds the checkpoints of"
-            )
-        return ResumePlan(own or new, changes)
-    if own is not None and own.id != owner.id:
+        return ResumePlan(identity or new, changes)
+    if identity is None:
+        # The work directory was lost, for example with the disk of a host, and the
+        # checkpoints of its run were not. They must be of this config.
+        whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
+        identity_lib.compare(owner.config, identity_lib.plain(config), whose)
+        changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
+        return ResumePlan(identity_lib.Identity(owner.id, new.fingerprint), changes)
+    if identity.id != owner.id:
         raise errors.UserError(
-            f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and --workdir={directory.path} "
-            f"holds run {own.id}: give another checkpoint.directory; --init_from starts a run with their parameters."
+            f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and "
+            f"--workdir={directory.path} holds run {identity.id}: give another "
+            "checkpoint.directory; --init_from starts a run with their parameters."
         )
-    if own is not None:
-        return ResumePlan(own, changes)
-    whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
-    identity_lib.compare(owner.config, identity_lib.plain(config), whose)
-    changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
-    return ResumePlan(identity_lib.Identity(owner.id, new.fingerprint), changes)
+    return ResumePlan(identity, changes)
 
 
 def check_newest(
     manager: checkpoint.Manager, directory: workdir.Workdir, latest: int | None
 ) -> int | None:
-    """Returns the newest step that the run has saved, if the work directory records it;
-    called on process 0.
+    """Checks that a run resumes from the newest checkpoint that it has saved.
+
+    Process 0 calls it.
 
     Args:
       manager: the run's checkpoints.
       directory: the run's work directory.
       latest: the step of the newest checkpoint; None if there is none.
 
+    Returns:
+      The newest step that the run has saved; None if it has saved none.
+
     Raises:
-      UserError: if the newest checkpoint that the run saved is missing.
+      UserError: if that checkpoint is missing.
     """
     reached = directory.reached()
+    store = manager.store
     if reached is None:
-        if latest is None:
-            _check_is_new(manager, directory)
-        return None
+        if latest is not None:
+            return None
+        damaged = manager.damaged_steps()
+        if not damaged:
+            return None
+        steps = ", ".join(map(str, damaged))
+        raise errors.UserError(
+            f"All checkpoints in {store} are damaged (steps {steps}): 'python -m "
+            "xshard.checkpoint heal' removes a mark that is wrong; "
+            f"{_or_begin_again(directory)}"
+        )
     # An earlier checkpoint is acceptable only if the newest one is known to be damaged,
     # deleted by hand, or given up by a roll-back. If it is missing for no known reason,
     # perhaps a disk is not mounted; resuming would lose steps.
@@ -137,38 +153,17 @@ def check_newest(
         latest >= reached.step or manager.is_given_up(reached.folder)
     ):
         return reached.step
-    store = manager.store
-    newest = "no checkpoint is" if latest is None else f"step {latest} is the newest"
-    place = reached.checkpoints
-    moved = "" if place == str(store) else f" The checkpoint was in {place}."
+    newest = "no checkpoint is"
+    if latest is not None:
+        newest = f"step {latest} is the newest"
+    moved = ""
+    if reached.checkpoints != str(store):
+        moved = f" The checkpoint was in {reached.checkpoints}."
     raise errors.UserError(
-        f"This run has reached step {reached.step}, but {newest} in {store}.{moved} Nothing was changed. Make "
-        f"{reached.folder} available again, for example by mounting its disk; {_or_begin_again(directory)}"
+        f"This run has reached step {reached.step}, but {newest} in {store}.{moved} "
+        f"Nothing was changed. Make {reached.folder} available again, for example by "
+        f"mounting its disk; {_or_begin_again(directory)}"
     )
-
-
-def _check_is_new(manager: checkpoint.Manager, directory: workdir.Workdir) -> None:
-    """Raises UserError if a run without checkpoints shows signs of earlier progress."""
-    damaged = manager.damaged_steps()
-    if damaged:
-        raise errors.UserError(
-            f"All checkpoints in {manager.store} are damaged (steps {', '.join(map(str, damaged))}): "
-            f"'python -m xshard.checkpoint heal' removes a mark that is wrong; {_or_begin_again(directory)}"
-        )
-
-
-def check_replicas(
-    manager: checkpoint.Manager, target: state_lib.TrainState, step: int
-) -> None:
-    """Raises UserError, on process 0, if a checkpoint holds per-replica state of
-    another number of replicas.
-    """
-    try:
-        stored = manager.shapes(step)
-    except checkpoint.CheckpointError:
-        # The restore reports a damaged checkpoint, and takes an older one.
-        return
-    replica_state.check_count(target, target.step.sharding.mesh, stored)
 
 
 def _or_begin_again(directory: workdir.Workdir) -> str:
@@ -179,26 +174,55 @@ def _or_begin_again(directory: workdir.Workdir) -> str:
     )
 
 
-def check_finite(manager: checkpoint.Manager, step: int) -> None:
-    """Raises UserError, on all processes, if a checkpoint is not finite, because the
-    run could only fail again.
+def check_replicas(
+    manager: checkpoint.Manager, target: state_lib.TrainState, step: int
+) -> None:
+    """Checks that a checkpoint's per-replica state is of as many replicas as there are.
+
+    Process 0 calls it.
+
+    Args:
+      manager: the run's checkpoints.
+      target: the shapes of the run's state.
+      step: the step of the checkpoint.
+
+    Raises:
+      UserError: if it is of another number of replicas.
     """
-    bad = manager.agree(lambda: manager.nonfinite(step))
+    try:
+        stored = manager.shapes(step)
+    except checkpoint.CheckpointError:
+        # The restore reports a damaged checkpoint, and takes an older one.
+        return
+    replica_state.check_count(target, target.step.sharding.mesh, stored)
+
+
+def check_finite(manager: checkpoint.Manager, step: int) -> None:
+    """Checks that a checkpoint is finite, since the run could only fail again.
+
+    All processes call it.
+
+    Raises:
+      UserError: on all processes, if it is not.
+    """
+    bad = manager.on_process_0(lambda: manager.nonfinite(step))
     if not bad:
         return
     store = manager.store
-    newest = manager.agree(manager.newest_finite_step)
-    way = "No checkpoint there is finite: give a new --workdir."
-    if newest is not None:
-        steps = manager.agree(manager.all_steps)
-        commands = [
-            f"python -m xshard.checkpoint rm {store} {n}" for n in steps if n > newest
-        ]
+    newest = manager.on_process_0(manager.newest_finite_step)
+    if newest is None:
+        way = "No checkpoint there is finite: give a new --workdir."
+    else:
+        commands = []
+        for number in manager.on_process_0(manager.all_steps):
+            if number > newest:
+                commands.append(f"python -m xshard.checkpoint rm {store} {number}")
         way = (
-            f"The newest finite checkpoint is step {newest}; to resume from it, delete those after it: "
-            f"{'; '.join(commands)}."
+            f"The newest finite checkpoint is step {newest}; to resume from it, delete "
+            f"those after it: {'; '.join(commands)}."
         )
     raise errors.UserError(
-        f"The checkpoint of step {step} in {store} is not finite ({formatting.listed(bad)}), so the run would only "
-        f"fail again. {way} --config.on_nonfinite=warn resumes from step {step} all the same."
+        f"The checkpoint of step {step} in {store} is not finite "
+        f"({formatting.listed(bad)}), so the run would only fail again. {way} "
+        f"--config.on_nonfinite=warn resumes from step {step} all the same."
     )

@@ -1,6 +1,6 @@
 """Roll-backs: the recovery of a run from a bad step, if its config says 'roll_back'.
 
-If replicas parted, the data was not at fault. The run goes back to the newest
+If replicas diverged, the data was not at fault. The run goes back to the newest
 checkpoint up to the step in trouble, and makes the same steps again with the same data.
 In every checkpoint the replicas were equal when it was saved.
 
@@ -17,25 +17,157 @@ between carries out the same roll-back when it is started again.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import jax
 import ml_collections
+import numpy as np
 
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
+from xshard.learners.state import LearnerState
 from xshard.metrics import rows as rows_lib
-from xshard.run import nonfinite, replication, roll_back_history
+from xshard.optimizers import back_off
+from xshard.pod import host_collectives
+from xshard.run import nonfinite, replication
 
 T = TypeVar("T")
 
+_Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
+_Scale = Annotated[
+    float, jsonfile.Rule("a number above 0 and up to 1", lambda x: 0 < x <= 1)
+]
+
+
+class RollBack(NamedTuple):
+    """A roll-back that the run has decided on, as its file records it.
+
+    Attributes:
+      step: the step in trouble.
+      why: what was wrong with that step.
+      restored: the step of the checkpoint that the run goes back to.
+      first_batch: the number of the first skipped batch, in the order of the run's
+        data, counted from 1.
+      last_batch: the number of the last skipped batch, which is the batch of the step
+        in trouble; `first_batch - 1` if no batch is skipped.
+      given_up: the folders of the checkpoints after the restored one, which no longer
+        count.
+      update_scale: the factor that multiplies updates from there on, in rules that have
+        such a factor.
+    """
+
+    step: _Count
+    why: str
+    restored: _Count
+    first_batch: _Count
+    last_batch: _Count
+    given_up: list[str]
+    update_scale: _Scale = 1.0
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of batches that are skipped."""
+        return self.last_batch - self.first_batch + 1
+
+    def __str__(self) -> str:
+        text = f"{self.why}; rolled back to step {self.restored}, "
+        if self.num_skipped:
+            batches = f"{self.first_batch} to {self.last_batch}"
+            text += f"skipping batches {batches} of the data"
+        else:
+            text += "repeating the steps with the same data"
+        if self.update_scale < 1:
+            text += f", with updates times {self.update_scale:g}"
+        return text
+
+
+def read(path: pathlib.Path) -> list[RollBack]:
+    """Reads the recorded roll-backs of a run; there are none if there is no file.
+
+    Raises:
+      UserError: if a run cannot have written the file.
+    """
+    values = jsonfile.read_if_exists(path, list) or []
+    try:
+        return jsonfile.parse(values, list[RollBack])
+    except ValueError as e:
+        raise errors.UserError(
+            f"{path} was not written by a run ({e}): it must hold the run's "
+            "roll-backs, which determine the batches that the run skips. Restore the "
+            "file, or give a new --workdir."
+        ) from e
+
+
+def in_effect(entries: Sequence[RollBack]) -> dict[int, RollBack]:
+    """Selects the roll-backs whose skipped batches the run still skips.
+
+    A later roll-back that skips batches replaces those to its own or a later step,
+    because it makes these steps again. A later roll-back that skips none leaves them in
+    effect: it repeats the same steps with the same data.
+
+    Args:
+      entries: all roll-backs of a run, in their order.
+
+    Returns:
+      The roll-backs by the step that each goes back to.
+    """
+    by_step: dict[int, RollBack] = {}
+    for entry in entries:
+        if not entry.num_skipped:
+            continue
+        # The steps after `entry.restored` are made again, without the earlier skips.
+        for step in list(by_step):
+            if step >= entry.restored:
+                del by_step[step]
+        by_step[entry.restored] = entry
+    return by_step
+
+
+def batches_to_skip(entries: Sequence[RollBack]) -> dict[int, int]:
+    """Returns the numbers of batches to skip, by the step before which they come."""
+    return {step + 1: entry.num_skipped for step, entry in in_effect(entries).items()}
+
+
+def with_back_off(
+    entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """Returns the state for a step, with lowered updates after a roll-back.
+
+    Args:
+      entries: the roll-backs that `in_effect` returns.
+      step: the number of the step that is about to be made.
+      state: the state after the previous step.
+    """
+    entry = entries.get(step - 1)
+    if entry is None:
+        return state
+
+    def lowered(path: Any, x: jax.Array) -> jax.Array:
+        if not back_off.is_scale(path[-1].key):
+            return x
+        # Each process creates its own shards, because the array may extend over devices
+        # of other processes.
+        value = np.full(x.shape, entry.update_scale, x.dtype)
+        return jax.make_array_from_callback(
+            x.shape, x.sharding, lambda index: value[index]
+        )
+
+    def lowered_learner(_: str, learner: LearnerState) -> LearnerState:
+        opt_state = jax.tree_util.tree_map_with_path(lowered, learner.opt_state)
+        return learner.replace(opt_state=opt_state)
+
+    return state_lib.map_learners(lowered_learner, state)
+
 
 class RollBacks:
-    """The roll-backs of one run. All processes make the same calls; process 0 reads and
-    writes the file.
+    """The roll-backs of one run.
+
+    All processes make the same calls. Process 0 reads and writes the file.
     """
 
     def __init__(
@@ -45,8 +177,9 @@ class RollBacks:
         manager: checkpoint.Manager,
         batches: batches_lib.TrainBatches,
         target: state_lib.TrainState,
-        say: Callable[[str], None],
-        doing: Callable[[str], None],
+        log: Callable[[str], None],
+        set_phase: Callable[[str], None],
+        exchange: host_collectives.Exchange,
     ):
         """Checks the config; reads and writes nothing.
 
@@ -56,58 +189,57 @@ class RollBacks:
           manager: the run's checkpoints.
           batches: the run's training batches, which are told what to skip.
           target: the shapes of the run's state.
-          say: called with a line about each roll-back.
-          doing: called with the phase that the run enters, for its status.
+          log: called with a line about each roll-back.
+          set_phase: called with the phase that the run enters, for its status.
+          exchange: the series of exchanges of the main thread.
 
         Raises:
           UserError: if the run cannot roll back as its config says.
         """
         _check(config, batches, target)
         self._limit = config.roll_back.limit
-        self._factor = config.roll_back.learning_rate_factor
-        policies = {
-            nonfinite.NonfiniteError: config.on_nonfinite,
-            replication.ReplicaDivergenceError: config.on_parted,
-        }
-        self._reasons = [
-            x for x, policy in policies.items() if policy == config_lib.ROLL_BACK
-        ]
-        self._every = config.checkpoint.every_steps
-        self._last = config.steps
+        self._update_factor = config.roll_back.learning_rate_factor
+        # The errors that the run rolls back for.
+        self._reasons: list[type[Exception]] = []
+        if config.on_nonfinite == config_lib.ROLL_BACK:
+            self._reasons.append(nonfinite.NonfiniteError)
+        if config.on_divergence == config_lib.ROLL_BACK:
+            self._reasons.append(replication.ReplicaDivergenceError)
+        self._save_every = config.checkpoint.every_steps
+        self._last_step = config.steps
         self._path = directory.roll_backs
         self._manager = manager
         self._batches = batches
-        self._say = say
-        self._doing = doing
-        self._all: list[roll_back_history.RollBack] = []
-        # As `roll_back_history.in_effect` returns them.
-        self._in_effect: dict[int, roll_back_history.RollBack] = {}
+        self._log = log
+        self._set_phase = set_phase
+        self._exchange = exchange
+        self._entries: list[RollBack] = []
+        # As the function `in_effect` returns them.
+        self._in_effect: dict[int, RollBack] = {}
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether the run may roll back for any reason, and so needs a
-        checkpoint before its first step.
-        """
+        """Whether the run may roll back, and so needs a checkpoint of its start."""
         return bool(self._reasons)
 
     def begin(self) -> None:
-        """Reads the recorded roll-backs and applies them, which completes any that a
-        kill interrupted.
+        """Reads the recorded roll-backs and applies them.
 
-        It must be called before a checkpoint is read, because it gives up the
-        checkpoints after the restored ones.
+        This completes a roll-back that a kill interrupted. It must be called before a
+        checkpoint is read, because it gives up the checkpoints after the restored ones.
 
         Raises:
           UserError: on all processes, if a run cannot have written the file.
         """
-        values = self._manager.agree(
-            lambda: [list(entry) for entry in roll_back_history.read(self._path)]
-        )
-        self._all = [roll_back_history.RollBack(*value) for value in values]
-        self._in_effect = roll_back_history.in_effect(self._all)
-        given_up = [folder for entry in self._all for folder in entry.given_up]
-        self._manager.agree(lambda: self._manager.give_up(given_up))
-        self._batches.set_skips(roll_back_history.batches_to_skip(self._all))
+        values = self._exchange.on_process_0(lambda: read(self._path))
+        # They arrive as JSON, which turns named tuples into lists.
+        self._entries = [RollBack(*value) for value in values]
+        self._in_effect = in_effect(self._entries)
+        given_up = []
+        for entry in self._entries:
+            given_up += entry.given_up
+        self._manager.on_process_0(lambda: self._manager.give_up(given_up))
+        self._batches.set_skips(batches_to_skip(self._entries))
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """Attempts to make a run's steps, and attempts again after each roll-back.
@@ -125,23 +257,26 @@ class RollBacks:
           ReplicaDivergenceError: likewise.
         """
         while True:
-            trouble: tuple[Any, ...]
+            reason: type[Any] = nonfinite.NonfiniteError
             try:
                 return attempt()
             except nonfinite.NonfiniteError as e:
-                trouble = e.step, str(e)
+                step = e.step
+                why = str(e)
             except checkpoint.NonfiniteError as e:
-                trouble = self._scheduled_check(e.step), str(e)
+                step = self._scheduled_check(e.step)
+                why = str(e)
             except replication.ReplicaDivergenceError as e:
-                trouble = e.step, e.what, replication.ReplicaDivergenceError
+                reason = replication.ReplicaDivergenceError
+                step = e.step
+                why = e.what
             # Outside the `except` clauses, because the exception's traceback keeps the
             # arrays of the attempt alive.
-            self.add(*trouble)
+            self.add(step, why, reason)
 
     @contextlib.contextmanager
     def tolerate_nonfinite_save(self, *, is_stopped: bool) -> Iterator[None]:
-        """Tolerates a state that is not finite in the extra save of a run that is being
-        stopped.
+        """Tolerates a state that is not finite in the extra save of a stopped run.
 
         The resumed run makes these steps again, and then decides as a run that was
         never stopped.
@@ -151,13 +286,14 @@ class RollBacks:
         except checkpoint.NonfiniteError as e:
             if not (is_stopped and nonfinite.NonfiniteError in self._reasons):
                 raise
-            self._say(f"not saved: {e}; the run resumes from the checkpoint before")
+            self._log(f"not saved: {e}; the run resumes from the checkpoint before")
 
     def add(
         self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError
     ) -> None:
-        """Decides on a roll-back and records it on the disk; the next attempt carries
-        it out.
+        """Decides on a roll-back and records it on the disk.
+
+        The next attempt carries it out.
 
         Args:
           step: the step in trouble; its batch is the last that is skipped.
@@ -172,42 +308,46 @@ class RollBacks:
         """
         if reason not in self._reasons:
             raise reason(why, step)
-        if len(self._all) >= self._limit:
+        if len(self._entries) >= self._limit:
             raise reason(f"{why}{self._history_text()}", step)
-        self._doing("saving")
+        self._set_phase("saving")
         # The checkpoint that is being written may be the one to go back to, or one to
         # give up.
         try:
             self._manager.wait()
         except checkpoint.CheckpointError as e:
-            self._say(f"not saved: {e}")
+            self._log(f"not saved: {e}")
+        # Replicas that differ are a sign neither of bad data nor of too large updates.
         skips_data = reason is nonfinite.NonfiniteError
-        choose = self._choose if skips_data else self._choose_equal
-        restored = self._manager.agree(lambda: choose(step))
+        choose = self._choose_before if skips_data else self._choose_newest
+        restored = self._manager.on_process_0(lambda: choose(step))
         if restored is None:
             raise reason(f"{why}; there is no checkpoint to roll back to", step)
-        given_up = self._manager.agree(lambda: self._manager.folders_after(restored))
-        # The factor accumulates over roll-backs.
-        last, scale = self._batches_drawn(restored), 1.0
-        if self._all:
-            scale = self._all[-1].update_scale
-        # Replicas that differ are a sign neither of bad data nor of too large updates.
+        given_up = self._manager.on_process_0(
+            lambda: self._manager.folders_after(restored)
+        )
+        last_batch = self._batches_drawn(restored)
+        update_scale = 1.0
+        if self._entries:
+            # The factor accumulates over roll-backs.
+            update_scale = self._entries[-1].update_scale
         if skips_data:
-            last, scale = self._batches_drawn(step), scale * self._factor
-        new = roll_back_history.RollBack(
-            step,
-            why,
-            restored,
-            self._batches_drawn(restored) + 1,
-            last,
-            given_up,
-            scale,
+            last_batch = self._batches_drawn(step)
+            update_scale *= self._update_factor
+        entry = RollBack(
+            step=step,
+            why=why,
+            restored=restored,
+            first_batch=self._batches_drawn(restored) + 1,
+            last_batch=last_batch,
+            given_up=given_up,
+            update_scale=update_scale,
         )
         # Nothing has been changed yet: a kill before this write leaves no trace, and
         # one after it is completed.
-        values = [entry._asdict() for entry in (*self._all, new)]
-        self._manager.agree(lambda: jsonfile.write(self._path, values))
-        self._say(f"{new} (roll-back {len(values)} of at most {self._limit})")
+        values = [x._asdict() for x in (*self._entries, entry)]
+        self._exchange.on_process_0(lambda: jsonfile.write(self._path, values))
+        self._log(f"{entry} (roll-back {len(values)} of at most {self._limit})")
 
     def is_before(self, step: int) -> bool:
         """Returns whether the run has rolled back to the step before this one."""
@@ -216,56 +356,62 @@ class RollBacks:
     def with_back_off(
         self, step: int, state: state_lib.TrainState
     ) -> state_lib.TrainState:
-        """Returns the state for a step, as `roll_back_history.with_back_off` does."""
-        return roll_back_history.with_back_off(self._in_effect, step, state)
+        """Returns the state for a step, as the function `with_back_off` does."""
+        return with_back_off(self._in_effect, step, state)
 
     def row(self, step: int) -> rows_lib.Row:
-        """Returns the row, logged before the step's own, that names the batches skipped
-        before it.
+        """Returns the row that names the batches skipped before a step.
+
+        It is logged before the step's own.
         """
         entry = self._in_effect[step - 1]
         return {
             "step": step,
-            "roll_back/number": self._all.index(entry) + 1,
+            "roll_back/number": self._entries.index(entry) + 1,
             "roll_back/trouble_step": entry.step,
             "roll_back/first_batch": entry.first_batch,
             "roll_back/last_batch": entry.last_batch,
         }
 
     def _batches_drawn(self, step: int) -> int:
-        """Returns the number of batches that the run has drawn after a step, used or
-        skipped.
-        """
-        return step + sum(
-            entry.num_skipped for at, entry in self._in_effect.items() if at < step
-        )
+        """Returns the number of batches drawn up to a step, used or skipped."""
+        count = step
+        for restored, entry in self._in_effect.items():
+            if restored < step:
+                count += entry.num_skipped
+        return count
 
     def _history_text(self) -> str:
-        times = f"{len(self._all)} time{'s' if len(self._all) > 1 else ''}"
-        before = "; ".join(
-            f"({number}) {entry}" for number, entry in enumerate(self._all, 1)
+        count = len(self._entries)
+        times = f"{count} time{'s' if count > 1 else ''}"
+        texts = [f"({i}) {entry}" for i, entry in enumerate(self._entries, 1)]
+        return (
+            f". The run has rolled back {times}, the most that roll_back.limit allows: "
+            f"{'; '.join(texts)}"
         )
-        return f". The run has rolled back {times}, the most that roll_back.limit allows: {before}"
 
     def _scheduled_check(self, step: int) -> int:
-        """Returns the scheduled save at which every run detects a state that is not
-        finite, though its loss is.
+        """Returns the step of the scheduled save that finds a state not finite.
 
-        An extra save in between detects it earlier. Rounding up to the schedule gives
-        the same roll-back in both cases.
+        Its loss is finite, so only saves detect it. An extra save in between detects it
+        earlier. Rounding up to the schedule gives the same roll-back in both cases.
         """
-        return min(-(-step // self._every) * self._every, self._last)
+        scheduled = -(-step // self._save_every) * self._save_every
+        return min(scheduled, self._last_step)
 
-    def _choose(self, step: int) -> int | None:
-        # A run that was begun with another policy may have no scheduled checkpoint.
+    def _choose_before(self, step: int) -> int | None:
+        """Chooses a scheduled checkpoint from before a step that is not finite."""
         finite = [number for number in self._manager.finite_steps() if number < step]
-        scheduled = [number for number in finite if number % self._every == 0]
+        scheduled = [number for number in finite if number % self._save_every == 0]
+        # A run that was begun with another policy may have no scheduled checkpoint.
         return max(scheduled or finite, default=None)
 
-    def _choose_equal(self, step: int) -> int | None:
+    def _choose_newest(self, step: int) -> int | None:
+        """Chooses the newest checkpoint up to a step after which replicas differ."""
         # The replicas were compared before each save, and the steps are the same from
         # every checkpoint, so the newest one costs the least.
-        return max((x for x in self._manager.all_steps() if x <= step), default=None)
+        steps = [number for number in self._manager.all_steps() if number <= step]
+        return max(steps, default=None)
 
 
 def _check(
@@ -273,21 +419,36 @@ def _check(
     batches: batches_lib.TrainBatches,
     target: state_lib.TrainState,
 ) -> None:
+    """Raises UserError if the options of roll-backs do not fit the run."""
     options = config.roll_back
     if config.on_nonfinite != config_lib.ROLL_BACK:
+        # These options are about roll-backs that skip data.
         for name, default in (("loss_factor", 0), ("learning_rate_factor", 1)):
             if options[name] != default:
                 raise errors.UserError(
-                    f"roll_back.{name}={options[name]} requires on_nonfinite='roll_back', but on_nonfinite is "
-                    f"{config.on_nonfinite!r}: set on_nonfinite, or leave out roll_back.{name}."
+                    f"roll_back.{name}={options[name]} requires "
+                    "on_nonfinite='roll_back', but on_nonfinite is "
+                    f"{config.on_nonfinite!r}: set on_nonfinite, or leave out "
+                    f"roll_back.{name}."
                 )
     elif batches.rehearsal() is not None:
         raise errors.UserError(
-            "on_nonfinite='roll_back' skips batches without training on them, but the batches of train_batches come "
-            "from acting on the model (acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
+            "on_nonfinite='roll_back' skips batches without training on them, but the "
+            "batches of train_batches come from acting on the model "
+            "(acts_every_steps): set on_nonfinite to 'stop', 'skip' or 'warn'."
         )
-    elif options.learning_rate_factor < 1 and not roll_back_history.has_scale(target):
+    elif options.learning_rate_factor < 1 and not _has_scale(target):
         raise errors.UserError(
-            f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the updates of rules made by "
-            "OptaxOptimizer(..., backs_off=True), but this experiment has none: pass backs_off=True, or set the factor to 1."
+            f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the "
+            "updates of rules made by OptaxOptimizer(..., backs_off=True), but this "
+            "experiment has none: pass backs_off=True, or set the factor to 1."
         )
+
+
+def _has_scale(target: state_lib.TrainState) -> bool:
+    """Returns whether any learner has an update factor that a roll-back can lower."""
+    for learner in state_lib.learners(target).values():
+        for arrays in learner.opt_state.values():
+            if any(map(back_off.is_scale, arrays)):
+                return True
+    return False

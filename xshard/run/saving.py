@@ -16,10 +16,12 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
-from xshard.files import provenance, workdir
+from xshard.files import provenance as provenance_lib
+from xshard.files import workdir
 from xshard.learners.state import LearnerState
-from xshard.metrics import formatting, rows
+from xshard.metrics import formatting
 from xshard.metrics import log as log_lib
+from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
 from xshard.run import nonfinite, resuming, states
 
@@ -29,7 +31,11 @@ _ROWS = "rows"
 
 
 class Checkpoints:
-    """The checkpoints of a run, written and kept as its config says."""
+    """The checkpoints of a run, written and kept as its config says.
+
+    Attributes:
+      manager: the checkpoints, as any program sees them.
+    """
 
     def __init__(
         self,
@@ -39,7 +45,7 @@ class Checkpoints:
         run: resuming.ResumePlan,
         batches: batches_lib.TrainBatches,
         notify: Callable[[str], None],
-        origin: provenance.Provenance,
+        provenance: provenance_lib.Provenance,
     ):
         """Opens the checkpoints; writes nothing.
 
@@ -52,17 +58,17 @@ class Checkpoints:
           batches: the training batches; each checkpoint holds their position.
           notify: called with a line about each committed checkpoint, from another
             thread.
-          origin: the origin of the run; process 0's is saved.
+          provenance: the provenance of the run; process 0's is saved.
 
         Raises:
           ValueError: if a value of the config is invalid.
         """
         config = experiment.config
-        plain = identity_lib.plain(config)
+        config_values = identity_lib.plain(config)
         self._metadata = {
             "experiment": config.experiment,
-            "config": plain,
-            "origin": origin._asdict(),
+            "config": config_values,
+            "origin": provenance._asdict(),
         }
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
@@ -70,12 +76,17 @@ class Checkpoints:
         self._notify = notify
         self._directory = directory
         self._run = run
-        host = f"{directory.path} on {socket.gethostname()}"
-        owner = checkpoint.Owner(*run.identity, host, plain)
-        self.states = states.States(
-            experiment, mesh, batches.example, directory, owner, self._note_saved
+        owner = checkpoint.Owner(
+            id=run.identity.id,
+            fingerprint=run.identity.fingerprint,
+            workdir=f"{directory.path} on {socket.gethostname()}",
+            config=config_values,
         )
-        self.manager = self.states.manager
+        self.manager = states.StateManager(
+            experiment, mesh, batches.example, directory, owner, self._note_committed
+        )
+
+    # The start of a run.
 
     def check_can_start(self, source: checkpoint.Source | None) -> None:
         """Checks that the run can resume, or that a new run can begin from `source`.
@@ -83,206 +94,27 @@ class Checkpoints:
         Raises:
           ValueError: if it cannot.
         """
-        target = self.states.target
+        target = self.manager.target
         # Raises if two arrays share a name. Without this check the first save would be
         # the first to notice.
         checkpoint.flatten(target)
         latest = None
         if not self._run.sets_aside:
-            latest = self.manager.latest_step()
+            # Process 0 decides whether there is a checkpoint. A process that does not
+            # see it, for example because a disk is not mounted, is found when the
+            # checkpoints are opened.
+            latest = self.manager.on_process_0(self.manager.latest_step)
             self._check_newest(latest)
         if latest is not None:
-            self.manager.agree(
+            self.manager.on_process_0(
                 lambda: resuming.check_replicas(self.manager, target, latest)
             )
-        if source is not None and latest is None:
+        elif source is not None:
             checkpoint.check_init(source, target)
-
-    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.StartState:
-        """Restores the newest checkpoint, or creates a new state if there is none yet.
-
-        Args:
-          source: the checkpoint that a new run takes arrays from; None for a run that
-            initializes all of its state.
-
-        Raises:
-          ValueError: if the checkpoint does not fit the run, or if the newest one that
-            the run saved is missing.
-        """
-        latest = self.manager.agreed_latest_step()
-        reached = self._check_newest(latest)
-        if latest is None:
-            state = self.states.init()
-            return resuming.StartState(
-                state if source is None else self._init_from(source, state)
-            )
-        if source is not None:
-            states.say(
-                f"--init_from={source.place} is for a new run; this run resumes from its own checkpoint"
-            )
-        if self._must_be_finite:
-            resuming.check_finite(self.manager, latest)
-        restored = self.states.restore()
-        if self._must_be_finite and restored.step != latest:
-            resuming.check_finite(self.manager, restored.step)
-        if reached is not None and restored.step < reached:
-            states.say(
-                f"goes back from step {reached} to {restored.step}: the later checkpoints are damaged or deleted"
-            )
-        self._batches.restore(restored.data)
-        evaluated = restored.metadata.get("evaluated", True)
-        if not evaluated:
-            # A run that resumed from this checkpoint may have made the evaluation
-            # since.
-            evaluated = bool(
-                self.manager.agree(lambda: self.manager.metrics(restored.step))
-            )
-        # If the state lacks arrays of the checkpoint, the saved fingerprints cannot be
-        # compared with it.
-        fingerprints = (
-            restored.metadata.get("fingerprint") if restored.is_whole else None
-        )
-        return resuming.StartState(
-            restored.state,
-            evaluated,
-            restored.metadata.get(_ROWS),
-            restored.folder,
-            restored.metadata.get("watched"),
-            fingerprints,
-        )
-
-    def _check_newest(self, latest: int | None) -> int | None:
-        return self.manager.agree(
-            lambda: resuming.check_newest(self.manager, self._directory, latest)
-        )
-
-    def record_restored_step(self, begin: resuming.StartState) -> None:
-        """Records the restored step as the newest that the run has reached; later steps
-        no longer count.
-        """
-        step = int(begin.state.step)
-        if begin.folder:
-            self.manager.agree(lambda: self._record_newest(step, begin.folder))
-
-    def check_rows(self, begin: resuming.StartState, log: log_lib.Log) -> None:
-        """Reports, on process 0, if rows that were logged before the checkpoint was
-        saved are missing.
-        """
-        if begin.rows is None or jax.process_index() != 0:
-            return
-        if log.rows < begin.rows:
-            self._notify(
-                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows that were logged before this "
-                "checkpoint; the other metrics files are rebuilt from these."
-            )
-
-    def find_late_evaluation(self, step: int) -> dict[str, Any] | None:
-        """Returns the evaluation of a step that was saved without one, if its row has
-        been written since, else None.
-        """
-        return self.manager.agree(
-            lambda: rows.evaluation(self._directory.metrics, step)
-        )
-
-    def wait(self) -> None:
-        """Waits for the last save; raises CheckpointError if it failed, whatever
-        `checkpoint.on_failure` says.
-        """
-        self.manager.wait()
-
-    def nonfinite(self, step: int) -> str:
-        """Describes what of a saved state is not finite; empty if all is that must be.
-        All processes call it.
-        """
-        bad = self.manager.agree(lambda: self.manager.nonfinite(step))
-        return nonfinite.of_state(step, bad) if bad else ""
-
-    def kept(self) -> str:
-        """Returns a sentence that names the newest finite checkpoint. All processes
-        call it.
-        """
-        # The run is already failing for another reason, so a failed save must not hide
-        # that reason.
-        with contextlib.suppress(checkpoint.CheckpointError):
-            self.manager.wait()
-        newest = self.manager.agree(self.manager.newest_finite_step)
-        if newest is None:
-            return f"There is no finite checkpoint in {self.manager.store}."
-        return (
-            f"The newest finite checkpoint is step {newest}, in {self.manager.store}."
-        )
-
-    def _init_from(
-        self, source: checkpoint.Source, state: state_lib.TrainState
-    ) -> state_lib.TrainState:
-        old = state_lib.learners(state)
-        taken = checkpoint.init_from(source, state)
-        return state_lib.map_learners(
-            lambda name, x: _begin_averages(x, old[name]), taken
-        )
-
-    def add_late_evaluation(
-        self, step: int, metrics: Mapping[str, Any], log: log_lib.Log
-    ) -> None:
-        """Adds the metrics of an evaluation to the checkpoint of its step, which was
-        saved before.
-
-        Args:
-          step: the step.
-          metrics: the metrics of the evaluation.
-          log: the log that holds their row; it is synced to the disk before the
-            checkpoint records the evaluation.
-        """
-        with self._tolerated():
-            self.manager.add_metrics(step, _numbers(metrics), log.sync)
-
-    def save(
-        self,
-        step: int,
-        state: state_lib.TrainState,
-        metrics: Mapping[str, Any],
-        noted: Mapping[str, Any],
-        log: log_lib.Log,
-    ) -> None:
-        """Starts to save a step, unless it has a checkpoint already; returns when the
-        state may be donated.
-
-        Args:
-          step: the number of steps made.
-          state: the state after the last of these steps.
-          metrics: the metrics of this state's evaluation; empty if there was none.
-          noted: metadata as JSON values: 'evaluated', whether the evaluation that is
-            due at this step has been made; 'watched', the state of the watch over the
-            steps; and 'fingerprint', the fingerprints of the state.
-          log: the run's log; its rows reach the disk before the checkpoint is
-            committed.
-        """
-        with self._tolerated():
-            self.manager.save(
-                step,
-                state,
-                {**self._metadata, **noted, _ROWS: log.rows},
-                data=self._batches.position(step),
-                metrics=_numbers(metrics),
-                # The checkpoint records the number of rows, so they must be on the disk
-                # before it is committed.
-                before_commit=log.sync,
-            )
-
-    def check(self) -> None:
-        """Prints or raises, as `checkpoint.on_failure` says, the error of the last save
-        if it failed.
-        """
-        # Called after each step, so it enters no context.
-        try:
-            self.manager.check()
-        except checkpoint.CheckpointError as e:
-            self._tolerate(e)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Locks the checkpoints for this process's run, and waits for the last save at
-        the end.
+        """Locks the checkpoints for this run, and waits for the last save at the end.
 
         Raises:
           ValueError: if another run holds the lock, or if the last save failed,
@@ -303,19 +135,194 @@ class Checkpoints:
         self.manager.clean()
         self.manager.close()
 
-    def _note_saved(self, saved: checkpoint.Committed) -> None:
-        """Records and reports a committed checkpoint, on process 0, in the thread that
-        saved it.
+    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.StartState:
+        """Restores the newest checkpoint, or creates a new state if there is none yet.
+
+        Args:
+          source: the checkpoint that a new run takes arrays from; None for a run that
+            initializes all of its state.
+
+        Raises:
+          ValueError: if the checkpoint does not fit the run, or if the newest one that
+            the run saved is missing.
+        """
+        latest = self.manager.agreed_latest_step()
+        reached = self._check_newest(latest)
+        if latest is None:
+            return resuming.StartState(self._init_state(source))
+        if source is not None:
+            states.log(
+                f"--init_from={source.place} is for a new run; this run resumes from "
+                "its own checkpoint"
+            )
+
+        if self._must_be_finite:
+            resuming.check_finite(self.manager, latest)
+        restored = self.manager.restore_state()
+        if self._must_be_finite and restored.step != latest:
+            # The newest one is damaged, so the one before it was restored.
+            resuming.check_finite(self.manager, restored.step)
+        if reached is not None and restored.step < reached:
+            states.log(
+                f"goes back from step {reached} to {restored.step}: the later "
+                "checkpoints are damaged or deleted"
+            )
+        self._batches.restore(restored.data)
+
+        metadata = restored.metadata
+        is_evaluated = metadata["evaluated"]
+        if not is_evaluated:
+            # A run that resumed from this checkpoint may have made the evaluation
+            # since.
+            metrics = self.manager.on_process_0(
+                lambda: self.manager.metrics(restored.step)
+            )
+            is_evaluated = bool(metrics)
+        return resuming.StartState(
+            state=restored.state,
+            evaluated=is_evaluated,
+            rows=metadata[_ROWS],
+            folder=restored.folder,
+            watched=metadata["watched"],
+            # If the state lacks arrays of the checkpoint, the saved fingerprints cannot
+            # be compared with it.
+            fingerprints=metadata["fingerprint"] if restored.is_whole else None,
+        )
+
+    def _check_newest(self, latest: int | None) -> int | None:
+        return self.manager.on_process_0(
+            lambda: resuming.check_newest(self.manager, self._directory, latest)
+        )
+
+    def _init_state(self, source: checkpoint.Source | None) -> state_lib.TrainState:
+        state = self.manager.init_state()
+        if source is None:
+            return state
+        before = state_lib.learners(state)
+        return state_lib.map_learners(
+            lambda name, learner: _restart_averages(learner, before[name]),
+            checkpoint.init_from(source, state),
+        )
+
+    def record_restored_step(self, begin: resuming.StartState) -> None:
+        """Records the restored step as the newest that the run has reached.
+
+        Later steps no longer count.
+        """
+        step = int(begin.state.step)
+        if begin.folder:
+            self.manager.on_process_0(lambda: self._record_newest(step, begin.folder))
+
+    def check_rows(self, begin: resuming.StartState, log: log_lib.Log) -> None:
+        """Reports, on process 0, rows that are missing.
+
+        These are rows that were logged before the checkpoint was saved.
+        """
+        if begin.rows is None or jax.process_index() != 0:
+            return
+        if log.rows < begin.rows:
+            self._notify(
+                f"{self._directory.metrics} holds {log.rows} of the {begin.rows} rows "
+                "that were logged before this checkpoint; the other metrics files are "
+                "rebuilt from these."
+            )
+
+    def find_late_evaluation(self, step: int) -> dict[str, Any] | None:
+        """Returns the evaluation of a step that was saved without one.
+
+        Returns None unless its row has been written since.
+        """
+        return self.manager.on_process_0(
+            lambda: rows_lib.evaluation(self._directory.metrics, step)
+        )
+
+    def add_late_evaluation(
+        self, step: int, metrics: Mapping[str, Any], log: log_lib.Log
+    ) -> None:
+        """Adds the metrics of an evaluation to the checkpoint of its step.
+
+        Args:
+          step: the step, which was saved before the evaluation.
+          metrics: the metrics of the evaluation.
+          log: the log that holds their row; it is synced to the disk before the
+            checkpoint records the evaluation.
+        """
+        with self._tolerated():
+            self.manager.add_metrics(step, _numbers(metrics), log.sync)
+
+    # The saves of a run.
+
+    def save(
+        self,
+        step: int,
+        state: state_lib.TrainState,
+        metrics: Mapping[str, Any],
+        noted: Mapping[str, Any],
+        log: log_lib.Log,
+    ) -> None:
+        """Starts to save a step, unless it has a checkpoint already.
+
+        Returns when the state may be donated.
+
+        Args:
+          step: the number of steps made.
+          state: the state after the last of these steps.
+          metrics: the metrics of this state's evaluation; empty if there was none.
+          noted: metadata as JSON values: 'evaluated', whether the evaluation that is
+            due at this step has been made; 'watched', the state of the watch over the
+            steps; and 'fingerprint', the fingerprints of the state.
+          log: the run's log; its rows reach the disk before the checkpoint is
+            committed.
+        """
+        metadata = {**self._metadata, **noted, _ROWS: log.rows}
+        with self._tolerated():
+            self.manager.save(
+                step,
+                state,
+                metadata,
+                data=self._batches.position(step),
+                metrics=_numbers(metrics),
+                # The checkpoint records the number of rows, so they must be on the disk
+                # before it is committed.
+                before_commit=log.sync,
+            )
+
+    def check(self) -> None:
+        """Prints or raises the error of the last save if it failed.
+
+        `checkpoint.on_failure` says which.
+        """
+        # Called after each step, so it enters no context.
+        try:
+            self.manager.check()
+        except checkpoint.CheckpointError as e:
+            self._tolerate(e)
+
+    def wait(self) -> None:
+        """Waits for the last save.
+
+        Raises:
+          CheckpointError: if it failed, whatever `checkpoint.on_failure` says.
+        """
+        self.manager.wait()
+
+    def _note_committed(self, committed: checkpoint.Committed) -> None:
+        """Records and reports a committed checkpoint.
+
+        It runs on process 0, in the thread that saved.
         """
         # The checkpoint is committed, so an error here must not make the save fail.
         try:
-            self._record_newest(saved.step, saved.folder)
+            self._record_newest(committed.step, committed.folder)
         except (errors.UserError, OSError) as e:
-            states.say(f"step {saved.step} is saved, but: {e}")
-        size = formatting.scaled(saved.nbytes, "B")
-        message = f"step {saved.step}: saved {size} in {saved.seconds:.2g} s, in {self.manager.store}"
-        if saved.nonfinite:
-            message += f"; NOT FINITE: {formatting.listed(saved.nonfinite)}"
+            states.log(f"step {committed.step} is saved, but: {e}")
+        size = formatting.scaled(committed.nbytes, "B")
+        message = (
+            f"step {committed.step}: saved {size} in {committed.seconds:.2g} s, in "
+            f"{self.manager.store}"
+        )
+        if committed.nonfinite:
+            message += f"; NOT FINITE: {formatting.listed(committed.nonfinite)}"
         self._notify(message)
 
     def _record_newest(self, step: int, folder: str) -> None:
@@ -325,8 +332,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Prints or raises the error that made a save fail, as `checkpoint.on_failure`
-        says.
+        """Prints or raises the error that made a save fail.
+
+        `checkpoint.on_failure` says which.
         """
         try:
             yield
@@ -336,13 +344,37 @@ class Checkpoints:
     def _tolerate(self, e: checkpoint.CheckpointError) -> None:
         if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
             raise e
-        states.say(
+        states.log(
             f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on."
         )
 
+    # The end of a run.
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: number(value) for name, value in metrics.items()}
+    def nonfinite(self, step: int) -> str:
+        """Describes what of a saved state is not finite.
+
+        The description is empty if all is that must be. All processes call it.
+        """
+        paths = self.manager.on_process_0(lambda: self.manager.nonfinite(step))
+        if not paths:
+            return ""
+        return nonfinite.of_state(step, paths)
+
+    def kept(self) -> str:
+        """Returns a sentence that names the newest finite checkpoint.
+
+        All processes call it.
+        """
+        # The run is already failing for another reason, so a failed save must not hide
+        # that reason.
+        with contextlib.suppress(checkpoint.CheckpointError):
+            self.manager.wait()
+        newest = self.manager.on_process_0(self.manager.newest_finite_step)
+        if newest is None:
+            return f"There is no finite checkpoint in {self.manager.store}."
+        return (
+            f"The newest finite checkpoint is step {newest}, in {self.manager.store}."
+        )
 
 
 def number(value: Any) -> float:
@@ -350,24 +382,31 @@ def number(value: Any) -> float:
     return float(np.mean(jax.device_get(value)))
 
 
-def _begin_averages(state: LearnerState, before: LearnerState) -> LearnerState:
-    """Restarts averages of parameters at the parameters' values, after parameters were
-    taken from elsewhere.
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: number(value) for name, value in metrics.items()}
+
+
+def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState:
+    """Restarts averages of parameters at the parameters' values.
 
     Args:
-      state: the state of a learner.
+      state: the state of a learner after parameters were taken from elsewhere.
       before: the state before some of its arrays were replaced. Averages that were
         replaced, too, are kept.
     """
     name = state.meta.averages_module
     if name is None:
         return state
-    slots, old = dict(state.opt_state[name]), before.opt_state[name]
+    slots = dict(state.opt_state[name])
+    slots_before = before.opt_state[name]
     for path, param in trees.leaves_by_path(state.params).items():
         key = f"{moving_average.SLOT}/{path}"
-        if key in slots and slots[key] is old[key]:
-            # The average is a copy, because a step that donates the state may not get
-            # one buffer twice.
-            copy = lambda x, dtype=old[key].dtype: jnp.array(x, dtype, copy=True)
-            slots[key] = jax.jit(copy, out_shardings=old[key].sharding)(param)
+        if key not in slots or slots[key] is not slots_before[key]:
+            continue
+        dtype = slots_before[key].dtype
+        # The average is a copy, because a step that donates the state may not get one
+        # buffer twice.
+        copy = lambda x, dtype=dtype: jnp.array(x, dtype, copy=True)
+        sharding = slots_before[key].sharding
+        slots[key] = jax.jit(copy, out_shardings=sharding)(param)
     return state.replace(opt_state={**state.opt_state, name: slots})

@@ -1,4 +1,4 @@
-"""The schedule of a run: the steps after which it evaluates, saves and shows samples."""
+"""The steps after which a run evaluates, saves and shows samples."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import ml_collections
 
 
 class Schedule(NamedTuple):
-    """The steps at which a run evaluates, saves and shows samples.
+    """The steps after which a run evaluates, saves and shows samples.
 
     Attributes:
       last: the last step, after which the run both evaluates and saves.
@@ -28,26 +28,18 @@ class Schedule(NamedTuple):
     @classmethod
     def of(cls, config: ml_collections.ConfigDict) -> "Schedule":
         """Returns the schedule that a run's config describes."""
-        options = config.checkpoint
-        every = config.eval_every_steps, options.every_steps
         return cls(
-            config.steps, *every, options.keep_best > 0, config.samples_every_steps
+            last=config.steps,
+            evaluation_every=config.eval_every_steps,
+            save_every=config.checkpoint.every_steps,
+            saves_evaluated=config.checkpoint.keep_best > 0,
+            samples_every=config.samples_every_steps,
         )
 
-    def evaluation(self, step: int) -> bool:
-        """Returns whether an evaluation is due after a step."""
-        is_due = self.evaluation_every > 0 and step % self.evaluation_every == 0
-        return step == self.last or is_due
-
-    def save(self, step: int) -> bool:
-        """Returns whether a save is due after a step."""
-        if self.saves_evaluated and self.evaluation(step):
-            return True
-        return step == self.last or step % self.save_every == 0
-
     def next_due(self, step: int) -> int:
-        """Returns the first step after this one, or else the last, after which anything
-        is due.
+        """Returns the first step after this one, after which anything is due.
+
+        It is the last step of the run if nothing is due before.
         """
         due = self.last
         for every in (self.evaluation_every, self.save_every, self.samples_every):
@@ -55,12 +47,22 @@ class Schedule(NamedTuple):
                 due = min(due, (step // every + 1) * every)
         return due
 
+    def evaluation(self, step: int) -> bool:
+        """Returns whether an evaluation is due after a step."""
+        return step == self.last or _is_multiple(step, self.evaluation_every)
+
+    def save(self, step: int) -> bool:
+        """Returns whether a save is due after a step."""
+        if self.saves_evaluated and self.evaluation(step):
+            return True
+        return step == self.last or _is_multiple(step, self.save_every)
+
     def samples(self, step: int) -> bool:
         """Returns whether samples are due after a step before the last one."""
         # The samples of the last step belong to the run's results, whatever the
         # schedule.
-        return (
-            step < self.last
-            and self.samples_every > 0
-            and step % self.samples_every == 0
-        )
+        return step < self.last and _is_multiple(step, self.samples_every)
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

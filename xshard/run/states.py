@@ -22,11 +22,12 @@ from xshard.files import workdir
 from xshard.stored import replica_state
 
 
-class States:
-    """The states of a run. All processes make the same calls.
+class StateManager(checkpoint.Manager):
+    """The checkpoints of a run's states, kept as the run's config says.
+
+    As of any manager, all processes make the same calls.
 
     Attributes:
-      manager: the checkpoints.
       target: the shapes, types and shardings of a state in a checkpoint.
     """
 
@@ -53,32 +54,35 @@ class States:
         Raises:
           ValueError: if a value of the config is invalid.
         """
-        self._args = experiment, mesh, experiment.config.seed, example
         config = experiment.config
-        options, rules = config.checkpoint, keep(config.checkpoint)
-        target = state_lib.abstract_state(*self._args)
-        # A roll-back needs the newest scheduled checkpoint, which extra saves must not
-        # push out.
+        options = config.checkpoint
+        rules = keep(options)
         if config.on_nonfinite == config_lib.ROLL_BACK:
+            # A roll-back needs the newest scheduled checkpoint, which extra saves must
+            # not push out.
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
-        self.manager = checkpoint.Manager(
+        target = state_lib.abstract_state(experiment, mesh, config.seed, example)
+        super().__init__(
             options.directory or directory.checkpoints,
             rules,
             budget_bytes=int(options.budget_gb * 1e9),
-            finite=_must_be_finite(target, mesh),
+            finite=_finite_paths(target, mesh),
             refuse_nonfinite=must_be_finite(config),
             owner=owner,
-            say=say,
+            log=log,
             committed=committed,
         )
         self.target = target
+        self._experiment = experiment
         self._mesh = mesh
+        self._seed = config.seed
+        self._example = example
 
-    def init(self) -> state_lib.TrainState:
+    def init_state(self) -> state_lib.TrainState:
         """Creates a new state."""
-        return state_lib.init(*self._args)
+        return state_lib.init(self._experiment, self._mesh, self._seed, self._example)
 
-    def restore(
+    def restore_state(
         self, step: int | None = None, *, fits: bool = False
     ) -> checkpoint.Restored:
         """Reads a checkpoint.
@@ -89,30 +93,27 @@ class States:
             instead of the mesh's.
 
         Raises:
-          CheckpointError: as `Manager.restore` does.
+          CheckpointError: as `restore` does.
         """
-        target = (
-            functools.partial(replica_state.fit, self.target, self._mesh)
-            if fits
-            else self.target
-        )
-        return self.manager.restore(target, step)
+        target: Any = self.target
+        if fits:
+            target = functools.partial(replica_state.fit, self.target, self._mesh)
+        return self.restore(target, step)
 
 
-def _must_be_finite(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
-    """Returns a regular expression of the paths of all arrays that a run requires to be
-    finite.
+def _finite_paths(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
+    """Returns a pattern of the paths of all arrays that a run requires to be finite.
 
     These are the parameters, the state of the networks, and the slots, but for slots
     that are a single number. Such a slot may be infinite by design: the least loss so
     far is, before the first. An experiment's own state may hold anything.
     """
-    numbers = []
+    scalar_ndim = len(mesh_lib.group_axes(mesh))
+    exempt = []
     for path, leaf in checkpoint.flatten(target).items():
-        is_number = leaf.ndim == len(mesh_lib.group_axes(mesh))
-        if is_number and re.search("(^|/)opt_state/", path):
-            numbers.append(re.escape(path))
-    either = "|".join(numbers)
+        if leaf.ndim == scalar_ndim and re.search("(^|/)opt_state/", path):
+            exempt.append(re.escape(path))
+    either = "|".join(exempt)
     return f"{checkpoint.PARAMS}|^(?!({either})$)(.*/)?(net_state|opt_state)/"
 
 
@@ -122,17 +123,17 @@ def must_be_finite(config: ml_collections.ConfigDict) -> bool:
 
 
 def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
-    """Returns the rules of `config.checkpoint` that decide which checkpoints are kept."""
+    """Returns the retention rules of `config.checkpoint`."""
     return checkpoint.Keep(
-        options.keep_last,
-        options.keep_every_steps,
-        options.keep_best,
-        options.best_metric,
-        options.best_mode,
+        last=options.keep_last,
+        every_steps=options.keep_every_steps,
+        best=options.keep_best,
+        metric=options.best_metric,
+        mode=options.best_mode,
     )
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Prints a line about checkpoints on stderr."""
     # The line comes from another thread at any time, so it must not mix with the run's
     # own output on stdout. An error of printing says nothing about the checkpoint, so

@@ -1,8 +1,6 @@
 """Tests of the exchanges between processes; tests/launch tests their meeting with real
-processes.
+host_collectives.
 """
-
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import pytest
 
 from tests.optimizers import harness
 from xshard import errors
-from xshard.pod import processes
+from xshard.pod import host_collectives
 
 
 class Jitted:
@@ -43,12 +41,12 @@ def meetings(monkeypatch):
         events.append(self._what)
         return [value, value]
 
-    monkeypatch.setattr(processes.Exchange, "__call__", meet)
+    monkeypatch.setattr(host_collectives.Exchange, "gather", meet)
     return events
 
 
 def test_no_process_runs_a_program_before_all_have_compiled_it(meetings):
-    step = processes.compiled_by_all(Jitted(meetings), "the step")
+    step = host_collectives.compiled_by_all(Jitted(meetings), "the step")
     assert not meetings and [float(step(0, jnp.float32(x))) for x in (1, 2)] == [
         2.0,
         3.0,
@@ -57,7 +55,7 @@ def test_no_process_runs_a_program_before_all_have_compiled_it(meetings):
 
 
 def test_all_processes_compile_a_program_again_for_other_shapes(meetings):
-    step = processes.compiled_by_all(Jitted(meetings), "the step")
+    step = host_collectives.compiled_by_all(Jitted(meetings), "the step")
     for shape in (2, 3, 2):
         step(0, jnp.ones(shape))
     assert meetings == [*["compiled", "compiling the step", "called"] * 2, "called"]
@@ -66,8 +64,8 @@ def test_all_processes_compile_a_program_again_for_other_shapes(meetings):
 def test_other_shapes_on_another_process_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     meet = lambda self, value: [value, "({'x': (8, 9)},)"]
-    monkeypatch.setattr(processes.Exchange, "__call__", meet)
-    step = processes.compiled_by_all(
+    monkeypatch.setattr(host_collectives.Exchange, "gather", meet)
+    step = host_collectives.compiled_by_all(
         jax.jit(lambda state, batch: batch["x"]), "the step"
     )
     with pytest.raises(
@@ -80,21 +78,25 @@ def test_a_process_that_does_not_respond_is_reported(monkeypatch):
     events = []
 
     def raise_lost(self, value):
-        raise processes.LostError(
+        raise host_collectives.LostError(
             f"{self._what}: process 1 of 2 did not respond within 7200 s"
         )
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes.Exchange, "__call__", raise_lost)
-    step = processes.compiled_by_all(Jitted(events), "the step")
-    with pytest.raises(processes.LostError, match="compiling the step: process 1"):
+    monkeypatch.setattr(host_collectives.Exchange, "gather", raise_lost)
+    step = host_collectives.compiled_by_all(Jitted(events), "the step")
+    with pytest.raises(
+        host_collectives.LostError, match="compiling the step: process 1"
+    ):
         step(0, jnp.float32(1))
     assert events == ["compiled"]
 
 
 def test_a_program_is_compiled_once(meetings):
     x = jnp.float32(1)
-    step = processes.compiled_by_all(jax.jit(lambda x: jnp.sin(x) + 41), "the step")
+    step = host_collectives.compiled_by_all(
+        jax.jit(lambda x: jnp.sin(x) + 41), "the step"
+    )
     count = harness.compile_count()
     assert [float(step(x)) for _ in range(2)] and harness.compile_count() == count + 1
 
@@ -105,20 +107,64 @@ def test_a_program_is_compiled_once(meetings):
 )
 def test_different_data_on_the_processes_is_refused(monkeypatch, others, difference):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    exchange = lambda _, mine: [
-        mine,
-        *(json.dumps({"held-out": other}) for other in others),
-    ]
-    monkeypatch.setattr(processes.Exchange, "__call__", exchange)
+    exchange = lambda _, mine: [mine, *({"held-out": other} for other in others)]
+    monkeypatch.setattr(host_collectives.Exchange, "gather", exchange)
     facts = {"held-out": lambda: "10 rows"}
     if not difference:
-        processes.check_equal_data(facts)
+        host_collectives.check_equal_data(facts)
         return
     with pytest.raises(
         ValueError, match=f"held-out differs .* Process 0: 10 rows; {difference}. Give"
     ):
-        processes.check_equal_data(facts)
+        host_collectives.check_equal_data(facts)
 
 
 def test_a_single_process_compares_nothing():
-    processes.check_equal_data({"held-out": lambda: pytest.fail("not to be called")})
+    host_collectives.check_equal_data(
+        {"held-out": lambda: pytest.fail("not to be called")}
+    )
+
+
+def raise_error(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (None, ""),
+        (errors.UserError("the run is another"), "^the run is another$"),
+        (OSError("no such disk"), "^process 0: OSError: no such disk$"),
+        (TypeError("a bug"), "^process 0: TypeError: a bug$"),
+    ],
+    ids=repr,
+)
+def test_the_result_of_process_0_is_that_of_all(monkeypatch, error, text):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    outcomes = []
+
+    def gather(self, value):
+        outcomes.append(value)
+        return [outcomes[0], value]
+
+    monkeypatch.setattr(host_collectives.Exchange, "gather", gather)
+    if error is None:
+        action = lambda: [3, "ids"]
+        assert host_collectives.on_process_0("which run", action) == [3, "ids"]
+    else:
+        # Process 0 raises the error itself, whose traceback shows where it happened.
+        with pytest.raises(type(error)) as raised:
+            host_collectives.on_process_0("which run", lambda: raise_error(error))
+        assert raised.value is error
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    action = lambda: pytest.fail("not to be called")
+    if error is None:
+        assert host_collectives.on_process_0("which run", action) == [3, "ids"]
+    else:
+        with pytest.raises(errors.UserError, match=text):
+            host_collectives.on_process_0("which run", action)
+
+
+def test_a_single_process_receives_its_result_as_others_would():
+    assert host_collectives.on_process_0("which run", lambda: (3, "ids")) == [3, "ids"]

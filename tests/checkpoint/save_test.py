@@ -2,6 +2,7 @@
 raised.
 """
 
+import concurrent.futures
 import pathlib
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from tests.checkpoint.harness import FOREVER, environment, make_manager, make_tr
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import budget, host_copy, ownership, writer
+from xshard.checkpoint import host_copy, ownership, progress, writer
 
 
 @pytest.fixture
@@ -101,6 +102,11 @@ def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(
     assert manager.all_steps() == [1]
 
 
+def wait_until_ended(manager):
+    """Waits for the save under way, and leaves its error to the manager."""
+    concurrent.futures.wait([manager._saving.end])
+
+
 def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatch):
     manager, tree = make_manager(tmp_path), make_tree()
     manager.save(1, tree, {})
@@ -112,7 +118,7 @@ def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatc
             lambda *args: (_ for _ in ()).throw(OSError(28, "No space")),
         )
         manager.save(2, tree, {})
-        manager._saver._thread.join()
+        wait_until_ended(manager)
     with pytest.raises(
         checkpoint.CheckpointError, match=r"Step 2 could not be saved in .*No space"
     ):
@@ -132,7 +138,7 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
     with monkeypatch.context() as patch:
         patch.setattr(writer, "merge", lambda *args: 1 / 0)
         manager.save(1, tree, {})
-        manager._saver._thread.join()
+        wait_until_ended(manager)
     with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved"):
         manager.save(2, tree, {})
     manager.wait()
@@ -147,10 +153,14 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
         ({"a": np.array(["x"])}, {}, "'a' is of type <U1, which zarr cannot hold"),
         ({"a": np.array([None])}, {}, "'a' is of type object"),
         ({"a": jnp.zeros(3, jnp.uint4)}, {}, "'a' is of type uint4"),
-        ({"a": jnp.zeros(3)}, {"metadata": {"x": jnp}}, "metadata of step 1 must be JSON-serializable"),
+        (
+            {"a": jnp.zeros(3)},
+            {"metadata": {"x": jnp}},
+            "metadata of step 1 must be JSON-serializable",
+        ),
         ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
     ],
-)  # fmt: skip
+)
 def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra, match):
     manager = make_manager(tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match=match):
@@ -205,13 +215,13 @@ def test_deleted_arrays_raise_in_the_caller_and_the_next_save_works(tmp_path):
 def test_the_caller_waits_while_the_budget_is_exhausted(tmp_path, monkeypatch):
     tree = {str(i): jnp.full(1000, i, jnp.float32) for i in range(20)}
     peak = [0]
-    original = budget.Budget.take
+    original = host_copy.Budget.take
 
     def take(self, nbytes):
         original(self, nbytes)
         peak[0] = max(peak[0], self._in_use)
 
-    monkeypatch.setattr(budget.Budget, "take", take)
+    monkeypatch.setattr(host_copy.Budget, "take", take)
     for limit in (9000, 1, 10**6):
         peak[0] = 0
         manager = make_manager(tmp_path / str(limit), budget_bytes=limit)
@@ -241,12 +251,12 @@ def test_a_failed_write_releases_a_caller_that_waits_for_the_budget(
         manager.wait()
 
 
-def test_only_the_piece_is_copied_from_a_device_with_its_own_memory():
+def test_only_the_chunk_is_copied_from_a_device_with_its_own_memory():
     # `start_copy` takes another path for arrays on CPU, so the function is called
     # directly.
     array = jnp.arange(24.0).reshape(4, 6)
-    whole = ownership.Piece("a", (0, 0), 0, (0, 0), (4, 6))
-    part = ownership.Piece("a", (1, 0), 0, (2, 0), (2, 6))
+    whole = ownership.Chunk("a", (0, 0), 0, (0, 0), (4, 6))
+    part = ownership.Chunk("a", (1, 0), 0, (2, 0), (2, 6))
     np.testing.assert_array_equal(host_copy.start_device_copy(array, whole)(), array)
     np.testing.assert_array_equal(host_copy.start_device_copy(array, part)(), array[2:])
 
@@ -255,12 +265,14 @@ def test_a_save_from_devices_with_their_own_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(host_copy, "start_copy", host_copy.start_device_copy)
     monkeypatch.setattr(arrays_lib, "CHUNK_BYTES", 256)
     devices = mesh.make_mesh([[0, 1, 2, 3], [4, 5, 6, 7]])
+    by_replica = mesh.sharding(devices, "replica")
+    by_both = mesh.sharding(devices, "group", "replica")
     tree = {
         "whole": jnp.arange(300.0).reshape(15, 20),
-        "sharded": jax.device_put(jnp.ones((8, 30)), mesh.sharding(devices, "replica")),
-        "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), mesh.sharding(devices, "group", "replica")),
+        "sharded": jax.device_put(jnp.ones((8, 30)), by_replica),
+        "both": jax.device_put(jnp.arange(640.0).reshape(8, 80), by_both),
         **make_tree(),
-    }  # fmt: skip
+    }
     # The budget holds only a few chunks, so the copies start in several rounds.
     manager = make_manager(tmp_path, budget_bytes=1000)
     manager.save(1, tree, {})
@@ -290,12 +302,12 @@ def test_memory_does_not_grow_with_the_number_of_saves(tmp_path):
 
 def test_the_progress_of_a_long_save_is_reported():
     messages, now = [], [0.0]
-    progress = budget.ProgressReporter(
+    reporter = progress.ProgressReporter(
         "saving step 4", 4 * 10**9, messages.append, clock=lambda: now[0]
     )
     for seconds in (3.0, 9.0, 10.0, 12.0, 20.0):
         now[0] = seconds
-        progress.add(10**9 // 2)
+        reporter.add(10**9 // 2)
     assert messages == [
         "saving step 4: 1.50 of 4.00 GB, 150 MB/s, 17 s left",
         "saving step 4: 2.50 of 4.00 GB, 125 MB/s, 12 s left",

@@ -186,7 +186,7 @@ class Ruled(toy.Wide):
 
 def make_config(rule, mode, **changes):
     config = toy.get_config()
-    config.experiment = "tests.run.rule_values_test.Ruled"
+    config.experiment = "tests.run.replica_analysis_test.Ruled"
     config.rule = rule
     config.reduction.update(MODES[mode])
     if "arithmetic" in MODES[mode]:

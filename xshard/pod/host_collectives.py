@@ -1,8 +1,8 @@
-"""Communication between the processes of a run: on the host, from any thread, and with
-a deadline.
+"""Collectives of the host: values that the processes of a run exchange beside the
+devices' collectives, from any thread and with a deadline.
 
-It uses the key-value store of JAX's coordinator, in process 0, instead of collectives
-on the devices.
+They use the key-value store of JAX's coordinator, which runs in process 0. What they
+carry is short, because each process receives the values of all.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from xshard import errors, jax_internals
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
-# Longer than any compilation takes. The watch, not this limit, detects a peer that is
-# gone.
+# Longer than any compilation takes. The watchdog, not this limit, detects a peer that
+# is gone.
 _COMPILE_SECONDS = 7200.0
 # Longer than any reading of data before a run takes.
-_COMPARE_SECONDS = 3600.0
+_WAIT_SECONDS = 3600.0
 
 
 class LostError(OSError):
-    """A process is gone, or did not reach a meeting in time. The message names it."""
+    """A process is gone, or did not reach an exchange in time. The message names it."""
 
 
 class Exchange:
-    """A series of meetings. In each meeting every process receives a text from every
-    other process.
+    """A series of exchanges, in each of which all processes give and receive values.
 
-    All processes must create their series in the same order, and meet equally often in
-    each. A process on which something failed must report that at the meeting instead of
-    skipping it, or the others would wait for it.
+    All processes must create their series in the same order, so only the main thread
+    creates them, and call the methods of a series in the same order, which any one
+    thread may do. A process on which something failed must report that in the exchange
+    instead of skipping it, or the others would wait for it.
     """
 
     def __init__(self, what: str, seconds: float):
-        """Creates a series.
+        """Creates a series; no process waits yet.
 
         Args:
-          what: the purpose of the meetings, for the error message.
+          what: the purpose of the exchanges, for the error message.
           seconds: how long the processes wait for one another.
         """
         self.index = jax.process_index()
@@ -52,56 +52,101 @@ class Exchange:
         self._what = what
         self._seconds = seconds
         self._series = next(_SERIES)
-        self._meeting = 0
+        self._num_exchanges = 0
 
-    def __call__(self, value: str = "") -> list[str]:
-        """Meets the other processes once.
+    def gather(self, value: Any = None) -> list[Any]:
+        """Gives this process's value and returns those of all processes.
 
         Args:
-          value: this process's text; short, since each process receives all of them.
+          value: a short JSON value.
 
         Returns:
-          The text of each process, by process index.
+          The value of each process, by process index, as JSON has it: a tuple arrives
+          as a list, also with a single process.
 
         Raises:
           LostError: if a process does not come in time, or if the coordinator cannot be
             reached.
         """
+        text = json.dumps(value)
+        return [json.loads(each) for each in self._gather_texts(text)]
+
+    def on_process_0(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on process 0, and returns its result on all processes.
+
+        Args:
+          action: returns a short JSON value.
+
+        Returns:
+          The result, as JSON has it.
+
+        Raises:
+          UserError: on the other processes, with the message of whatever exception the
+            action raised; process 0 raises that exception itself.
+          LostError: if a process does not come in time, or if the coordinator cannot be
+            reached.
+        """
+        outcome: dict[str, Any] = {}
+        failure = None
+        if self.index == 0:
+            try:
+                outcome = {"value": action()}
+            except Exception as e:
+                # The other processes wait in the exchange, so every error must reach
+                # it.
+                failure = e
+                text = str(e)
+                if not isinstance(e, errors.UserError):
+                    text = f"process 0: {type(e).__name__}: {e}"
+                outcome = {"error": text}
+        outcome = self.gather(outcome)[0]
+        if failure is not None:
+            raise failure
+        if "error" in outcome:
+            raise errors.UserError(outcome["error"])
+        return outcome["value"]
+
+    def __call__(self, value: Any = None) -> list[Any]:
+        """Is the earlier name of `gather`."""
+        return self.gather(value)
+
+    def _gather_texts(self, text: str) -> list[str]:
         if self.count == 1:
-            return [value]
+            return [text]
         client = jax_internals.coordination_client()
         if client is None:
             raise LostError(
                 f"{self._what}: call jax.distributed.initialize before anything else"
             )
-        name = f"xshard/{self._series}/{self._meeting}"
+        name = f"xshard/{self._series}/{self._num_exchanges}"
         try:
-            client.key_value_set(f"{name}/{self.index}", value or " ")
+            client.key_value_set(f"{name}/{self.index}", text)
             client.wait_at_barrier(name, round(1000 * self._seconds))
-            values = _values(client, name)
+            texts = _values(client, name)
         except jax.errors.JaxRuntimeError as e:
-            raise LostError(self._missing(client, name, e)) from e
-        if self.index == 0 and self._meeting:
-            # A process that reached this meeting has read the values of the previous
+            raise LostError(self._missing_message(client, name, e)) from e
+        if self.index == 0 and self._num_exchanges:
+            # A process that reached this exchange has read the values of the previous
             # one, so they can be deleted.
-            client.key_value_delete(f"xshard/{self._series}/{self._meeting - 1}/")
-        self._meeting += 1
-        return [values[i] for i in range(self.count)]
+            previous = self._num_exchanges - 1
+            client.key_value_delete(f"xshard/{self._series}/{previous}/")
+        self._num_exchanges += 1
+        return [texts[i] for i in range(self.count)]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Meets the other processes as a call does, with JSON values instead of texts."""
-        return [json.loads(text) for text in self(json.dumps(value))]
-
-    def _missing(self, client: Any, name: str, e: Exception) -> str:
-        text = str(e).splitlines()[0]
+    def _missing_message(self, client: Any, name: str, e: Exception) -> str:
+        reason = str(e).splitlines()[0]
         try:
-            values = _values(client, name)
+            texts = _values(client, name)
         except jax.errors.JaxRuntimeError:
-            return f"{self._what}: process 0, which coordinates, cannot be reached ({text})"
-        missing = [str(i) for i in range(self.count) if i not in values]
+            return (
+                f"{self._what}: process 0, which coordinates, cannot be reached "
+                f"({reason})"
+            )
+        missing = [str(i) for i in range(self.count) if i not in texts]
+        names = ", ".join(missing) or "?"
         return (
-            f"{self._what}: process {', '.join(missing) or '?'} of {self.count} did not respond within "
-            f"{self._seconds:g} s ({text})"
+            f"{self._what}: process {names} of {self.count} did not respond within "
+            f"{self._seconds:g} s ({reason})"
         )
 
 
@@ -161,31 +206,22 @@ class Board:
         return [texts[i] for i in range(self._count)]
 
 
-def from_first(what: str, action: Callable[[], Any]) -> Any:
-    """Runs an action on process 0, and returns its result, which must be a JSON value,
-    on all processes.
+def on_process_0(what: str, action: Callable[[], Any]) -> Any:
+    """Runs an action on process 0, and returns its result on all processes.
+
+    It is for a few calls, since each leaves its values with the coordinator. Whoever
+    calls it again and again creates an `Exchange`.
 
     Args:
-      what: the purpose of the meeting, for the error message if a process does not
-        come.
-      action: called on process 0 only.
+      what: the purpose, for the error message if a process does not come.
+      action: returns a short JSON value.
 
     Raises:
-      UserError: on all processes, if the action raises UserError.
+      UserError: on the other processes, with the message of whatever exception the
+        action raised; process 0 raises that exception itself.
+      LostError: if a process does not come within an hour.
     """
-    if jax.process_count() == 1:
-        return action()
-    meet = Exchange(what, _COMPARE_SECONDS)
-    outcome: dict[str, Any] = {}
-    if meet.index == 0:
-        try:
-            outcome = {"value": action()}
-        except errors.UserError as e:
-            outcome = {"error": str(e)}
-    answer = meet.gather(outcome)[0]
-    if "error" in answer:
-        raise errors.UserError(answer["error"])
-    return answer["value"]
+    return Exchange(what, _WAIT_SECONDS).on_process_0(action)
 
 
 def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
@@ -197,9 +233,9 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
     """
     if jax.process_count() == 1:
         return
-    meet = Exchange("comparing the data", _COMPARE_SECONDS)
-    own = {name: summarize() for name, summarize in summaries.items()}
-    first, *others = meet.gather(own)
+    exchange = Exchange("comparing the data", _WAIT_SECONDS)
+    local = {name: summarize() for name, summarize in summaries.items()}
+    first, *others = exchange.gather(local)
     for name, value in first.items():
         differing = []
         for i, other in enumerate(others, 1):
@@ -207,8 +243,9 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
                 differing.append(f"process {i}: {other[name]}")
         if differing:
             raise errors.UserError(
-                f"the data: {name} differs between the processes, which must train one model. Process 0: "
-                f"{value}; {'; '.join(differing)}. Give all hosts the same files."
+                f"the data: {name} differs between the processes, which must train one "
+                f"model. Process 0: {value}; {'; '.join(differing)}. Give all hosts "
+                "the same files."
             )
 
 
@@ -231,21 +268,22 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
     """
     if jax.process_count() == 1:
         return function
-    meet = Exchange(f"compiling {what}", _COMPILE_SECONDS)
-    met: set[str] = set()
+    exchange = Exchange(f"compiling {what}", _COMPILE_SECONDS)
+    compiled_shapes: set[str] = set()
 
     def call(*args: Any) -> Any:
         shapes = str(jax.tree.map(np.shape, args[1:]))
-        if shapes not in met:
+        if shapes not in compiled_shapes:
             # JAX caches the compiled program, so the call below finds it.
             function.lower(*args).compile()
-            found = meet(shapes)
-            if set(found) != {shapes}:
+            all_shapes = exchange.gather(shapes)
+            if set(all_shapes) != {shapes}:
                 raise errors.UserError(
-                    f"{what} has other shapes on some processes: {'; '.join(found)}, from process 0 on. Give the batches "
-                    "of a step the same shapes on all processes."
+                    f"{what} has other shapes on some processes: "
+                    f"{'; '.join(all_shapes)}, from process 0 on. Give the batches of "
+                    "a step the same shapes on all processes."
                 )
-            met.add(shapes)
+            compiled_shapes.add(shapes)
         return function(*args)
 
     return call
