@@ -14,9 +14,9 @@ import numpy as np
 from tests import forks
 from tests.checkpoint import harness
 from xshard import checkpoint, mesh
+from xshard.checkpoint import agreement, leaves, lock, store
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import leaves, lock, store
 
 DEVICES = 2
 # Divisible by the number of devices of every pod of 1 to 4 processes.
@@ -28,8 +28,8 @@ class Task:
     """A task for the processes of a pod.
 
     Attributes:
-      action: 'save', 'save until killed', 'restore' the newest checkpoint, or 'verify'
-        all checkpoints that count.
+      action: 'save', 'save until killed', 'restore' the newest checkpoint, 'restore
+        without a disk' that only process 0 has, or 'verify' all checkpoints that count.
       folder: the folder of the checkpoints.
       count: the number of processes.
       model: the number of devices that hold one replica's arrays together.
@@ -141,12 +141,24 @@ def run(task, index):
     arrays_lib.LARGE_BYTES = 8 << 10
     # These times are short because a pod waits for the lease of a killed one, and
     # before each retry of a request.
-    lock.RENEW_SECONDS, lock.WATCH_SECONDS = 0.1, 0.5
+    lock.RENEW_SECONDS = 0.1
+    lock.WATCH_SECONDS = 0.5
     store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
+    folder = task.folder
+    if task.action == "restore without a disk":
+        # No listing lags behind here, so the pod need not wait for one.
+        agreement.LAG_SECONDS = 0.1
+        if index > 0:
+            folder = f"{task.folder}/not mounted"
     manager = harness.make_manager(
-        task.folder, keep_last=2, deadline_seconds=harness.FOREVER
+        folder, keep_last=2, deadline_seconds=harness.FOREVER
     )
-    action = {"restore": restore, "verify": verify}.get(task.action, save)
+    actions = {
+        "restore": restore,
+        "restore without a disk": restore,
+        "verify": verify,
+    }
+    action = actions.get(task.action, save)
     try:
         report = action(task, index, manager)
         manager.close()

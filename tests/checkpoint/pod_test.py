@@ -1,5 +1,7 @@
 """Tests of checkpoints by several real processes, on a disk and on object stores."""
 
+import re
+
 import pytest
 
 from tests.checkpoint import harness, pod, torture
@@ -63,6 +65,15 @@ def test_damage_that_some_processes_do_not_read_is_damage_for_all(pods, tmp_path
     reports = pods.run("restore", tmp_path, 3)
     assert "'params/grouped/w' in" in pods.logs()
     check_restored(reports, 5, 3)
+
+
+def test_a_host_without_the_disk_is_named_by_every_process(pods, tmp_path):
+    pods.run("save", tmp_path, 2, step=7)
+    pods.start("restore without a disk", tmp_path, 2)
+    assert pods.wait() == [1, 1]
+    # Process 0 sees the checkpoint, and must not restore it alone.
+    named = r"process 1 on .* does not see .*/step_00000007\..*, but process 0 does"
+    assert len(re.findall(f"CheckpointError: {named}", pods.logs())) == 2
 
 
 def test_a_failed_save_is_reported_by_every_process(pods, tmp_path):
