@@ -1,6 +1,4 @@
-"""Callbacks: functions of a run's evaluations that may end the run, such as early
-stopping.
-"""
+"""Functions of a run's evaluations that may end the run, such as early stopping."""
 
 import dataclasses
 import math
@@ -27,24 +25,34 @@ class _EarlyStopping:
     min_delta: float
 
     def __call__(self, history: History) -> str | None:
-        best, best_step, since = math.nan, 0, 0
+        best = math.nan
+        best_step = 0
+        # The number of evaluations since the best one.
+        since = 0
         for row in history:
             if self.metric not in row:
                 continue
             value = row[self.metric]
             if isinstance(value, list):
                 raise errors.UserError(_of_groups(self.metric))
-            gain = best - value if self.mode == "min" else value - best
+            gain = value - best
+            if self.mode == "min":
+                gain = best - value
             # A comparison with nan is never an improvement, so the first number needs a
             # rule of its own.
             is_first = math.isnan(best) and not math.isnan(value)
             if is_first or gain > self.min_delta:
-                best, best_step, since = value, row["step"], 0
+                best = value
+                best_step = row["step"]
+                since = 0
             else:
                 since += 1
         if since < self.patience:
             return None
-        return f"{self.metric} has not improved in {since} evaluations: {best:.4g} at step {best_step}"
+        return (
+            f"{self.metric} has not improved in {since} evaluations: {best:.4g} at "
+            f"step {best_step}"
+        )
 
 
 def early_stopping(
@@ -73,7 +81,8 @@ def early_stopping(
     """
     if not isinstance(metric, str) or not metric:
         raise errors.UserError(
-            f"early_stopping received metric={metric!r}; it must be the name of a metric of the evaluation, as 'loss'."
+            f"early_stopping received metric={metric!r}; it must be the name of a "
+            "metric of the evaluation, as 'loss'."
         )
     if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
         raise errors.UserError(
@@ -89,19 +98,22 @@ def early_stopping(
 
 
 def _check(where: str, returned: Any, metrics: Mapping[str, bool] | None) -> None:
+    """Raises UserError unless callbacks are functions, of metrics that there are."""
     if not isinstance(returned, Sequence) or not all(map(callable, returned)):
         raise errors.UserError(
-            f"{where} returned {returned!r}. It must return a list of functions of the evaluations so far: "
-            "return [xshard.early_stopping('loss')]."
+            f"{where} returned {returned!r}. It must return a list of functions of the "
+            "evaluations so far: return [xshard.early_stopping('loss')]."
         )
+    if metrics is None:
+        return
     for callback in returned:
-        metric = callback.metric if isinstance(callback, _EarlyStopping) else None
-        if metric is None or metrics is None:
+        if not isinstance(callback, _EarlyStopping):
             continue
+        metric = callback.metric
         if metric not in metrics:
             raise errors.UserError(
-                f"early_stopping({metric!r}) of {where} must name a metric of the evaluation: "
-                f"{', '.join(sorted(metrics))}."
+                f"early_stopping({metric!r}) of {where} must name a metric of the "
+                f"evaluation: {', '.join(sorted(metrics))}."
             )
         if metrics[metric]:
             raise errors.UserError(_of_groups(metric))
@@ -109,9 +121,9 @@ def _check(where: str, returned: Any, metrics: Mapping[str, bool] | None) -> Non
 
 def _of_groups(metric: str) -> str:
     return (
-        f"early_stopping({metric!r}) needs one number, but this metric has one for each group, and groups train "
-        f"and end together. Give 'ensemble/{metric}', one number for all groups; or write your own callback, which "
-        "receives the list."
+        f"early_stopping({metric!r}) needs one number, but this metric has one for "
+        f"each group, and groups train and end together. Give 'ensemble/{metric}', one "
+        "number for all groups; or write your own callback, which receives the list."
     )
 
 
@@ -129,7 +141,7 @@ class Evaluations:
         self,
         method: Callable[[], Sequence[Callback]],
         metrics: Mapping[str, bool] | None,
-        meet: Callable[[str], Sequence[str]],
+        gather: Callable[[str], Sequence[str]],
     ):
         """Creates and checks the callbacks; there are no evaluations yet.
 
@@ -137,65 +149,74 @@ class Evaluations:
           method: `Experiment.callbacks` of an experiment.
           metrics: the names of the metrics, and whether each is a list with a value per
             group; None if unknown.
-          meet: exchanges a text between the processes; returns all texts, process 0's
-            first.
+          gather: exchanges a text between the processes; returns all texts, process
+            0's first.
 
         Raises:
           UserError: if a callback is not a function, or uses a metric that does not
             exist.
         """
         callbacks = method()
-        where = f"{getattr(method, '__qualname__', method)} ({errors.definition_location(method)})"
+        name = getattr(method, "__qualname__", method)
+        where = f"{name} ({errors.definition_location(method)})"
         _check(where, callbacks, metrics)
         self._callbacks = callbacks
-        self._meet = meet
+        self._gather = gather
         self._rows: list[Mapping[str, Any]] = []
         self.end = ""
 
     def begin(self, rows: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        """Loads the evaluations of the run so far, which `rows` reads on process 0, and
-        calls the callbacks.
+        """Loads the evaluations of the run so far, and calls the callbacks.
+
+        Args:
+          rows: reads the evaluations; called on process 0 only.
         """
-        if self._callbacks:
-            self._rows = list(rows()) if jax.process_index() == 0 else []
-            self._decide()
+        if not self._callbacks:
+            return
+        self._rows = []
+        if jax.process_index() == 0:
+            self._rows = list(rows())
+        self._decide()
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds an evaluation, and calls the callbacks."""
-        if self._callbacks:
-            self._rows.append(
-                {"step": step, **{k: _as_read(x) for k, x in metrics.items()}}
-            )
-            self._decide()
+        if not self._callbacks:
+            return
+        row = {name: _as_read(value) for name, value in metrics.items()}
+        self._rows.append({"step": step, **row})
+        self._decide()
 
     def _decide(self) -> None:
-        first = ""
+        """Lets process 0's callbacks decide for all processes."""
+        end = ""
         # If a callback raises, process 0 fails, and its watch ends the other processes.
         if jax.process_index() == 0 and self._rows:
             for callback in self._callbacks:
                 # Each callback gets copies, so that it cannot change the rows for the
-                # next one.
-                reason = _called(callback, [dict(row) for row in self._rows])
-                first = first or reason
-        self.end = self._meet(first)[0]
+                # next one. All are called, and the first reason counts.
+                reason = _call(callback, [dict(row) for row in self._rows])
+                end = end or reason
+        self.end = self._gather(end)[0]
 
 
-def _called(callback: Callback, history: History) -> str:
+def _call(callback: Callback, history: History) -> str:
+    """Calls a callback; returns its reason to end the run, empty if it gives none."""
     reason: Any = callback(history)
     if reason is None or (isinstance(reason, str) and reason):
         return reason or ""
     raise errors.UserError(
-        f"The callback {getattr(callback, '__qualname__', callback)!r} returned {reason!r}. It must return None "
-        "to continue, or a text with the reason to end the run."
+        f"The callback {getattr(callback, '__qualname__', callback)!r} returned "
+        f"{reason!r}. It must return None to continue, or a text with the reason to "
+        "end the run."
     )
 
 
 def _as_read(value: Any) -> Any:
-    """Returns a metric as it would be read back from its row, where infinities are NaN
-    too.
+    """Returns a metric as it would be read back from its row.
 
     So callbacks see the same values in a run that was resumed.
     """
     if isinstance(value, list):
         return [_as_read(number) for number in value]
+    # A row has null in place of infinities and NaN.
     return value if math.isfinite(value) else math.nan

@@ -1,5 +1,6 @@
-"""Command-line parsing and error reporting: one message for a user's mistake, a
-traceback for a bug.
+"""The command lines of programs, and how programs fail.
+
+A user's mistake is one message; a bug has a traceback.
 """
 
 import argparse
@@ -35,8 +36,12 @@ _RULES = {
 def parser(
     program: str, description: str | None, **options: Any
 ) -> argparse.ArgumentParser:
-    """Returns a parser for the arguments of `python -m xshard.PROGRAM`; its help keeps
-    the description's line breaks.
+    """Returns a parser for the arguments of `python -m xshard.PROGRAM`.
+
+    Args:
+      program: the last part of the program's name.
+      description: the text of its help, which keeps its line breaks.
+      **options: further arguments of `argparse.ArgumentParser`.
     """
     return argparse.ArgumentParser(
         prog=f"python -m xshard.{program}",
@@ -84,21 +89,26 @@ def run(program: Callable[[], int], *, has_debug_flag: bool = False) -> int:
 
 
 def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Decorates the function of a program's arguments, so that it reports the exception
-    that ends it as `run` does.
-    """
-    return functools.wraps(main)(lambda argv: run(lambda: main(argv)))
+    """Decorates the main function of a program, so that it fails as `run` describes."""
+
+    @functools.wraps(main)
+    def wrapped(argv: Sequence[str]) -> int:
+        return run(lambda: main(argv))
+
+    return wrapped
 
 
 def parse(
     config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
-    """Parses the flags and loads the config file that they name. Returns the arguments
-    that are not flags.
+    """Parses the flags and loads the config file that they name.
 
     Args:
       config: the flag from `config_flags.DEFINE_config_file`.
       values: the program's flags.
+
+    Returns:
+      The arguments that are not flags.
 
     Raises:
       UserError: if a flag, key or file does not exist, or if the file cannot be run.
@@ -114,8 +124,9 @@ def parse(
 
 
 def is_bug(e: Exception) -> bool:
-    """Returns whether an exception needs a traceback: it is neither a UserError nor an
-    I/O error in the framework.
+    """Returns whether an exception needs a traceback.
+
+    A UserError does not, and neither does an I/O error in the framework.
     """
     if isinstance(e, errors.UserError):
         return False
@@ -123,11 +134,7 @@ def is_bug(e: Exception) -> bool:
 
 
 def summary(e: Exception) -> str:
-    """Summarizes an exception; a bug in one line, with its place in the user's code.
-
-    A UserError that was raised under the user's code also gets the place, since the
-    config or that code may be wrong.
-    """
+    """Summarizes an exception, a bug in one line, with its place in the user's code."""
     where = errors.location(e)
     text = message(e)
     if is_bug(e):
@@ -137,6 +144,9 @@ def summary(e: Exception) -> str:
         if text != kind:
             text = f"{kind}: {text}"
     elif not errors.is_framework_error(e):
+        # The user's code raised the UserError itself, and its message says what is
+        # wrong. Where the framework raised it below the user's code, as for a value
+        # that this code passes on, the place helps.
         where = ""
     if not where:
         return text
@@ -169,8 +179,11 @@ def with_flag(command: str, name: str, value: object) -> str:
 
 
 def flag_value(words: Sequence[str], name: str) -> str:
-    """Returns the value of a flag, given as --name=value or as --name value; of
-    several, the last. Empty if absent.
+    """Returns the value of a flag; the last of several, empty if there is none.
+
+    Args:
+      words: arguments, in which the flag is given as --name=value or as --name value.
+      name: the flag's name.
     """
     found = ""
     for word, following in itertools.pairwise([*words, ""]):
@@ -181,8 +194,11 @@ def flag_value(words: Sequence[str], name: str) -> str:
 
 
 def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns arguments without some flags, which may be given as --name=value or as
-    --name value.
+    """Returns arguments without some flags.
+
+    Args:
+      words: arguments, in which flags are given as --name=value or as --name value.
+      names: the names of the flags to leave out.
     """
     rest: list[str] = []
     value_follows = False
@@ -206,8 +222,9 @@ def message(e: Exception) -> str:
 
 
 def flag_error(e: flags.Error) -> str:
-    """Returns the message for an error of absl's parser of flags, with the rule for the
-    value instead of Python's reason.
+    """Returns the message for an error of absl's parser of flags.
+
+    It has the rule for the value instead of Python's reason.
     """
     text = str(e).rstrip(" .?")
     # absl appends the parser's exception to the flag.
@@ -216,7 +233,10 @@ def flag_error(e: flags.Error) -> str:
         if reason.startswith(beginning):
             flag = str(e).removeprefix("flag ").removesuffix(f": {reason}")
             if flag.endswith("=None"):
-                rule += "; leave the flag out for a value of None, if the config file has that"
+                rule += (
+                    "; leave the flag out for a value of None, if the config file has "
+                    "that"
+                )
             return f"{flag} must be {rule}."
     # ml_collections knows no type for a value that is None.
     untyped = re.match(
@@ -224,8 +244,10 @@ def flag_error(e: flags.Error) -> str:
     )
     if untyped:
         return (
-            f"--{untyped[1]}: the config file sets this key to None, which has no type that a flag could have. Set it there to "
-            "ml_collections.config_dict.placeholder(float), or another type, which reads as None until a flag sets it."
+            f"--{untyped[1]}: the config file sets this key to None, which has no type "
+            "that a flag could have. Set it there to "
+            "ml_collections.config_dict.placeholder(float), or another type, which "
+            "reads as None until a flag sets it."
         )
     if isinstance(e, flags.UnrecognizedFlagError):
         text += "; --help lists the flags"
@@ -233,9 +255,7 @@ def flag_error(e: flags.Error) -> str:
 
 
 def _parse_error(e: Exception) -> str:
-    """Returns the message for an exception from parsing the flags or loading the
-    config.
-    """
+    """Returns the message for an exception from parsing flags or loading the config."""
     if isinstance(e, flags.Error):
         return flag_error(e)
     path = flag_value(sys.argv[1:], "config")
@@ -253,8 +273,10 @@ def _parse_error(e: Exception) -> str:
 
 
 def _unknown_key(path: str) -> str | None:
-    """Returns the message for an override of a key that the config lacks; None if the
-    file itself cannot be run.
+    """Returns the message for a flag that overrides a key that the config lacks.
+
+    Returns:
+      The message; None if there is no such flag, or if the file itself cannot be run.
     """
     try:
         config = runpy.run_path(path)["get_config"]()

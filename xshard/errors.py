@@ -1,15 +1,14 @@
-"""The error type for mistakes that the user can fix, and functions that locate a bug in
-the user's code.
-"""
+"""Mistakes that the user can fix, and the place of a bug in the user's code."""
 
 import os
 import traceback
 import types
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
-# The launcher lies beside the package. The template counts as a user's code.
+# The launcher lies beside the package.
 _LAUNCHER = os.path.join(os.path.dirname(_PACKAGE), "launch")
 _FRAMEWORK = (_PACKAGE + os.sep, _LAUNCHER + os.sep)
+# The template counts as a user's code, which it becomes.
 _TEMPLATE = os.path.join(_PACKAGE, "new", "template") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -25,26 +24,28 @@ class UserError(ValueError):
 
 
 def user_traceback(e: BaseException) -> types.TracebackType | None:
-    """Returns the traceback from the first frame of user code that the framework
-    called; None if there is none.
+    """Returns the traceback from the first frame of user code on.
+
+    Code counts from where the framework calls it. None if there is none.
     """
-    called = False
-    step = e.__traceback__
-    while step is not None:
-        file = step.tb_frame.f_code.co_filename
+    is_called = False
+    traceback_here = e.__traceback__
+    while traceback_here is not None:
+        file = traceback_here.tb_frame.f_code.co_filename
         if _is_framework(file):
-            called = True
-        elif called and is_user_file(file):
-            return step
-        step = step.tb_next
+            is_called = True
+        elif is_called and is_user_file(file):
+            return traceback_here
+        traceback_here = traceback_here.tb_next
     return None
 
 
 def location(e: BaseException) -> str:
-    """Returns the place in the user's code where an exception was raised, such as
-    'experiment.py:36, in Net.forward'.
+    """Returns the place in the user's code where an exception was raised.
 
-    Empty if it was raised neither in the user's code nor in anything that code called.
+    Returns:
+      A text such as 'experiment.py:36, in Net.forward'; empty if it was raised neither
+      in the user's code nor in anything that code called.
     """
     if isinstance(e, SyntaxError) and e.filename:
         return f"{display_path(e.filename)}:{e.lineno}"
@@ -65,21 +66,21 @@ def location(e: BaseException) -> str:
 
 
 def is_framework_error(e: BaseException) -> bool:
-    """Returns whether the framework raised this error, itself or through a call of the
-    standard library.
-    """
-    is_own = True
+    """Returns whether the framework raised an error, or the standard library for it."""
+    is_framework = True
     for frame, _ in traceback.walk_tb(e.__traceback__):
         file = frame.f_code.co_filename
         # The last frame outside of the standard library decides.
         if not is_stdlib_file(file):
-            is_own = _is_framework(file)
-    return is_own
+            is_framework = _is_framework(file)
+    return is_framework
 
 
 def definition_location(function: object) -> str:
-    """Returns the place where a function, a method or a class is defined, such as
-    'experiment.py:29'; empty if unknown.
+    """Returns the place where a function or a method is defined.
+
+    Returns:
+      A text such as 'experiment.py:29'; empty if the place is unknown.
     """
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
@@ -97,9 +98,8 @@ def _is_installed(file: str) -> bool:
 
 
 def is_stdlib_file(file: str) -> bool:
-    """Returns whether a source file belongs to the standard library, as do the methods
-    that it writes for dataclasses.
-    """
+    """Returns whether a source file belongs to the standard library."""
+    # Modules that Python has built in, and the methods that it writes for dataclasses.
     if file.startswith(("<frozen", "<string>")):
         return True
     # Without a virtual environment, installed packages lie below the standard library's
@@ -108,16 +108,15 @@ def is_stdlib_file(file: str) -> bool:
 
 
 def is_user_file(file: str) -> bool:
-    """Returns whether a source file is the user's: not the framework's, not installed,
-    not in the standard library.
+    """Returns whether a source file is the user's.
+
+    It is if it is neither the framework's nor installed nor in the standard library.
     """
     return not (_is_installed(file) or _is_framework(file) or is_stdlib_file(file))
 
 
 def display_path(file: str) -> str:
-    """Returns a path relative to the current directory if it lies below it, else
-    unchanged.
-    """
+    """Returns a path below the current directory relative to it, others unchanged."""
     try:
         relative = os.path.relpath(file)
     except FileNotFoundError:

@@ -41,17 +41,12 @@ class PerReplica:
     value: Any
 
     def joined(self) -> "PerReplica":
-        """Merges the two leading dimensions, slices and replicas, into one of all
-        replicas.
-        """
-        return PerReplica(
-            jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.value)
-        )
+        """Merges the leading dimensions, slices and replicas, into one of replicas."""
+        merge = lambda x: x.reshape(-1, *x.shape[2:])
+        return PerReplica(jax.tree.map(merge, self.value))
 
     def local(self) -> "PerReplica":
-        """Returns this replica's value: the stored value without its dimension of
-        replicas.
-        """
+        """Returns this replica's value, without the dimension of replicas."""
         return PerReplica(jax.tree.map(lambda x: x[0], self.value))
 
     def stored(self) -> "PerReplica":
@@ -61,11 +56,11 @@ class PerReplica:
 
 @dataclasses.dataclass(frozen=True)
 class PerExample:
-    """Marks arrays of an experiment's state that have a row per example of the batch,
-    such as environment states.
+    """Marks arrays of an experiment's state that have a row per example of the batch.
 
-    In a checkpoint the first dimension has all examples of a batch, so they can be
-    restored on any number of replicas that divides it.
+    The states of environments are such arrays. In a checkpoint the first dimension has
+    all examples of a batch, so they can be restored on any number of replicas that
+    divides it.
 
     Attributes:
       value: a tree of arrays whose first dimension is the number of the replica's
@@ -75,12 +70,9 @@ class PerExample:
     value: Any
 
     def joined(self) -> "PerExample":
-        """Merges the three leading dimensions, slices, replicas and examples, into one
-        of all examples.
-        """
-        return PerExample(
-            jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), self.value)
-        )
+        """Merges the leading dimensions, of slices, replicas and examples, into one."""
+        merge = lambda x: x.reshape(-1, *x.shape[3:])
+        return PerExample(jax.tree.map(merge, self.value))
 
     def local(self) -> "PerExample":
         """Returns the value unchanged: a replica's shard holds exactly its examples."""
@@ -91,19 +83,21 @@ class PerExample:
         return self
 
 
-def is_own(x: Any) -> bool:
+def is_marked(x: Any) -> bool:
     """Returns whether a node of a state is marked as not equal on all replicas."""
     return isinstance(x, PerReplica | PerExample)
 
 
 def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a pytree's root with their keys, and the structure of the
-    root alone.
+    """Flattens the root of a pytree only.
 
     Args:
       tree: the pytree.
       of_leaf: the key to use if the tree is a single leaf, which counts as its own
         child.
+
+    Returns:
+      The children of the root with their keys, and the structure of the root alone.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_below(tree))
     key_of = lambda path: path[0] if path else jax.tree_util.GetAttrKey(of_leaf)
@@ -111,21 +105,22 @@ def children(tree: Any, of_leaf: str) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def unnamed_children(tree: Any) -> tuple[list[Any], Any]:
-    """Returns what `children` does without the keys, which takes a third of the time.
-    Each call of a step needs it.
-    """
+    """Returns what `children` does, without the keys."""
+    # Each call of a step needs it, and the keys would take most of the time.
     return jax.tree.flatten(tree, is_leaf=_below(tree))
 
 
 def _below(tree: Any) -> Callable[[Any], bool]:
+    """Returns the `is_leaf` that stops below the root of a tree."""
     # JAX also calls `is_leaf` on structures whose children are None, and compares the
     # results.
     return lambda x: x is not tree or x is None
 
 
 def _register(cls: Any) -> None:
-    """Registers a marker class as a pytree that is transparent in paths: its keys are
-    the marked value's.
+    """Registers a marker class as a pytree.
+
+    It is transparent in paths: its keys are the marked value's.
     """
 
     def unflatten(structure: Any, leaves: Any) -> Any:
@@ -133,9 +128,9 @@ def _register(cls: Any) -> None:
 
     jax.tree_util.register_pytree_with_keys(
         cls,
-        lambda own: children(own.value, "value"),
+        lambda marked: children(marked.value, "value"),
         unflatten,
-        lambda own: unnamed_children(own.value),
+        lambda marked: unnamed_children(marked.value),
     )
 
 
@@ -144,13 +139,12 @@ _register(PerExample)
 
 
 class Experiment(abc.ABC):
-    """The base class of experiments: a training state of any structure, and the step
-    that advances it.
+    """The base class of experiments: a training state, and the step that advances it.
 
-    Derive from `Supervised` to train one network with a loss on its outputs. Derive
-    from this class for anything else: several networks that train in turn,
-    environments, a moving target. Most such experiments use one `Learner` per network;
-    see docs/beyond_a_classifier.md.
+    The state may have any structure. Derive from `Supervised` to train one network with
+    a loss on its outputs. Derive from this class for anything else: several networks
+    that train in turn, environments, a moving target. Most such experiments use one
+    `Learner` per network; see docs/beyond_a_classifier.md.
 
     JAX traces `init`, `train_step`, `eval_step` and `predict`. Each call sees one
     replica of a group: its part of a batch, and its keys. Collectives may use the
@@ -166,11 +160,10 @@ class Experiment(abc.ABC):
     """
 
     def __init__(self, config: ml_collections.ConfigDict):
-        """Stores a frozen copy of the config, so that nothing can change it after a
-        function is traced.
+        """Stores a frozen copy of the config.
 
-        The copy records which keys are read, and a run names those of the experiment's
-        own that are not.
+        So nothing can change it after a function is traced. The copy records which keys
+        are read, and a run names those of the experiment's own that are not.
         """
         if not isinstance(config, config_lib.ReadConfig):
             config = config_lib.ReadConfig(config)
@@ -223,11 +216,10 @@ class Experiment(abc.ABC):
         """
 
     def predict(self, state: Any, batch: Batch) -> Any:
-        """Returns the outputs for a batch, a tree of arrays, equal on all devices. Used
-        by `samples` and `xshard.load`.
+        """Returns the outputs for a batch, a tree of arrays, equal on all devices.
 
-        A third parameter, `key`, is optional. It receives the random key of a caller
-        that gives one after the batch.
+        `samples` and `xshard.load` use it. A third parameter, `key`, is optional. It
+        receives the random key of a caller that gives one after the batch.
         """
         raise NotImplementedError(
             f"{type(self).__name__} makes no predictions: define predict."
@@ -236,11 +228,11 @@ class Experiment(abc.ABC):
     def summarize(
         self, sums: Mapping[str, np.ndarray], count: float
     ) -> Mapping[str, Any]:
-        """Computes the metrics of an evaluation, on the host. By default the means of
-        the values of `eval_step`.
+        """Computes the metrics of an evaluation, on the host.
 
-        Override it for metrics that are not means over the examples: a ratio of two
-        sums, or a number computed from a confusion matrix or a histogram of scores.
+        By default they are the means of the values of `eval_step`. Override it for
+        metrics that are not means over the examples: a ratio of two sums, or a number
+        computed from a confusion matrix or a histogram of scores.
 
         Args:
           sums: the sum of each value of `eval_step` over all examples, float64.
@@ -252,27 +244,28 @@ class Experiment(abc.ABC):
         return {name: value / count for name, value in sums.items()}
 
     def train_data(self) -> data.Examples:
-        """Returns the training examples: arrays by name, of one leading dimension, or a
-        source (`xshard.data.Source`).
+        """Returns the training examples, which the framework shuffles and repeats.
 
-        The framework shuffles and repeats them.
+        They are arrays by name, of one leading dimension, or a source
+        (`xshard.data.Source`).
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no training data: define train_data, or train_batches."
+            f"{type(self).__name__} has no training data: define train_data, or "
+            "train_batches."
         )
 
     @abc.abstractmethod
     def eval_data(self) -> data.Examples | Mapping[str, data.Examples]:
-        """Returns the evaluation examples; or several splits by name, {'test': ...,
-        'hard': ...}.
+        """Returns the evaluation examples, or several splits of them by name.
+
+        Several splits are a dictionary such as {'test': ..., 'hard': ...}.
         """
 
     def train_batches(self, part: data.Part) -> data.BatchIterator:
-        """Returns an iterator over this process's part of each batch. By default over
-        `train_data`, shuffled by the seed.
+        """Returns an iterator over this process's part of each batch.
 
-        Any iterator with `get_state` and `set_state` works; checkpoints contain its
-        state.
+        By default it goes over `train_data`, shuffled by the seed. Any iterator with
+        `get_state` and `set_state` works; checkpoints contain its state.
         """
         examples = self.train_data()
         data.check(
@@ -283,12 +276,12 @@ class Experiment(abc.ABC):
     def samples(
         self, predict: Callable[[Mapping[str, Any]], Any], key: jax.Array
     ) -> str | Mapping[str, Any]:
-        """Returns samples of the trained model, such as texts and images that it
-        generates. By default none.
+        """Returns samples of the trained model. By default none.
 
-        The run calls it on all processes, after the last evaluation, and every
-        `config.samples_every_steps` steps if that is not 0. Before the run begins, a
-        trial call runs up to the first prediction, to detect mistakes early.
+        They may be texts and images that it generates. The run calls it on all
+        processes, after the last evaluation, and every `config.samples_every_steps`
+        steps if that is not 0. Before the run begins, a trial call runs up to the first
+        prediction, to detect mistakes early.
 
         Args:
           predict: takes a batch on the host, of any number of rows, to the outputs of
@@ -304,11 +297,10 @@ class Experiment(abc.ABC):
         return ""
 
     def callbacks(self) -> Sequence[callbacks_lib.Callback]:
-        """Returns functions that the run calls after each evaluation, and that may end
-        it. By default none.
+        """Returns functions of the evaluations that may end the run. By default none.
 
-        The run calls each one on process 0 with all evaluations so far, including the
-        latest: a list of dictionaries of 'step' and the metrics by name, which are
+        The run calls each one after each evaluation, on process 0, with all evaluations
+        so far: a list of dictionaries of 'step' and the metrics by name, which are
         floats, or lists of floats with several groups. A callback returns None to
         continue, or a text with the reason to end the run, which then ends as after its
         last step.
@@ -321,8 +313,9 @@ class Experiment(abc.ABC):
         return ()
 
     def sharding_rules(self) -> mesh_lib.Rules:
-        """Returns the rules that shard arrays over the axis 'model': see
-        `xshard.mesh.tree_shardings`. By default none.
+        """Returns the rules that shard arrays over the axis 'model'. By default none.
+
+        See `xshard.mesh.tree_shardings`.
         """
         return ()
 
@@ -333,17 +326,17 @@ def samples_key(experiment: Experiment) -> jax.Array:
 
 
 def overrides(experiment: Experiment, method: str) -> bool:
-    """Returns whether an experiment defines a method that `Experiment` implements by
-    default, such as `summarize`.
-    """
+    """Returns whether an experiment defines a method that `Experiment` implements."""
     return getattr(type(experiment), method) is not getattr(Experiment, method)
 
 
 def example(experiment: Experiment) -> data.Arrays:
     """Returns one example of the training data, for its names, dtypes and shapes."""
-    # A custom iterator may need the run's batch size. `train_data` may have fewer
-    # examples than that.
-    size = experiment.config.batch_size if overrides(experiment, "train_batches") else 1
+    size = 1
+    if overrides(experiment, "train_batches"):
+        # A custom iterator may need the run's batch size. `train_data` may have fewer
+        # examples than that.
+        size = experiment.config.batch_size
     part = data.Part(size, (np.arange(1),), experiment.config.seed)
     return next(experiment.train_batches(part))
 
@@ -361,14 +354,19 @@ def mesh_of(
 
 
 def load(path: str) -> type[Experiment]:
-    """Imports the experiment class of a dotted path, such as
-    'experiments.digits.experiment.Digits'.
+    """Imports an experiment class.
+
+    Args:
+      path: its dotted path, such as 'experiments.digits.experiment.Digits'.
 
     Raises:
       UserError: if the path names no experiment class, or the class lacks a method.
     """
     module_name, _, name = path.rpartition(".")
-    rule = f"experiment={path!r} must be the dotted path of a class that can be imported from here"
+    rule = (
+        f"experiment={path!r} must be the dotted path of a class that can be imported "
+        "from here"
+    )
     if not all(path.split(".")) or not module_name:
         raise errors.UserError(
             f"{rule}, such as 'experiments.digits.experiment.Digits'."
@@ -388,45 +386,51 @@ def load(path: str) -> type[Experiment]:
         raise errors.UserError(f"{rule}: {module.__file__} has no {name!r}{meant}")
     if not (isinstance(found, type) and issubclass(found, Experiment)):
         raise errors.UserError(
-            f"experiment={path!r} is {found!r}, which is not a class that derives from xshard.Experiment."
+            f"experiment={path!r} is {found!r}, which is not a class that derives from "
+            "xshard.Experiment."
         )
     _check_methods(found)
     return found
 
 
 def _check_methods(experiment: type[Experiment]) -> None:
-    """Raises UserError if a class lacks a required method, and suggests a method of the
-    class with a similar name.
+    """Raises UserError if a class lacks a required method.
+
+    The message suggests methods of the class with similar names.
     """
     lacking = sorted(experiment.__abstractmethods__)
-    own: set[str] = set()
+    defined: set[str] = set()
     required: set[str] = set()
     for base in experiment.__mro__:
         required |= getattr(base, "__abstractmethods__", frozenset())
         if not base.__module__.startswith("xshard."):
-            own |= vars(base).keys()
-    if not own & {"train_data", "train_batches"}:
+            defined |= vars(base).keys()
+    if not defined & {"train_data", "train_batches"}:
         lacking.append("train_data")
     if not lacking:
         return
     texts = []
     for name in lacking:
-        near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
+        near = difflib.get_close_matches(name, defined, n=1, cutoff=0.7)
         meant = f" (is it {near[0]!r}, misspelt?)" if near else ""
         arguments = ", ".join(inspect.signature(getattr(experiment, name)).parameters)
         texts.append(f"{name}({arguments}){meant}")
     raise errors.UserError(
-        f"The class {experiment.__module__}.{experiment.__qualname__} lacks {'; '.join(texts)}. It "
-        f"defines train_data or train_batches, {', '.join(sorted(required))}."
+        f"The class {experiment.__module__}.{experiment.__qualname__} lacks "
+        f"{'; '.join(texts)}. It defines train_data or train_batches, "
+        f"{', '.join(sorted(required))}."
     )
 
 
 def checked_eval_data(experiment: Experiment) -> dict[str, data.Examples]:
-    """Returns the evaluation examples by split, after checking that they are valid: see
-    `data.splits`.
+    """Returns the evaluation examples by split, after checking that they are valid.
+
+    See `data.splits`.
     """
     splits = data.splits(experiment.eval_data())
-    what = f"What {validation.describe_method(experiment.eval_data)} returned"
     for name, examples in splits.items():
-        data.check(examples, f"{what} as {name!r}" if name else what)
+        what = f"What {validation.describe_method(experiment.eval_data)} returned"
+        if name:
+            what += f" as {name!r}"
+        data.check(examples, what)
     return splits

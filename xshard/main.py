@@ -208,9 +208,12 @@ def main(argv: Sequence[str], config: Any) -> int:
 
 
 def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) -> int:
-    """Joins the other processes, if there are any, and runs with them."""
-    # An evaluation job writes its own status files, which must not mix with the run's
-    # own.
+    """Joins the other processes, if there are any, and runs with them.
+
+    Returns:
+      The exit code.
+    """
+    # The status of an evaluation job must not mix with that of the run.
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, continuous_eval.FOLDER)
@@ -228,19 +231,20 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
             timeouts=timeouts,
             console=console,
             signal_receiver=signal_receiver,
-        ) as watching:
+        ) as watch:
             try:
-                code = _run_mode(config, run_directory, watching)
-                watching.end(status.last_phase(code))
+                code = _run_mode(config, run_directory, watch)
+                watch.end(status.last_phase(code))
                 return code
             except Exception as e:
                 if hosts:
-                    _fail_together(watching, e)
-                watching.end(f"failed: {cli.summary(e).splitlines()[0]}")
+                    _fail_together(watch, e)
+                watch.end(f"failed: {cli.summary(e).splitlines()[0]}")
                 raise
 
 
-def _run_mode(config: Any, directory: str, watching: watchdog.Watchdog) -> int:
+def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
+    """Trains, evaluates or profiles; returns the exit code."""
     command = _command()
     show = terminal.Show.NORMAL
     if _QUIET.value:
@@ -248,16 +252,26 @@ def _run_mode(config: Any, directory: str, watching: watchdog.Watchdog) -> int:
     if _VERBOSE.value:
         show = terminal.Show.VERBOSE
     if _MODE.value == "eval":
-        return continuous_eval.run(config, directory, command, watching, show)
+        return continuous_eval.run(config, directory, command, watch, show)
     if _MODE.value == "profile":
-        return profiling.run(config, directory, _PROFILE_STEPS.value, watching, show)
+        return profiling.run(config, directory, _PROFILE_STEPS.value, watch, show)
     init = None
     if _INIT_FROM.value is not None:
-        rename = checkpoint.renames(_INIT_RENAME.value)
         init = checkpoint.Source(
-            _INIT_FROM.value, _INIT_SELECT.value, _INIT_GROUP.value, rename
+            _INIT_FROM.value,
+            _INIT_SELECT.value,
+            _INIT_GROUP.value,
+            checkpoint.renames(_INIT_RENAME.value),
         )
-    return loop.run(config, directory, command, init, watching, show, _RESTART.value)
+    return loop.run(
+        config,
+        directory,
+        command,
+        init=init,
+        watch=watch,
+        show=show,
+        set_aside=_RESTART.value,
+    )
 
 
 def _join(
@@ -286,30 +300,32 @@ def _join(
     hosts = startup.join(spec, timeouts, facts, token, signal_receiver)
     if log is None:
         return hosts, None
+    # The terminal stays reachable for errors, under another descriptor.
     console = standard_streams.tolerant(os.fdopen(os.dup(2), "w"))
     for stream in (1, 2):
         os.dup2(log, stream)
     return hosts, console
 
 
-def _fail_together(watching: watchdog.Watchdog, e: Exception) -> NoReturn:
-    """Reports why this process has failed, and ends the others, which would wait for
-    it.
+def _fail_together(watch: watchdog.Watchdog, e: Exception) -> NoReturn:
+    """Reports why this process has failed, and ends the others.
+
+    They would wait for it.
     """
     # Most runtime errors in the middle of a computation may be caused by a peer that
     # died. These three never are.
-    is_own = str(e).startswith(
+    is_local = str(e).startswith(
         ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
     )
-    if isinstance(e, jax.errors.JaxRuntimeError) and not is_own:
+    if isinstance(e, jax.errors.JaxRuntimeError) and not is_local:
         print(
             f"{cli.summary(e)}\nwaiting for another process to report the cause",
             file=sys.stderr,
             flush=True,
         )
-        watching.await_cause()
+        watch.await_cause()
     cli.print_error(e, has_debug_flag=True)
-    watching.fail(cli.summary(e))
+    watch.fail(cli.summary(e))
 
 
 def run() -> int:
@@ -326,14 +342,13 @@ def _run() -> int:
 
 
 def _command() -> str:
+    """Returns the command that resumes the run, to print."""
     # Python does not know its own path if a program has started it under another name.
     python = errors.display_path(sys.executable or "python")
-    # The printed command leaves out the process's place: the launcher or scheduler sets
-    # it for each process.
+    # The launcher or scheduler sets the place of each process anew.
     place = ("coordinator_address", "num_processes", "process_id")
-    return shlex.join(
-        [python, "-m", "xshard.main", *cli.without_flags(sys.argv[1:], place)]
-    )
+    arguments = cli.without_flags(sys.argv[1:], place)
+    return shlex.join([python, "-m", "xshard.main", *arguments])
 
 
 if __name__ == "__main__":

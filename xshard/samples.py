@@ -1,11 +1,12 @@
-"""Samples: texts, images and histograms that show what an experiment has trained, and
-their file format.
+"""Samples that show what an experiment has trained: texts, images and histograms.
 
 A row of samples.jsonl is `{'step': 500, 'samples': {name: item}}`. An item is one of
 
-    {'kind': 'text', 'text': ...} {'kind': 'image', 'png': ..., 'height': ..., 'width':
-    ..., 'channels': ...}     base64 {'kind': 'histogram', 'counts': [...], 'edges':
-    [...], 'sum': ..., 'squares': ...}
+    {'kind': 'text', 'text': ...}
+    {'kind': 'image', 'png': ..., 'height': ..., 'width': ..., 'channels': ...}
+    {'kind': 'histogram', 'counts': [...], 'edges': [...], 'sum': ..., 'squares': ...}
+
+where 'png' is the file in base64, and 'squares' the sum of the values' squares.
 """
 
 import base64
@@ -24,8 +25,10 @@ from xshard.files import jsonfile
 Item = dict[str, Any]
 # The name of a text that an experiment returns without a dictionary.
 _ONLY = "samples"
-_BINS = 40
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_NUM_BINS = 40
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# The part of a line of samples.jsonl that is left for the step and the names.
+_NAME_BYTES = 4096
 
 
 class Image:
@@ -52,13 +55,15 @@ class Image:
         is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
         if array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
             raise errors.UserError(
-                f"xshard.Image received an array of shape {np.shape(pixels)}; an image is of shape (height, width), "
-                "(height, width, 1) or (height, width, 3): show several in one by np.concatenate(images, axis=1)."
+                f"xshard.Image received an array of shape {np.shape(pixels)}; an image "
+                "is of shape (height, width), (height, width, 1) or (height, width, "
+                "3): show several in one by np.concatenate(images, axis=1)."
             )
         if array.dtype != np.uint8 and not is_float:
             raise errors.UserError(
-                f"xshard.Image received an array of {array.dtype}; pixels are uint8, or of floating point from 0 to 1: "
-                "pixels.astype(np.uint8), or pixels / 255."
+                f"xshard.Image received an array of {array.dtype}; pixels are uint8, "
+                "or of floating point from 0 to 1: pixels.astype(np.uint8), or pixels "
+                "/ 255."
             )
         if is_float:
             known = np.nan_to_num(array.astype(np.float32), posinf=1.0, neginf=0.0)
@@ -68,9 +73,13 @@ class Image:
     def item(self) -> Item:
         """Returns the image as an item of a row."""
         height, width, channels = self.pixels.shape
-        content = base64.b64encode(_png(self.pixels)).decode()
-        size = {"height": height, "width": width, "channels": channels}
-        return {"kind": "image", "png": content, **size}
+        return {
+            "kind": "image",
+            "png": base64.b64encode(_png(self.pixels)).decode(),
+            "height": height,
+            "width": width,
+            "channels": channels,
+        }
 
     def words(self) -> str:
         """Describes the image in a few words."""
@@ -100,23 +109,25 @@ class Histogram:
         is_complex = jax.dtypes.issubdtype(array.dtype, np.complexfloating)
         if array.ndim != 1 or not is_number or is_complex:
             raise errors.UserError(
-                f"xshard.Histogram received an array of {array.dtype} of shape {array.shape}; it takes real numbers, "
-                "in one dimension: values.ravel()."
+                f"xshard.Histogram received an array of {array.dtype} of shape "
+                f"{array.shape}; it takes real numbers, in one dimension: "
+                "values.ravel()."
             )
         self.values: np.ndarray = array.astype(np.float64)
 
     def item(self) -> Item:
-        """Returns the histogram as an item of a row: bins of equal width, from the
-        smallest value to the largest.
+        """Returns the histogram as an item of a row.
+
+        Its bins have equal width, from the smallest value to the largest.
         """
-        known = self.values[np.isfinite(self.values)]
-        counts, edges = np.histogram(known, _BINS)
+        finite = self.values[np.isfinite(self.values)]
+        counts, edges = np.histogram(finite, _NUM_BINS)
         return {
             "kind": "histogram",
             "counts": counts.tolist(),
             "edges": edges.tolist(),
-            "sum": float(known.sum()),
-            "squares": float(np.square(known).sum()),
+            "sum": float(finite.sum()),
+            "squares": float(np.square(finite).sum()),
         }
 
     def words(self) -> str:
@@ -125,14 +136,25 @@ class Histogram:
 
 
 def named(where: str, returned: Any) -> dict[str, Any]:
-    """Checks the result of `Experiment.samples`, which `where` describes. Returns
-    samples by name; none for an empty text.
+    """Checks the result of `Experiment.samples`.
+
+    Args:
+      where: the method, for messages.
+      returned: its result.
+
+    Returns:
+      The samples by name; none for an empty text.
+
+    Raises:
+      UserError: if something else than samples was returned.
     """
+    if returned == "":
+        return {}
     if isinstance(returned, str):
-        return {_ONLY: returned} if returned else {}
+        return {_ONLY: returned}
     rule = (
-        "It must return a text, or a dictionary of texts, xshard.Image and xshard.Histogram by name: "
-        "return {'digits': xshard.Image(pixels)}."
+        "It must return a text, or a dictionary of texts, xshard.Image and "
+        "xshard.Histogram by name: return {'digits': xshard.Image(pixels)}."
     )
     if not isinstance(returned, Mapping):
         raise errors.UserError(f"{where} returned {type(returned).__name__}. {rule}")
@@ -159,30 +181,27 @@ def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
     """
     items = {name: _item(value) for name, value in samples.items()}
     sizes = {name: len(jsonfile.dumps(item)) for name, item in items.items()}
-    # 4096 bytes are left for the step and the names.
-    if sum(sizes.values()) > jsonfile.LINE_BYTES - 4096:
+    if sum(sizes.values()) > jsonfile.LINE_BYTES - _NAME_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise errors.UserError(
-            f"{where} returned samples of {sum(sizes.values()):,} bytes; the samples of a step must be below "
-            f"{jsonfile.LINE_BYTES:,} bytes together. The largest is {largest!r}: show less of it, or at a lower "
-            "resolution."
+            f"{where} returned samples of {sum(sizes.values()):,} bytes; the samples "
+            f"of a step must be below {jsonfile.LINE_BYTES:,} bytes together. The "
+            f"largest is {largest!r}: show less of it, or at a lower resolution."
         )
     return {"step": step, "samples": items}
 
 
 def text(samples: Mapping[str, Any]) -> str:
-    """Formats samples by name, from `named`, for printing; a text that was returned
-    without a name is printed as it is.
-    """
+    """Formats samples by name, from `named`, for printing."""
     if samples.keys() == {_ONLY} and isinstance(samples[_ONLY], str):
+        # It was returned without a name.
         return samples[_ONLY]
     parts = []
     for name, value in samples.items():
-        parts.append(
-            f"{name}:\n{value}"
-            if isinstance(value, str)
-            else f"{name}: {value.words()}"
-        )
+        if isinstance(value, str):
+            parts.append(f"{name}:\n{value}")
+        else:
+            parts.append(f"{name}: {value.words()}")
     return "\n".join(parts)
 
 
@@ -192,20 +211,25 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def items(row: Mapping[str, Any]) -> dict[str, Item]:
-    """Returns the valid items of a row. The file may have been edited by hand, so
-    invalid items are left out.
+    """Returns the items of a row by name.
+
+    The file may have been edited by hand, so invalid items are left out.
     """
     samples = row.get("samples")
     if not isinstance(samples, dict):
         return {}
-    return {
-        name: x for name, x in samples.items() if isinstance(x, dict) and _is_item(x)
-    }
+    valid = {}
+    for name, item in samples.items():
+        if isinstance(item, dict) and _is_item(item):
+            valid[name] = item
+    return valid
 
 
 def png(item: Item) -> bytes:
-    """Returns the PNG file of an image item; raises binascii.Error if its base64 is
-    invalid.
+    """Returns the PNG file of an image item.
+
+    Raises:
+      binascii.Error: if its base64 is invalid.
     """
     return base64.b64decode(item["png"], validate=True)
 
@@ -222,35 +246,43 @@ def _is_item(x: Item) -> bool:
     if x.get("kind") == "text":
         return isinstance(x.get("text"), str)
     if x.get("kind") == "image":
-        sizes = [x.get(name) for name in ("height", "width", "channels")]
-        # Event files store sizes as 32-bit integers.
-        return all(type(n) is int and 0 < n < 1 << 31 for n in sizes) and _is_png(
-            x.get("png")
-        )
+        for name in ("height", "width", "channels"):
+            size = x.get(name)
+            # Not isinstance, because a bool is an int too. Event files store sizes as
+            # 32-bit integers.
+            if type(size) is not int or not 0 < size < 1 << 31:
+                return False
+        return _is_png(x.get("png"))
     if x.get("kind") == "histogram":
-        counts, edges = x.get("counts"), x.get("edges")
-        sums = [x.get("sum"), x.get("squares")]
+        counts = x.get("counts")
+        edges = x.get("edges")
         if not isinstance(counts, list) or not isinstance(edges, list):
             return False
-        fits = 0 < len(counts) == len(edges) - 1
-        return fits and all(map(jsonfile.is_number, [*counts, *edges, *sums]))
+        if not counts or len(edges) != len(counts) + 1:
+            return False
+        numbers = [*counts, *edges, x.get("sum"), x.get("squares")]
+        return all(map(jsonfile.is_number, numbers))
     return False
 
 
 def _is_png(content: Any) -> bool:
     try:
-        return base64.b64decode(content, validate=True).startswith(_SIGNATURE)
+        return base64.b64decode(content, validate=True).startswith(_PNG_SIGNATURE)
     except (TypeError, ValueError, binascii.Error):
         return False
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """Encodes uint8 pixels of shape (height, width, 1 or 3) as PNG. Source: the PNG
-    specification, W3C, 2003.
+    """Encodes pixels as PNG.
+
+    Source: the PNG specification, W3C, 2003.
+
+    Args:
+      pixels: uint8 of shape (height, width, channels), with 1 or 3 channels.
     """
     height, width, channels = pixels.shape
-    colour = {1: 0, 3: 2}[channels]
-    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    color_type = {1: 0, 3: 2}[channels]
+    header = struct.pack(">IIBBBBB", width, height, 8, color_type, 0, 0, 0)
     # Each line begins with its filter type; 0 is none.
     lines = np.insert(pixels.reshape(height, -1), 0, 0, axis=1)
     chunks = [
@@ -258,7 +290,7 @@ def _png(pixels: np.ndarray) -> bytes:
         (b"IDAT", zlib.compress(lines.tobytes(), 9)),
         (b"IEND", b""),
     ]
-    content = _SIGNATURE
+    content = _PNG_SIGNATURE
     for kind, data in chunks:
         checksum = struct.pack(">I", zlib.crc32(kind + data))
         content += struct.pack(">I", len(data)) + kind + data + checksum

@@ -196,7 +196,7 @@ def _init_group(
 
     # The shapes show which nodes of the state are marked as a replica's own. Those get
     # dimensions of slices and replicas, which `joined` merges.
-    is_marked = experiment_lib.is_own
+    is_marked = experiment_lib.is_marked
     shapes = jax.eval_shape(lambda: init_replicas(0))
     for path, x in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_marked):
         if isinstance(x, experiment_lib.PerExample):
@@ -340,7 +340,7 @@ def sharded_layouts(state: TrainState) -> dict[str, layouts_lib.Layout]:
 
 def _is_marked(x: Any) -> bool:
     """Returns whether a node of an experiment's state says by itself how it lies."""
-    return is_learner(x) or experiment_lib.is_own(x)
+    return is_learner(x) or experiment_lib.is_marked(x)
 
 
 def specs(
@@ -388,7 +388,7 @@ def specs(
     def of_node(path: Any, x: Any) -> Any:
         if is_learner(x):
             return of_learner(x)
-        if experiment_lib.is_own(x):
+        if experiment_lib.is_marked(x):
             counts = isinstance(x, experiment_lib.PerReplica)
             spec_of = functools.partial(
                 logical.per_replica_spec, experiment.config, mesh, counts
@@ -420,12 +420,12 @@ def mapped_specs(
     manual_specs = specs(experiment, mesh, state, manual=True)
 
     def without_shards(x: Any) -> Any:
-        if experiment_lib.is_own(x):
+        if experiment_lib.is_marked(x):
             return x
         return jax.P(*(None if axis == mesh_lib.REPLICA else axis for axis in x))
 
     inner = jax.tree.map(
-        without_shards, manual_specs.experiment, is_leaf=experiment_lib.is_own
+        without_shards, manual_specs.experiment, is_leaf=experiment_lib.is_marked
     )
     return dataclasses.replace(manual_specs, experiment=inner)
 

@@ -290,7 +290,7 @@ def evaluation_of_replica(
             experiment.eval_step,
             values,
             len(mask),
-            arrays=experiment_lib.overrides(experiment, "summarize"),
+            allows_arrays=experiment_lib.overrides(experiment, "summarize"),
         )
         sums = _masked_sums({**values, "count": mask}, mask)
         if not grouped:
@@ -514,9 +514,9 @@ def _local(state: TrainState, grouped: bool) -> TrainState:
     if grouped:
         inner = jax.tree.map(lambda x: x[0], inner)
     inner = jax.tree.map(
-        lambda x: x.local() if experiment_lib.is_own(x) else x,
+        lambda x: x.local() if experiment_lib.is_marked(x) else x,
         inner,
-        is_leaf=experiment_lib.is_own,
+        is_leaf=experiment_lib.is_marked,
     )
     return dataclasses.replace(state, experiment=inner)
 
@@ -524,9 +524,9 @@ def _local(state: TrainState, grouped: bool) -> TrainState:
 def _stored(state: TrainState, grouped: bool) -> TrainState:
     """Inverts `_local`."""
     inner = jax.tree.map(
-        lambda x: x.stored() if experiment_lib.is_own(x) else x,
+        lambda x: x.stored() if experiment_lib.is_marked(x) else x,
         state.experiment,
-        is_leaf=experiment_lib.is_own,
+        is_leaf=experiment_lib.is_marked,
     )
     return dataclasses.replace(state, experiment=_of_group(inner, grouped))
 

@@ -1,5 +1,6 @@
-"""The base class of experiments that train one network with a loss on its outputs, as
-most do.
+"""The base class of experiments that train one network with a loss on its outputs.
+
+Most experiments do.
 """
 
 import abc
@@ -48,95 +49,102 @@ class Supervised(experiment.Experiment):
     def __init__(self, config: ml_collections.ConfigDict):
         """Stores a frozen copy of the config, and creates the learner."""
         super().__init__(config)
-        options: dict[str, Any] = {"frozen": self.frozen(), "uncast": self.uncast()}
+        clip_gradients = None
         if type(self).clip_gradients is not Supervised.clip_gradients:
-            options["clip_gradients"] = self.clip_gradients
+            clip_gradients = self.clip_gradients
         self.learner = learner.Learner(
-            self.forward, self.optimizer, self.config, **options
+            self.forward,
+            self.optimizer,
+            self.config,
+            clip_gradients=clip_gradients,
+            frozen=self.frozen(),
+            uncast=self.uncast(),
         )
 
     @abc.abstractmethod
     def forward(self, batch: experiment.Batch, *, is_training: bool) -> Any:
-        """Returns the network's outputs. This is a Haiku function: it creates its
-        modules and parameters.
+        """Returns the network's outputs.
 
-        It sees one replica's part of the batch, in the compute dtype of
-        `config.precision`. It may draw keys with `hk.next_rng_key()` in training and
-        evaluation; in a prediction only if the caller gives it a key.
+        This is a Haiku function: it creates its modules and parameters. It sees one
+        replica's part of the batch, in the compute dtype of `config.precision`. It may
+        draw keys with `hk.next_rng_key()` in training and evaluation; in a prediction
+        only if the caller gives it a key.
         """
 
     @abc.abstractmethod
     def loss(
         self, outputs: Any, batch: experiment.Batch
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-        """Returns the mean loss over the replica's part of the batch, a float32 scalar,
-        and a dictionary of scalars to log.
+        """Returns the mean loss over the replica's part of the batch, and scalars.
 
-        It may draw keys with `hk.next_rng_key()`.
+        The loss is a float32 scalar. The scalars, in a dictionary, are logged. It may
+        draw keys with `hk.next_rng_key()`.
         """
 
     @abc.abstractmethod
     def optimizer(self) -> base.Optimizer:
-        """Returns the update rule. It must contain a `CrossShardOptimizer` over
-        'replica', and 'slice' if there are several.
+        """Returns the update rule.
 
-        The learner calls it inside `hk.transform_with_state`: create the rule's modules
-        here.
+        It must contain a `CrossShardOptimizer` over 'replica', and 'slice' if there are
+        several. The learner calls it inside `hk.transform_with_state`: create the
+        rule's modules here.
         """
 
     @abc.abstractmethod
     def evaluate(
         self, outputs: Any, batch: experiment.Batch
     ) -> Mapping[str, jax.Array]:
-        """Returns arrays of shape (batch,) by name, with a value per example. The
-        framework averages them over all examples.
+        """Returns arrays of shape (batch,) by name, with a value per example.
+
+        The framework averages them over all examples.
         """
 
     def clip_gradients(self, grads: Any) -> Any:
-        """Returns a replica's gradients, clipped before they are reduced. By default
-        unchanged.
+        """Returns a replica's gradients, clipped before they are reduced.
+
+        By default they are unchanged.
         """
         return grads
 
     def weight(self, batch: experiment.Batch) -> jax.Array:
-        """Returns how much the loss of a part of a batch counts, a float32 scalar: what
-        `loss` divides by, such as tokens.
+        """Returns how much the loss of a part of a batch counts, a float32 scalar.
 
-        The parts are those of the replicas and the micro-batches. By default all count
-        the same, so a loss that divides by its own number of tokens is a mean of means,
-        which depends on how a batch is divided. With their number as the weight, the
-        loss of a step and its gradients are those of the mean over all tokens of the
-        step, on any number of replicas and micro-batches. Scalars beside the loss count
-        by the same weight, as means over the same tokens.
+        It is what `loss` divides by, such as tokens. The parts are those of the
+        replicas and the micro-batches. By default all count the same, so a loss that
+        divides by its own number of tokens is a mean of means, which depends on how a
+        batch is divided. With their number as the weight, the loss of a step and its
+        gradients are those of the mean over all tokens of the step, on any number of
+        replicas and micro-batches. Scalars beside the loss count by the same weight, as
+        means over the same tokens.
         """
         return jnp.float32(1)
 
     def frozen(self) -> str:
-        """Returns a regular expression for the paths of parameters not to train, such
-        as '^encoder/'. By default none.
+        """Returns a regular expression for the paths of parameters not to train.
+
+        An example is '^encoder/'. By default all are trained.
         """
         return ""
 
     def uncast(self) -> str:
-        """Returns a regular expression for the fields of a batch that keep their
-        floating-point type, such as '/time$'.
+        """Returns a regular expression for the fields of a batch that are not cast.
 
-        The others are cast to the compute type, in which numbers are coarse: bfloat16
-        has no step between 1,000 and 1,004. By default none. A path is as in
-        `Learner`'s argument `uncast`.
+        An example is '/time$'. The others are cast to the compute type, in which
+        numbers are coarse: bfloat16 has no step between 1,000 and 1,004. By default all
+        are. A path is as in `Learner`'s argument `uncast`.
         """
         return ""
 
     def ensemble(self, outputs: Any) -> Any:
-        """Combines the outputs of all groups, stacked along a leading dimension, into
-        one. By default their mean.
+        """Combines the outputs of all groups into one. By default their mean.
+
+        They are stacked along a leading dimension.
         """
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), outputs)
 
     def init(self, key: jax.Array, batch: experiment.Batch) -> LearnerState:
-        """Implements `Experiment.init` on one example, since parameters do not depend
-        on the batch size.
-        """
+        """Implements `Experiment.init`."""
+        # On one example, since parameters do not depend on the batch size.
         example = {name: x[:1] for name, x in batch.items()}
         return self.learner.init(key, example, is_training=True)
 
@@ -146,19 +154,21 @@ class Supervised(experiment.Experiment):
         """Implements `Experiment.train_step`."""
         if type(self).weight is Supervised.weight:
             return self.learner.update(state, self.training_loss, batch, key)
-        mean = (
-            lax.pmean(self._weight(batch), mesh_lib.REPLICAS)
-            / self.config.micro_batches
-        )
+        # The rule and the learner take plain means over the replicas and the
+        # micro-batches. So each part's loss is multiplied by its weight, in units of
+        # the mean weight of a part.
+        mean_weight = lax.pmean(self._weight(batch), mesh_lib.REPLICAS)
+        mean_weight /= self.config.micro_batches
 
         def weighted_loss(
             state: LearnerState, part: experiment.Batch, key: jax.Array
         ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
             value, net_state, scalars = self.training_loss(state, part, key)
             # A step without any weight has a loss of 0.
-            share = self._weight(part) / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny)
-            scalars = {name: scalar * share for name, scalar in scalars.items()}
-            return value * share.astype(value.dtype), net_state, scalars
+            tiny = jnp.finfo(mean_weight.dtype).tiny
+            factor = self._weight(part) / jnp.maximum(mean_weight, tiny)
+            scalars = {name: scalar * factor for name, scalar in scalars.items()}
+            return value * factor.astype(value.dtype), net_state, scalars
 
         return self.learner.update(state, weighted_loss, batch, key)
 
@@ -166,16 +176,18 @@ class Supervised(experiment.Experiment):
         weight = jnp.asarray(self.weight(batch))
         if weight.shape:
             raise errors.UserError(
-                f"{validation.describe_method(self.weight)} returned an array of shape {weight.shape}: the weight of a part of a batch "
-                "is a scalar, such as the number of its tokens, jnp.sum(mask)."
+                f"{validation.describe_method(self.weight)} returned an array of shape "
+                f"{weight.shape}: the weight of a part of a batch is a scalar, such as "
+                "the number of its tokens, jnp.sum(mask)."
             )
         return weight.astype(jnp.float32)
 
     def training_loss(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-        """Returns the loss in the form that `Learner.update` expects: `loss` of the
-        outputs of `forward`.
+        """Returns `loss` of the outputs of `forward`, as `Learner.update` expects it.
+
+        That is the loss, the network's state and the scalars to log.
         """
         outputs, net_state = self.learner.apply(state, key, batch, is_training=True)
         value, scalars = validation.loss(self.loss, self.loss(outputs, batch))
@@ -198,15 +210,17 @@ class Supervised(experiment.Experiment):
             for name, value in self._values(of_averages, batch).items():
                 values[f"average/{name}"] = value
         if lax.axis_size(mesh_lib.GROUP) > 1:
-            for name, value in self._values(self._together(outputs), batch).items():
+            ensemble = self._ensemble_of_groups(outputs)
+            for name, value in self._values(ensemble, batch).items():
                 values[f"ensemble/{name}"] = value
         return values
 
     def predict(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array | None = None
     ) -> Any:
-        """Implements `Experiment.predict`: the network's outputs; with several groups,
-        the outputs of `ensemble`.
+        """Implements `Experiment.predict`: returns the network's outputs.
+
+        With several groups it returns the outputs of `ensemble`.
 
         Args:
           state: the learner's state.
@@ -215,13 +229,18 @@ class Supervised(experiment.Experiment):
             all devices.
         """
         outputs, _ = self.learner.apply(state, key, batch, is_training=False)
-        return self._together(outputs) if lax.axis_size(mesh_lib.GROUP) > 1 else outputs
+        if lax.axis_size(mesh_lib.GROUP) == 1:
+            return outputs
+        return self._ensemble_of_groups(outputs)
 
     def _values(self, outputs: Any, batch: experiment.Batch) -> Mapping[str, jax.Array]:
-        rows = len(next(iter(batch.values())))
+        """Returns the checked result of `evaluate`."""
         returned = self.evaluate(outputs, batch)
-        arrays = experiment.overrides(self, "summarize")
-        return validation.evaluation(self.evaluate, returned, rows, arrays=arrays)
+        rows = len(next(iter(batch.values())))
+        allows_arrays = experiment.overrides(self, "summarize")
+        return validation.evaluation(
+            self.evaluate, returned, rows, allows_arrays=allows_arrays
+        )
 
-    def _together(self, outputs: Any) -> Any:
+    def _ensemble_of_groups(self, outputs: Any) -> Any:
         return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))

@@ -1,7 +1,8 @@
-"""Checks the values that an experiment's methods return.
+"""Checks of what an experiment's methods return.
 
-The errors name the method and its line, before the first step. Without these checks a
-mistake would fail later, inside a library, or train something other than intended.
+They run while a method is traced, before the first step, and their errors name the
+method and its line. Without them a mistake would fail later, inside a library, or train
+something other than intended.
 """
 
 import contextlib
@@ -18,22 +19,35 @@ from xshard import errors
 from xshard.optimizers import base
 
 # The metrics that every step logs. An experiment's scalars need other names.
-_OWN_METRICS = (
-    "loss", "skipped", "global_step", "loss_scale", "gradient_norm", "parameter_norm", "step",
-)  # fmt: skip
+_RESERVED_METRICS = (
+    "loss",
+    "skipped",
+    "global_step",
+    "loss_scale",
+    "gradient_norm",
+    "parameter_norm",
+    "step",
+)
 _MAPPED_AXES = ("group", "slice", "replica")
 _Scalars = dict[str, jax.Array]
 
 
 def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
-    """Checks the result of `Supervised.loss`. Returns the loss, and the scalars as
-    float32.
+    """Checks the result of `Supervised.loss`.
+
+    Args:
+      method: the loss function.
+      returned: its result.
+
+    Returns:
+      The loss, and the scalars as float32.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return two things, the loss and a dictionary of "
-            "scalars to log: return loss, {'accuracy': accuracy}, or return loss, {}."
+            f"{where} returned {_in_words(returned)}. It must return two things, the "
+            "loss and a dictionary of scalars to log: return loss, {'accuracy': "
+            "accuracy}, or return loss, {}."
         )
     return _checked_loss(where, *returned)
 
@@ -41,54 +55,61 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
 def learner_loss(
     method: Callable[..., Any], returned: Any, net_state: Any
 ) -> tuple[Any, Any, _Scalars, tuple[Any, ...]]:
-    """Checks the result of a learner's loss. Returns the loss, network state, float32
-    scalars and further arrays.
+    """Checks the result of a learner's loss.
 
     Args:
       method: the loss function.
       returned: its result.
       net_state: the network state before the call.
+
+    Returns:
+      The loss, the network state, the scalars as float32, and further arrays.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. The loss of a learner must return three things, or four: the "
-            "loss, the network's state, a dictionary of scalars to log, and arrays that the step needs: outputs, "
-            "net_state = learner.apply(...); ...; return loss, net_state, {'accuracy': accuracy}."
+            f"{where} returned {_in_words(returned)}. The loss of a learner must "
+            "return three things, or four: the loss, the network's state, a dictionary "
+            "of scalars to log, and arrays that the step needs: outputs, net_state = "
+            "learner.apply(...); ...; return loss, net_state, {'accuracy': accuracy}."
         )
     value, new_state, scalars, *aux = returned
     structure: Any = jax.tree.structure(net_state)
     if jax.tree.structure(new_state) != structure:
         raise errors.UserError(
-            f"{where} returned {_in_words(new_state)} as the network's state, which has another structure: return the "
-            "second result of learner.apply, or state.net_state if the loss does not apply the network."
+            f"{where} returned {_in_words(new_state)} as the network's state, which "
+            "has another structure: return the second result of learner.apply, or "
+            "state.net_state if the loss does not apply the network."
         )
     value, scalars = _checked_loss(where, value, scalars)
     if not all(jnp.ndim(x) for x in jax.tree.leaves(aux)):
         raise errors.UserError(
-            f"{where} returned a scalar as its fourth value. Each array there must have a row for every example, because "
-            "micro-batches are concatenated along rows. Scalars belong in the third value, a dictionary."
+            f"{where} returned a scalar as its fourth value. Each array there must "
+            "have a row for every example, because micro-batches are concatenated "
+            "along rows. Scalars belong in the third value, a dictionary."
         )
     return value, new_state, scalars, tuple(aux)
 
 
 def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
+    """Checks a loss and the scalars beside it, which `where` returned."""
     if not isinstance(value, jax.Array) or not jnp.issubdtype(
         value.dtype, jnp.floating
     ):
         raise errors.UserError(
-            f"{where} returned {_in_words(value)} as the loss. It must be a floating-point scalar computed from "
-            "the network's outputs, such as jnp.mean(errors)."
+            f"{where} returned {_in_words(value)} as the loss. It must be a "
+            "floating-point scalar computed from the network's outputs, such as "
+            "jnp.mean(errors)."
         )
     if value.shape:
         raise errors.UserError(
-            f"{where} returned a loss of shape {value.shape}. It must be a scalar, the mean over the batch: "
-            "return jnp.mean(loss)."
+            f"{where} returned a loss of shape {value.shape}. It must be a scalar, the "
+            "mean over the batch: return jnp.mean(loss)."
         )
     if not isinstance(scalars, Mapping):
         raise errors.UserError(
-            f"{where} returned {_in_words(scalars)} beside the loss. It must be a dictionary of scalars to log: "
-            "{'accuracy': accuracy}, or {} for none."
+            f"{where} returned {_in_words(scalars)} beside the loss. It must be a "
+            "dictionary of scalars to log: {'accuracy': accuracy}, or {} for none."
         )
     return value, {name: scalar(where, name, x) for name, x in scalars.items()}
 
@@ -108,37 +129,38 @@ def scalar(
       The scalar as float32, or as an integer.
     """
     _check_name(where, name)
-    if name in _OWN_METRICS:
+    if name in _RESERVED_METRICS:
         raise errors.UserError(
-            f"{where} returned a scalar called {name!r}, which every run logs by itself. Leave it out, or give it "
-            f"another name. These names are taken: {', '.join(_OWN_METRICS)}."
+            f"{where} returned a scalar called {name!r}, which every run logs by "
+            "itself. Leave it out, or give it another name. These names are taken: "
+            f"{', '.join(_RESERVED_METRICS)}."
         )
     if isinstance(value, Mapping):
         inner = next(iter(value), "name")
         raise errors.UserError(
-            f"{where} returned a dictionary called {name!r}. Logged values form one level of scalars by name: call "
-            f"it '{name}/{inner}'."
+            f"{where} returned a dictionary called {name!r}. Logged values form one "
+            f"level of scalars by name: call it '{name}/{inner}'."
         )
     if not _is_number(value):
         raise errors.UserError(
-            f"{where} returned {_in_words(value)} called {name!r}. Values logged beside the loss must be scalars: "
-            "numbers computed from the outputs and the batch."
+            f"{where} returned {_in_words(value)} called {name!r}. Values logged "
+            "beside the loss must be scalars: numbers computed from the outputs and "
+            "the batch."
         )
     if np.shape(value):
         raise errors.UserError(
-            f"{where} returned {name!r} of shape {np.shape(value)}. Values logged beside the loss must be scalars, "
-            f"means over the batch: jnp.mean({_variable(name)})."
+            f"{where} returned {name!r} of shape {np.shape(value)}. Values logged "
+            "beside the loss must be scalars, means over the batch: "
+            f"jnp.mean({_variable(name)})."
         )
     # An unsigned array among metrics is a fingerprint.
-    is_integer = keep_integers and jnp.issubdtype(
-        jnp.result_type(value), jnp.signedinteger
-    )
+    is_integer = jnp.issubdtype(jnp.result_type(value), jnp.signedinteger)
     # A number of Python or NumPy may be too large for JAX's integers, and is then
     # rounded.
     fits = isinstance(value, jax.Array) or abs(value) <= jnp.iinfo(jnp.int32).max
-    return (
-        jnp.asarray(value) if is_integer and fits else jnp.asarray(value, jnp.float32)
-    )
+    if keep_integers and is_integer and fits:
+        return jnp.asarray(value)
+    return jnp.asarray(value, jnp.float32)
 
 
 def per_example(
@@ -147,100 +169,129 @@ def per_example(
     arrays: Sequence[jax.ShapeDtypeStruct],
     rows: int,
 ) -> None:
-    """Raises UserError unless each array, after its dimensions of slices and replicas,
-    has `rows` rows.
+    """Checks arrays that an experiment's state has as `PerExample`.
+
+    Args:
+      init: the method that made the state.
+      name: the path of the marked value.
+      arrays: its arrays, of shape (slices, replicas, ...).
+      rows: the number of examples of a replica.
+
+    Raises:
+      UserError: if an array has another number of rows.
     """
     for array in arrays:
         shape = array.shape[2:]
         if shape[:1] != (rows,):
             raise errors.UserError(
-                f"{describe_method(init)} makes {name!r} with an array of shape {shape} as xshard.PerExample. Its first "
-                f"dimension must be that of the batch that init is given, {rows}; use xshard.PerReplica for other arrays that "
-                "differ between replicas."
+                f"{describe_method(init)} makes {name!r} with an array of shape "
+                f"{shape} as xshard.PerExample. Its first dimension must be that of "
+                f"the batch that init is given, {rows}; use xshard.PerReplica for "
+                "other arrays that differ between replicas."
             )
 
 
 def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
-    """Checks the result of `Experiment.train_step`. Returns the state and the metrics."""
+    """Checks the result of `Experiment.train_step`: the state and the metrics."""
     if isinstance(returned, tuple) and len(returned) == 2:
         state, metrics = returned
         # `Outcome`, the result of `Learner.update`, is a tuple.
         if isinstance(metrics, Mapping | tuple):
             return state, metrics
     raise errors.UserError(
-        f"{describe_method(method)} returned {_in_words(returned)}. It must return two things, the new state and a dictionary "
-        "of values to log: return state, {'generator': outcome, 'distance': distance}, or return state, {}."
+        f"{describe_method(method)} returned {_in_words(returned)}. It must return two "
+        "things, the new state and a dictionary of values to log: return state, "
+        "{'generator': outcome, 'distance': distance}, or return state, {}."
     )
 
 
 def evaluation(
-    method: Callable[..., Any], returned: Any, rows: int, *, arrays: bool = False
+    method: Callable[..., Any],
+    returned: Any,
+    rows: int,
+    *,
+    allows_arrays: bool = False,
 ) -> _Scalars:
-    """Checks the values that an evaluation method returned for a batch. Returns them as
-    arrays.
+    """Checks the values that an evaluation method returned for a batch.
 
     Args:
       method: the method.
       returned: its result.
       rows: the number of examples of the batch.
-      arrays: whether an example's value may be an array, because the experiment
+      allows_arrays: whether an example's value may be an array, because the experiment
         overrides `summarize`.
+
+    Returns:
+      The values as arrays.
     """
     where = describe_method(method)
     if not isinstance(returned, Mapping):
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return a dictionary of arrays with a value for "
-            "each example, of shape (batch,): return {'accuracy': hits}."
+            f"{where} returned {_in_words(returned)}. It must return a dictionary of "
+            "arrays with a value for each example, of shape (batch,): return "
+            "{'accuracy': hits}."
         )
     for name, value in returned.items():
         _check_name(where, name)
         if name == "count":
             raise errors.UserError(
-                f"{where} returned a value called 'count', which is the number of examples; give it another name."
+                f"{where} returned a value called 'count', which is the number of "
+                "examples; give it another name."
             )
-        _check_per_example(where, name, value, rows, arrays)
+        _check_per_example(where, name, value, rows, allows_arrays)
     return {name: jnp.asarray(value) for name, value in returned.items()}
 
 
 def summary(where: str, returned: Any) -> dict[str, float]:
-    """Checks the result of `Experiment.summarize`, which `where` describes. Returns the
-    numbers as floats.
+    """Checks the result of `Experiment.summarize`.
+
+    Args:
+      where: the method, for errors.
+      returned: its result.
+
+    Returns:
+      The numbers as floats.
     """
     if not isinstance(returned, Mapping):
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return a dictionary of numbers by name."
+            f"{where} returned {_in_words(returned)}. It must return a dictionary of "
+            "numbers by name."
         )
     for name, value in returned.items():
         _check_name(where, name)
         if not _is_number(value) or np.shape(value):
             raise errors.UserError(
-                f"{where} returned {_in_words(value)} as {name!r}. An evaluation reports numbers: reduce the sum "
-                "of an array to a number in summarize."
+                f"{where} returned {_in_words(value)} as {name!r}. An evaluation "
+                "reports numbers: reduce the sum of an array to a number in summarize."
             )
     return {name: float(value) for name, value in returned.items()}
 
 
 def _check_per_example(
-    where: str, name: str, value: Any, rows: int, arrays: bool
+    where: str, name: str, value: Any, rows: int, allows_arrays: bool
 ) -> None:
-    rule = "It must hold a value for each example, of shape (batch,): the framework takes the mean over all of them"
+    """Raises UserError unless a value has a row for each example."""
+    rule = (
+        "It must hold a value for each example, of shape (batch,): the framework takes "
+        "the mean over all of them"
+    )
     if not _is_number(value):
         raise errors.UserError(
             f"{where} returned {_in_words(value)} as {name!r}. {rule}."
         )
     shape = np.shape(value)
-    if shape == (rows,) or (arrays and shape[:1] == (rows,)):
+    if shape == (rows,) or (allows_arrays and shape[:1] == (rows,)):
         return
     if not shape:
         fix = (
-            f"{rule}. A mean over the batch would be wrong where the last batch is not full: return "
-            f"{_variable(name)} without jnp.mean."
+            f"{rule}. A mean over the batch would be wrong where the last batch is not "
+            f"full: return {_variable(name)} without jnp.mean."
         )
     elif shape[0] == rows:
         axes = tuple(range(1, len(shape)))
         fix = (
-            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, axis={axes}), or define summarize "
-            "to reduce the sums of arrays."
+            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, "
+            f"axis={axes}), or define summarize to reduce the sums of arrays."
         )
     else:
         fix = f"{rule}. Here a replica's part of the batch has {rows} examples."
@@ -252,14 +303,16 @@ def optimizer(method: Callable[[], Any]) -> base.Optimizer:
     returned = method()
     if isinstance(returned, base.Optimizer):
         return returned
-    kind = (
-        "None (does it end in return opt?)" if returned is None else _in_words(returned)
-    )
-    if isinstance(returned, optax.GradientTransformation):
+    if returned is None:
+        kind = "None (does it end in return opt?)"
+    elif isinstance(returned, optax.GradientTransformation):
         kind = "an optax transformation"
+    else:
+        kind = _in_words(returned)
     raise errors.UserError(
-        f"{describe_method(method)} returned {kind}. It must return a rule that reduces the gradients over the replicas: "
-        "return xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
+        f"{describe_method(method)} returned {kind}. It must return a rule that "
+        "reduces the gradients over the replicas: return "
+        "xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
     )
 
 
@@ -267,8 +320,9 @@ def outputs(network: Callable[..., Any], returned: Any) -> Any:
     """Returns the outputs of a network; raises UserError if they hold no array."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
-            f"{describe_method(network)} returned {_in_words(returned)}. It must return the network's "
-            "outputs, an array or a tree of arrays: does it end in return outputs?"
+            f"{describe_method(network)} returned {_in_words(returned)}. It must "
+            "return the network's outputs, an array or a tree of arrays: does it end "
+            "in return outputs?"
         )
     return returned
 
@@ -277,34 +331,47 @@ def parameters(network: Callable[..., Any], params: Mapping[str, Any]) -> None:
     """Raises UserError if a network has created no parameters."""
     if not params:
         raise errors.UserError(
-            f"{describe_method(network)} made no parameters, so there is nothing to train. Create "
-            "parameters with Haiku: use its modules, such as hk.Linear(2)(x), or hk.get_parameter. Arrays created in "
-            "another way, or by another library, are constants."
+            f"{describe_method(network)} made no parameters, so there is nothing to "
+            "train. Create parameters with Haiku: use its modules, such as "
+            "hk.Linear(2)(x), or hk.get_parameter. Arrays created in another way, or "
+            "by another library, are constants."
         )
 
 
 def network_state(network: Callable[..., Any], old: Any, new: Any) -> None:
-    """Raises UserError if a network has changed the names or shapes of its Haiku state."""
+    """Checks that a network keeps the names and shapes of its Haiku state.
+
+    Args:
+      network: the network.
+      old: the state that it created in its first call.
+      new: the state after another call.
+
+    Raises:
+      UserError: if it does not.
+    """
     where = describe_method(network)
     for module, arrays in new.items():
         for name, array in arrays.items():
             initial = old.get(module, {}).get(name)
             if initial is None:
                 raise errors.UserError(
-                    f"{where} sets the state {name!r} of {module!r}, which it did not create in its first call, "
-                    "with is_training=True: create it there, too, with hk.get_state(..., init=...)."
+                    f"{where} sets the state {name!r} of {module!r}, which it did not "
+                    "create in its first call, with is_training=True: create it there, "
+                    "too, with hk.get_state(..., init=...)."
                 )
             if array.shape != initial.shape:
                 raise errors.UserError(
-                    f"{where} sets the state {name!r} of {module!r} to shape {array.shape}; on one example it was "
-                    f"created with {initial.shape}. Network state has one shape for any batch size, so it cannot hold "
-                    "a value per example. Keep a mean over the batch, or take the values from the data."
+                    f"{where} sets the state {name!r} of {module!r} to shape "
+                    f"{array.shape}; on one example it was created with "
+                    f"{initial.shape}. Network state has one shape for any batch size, "
+                    "so it cannot hold a value per example. Keep a mean over the "
+                    "batch, or take the values from the data."
                 )
 
 
 @contextlib.contextmanager
 def network_errors(network: Callable[..., Any]) -> Iterator[None]:
-    """Turns errors of Haiku and JAX in a network into UserErrors that explain the fix."""
+    """Turns errors of Haiku and JAX in a network into UserErrors with the fix."""
     try:
         yield
     except (NameError, ValueError) as e:
@@ -316,6 +383,7 @@ def network_errors(network: Callable[..., Any]) -> Iterator[None]:
 
 
 def _network_fix(e: Exception) -> str:
+    """Returns the cause and the fix of an error in a network; empty if unknown."""
     text = str(e)
     if isinstance(e, NameError) and "unbound axis name" in text:
         axis = text.partition("unbound axis name: ")[2].partition(".")[0]
@@ -324,23 +392,24 @@ def _network_fix(e: Exception) -> str:
         )
     if type(e).__name__ == "MissingRNGError":
         return (
-            "hk.next_rng_key() was called where there are no keys, as in a prediction. Draw keys only in "
-            "training: if is_training: x = hk.dropout(hk.next_rng_key(), rate, x). A network that also samples in an "
-            "evaluation calls hk.maybe_next_rng_key(), which is None in a prediction without a key; predict(batch, key) gives one."
+            "hk.next_rng_key() was called where there are no keys, as in a prediction. "
+            "Draw keys only in training: if is_training: x = "
+            "hk.dropout(hk.next_rng_key(), rate, x). A network that also samples in an "
+            "evaluation calls hk.maybe_next_rng_key(), which is None in a prediction "
+            "without a key; predict(batch, key) gives one."
         )
     if "must be created as part of `init`" in text:
         return (
-            f"{text.partition(' All parameters')[0]}: it is not created in the first call of forward, with "
-            "is_training=True. Call the same modules whether is_training or not, and choose among their outputs."
+            f"{text.partition(' All parameters')[0]}: it is not created in the first "
+            "call of forward, with is_training=True. Call the same modules whether "
+            "is_training or not, and choose among their outputs."
         )
     return ""
 
 
 @contextlib.contextmanager
 def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
-    """Turns Haiku's error about parameters created in a loss into a UserError that
-    explains the fix.
-    """
+    """Turns Haiku's error about parameters created in a loss into a UserError."""
     try:
         yield
     except ValueError as e:
@@ -348,18 +417,21 @@ def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
             raise
         where = errors.location(e) or describe_method(loss)
         raise errors.UserError(
-            f"{where}: {str(e).partition(' All parameters')[0]}. Only the network, such as forward, may create "
-            "parameters: create it there, and return it among the outputs."
+            f"{where}: {str(e).partition(' All parameters')[0]}. Only the network, "
+            "such as forward, may create parameters: create it there, and return it "
+            "among the outputs."
         ) from e
 
 
 def describe_method(method: Callable[..., Any]) -> str:
-    """Returns a method and its place, for messages: 'Digits.loss (experiment.py:39)'."""
+    """Returns a method and its place for messages: 'Digits.loss (experiment.py:39)'."""
     while isinstance(method, functools.partial):
         method = method.func
     place = errors.definition_location(method)
     name = getattr(method, "__qualname__", repr(method))
-    return f"{name} ({place})" if place else name
+    if not place:
+        return name
+    return f"{name} ({place})"
 
 
 def _check_name(where: str, name: Any) -> None:
@@ -377,6 +449,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _variable(name: str) -> str:
+    """Returns the name of a variable for the value of a metric, for suggestions."""
     return name if name.isidentifier() else "value"
 
 

@@ -1,5 +1,4 @@
-"""Exports a trained model to other programs: its arrays as .safetensors, its prediction
-as StableHLO.
+"""Exports a trained model: its arrays as .safetensors, its prediction as StableHLO.
 
 Both need the extra `export`. On the command line, use `python -m xshard.export RUN
 --to=FILE`.

@@ -1,9 +1,9 @@
-"""Exports a trained model to other programs: `python -m xshard.export runs/digits
---to=digits.safetensors`.
+"""Exports a trained model to other programs: `python -m xshard.export RUN --to=FILE`.
 
-    python -m xshard.export runs/digits@1000 --to=digits.safetensors    the arrays, by
-    path python -m xshard.export runs/digits --to=digits.stablehlo           the
-    prediction, for jax.export.deserialize
+    python -m xshard.export runs/digits@1000 --to=digits.safetensors
+        the arrays, by path
+    python -m xshard.export runs/digits --to=digits.stablehlo
+        the prediction, for jax.export.deserialize
 
 The run is only read, and may still be training.
 """
@@ -33,13 +33,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arguments",
         action="store_true",
-        help="make the arrays of the .safetensors the prediction's first argument, instead of including them",
+        help=(
+            "make the arrays of the .safetensors the prediction's first argument, "
+            "instead of including them"
+        ),
     )
     parser.add_argument(
         "--select",
         default=checkpoint.BY_DEFAULT,
         metavar="REGEX",
-        help="the paths of the arrays; by default the parameters and network state of each learner",
+        help=(
+            "the paths of the arrays; by default the parameters and network state of "
+            "each learner"
+        ),
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace FILE if it exists"
@@ -53,16 +59,15 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.batch_size is not None and options.batch_size < 1:
         raise errors.UserError(f"--batch_size={options.batch_size} must be at least 1.")
-    trained = trained_lib.load(options.run)
-    text = export.write(
-        trained,
+    description = export.write(
+        trained_lib.load(options.run),
         options.to,
         batch_size=options.batch_size,
         arguments=options.arguments,
         select=options.select,
         overwrite=options.overwrite,
     )
-    print(text)
+    print(description)
     return 0
 
 

@@ -28,8 +28,9 @@ def write(
     select: str = checkpoint.BY_DEFAULT,
     overwrite: bool = False,
 ) -> str:
-    """Writes a trained model to a file. The write is atomic: on failure an existing
-    file stays unchanged.
+    """Writes a trained model to a file.
+
+    The write is atomic: on failure an existing file stays unchanged.
 
     Args:
       trained: the result of `xshard.load`.
@@ -61,33 +62,35 @@ def write(
     what = f"{path}: step {int(trained.state.step)}{_nonfinite(arrays)}"
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
-        tensors.write(
-            path, arrays, {checkpoint.GROUPS: str(groups if groups > 1 else 0)}
-        )
+        if groups == 1:
+            # The arrays then have no dimension of groups.
+            groups = 0
+        tensors.write(path, arrays, {checkpoint.GROUPS: str(groups)})
         size = sum(x.nbytes for x in arrays.values())
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
-    exported, names = program.export(
-        trained, batch, batch_size, arrays if arguments else {}
-    )
+    arrays_given = arrays if arguments else {}
+    exported, names = program.export(trained, batch, batch_size, arrays_given)
     content = bytes(exported.serialize())
     with disk.writing(path, tensors.WRITE_ELSEWHERE):
         disk.replace(path, content)
     outputs = ", ".join(str(x) for x in exported.out_avals)
     return (
-        f"{what}, predict of {', '.join(names) or 'no array'} -> {outputs}, for {', '.join(exported.platforms)}; "
-        f"{formatting.scaled(len(content), 'B')}"
+        f"{what}, predict of {', '.join(names) or 'no array'} -> {outputs}, for "
+        f"{', '.join(exported.platforms)}; {formatting.scaled(len(content), 'B')}"
     )
 
 
 def _check(path: pathlib.Path, overwrite: bool) -> None:
+    """Raises UserError if a file cannot be exported to."""
     if path.suffix not in (tensors.SUFFIX, PROGRAM):
         raise errors.UserError(
-            f"--to={path} must end in {tensors.SUFFIX}, for the arrays, or in {PROGRAM}, for the prediction."
+            f"--to={path} must end in {tensors.SUFFIX}, for the arrays, or in "
+            f"{PROGRAM}, for the prediction."
         )
     if path.suffix == PROGRAM and importlib.util.find_spec("flatbuffers") is None:
         raise errors.UserError(
-            "flatbuffers is not installed. jax.export needs it to write a program: pip install '.[export]', or "
-            "'xshard[export]'."
+            "flatbuffers is not installed. jax.export needs it to write a program: pip "
+            "install '.[export]', or 'xshard[export]'."
         )
     if not path.parent.is_dir():
         raise errors.UserError(
@@ -95,16 +98,18 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
         )
     if path.is_dir() or (path.exists() and not overwrite):
         raise errors.UserError(
-            f"--to={path} already exists: give another name, delete it, or add --overwrite."
+            f"--to={path} already exists: give another name, delete it, or add "
+            "--overwrite."
         )
 
 
 def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
-    """Names the arrays that are not finite: a run may keep training on them, but hardly
-    anyone wants to use them.
-    """
+    """Returns a part of the description that names the arrays that are not finite."""
+    # A run may keep training on them, but hardly anyone wants to use them.
     paths = [path for path, x in arrays.items() if not checkpoint.is_finite(x)]
-    return f", NOT FINITE ({formatting.listed(paths)})" if paths else ""
+    if not paths:
+        return ""
+    return f", NOT FINITE ({formatting.listed(paths)})"
 
 
 def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
@@ -113,13 +118,12 @@ def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
     paths = checkpoint.selected(select, leaves, "--select")
     if not paths:
         raise errors.UserError(
-            f"--select='{select}' matches none of the paths of this run, such as {', '.join(list(leaves)[:5])}."
+            f"--select='{select}' matches none of the paths of this run, such as "
+            f"{', '.join(list(leaves)[:5])}."
         )
-    keys = [
-        p for p in paths if jax.numpy.issubdtype(leaves[p].dtype, jax.dtypes.prng_key)
-    ]
-    if keys:
-        raise errors.UserError(
-            f"--select='{select}' matches {keys[0]!r}, a JAX random key: narrow it."
-        )
+    for path in paths:
+        if jax.numpy.issubdtype(leaves[path].dtype, jax.dtypes.prng_key):
+            raise errors.UserError(
+                f"--select='{select}' matches {path!r}, a JAX random key: narrow it."
+            )
     return {path: np.asarray(jax.device_get(leaves[path])) for path in paths}

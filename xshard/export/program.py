@@ -1,5 +1,6 @@
-"""Exports `Experiment.predict` as a standalone program for one device, which needs only
-JAX or a StableHLO compiler.
+"""Exports `Experiment.predict` as a program that stands alone.
+
+The program is for one device, and needs only JAX or a StableHLO compiler.
 """
 
 import functools
@@ -32,8 +33,7 @@ def export(
     batch_size: int | None,
     arguments: Mapping[str, np.ndarray],
 ) -> tuple[jax_export.Exported, list[str]]:
-    """Exports the prediction. Returns it, and descriptions of the batch arrays that it
-    takes.
+    """Exports the prediction.
 
     Args:
       trained: the trained model.
@@ -41,56 +41,61 @@ def export(
       batch_size: as for `xshard.export.write`.
       arguments: the arrays that form the first argument, by path; all other arrays are
         included in the program.
+
+    Returns:
+      The program, and descriptions of the batch arrays that it takes.
     """
     experiment = trained.experiment
     if batch is None:
-        batch = preflight.samples_batch(experiment) or experiment_lib.example(
-            experiment
-        )
+        batch = preflight.samples_batch(experiment)
+    if batch is None:
+        batch = experiment_lib.example(experiment)
     shapes = batches.shapes_of(batch)
-    # No prediction uses the run's random key, so a constant replaces it.
-    state = trained.state
-    state = jax.device_get(
-        state_lib.TrainState(state.step, state.experiment, jnp.int32(0))
-    )
-    _check_own(trained, shapes)
-    rows = batch_size or max(x.shape[0] for x in shapes.values())
-    predict = functools.partial(_predict, trained, state)
-    read = _read(predict, batches.shapes(shapes, rows), experiment)
-    unread = {name: x for name, x in shapes.items() if name not in read}
+    _check_replica_state(trained, shapes)
 
-    def with_unread(arguments: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+    # No prediction uses the run's random key, so a constant replaces it.
+    state = state_lib.TrainState(
+        trained.state.step, trained.state.experiment, jnp.int32(0)
+    )
+    predict = functools.partial(_predict, trained, jax.device_get(state))
+    rows = batch_size or max(x.shape[0] for x in shapes.values())
+    read = _read_names(predict, batches.shapes(shapes, rows), experiment)
+    unread_shapes = {name: x for name, x in shapes.items() if name not in read}
+    read_shapes = {name: shapes[name] for name in read}
+
+    def predict_from_read(
+        arguments: Mapping[str, Any], batch: Mapping[str, Any]
+    ) -> Any:
         # Batch arrays that the network reads but its outputs do not depend on become
         # zeros in the program.
         rows = next(iter(batch.values())).shape[0]
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), batches.shapes(unread, rows)
-        )
+        zeros = {}
+        for name, x in batches.shapes(unread_shapes, rows).items():
+            zeros[name] = jnp.zeros(x.shape, x.dtype)
         return predict(arguments, {**zeros, **batch})
 
-    shapes = {name: shapes[name] for name in read}
-    function: Any = functools.partial(with_unread, {})
-    first: tuple[Any, ...] = ()
-    if arguments:
-        function, first = with_unread, (batches.shapes_of(arguments),)
     (any_number,) = jax_export.symbolic_shape("batch")
+    batch_shapes = batches.shapes(read_shapes, batch_size or any_number)
     try:
-        exported = _lower(
-            function, (*first, batches.shapes(shapes, batch_size or any_number))
-        )
+        if arguments:
+            argument_shapes = batches.shapes_of(arguments)
+            exported = _lower(predict_from_read, argument_shapes, batch_shapes)
+        else:
+            exported = _lower(functools.partial(predict_from_read, {}), batch_shapes)
     except Exception as e:
         if batch_size is not None:
             raise
         raise errors.UserError(
-            f"{validation.describe_method(experiment.predict)} cannot be exported for batches of any size: {cli.summary(e)} "
-            "Give the number of rows: --batch_size=1, or batch_size=1."
+            f"{validation.describe_method(experiment.predict)} cannot be exported for "
+            f"batches of any size: {cli.summary(e)} Give the number of rows: "
+            "--batch_size=1, or batch_size=1."
         ) from e
-    args, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    names = [
-        f"{name} {x.dtype}[{','.join(map(str, x.shape))}]"
-        for name, x in args[-1].items()
-    ]
-    return exported, names
+    (*_, batch_avals), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    descriptions = []
+    for name, x in batch_avals.items():
+        sizes = ",".join(map(str, x.shape))
+        descriptions.append(f"{name} {x.dtype}[{sizes}]")
+    return exported, descriptions
 
 
 def _predict(
@@ -99,55 +104,70 @@ def _predict(
     arguments: Mapping[str, Any],
     batch: Mapping[str, Any],
 ) -> Any:
-    """Computes the prediction on one device; `jax.vmap` replaces a run's mapping over
-    replicas and groups.
+    """Computes the prediction on one device.
+
+    Args:
+      trained: the trained model.
+      constants: its state.
+      arguments: arrays of the state, by path, that replace its own.
+      batch: the batch.
     """
-    experiment, mesh = trained.experiment, trained.state.step.sharding.mesh
+    experiment = trained.experiment
+    mesh = trained.state.step.sharding.mesh
     leaves = {**checkpoint.flatten(constants), **arguments}
-    state = jax.tree.unflatten(jax.tree.structure(constants), [*leaves.values()])
+    state = jax.tree.unflatten(jax.tree.structure(constants), list(leaves.values()))
+    # `jax.vmap` replaces a run's mapping over replicas and groups.
     mapped: Callable[..., Any] = functools.partial(
-        _predict_one, experiment, mesh, batch
+        _predict_on_replica, experiment, mesh, batch
     )
     for axis in reversed(mesh_lib.REPLICAS):
         mapped = jax.vmap(mapped, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
-    several = mesh_lib.num_groups(mesh) > 1
+    num_groups = mesh_lib.num_groups(mesh)
     mapped = jax.vmap(
-        mapped, 0 if several else None, 0, axis_name=mesh_lib.GROUP, axis_size=mesh_lib.num_groups(mesh)
-    )  # fmt: skip
+        mapped,
+        # Without groups the arrays have no dimension of them.
+        in_axes=0 if num_groups > 1 else None,
+        out_axes=0,
+        axis_name=mesh_lib.GROUP,
+        axis_size=num_groups,
+    )
     # Predictions are equal on all groups and replicas.
     return jax.tree.map(lambda x: x[0, 0, 0], mapped(state.experiment))
 
 
-def _predict_one(
+def _predict_on_replica(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     batch: Any,
     state: Any,
 ) -> Any:
-    own = lambda x: x.local() if experiment_lib.is_own(x) else x
-    state = jax.tree.map(own, state, is_leaf=experiment_lib.is_own)
+    local = lambda x: x.local() if experiment_lib.is_marked(x) else x
+    state = jax.tree.map(local, state, is_leaf=experiment_lib.is_marked)
     with run_context.run_on(mesh, experiment.sharding_rules()):
         return experiment.predict(state, batch)
 
 
-def _check_own(trained: trained_lib.Trained, shapes: _Shapes) -> None:
-    """Raises UserError if the prediction reads `PerReplica` state of a run with another
-    number of replicas.
+def _check_replica_state(trained: trained_lib.Trained, shapes: _Shapes) -> None:
+    """Checks that the prediction reads no state of replicas that are not there.
+
+    Raises:
+      UserError: if it reads `PerReplica` state of a run with more than one replica.
     """
     mesh = trained.state.step.sharding.mesh
-    if replica_state.has_others(trained.state, mesh):
-        traced = preflight.jitted_predict(trained.experiment, mesh).trace(
-            trained.state, shapes
-        )
-        replica_state.check_unread(
-            trained.experiment.predict, traced.jaxpr, trained.state, mesh
-        )
+    if not replica_state.has_others(trained.state, mesh):
+        return
+    predict = preflight.jitted_predict(trained.experiment, mesh)
+    traced = predict.trace(trained.state, shapes)
+    replica_state.check_unread(
+        trained.experiment.predict, traced.jaxpr, trained.state, mesh
+    )
 
 
-def _read(
+def _read_names(
     predict: Callable[..., Any], shapes: _Shapes, experiment: experiment_lib.Experiment
 ) -> list[str]:
     """Returns the names of the batch arrays that the prediction depends on."""
+    # The order of the names is that of the program's inputs.
     names = sorted(shapes)
     program = jax.make_jaxpr(functools.partial(predict, {}))(shapes)
     read = []
@@ -156,26 +176,25 @@ def _read(
             read.append(name)
     if not read:
         raise errors.UserError(
-            f"{validation.describe_method(experiment.predict)} does not depend on any array of its batch ({', '.join(names)})."
+            f"{validation.describe_method(experiment.predict)} does not depend on any "
+            f"array of its batch ({', '.join(names)})."
         )
     return read
 
 
-def _lower(function: Callable[..., Any], args: tuple[Any, ...]) -> jax_export.Exported:
-    """Exports the function for all platforms if possible, else for those that it lowers
-    for.
-    """
+def _lower(function: Callable[..., Any], *shapes: Any) -> jax_export.Exported:
+    """Exports a function for all platforms, or for those that it lowers for."""
     jitted = jax.jit(function)
     try:
-        return jax_export.export(jitted, platforms=PLATFORMS)(*args)
+        return jax_export.export(jitted, platforms=PLATFORMS)(*shapes)
     except Exception:
         able = []
         for platform in PLATFORMS:
             try:
-                jax_export.export(jitted, platforms=[platform])(*args)
+                jax_export.export(jitted, platforms=[platform])(*shapes)
                 able.append(platform)
             except Exception as e:
                 error = e
         if not able:
             raise error from None
-        return jax_export.export(jitted, platforms=able)(*args)
+        return jax_export.export(jitted, platforms=able)(*shapes)
