@@ -158,9 +158,9 @@ def test_a_run_that_a_callback_ended_is_done(whole, capsys):
     assert stopping.Stopping.seen == [
         evaluations(whole)[:count] for count in range(1, step // 2 + 1)
     ]
-    assert (
-        step < 20 and results["finite"] and "has not improved in 2" in results["ended"]
-    )
+    assert step < 20
+    assert results["finite"]
+    assert "has not improved in 2" in results["ended"]
     assert results["eval"]["error"] == evaluations(whole)[-1]["error"]
     assert loop.Run(make_config(), str(whole)).checkpoints.manager.latest_step() == step
     # The same command again reports the end and does not train, and neither does a
@@ -211,7 +211,8 @@ INSTANTS = [
 
 @pytest.mark.parametrize(("owner", "name"), INSTANTS, ids=str)
 def test_a_killed_run_ends_at_the_same_step(tmp_path, whole, owner, name, monkeypatch):
-    last, real = rows.results(whole)["step"], getattr(owner, name)
+    last = rows.results(whole)["step"]
+    real = getattr(owner, name)
 
     def run_and_die(self, *args, **kwargs):
         returned = real(self, *args, **kwargs)
@@ -260,10 +261,8 @@ def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
             for row in rows_lib.evaluations(path, 2)
         ]
     )
-    assert (
-        repr(seen[-1]) == repr(seen[-2])
-        and "nan" in repr(seen[-1])
-        and "inf" not in repr(seen[-1])
-    )
+    assert repr(seen[-1]) == repr(seen[-2])
+    assert "nan" in repr(seen[-1])
+    assert "inf" not in repr(seen[-1])
     replayed.begin(lambda: rows_lib.evaluations(path, 1))
     assert [row["step"] for row in seen[-1]] == [1]

@@ -78,11 +78,9 @@ def test_only_disk_errors_of_the_framework_are_messages(tmp_path, capsys):
     write = lambda: disk.replace(tmp_path / "nothing" / "file", b"")
     assert cli.run(write) == exit_codes.FAILED
     error = capsys.readouterr().err
-    assert (
-        "Traceback" not in error
-        and "No such file" in error
-        and "nothing/.file.new" in error
-    )
+    assert "Traceback" not in error
+    assert "No such file" in error
+    assert "nothing/.file.new" in error
 
 
 def test_an_interrupt(capsys):
@@ -98,13 +96,15 @@ def test_an_interrupt(capsys):
         ("--rate=fast", "--rate=fast must be a number, such as 0.001."),
         (
             "--rate=None",
-            "--rate=None must be a number, such as 0.001; leave the flag out for a value of None, if the config file has that.",
+            "--rate=None must be a number, such as 0.001; leave the flag out for a "
+            "value of None, if the config file has that.",
         ),
         ("--debug=perhaps", "--debug=perhaps must be true or false."),
         ("--count=-1", "flag --count=-1: -1 is not a non-negative integer."),
         (
             "--cuont=1",
-            "Unknown command line flag 'cuont'. Did you mean: count; --help lists the flags.",
+            "Unknown command line flag 'cuont'. Did you mean: count; --help lists the "
+            "flags.",
         ),
     ],
 )

@@ -63,9 +63,15 @@ def make_config(name, **changes):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("gan", "groups"), ("rl", "slices"), ("rl", "groups"), ("ssl", "groups"),
-     ("rl_host", "acts next"), ("rl_host", "serves")],
-)  # fmt: skip
+    [
+        ("gan", "groups"),
+        ("rl", "slices"),
+        ("rl", "groups"),
+        ("ssl", "groups"),
+        ("rl_host", "acts next"),
+        ("rl_host", "serves"),
+    ],
+)
 def test_an_interrupted_run_resumes_to_the_same_bits(
     tmp_path, monkeypatch, name, variant
 ):

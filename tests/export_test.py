@@ -38,7 +38,11 @@ if len(sys.argv) > 4:
     arguments = (load_file(sys.argv[4]),)
 outputs = {}
 for rows in sys.argv[3].split(","):
-    batch = {name.partition("/")[2]: x for name, x in inputs.items() if name.startswith(rows + "/")}
+    batch = {}
+    for path, x in inputs.items():
+        of_rows, _, name = path.partition("/")
+        if of_rows == rows:
+            batch[name] = x
     outputs[rows] = np.asarray(function.call(*arguments, batch))
 np.savez(sys.argv[1] + ".npz", **outputs)
 """
@@ -72,8 +76,11 @@ def elsewhere(directory, path, batches, *more):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     completed = subprocess.run(
         [*command, *map(str, more)],
-        cwd=directory, env={**environment, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=directory,
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
     assert completed.returncode == 0, completed.stderr
     return dict(np.load(f"{path}.npz"))
 
@@ -84,7 +91,11 @@ def batches(rows=ROWS):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("changes", [{}, {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"group_assignment": HALVES, "reduction.shard_update": True, "hidden": 20}],
+    ids=str,
+)
 @pytest.mark.parametrize("arguments", [False, True])
 def test_a_prediction_without_the_package(tmp_path, changes, arguments):
     trained = train(tmp_path / "run", **changes)

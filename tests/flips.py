@@ -59,7 +59,8 @@ def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
 
     def created(self, *args, **options):
         create(self, *args, **options)
-        step_of_run, count = self.train_step, itertools.count()
+        step_of_run = self.train_step
+        count = itertools.count()
 
         def train_step(state, batch):
             if next(count) >= begin and int(state.step) in steps:

@@ -71,7 +71,8 @@ def test_the_samples_of_the_trained_network(tmp_path, capsys, groups):
     samples_text = json.loads((tmp_path / "results.json").read_text())["samples"]
     assert f"samples:\n{samples_text}\n" in capsys.readouterr().out
     linear = final_state(tmp_path, config).experiment.params["linear"]
-    w, b = np.asarray(linear["w"]), np.asarray(linear["b"])
+    w = np.asarray(linear["w"])
+    b = np.asarray(linear["b"])
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3)))
     # The prediction is the mean over the groups, one or two. The samples print six
     # decimals.
@@ -96,11 +97,9 @@ def test_results_are_written_even_if_samples_fail(tmp_path):
     with pytest.raises(AttributeError, match="no such thing"):
         loop.run(config, str(tmp_path), "")
     results = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        results["step"] == 2
-        and results["eval"]["error"] > 0
-        and results["samples"] == ""
-    )
+    assert results["step"] == 2
+    assert results["eval"]["error"] > 0
+    assert results["samples"] == ""
 
 
 class Columns(toy.Wide):
@@ -127,7 +126,8 @@ class Columns(toy.Wide):
 
 
 def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
-    seen, fetch = [], jax.device_get
+    seen = []
+    fetch = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: seen.append(x) or fetch(x))
     config = make_config(
         experiment="tests.loop_test.Columns", steps=1, model_parallel=2
@@ -156,9 +156,8 @@ def test_a_run_in_parts_ends_in_the_same_bits(tmp_path, groups):
         w = np.asarray(whole.experiment.params["linear"]["w"])
         assert w.shape[0] == 2 and not np.array_equal(w[0], w[1])
         ensemble = json.loads((tmp_path / "whole/results.json").read_text())["eval"]
-        assert len(ensemble["error"]) == 2 and ensemble["ensemble/error"] < max(
-            ensemble["error"]
-        )
+        assert len(ensemble["error"]) == 2
+        assert ensemble["ensemble/error"] < max(ensemble["error"])
 
 
 class Counting(toy.Talking):
@@ -291,10 +290,8 @@ def test_a_full_disk_stops_the_run_or_is_reported(
         assert loop.run(config, str(tmp_path), "") == 0
         assert "NOT SAVED: Step 6 could not be saved" in capfd.readouterr().err
         allowed = [[3, 9, 12]]
-    assert (
-        full[0]
-        and loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
-    )
+    assert full[0]
+    assert loop.Run(config, str(tmp_path)).checkpoints.manager.all_steps() in allowed
 
 
 def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch):
@@ -326,7 +323,7 @@ def test_a_run_refuses_another_number_of_examples(tmp_path, monkeypatch):
         ValueError, match="other training data: 50 examples, .* 49 examples, CRC-32"
     ):
         loop.run(make_config(), str(tmp_path), "")
-    # A directory of an older version, which did not record a checksum of the data.
+    # The checksum of the data was lost, as with the disk of a host.
     (tmp_path / "origin.json").unlink()
     with pytest.raises(
         ValueError, match="written with 50 training examples, but there are now 49"
@@ -344,9 +341,8 @@ def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
     kept = manager.restore(
         loop.Run(make_config(), str(tmp_path / "run"))._target
     ).metadata["origin"]
-    assert kept == origin(tmp_path / "run") and kept["training"].startswith(
-        "50 examples, CRC-32 "
-    )
+    assert kept == origin(tmp_path / "run")
+    assert kept["training"].startswith("50 examples, CRC-32 ")
     train_data = toy.Toy.train_data
 
     def changed(self):
@@ -370,8 +366,7 @@ def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
         source = checkpoint.Source(str(tmp_path / "run"))
         assert loop.run(make_config(steps=5), str(tmp_path / "other"), "", source) == 0
     assert origin(tmp_path / "other")["training"] != kept["training"]
-    # The directory of an older version has no origin.json. Its run resumes and writes
-    # the file.
+    # A run whose origin.json was lost resumes, and writes the file again.
     (tmp_path / "run/origin.json").unlink()
     assert loop.run(make_config(steps=6), str(tmp_path / "run"), "") == 0
     assert origin(tmp_path / "run") == kept
@@ -471,7 +466,8 @@ def test_only_exact_names_of_keys_may_change(tmp_path, key, fatal):
 
 
 def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
-    mine, other = make_config(seed=1), make_config(seed=2)
+    mine = make_config(seed=1)
+    other = make_config(seed=2)
     place = workdir.Workdir(tmp_path / "run")
     assert place.check(mine) == []
     with place.opened(other):
@@ -490,7 +486,8 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatc
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
-    now, began = [0.0], []
+    now = [0.0]
+    began = []
     of_run = clock.Clock(-500.0, lambda: now[0])
     monkeypatch.setattr(clock, "Clock", lambda: of_run)
     run = loop.Run(make_config(), str(tmp_path))
@@ -606,11 +603,9 @@ def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
         process.send_signal(number)
         output = process.communicate()[0]
     assert process.returncode == code, output
-    assert (
-        "state saved in" in output
-        and "to resume: " in output
-        and "-m xshard.main" in output
-    )
+    assert "state saved in" in output
+    assert "to resume: " in output
+    assert "-m xshard.main" in output
     process = start(tmp_path / "run")
     assert process.communicate()[0] and process.returncode == 0
     assert_same_end(tmp_path / "run", uninterrupted)
@@ -651,7 +646,8 @@ def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     )
     with programs.shared():
         polls = run_with_notices(tmp_path / "not", config, 1000, kind)
-        assert polls == 5 + 2 + 2 + 2 and list(metrics_by_step(tmp_path / "not")) == [
+        assert polls == 5 + 2 + 2 + 2
+        assert list(metrics_by_step(tmp_path / "not")) == [
             2,
             4,
             5,
@@ -680,10 +676,8 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
     try:
         read_until(first, "step       1/1000000")
         second = start(tmp_path / "run", "--config.steps=1000000")
-        assert (
-            "is in use by another process" in second.communicate()[0]
-            and second.returncode == 1
-        )
+        assert "is in use by another process" in second.communicate()[0]
+        assert second.returncode == 1
         assert first.poll() is None
     finally:
         first.kill()

@@ -82,19 +82,21 @@ def pixels_of(content):
     has a filter.
     """
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    place, chunks = 8, {}
+    place = 8
+    chunks = {}
     while place < len(content):
         (length,) = struct.unpack_from(">I", content, place)
         body = content[place + 4 : place + 8 + length]
-        assert struct.unpack_from(">I", content, place + 8 + length)[0] == zlib.crc32(
-            body
-        )
-        chunks[body[:4]], place = body[4:], place + 12 + length
-    width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+        end = place + 8 + length
+        (checksum,) = struct.unpack_from(">I", content, end)
+        assert checksum == zlib.crc32(body)
+        chunks[body[:4]] = body[4:]
+        place = end + 4
+    width, height, depth, color_type = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
     assert depth == 8 and list(chunks)[-1] == b"IEND"
     rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
     assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, {0: 1, 2: 3}[colour])
+    return rows[:, 1:].reshape(height, width, {0: 1, 2: 3}[color_type])
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 1), (3, 5, 3)])
@@ -123,14 +125,23 @@ def test_a_histogram_counts_the_finite_values_only():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: xshard.Image(np.zeros((2, 3, 4))), r"of shape \(2, 3, 4\); an image is of"),
+        (
+            lambda: xshard.Image(np.zeros((2, 3, 4))),
+            r"of shape \(2, 3, 4\); an image is of",
+        ),
         (lambda: xshard.Image(np.zeros(4)), "an image is of shape"),
-        (lambda: xshard.Image(np.zeros((2, 2), int)), "array of int64; pixels are uint8, or .* / 255"),
+        (
+            lambda: xshard.Image(np.zeros((2, 2), int)),
+            "array of int64; pixels are uint8, or .* / 255",
+        ),
         (lambda: xshard.Histogram(np.zeros((2, 2))), "in one dimension: values.ravel"),
-        (lambda: samples.named("X.samples", 5), "X.samples returned int. It must return a text, or"),
+        (
+            lambda: samples.named("X.samples", 5),
+            "X.samples returned int. It must return a text, or",
+        ),
         (lambda: samples.named("X.samples", {3: "a"}), "a sample called 3"),
     ],
-)  # fmt: skip
+)
 def test_invalid_samples_are_refused(make, match):
     with pytest.raises(errors.UserError, match=match):
         make()
@@ -247,7 +258,8 @@ def test_tensorboard_reads_the_samples_of_the_json_lines(whole, tmp_path):
         )
         accumulator.Reload()
         plugin_accumulator.Reload()
-        images, histograms = accumulator.Images("pixels"), accumulator.Histograms("out")
+        images = accumulator.Images("pixels")
+        histograms = accumulator.Histograms("out")
         texts = plugin_accumulator.Tensors("said")
         for events in (images, histograms, texts, plugin_accumulator.Tensors("pixels")):
             assert [event.step for event in events] == steps
@@ -268,17 +280,16 @@ def test_the_results_and_the_report_show_the_samples(whole, tmp_path):
     said = json.loads((whole / "results.json").read_text())["samples"]
     last = json.loads(lines(whole)[-1])["samples"]
     assert said == (
-        f"said:\n{last['said']['text']}\npixels: an image of 3x3 pixels\nout: a histogram of 3 values"
+        f"said:\n{last['said']['text']}\npixels: an image of 3x3 pixels\nout: a "
+        "histogram of 3 values"
     )
     shown = page.build(runs.read([str(whole)]))
     for line in lines(whole):
         row = json.loads(line)["samples"]
         assert f"data:image/png;base64,{row['pixels']['png']}" in shown
         assert row["said"]["text"].replace("<", "&lt;") in shown
-    assert (
-        shown.count("<svg width=") == 3
-        and shown.count("<summary>2 before</summary>") == 3
-    )
+    assert shown.count("<svg width=") == 3
+    assert shown.count("<summary>2 before</summary>") == 3
     # Forged samples reach the page as escaped text only.
     evil = "<script>alert(1)</script>"
     image = {"kind": "image", "png": f'"{evil}', "height": 1, "width": 1, "channels": 1}
@@ -291,11 +302,9 @@ def test_the_results_and_the_report_show_the_samples(whole, tmp_path):
     path = directories.write(tmp_path / "forged", directories.rows(steps=30))
     directories.write_rows(path / "samples.jsonl", [*rows, {"step": 2, "samples": []}])
     shown = page.build(runs.read([str(path)]))
-    assert (
-        evil not in shown
-        and "&lt;script&gt;alert(1)" in shown
-        and '<img src="data' not in shown
-    )
+    assert evil not in shown
+    assert "&lt;script&gt;alert(1)" in shown
+    assert '<img src="data' not in shown
 
 
 def test_a_custom_writer_may_take_samples(tmp_path):
@@ -340,16 +349,3 @@ def test_rows_and_samples_are_merged_in_the_order_of_steps(tmp_path):
         tmp_path, 4, {}, lambda: rows_lib.read(path), lambda: iter(shown)
     )
     assert list(part.everything()) == [rows[0], shown[0], shown[1], rows[1]]
-
-
-def test_a_directory_from_before_samples_existed_resumes(tmp_path):
-    config = make_config(samples_every_steps=0, steps=4)
-    assert loop.run(config, str(tmp_path), "") == 0
-    path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
-    assert content.pop("samples_every_steps") == 0
-    path.write_text(json.dumps(content))
-    (tmp_path / "samples.jsonl").unlink()
-    assert loop.run(make_config(samples_every_steps=2), str(tmp_path), "") == 0
-    # The run resumed at step 4, so its samples begin there.
-    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [4, 6]

@@ -91,9 +91,9 @@ def test_loading_takes_any_checkpoint_and_changes_no_file(tmp_path):
 def test_a_script_of_three_lines_predicts_on_one_device(tmp_path):
     train(tmp_path, **{"reduction.shard_update": True})
     script = (
-        "import numpy as np, xshard\n"
-        f"trained = xshard.load({str(tmp_path)!r})\n"
-        "print(trained.predict({'x': np.ones((5, 3), np.float32), 'y': np.zeros(5, np.float32)}))"
+        "import numpy as np, xshard\ntrained = "
+        f"xshard.load({str(tmp_path)!r})\nprint(trained.predict({{'x': np.ones((5, 3), "
+        "np.float32), 'y': np.zeros(5, np.float32)}))"
     )
     finished = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

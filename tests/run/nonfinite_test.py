@@ -84,9 +84,8 @@ def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     assert f"newest finite checkpoint is step 4, in {tmp_path}" in messages
     assert saved(tmp_path) == {4: "complete"}
     results = results_of(tmp_path)
-    assert results["finite"] is False and results["why"].startswith(
-        "step 5: the loss is nan"
-    )
+    assert results["finite"] is False
+    assert results["why"].startswith("step 5: the loss is nan")
     # A second start resumes from the same checkpoint and ends the same way.
     assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     assert "resumed from the checkpoint of step 4" in capsys.readouterr().out
@@ -100,10 +99,8 @@ def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
             loss_scale="dynamic", shard_update=shard_update, max_skips_in_a_row=1
         )
         assert loop.run(config, str(directory), "") == 0
-        assert (
-            results_of(directory)["finite"] is True
-            and results_of(directory)["why"] == ""
-        )
+        assert results_of(directory)["finite"] is True
+        assert results_of(directory)["why"] == ""
         trained = [row for row in rows.read(directory) if "loss" in row]
         assert trained[-1]["skipped"] == 1
     assert "finite" not in capsys.readouterr().err
@@ -187,9 +184,8 @@ def test_a_state_that_is_not_finite_after_the_last_step_is_not_saved(
         "error: step 8: the resulting state is not finite: params/linear/"
         in capsys.readouterr().err
     )
-    assert (
-        saved(tmp_path) == {6: "complete"} and results_of(tmp_path)["finite"] is False
-    )
+    assert saved(tmp_path) == {6: "complete"}
+    assert results_of(tmp_path)["finite"] is False
 
 
 def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys):
@@ -197,9 +193,8 @@ def test_an_intermediate_state_that_is_not_finite_is_not_saved(tmp_path, capsys)
     # first.
     config = make_config(experiment="tests.toy.Overflowing", overflow_at=4)
     assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
-    assert (
-        saved(tmp_path) == {2: "complete"} and "error: step " in capsys.readouterr().err
-    )
+    assert saved(tmp_path) == {2: "complete"}
+    assert "error: step " in capsys.readouterr().err
 
 
 def test_one_bad_group_of_two_is_named_or_skipped(tmp_path, capsys):
@@ -222,10 +217,8 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path, capsys):
     config = make_config(on_nonfinite="skip", poisoned=poisoned, max_skips_in_a_row=3)
     assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
-    assert (
-        "error: 3 steps in a row were skipped" in messages
-        and "the last, step 5: the loss" in messages
-    )
+    assert "error: 3 steps in a row were skipped" in messages
+    assert "the last, step 5: the loss" in messages
     assert saved(tmp_path) == {4: "complete"}
 
 
@@ -374,9 +367,8 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
         shard_update=shard_update,
     )
     observed = observe(config)
-    assert (
-        observed.verdict == nonfinite.NONFINITE and observed.gradients.tolist() == bad
-    )
+    assert observed.verdict == nonfinite.NONFINITE
+    assert observed.gradients.tolist() == bad
 
 
 @pytest.mark.sample(2)
@@ -404,7 +396,8 @@ def test_the_verdict_and_the_gradients_of_a_step(changes, skip, verdict, shard_u
 
 
 def test_bad_gradients_of_any_dtype_are_counted():
-    nan, inf = jnp.nan, jnp.inf
+    nan = jnp.nan
+    inf = jnp.inf
     grads = {
         "m": {
             "complex": jnp.array([1j, complex(0, nan), complex(inf, 0)], jnp.complex64),
@@ -461,10 +454,11 @@ def test_skipping_adds_no_state():
 
 
 def watch(policy="warn", patience=100, names=("",), **roll_back):
-    """Returns a watch of these learners, and the list of the messages that it reports."""
+    """Returns the check of these learners, and the list of the lines that it logs."""
     config = types.SimpleNamespace(on_nonfinite=policy, max_skips_in_a_row=patience)
     config.roll_back = types.SimpleNamespace(**roll_back)
-    the_mesh, messages = mesh.make_mesh(devices=jax.devices()[:1]), []
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:1])
+    messages = []
     params = {"m": {"w": 0, "b": 0}}
     learners = {name: learner_state.LearnerState(params, {}, {}, 0) for name in names}
     return nonfinite.NonfiniteCheck(
@@ -490,16 +484,20 @@ def check(watching, verdicts, first=1):
         check_one(watching, number, verdict)
 
 
-F, S, T = nonfinite.FINE, nonfinite.SKIPPED_AT_MIN_SCALE, nonfinite.NONFINITE
+F = nonfinite.FINE
+S = nonfinite.SKIPPED_AT_MIN_SCALE
+T = nonfinite.NONFINITE
 
 
 def test_the_start_and_the_end_of_a_bad_stretch_are_reported_once():
     watching, messages = watch()
     check(watching, [F, T, T, S, T, F, F, T])
     assert messages == [
-        "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
+        "step 2: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run "
+        "continues, because on_nonfinite=warn",
         "step 6: finite again (not finite since step 2)",
-        "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run continues, because on_nonfinite=warn",
+        "step 8: the loss is inf, and 1 of 2 gradients are not finite: m/w; the run "
+        "continues, because on_nonfinite=warn",
     ]
     assert watching.failure().startswith("step 8: the loss is inf")
     check(watching, [F], 9)

@@ -67,7 +67,8 @@ class Noisy(xshard.OptimizerWrapper):
 
     def __init__(self, opt, after):
         super().__init__(name="noisy")
-        self.opt, self._after = opt, after
+        self.opt = opt
+        self._after = after
 
     def _add(self, grads):
         if hk.running_init():

@@ -155,9 +155,8 @@ def test_a_flipped_bit_is_named_within_two_steps(
     compared = (
         -(-5 // new_config.fingerprint_every_steps) * new_config.fingerprint_every_steps
     )
-    assert f"After step {compared - 1} the replicas" in str(e.value) and message in str(
-        e.value
-    )
+    assert f"After step {compared - 1} the replicas" in str(e.value)
+    assert message in str(e.value)
     # At most two later steps may have been made by then. No row of a step after them is
     # written.
     assert run.step <= compared + 2
@@ -166,15 +165,24 @@ def test_a_flipped_bit_is_named_within_two_steps(
 @pytest.mark.sample(0.4)
 def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
-        "from tests.run import replication_test\n"
-        "def get_config():\n"
-        "    changes = {'on_divergence': 'roll_back', 'roll_back.limit': 1}\n"
-        "    return replication_test.config(lies='state', **changes).copy_and_resolve_references()\n"
+        "from tests.run import replication_test\ndef get_config():\n    changes = "
+        "{'on_divergence': 'roll_back', 'roll_back.limit': 1}\n    return "
+        "replication_test.config(lies='state', "
+        "**changes).copy_and_resolve_references()\n"
     )
     command = [
-        sys.executable, "-m", "launch", "--num_processes=2", "--cpu_devices=2", "--",
-        sys.executable, "-m", "xshard.main", f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "launch",
+        "--num_processes=2",
+        "--cpu_devices=2",
+        "--",
+        sys.executable,
+        "-m",
+        "xshard.main",
+        f"--config={tmp_path}/config.py",
+        f"--workdir={tmp_path}/run",
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": forks.python_path(),
@@ -184,13 +192,11 @@ def test_processes_compare_their_replicas(tmp_path):
     assert done.returncode, done.stdout
     # Both processes roll back to the first state, and their replicas diverge again.
     message = done.stdout + done.stderr
+    assert "'seen', which" in message
+    assert "with the same data (roll-back 1 of at most 1)" in message
     assert (
-        "'seen', which" in message
-        and "with the same data (roll-back 1 of at most 1)" in message
-    )
-    assert (
-        "The run has rolled back 1 time, the most that roll_back.limit allows: (1) After step 1 the"
-        in message
+        "The run has rolled back 1 time, the most that roll_back.limit allows: (1) "
+        "After step 1 the" in message
     )
 
 
@@ -227,13 +233,33 @@ def change_restored(monkeypatch, name, change):
 @pytest.mark.parametrize(
     ("name", "message", "change"),
     [
-        ("params/linear/w", "the parameters (fingerprint/params is ", lambda x: x.at[2, 0].add(1e-6)),
-        ("opt_state/adam/0/nu/linear/w", "the optimizer slots, with", lambda x: x.at[1, 0].add(1)),
-        ("opt_state/dynamic_loss_scale/current_loss_scale", "counts and loss scale", lambda x: 2 * x),
-        ("net_state/~/mean", "the state of the networks (fingerprint/net_state", lambda x: -x),
-        ("rng", "the step, the key and", lambda x: jax.random.clone(jax.random.fold_in(x, 1))),
+        (
+            "params/linear/w",
+            "the parameters (fingerprint/params is ",
+            lambda x: x.at[2, 0].add(1e-6),
+        ),
+        (
+            "opt_state/adam/0/nu/linear/w",
+            "the optimizer slots, with",
+            lambda x: x.at[1, 0].add(1),
+        ),
+        (
+            "opt_state/dynamic_loss_scale/current_loss_scale",
+            "counts and loss scale",
+            lambda x: 2 * x,
+        ),
+        (
+            "net_state/~/mean",
+            "the state of the networks (fingerprint/net_state",
+            lambda x: -x,
+        ),
+        (
+            "rng",
+            "the step, the key and",
+            lambda x: jax.random.clone(jax.random.fold_in(x, 1)),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_restored_state_that_differs_is_named_and_not_trained(
     stopped, monkeypatch, name, message, change
 ):
@@ -245,16 +271,6 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
     assert message in str(e.value) and str(e.value).count("fingerprint/") == 1
     assert f"verify {directory}/checkpoints 5'" in str(e.value)
     assert rows.read(directory) == before
-
-
-def test_a_checkpoint_without_fingerprints_is_not_compared(tmp_path, monkeypatch):
-    with monkeypatch.context() as before:
-        before.setattr(
-            replication.ReplicaCheck, "fingerprints_of", lambda self, state: None
-        )
-        new_config = saved_at_5(tmp_path)
-    change_restored(monkeypatch, "params/linear/w", lambda x: 2 * x)
-    assert loop.run(new_config.lock(), str(tmp_path), "") == 0
 
 
 @pytest.mark.sample(1)

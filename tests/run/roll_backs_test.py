@@ -133,10 +133,8 @@ def test_the_run_ends_in_the_bits_of_a_run_without_the_skipped_data(
         experiment="tests.run.roll_backs_test.SkipsPast", on_nonfinite="stop"
     )
     assert loop.run(config, str(tmp_path), "") == 0
-    left, right = (
-        rows.final_state(uninterrupted, make_config()),
-        rows.final_state(tmp_path, config),
-    )
+    left = rows.final_state(uninterrupted, make_config())
+    right = rows.final_state(tmp_path, config)
     harness.assert_equal(left, right)
     assert rows.results(uninterrupted) == rows.results(tmp_path)
     trained = [row for row in rows.same_bits(uninterrupted) if "roll_back/" not in row]
@@ -148,8 +146,8 @@ def test_roll_backs_are_reported(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "step 7: the loss is nan" in captured.out and "error" not in captured.err
     assert (
-        "rolled back to step 4, skipping batches 5 to 11 of the data (roll-back 2 of at most 3)"
-        in captured.out
+        "rolled back to step 4, skipping batches 5 to 11 of the data (roll-back 2 of "
+        "at most 3)" in captured.out
     )
     # The table of the model is printed once, and the restored checkpoint after each
     # roll-back.
@@ -165,20 +163,16 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
     tmp_path, uninterrupted, at
 ):
     config = make_config()
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(at, request.STOP)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same(tmp_path, uninterrupted, config)
 
 
 def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
     config = make_config()
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.SAVE))
-        == 0
-    )
+    watch = rows.ScriptedWatch(8, request.SAVE)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 0
     assert_same(tmp_path, uninterrupted, config)
     assert [name[:14] for name in recorded(tmp_path)[0]["given_up"]] == [
         "step_00000006."
@@ -217,10 +211,8 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     owner, name = INSTANTS[at]
     config = make_config()
     # The stop saves a checkpoint after the one that the roll-back restores.
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(8, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(8, request.STOP)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
     add = roll_backs.RollBacks.add
 
     def adds(self, *args):
@@ -277,10 +269,8 @@ def test_the_limit_of_roll_backs_ends_the_run_and_lists_them(tmp_path, capsys):
     for _ in range(2):
         assert loop.run(make_config(limit=1), str(tmp_path), "") == exit_codes.NONFINITE
         messages = capsys.readouterr().err
-        assert (
-            "error: step 8: the loss is nan" in messages
-            and "rolled back 1 time, the most" in messages
-        )
+        assert "error: step 8: the loss is nan" in messages
+        assert "rolled back 1 time, the most" in messages
         assert "(1) step 7: the loss is nan" in messages
         assert "rolled back to step 4, skipping batches 5 to 7" in messages
         why = json.loads((tmp_path / "results.json").read_text())["why"]
@@ -307,9 +297,8 @@ def test_checkpoints_of_evaluations_are_saved_again(tmp_path):
     config = make_config(keep_best=9, poisoned=((0, 7),))
     assert loop.run(config, str(tmp_path), "") == 0
     (entry,) = recorded(tmp_path)
-    assert len(entry["given_up"]) == 1 and entry["given_up"][0].startswith(
-        "step_00000006."
-    )
+    assert len(entry["given_up"]) == 1
+    assert entry["given_up"][0].startswith("step_00000006.")
     entries = checkpoint.read_catalog(tmp_path / "checkpoints").entries
     evaluated = {
         row["step"]: row["eval/error"]
@@ -366,10 +355,8 @@ def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, 
     )
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
-    assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(at, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(at, request.STOP)
+    assert loop.run(config, str(stopped), "", watch=watch) == 42
     assert not (stopped / "roll_backs.json").exists()
     assert loop.run(config, str(stopped), "") == 0
     assert [entry["step"] for entry in recorded(tmp_path / "whole")] == [step + 1]
@@ -395,15 +382,12 @@ def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     )
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     (entry,) = recorded(tmp_path / "whole")
-    assert (
-        entry["why"].startswith("3 steps in a row were skipped") and entry["step"] == 7
-    )
+    assert entry["why"].startswith("3 steps in a row were skipped")
+    assert entry["step"] == 7
     # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
-    assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(8, request.STOP)
+    assert loop.run(config, str(stopped), "", watch=watch) == 42
     assert loop.run(config, str(stopped), "") == 0
     assert_same(stopped, tmp_path / "whole", config)
 
@@ -453,10 +437,8 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     # The checkpoint contains the earlier losses, so a resumed run detects the same
     # jump.
     stopped = tmp_path / "stopped"
-    assert (
-        loop.run(config, str(stopped), "", None, rows.ScriptedWatch(8, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(8, request.STOP)
+    assert loop.run(config, str(stopped), "", watch=watch) == 42
     assert loop.run(config, str(stopped), "") == 0
     assert_same(stopped, tmp_path / "whole", config)
 
@@ -497,34 +479,50 @@ class Acting(toy.Poisoned):
     ("changes", "match"),
     [
         ({"experiment": "tests.run.roll_backs_test.Acting"}, "acting on the model"),
-        ({"on_nonfinite": "stop", "loss_factor": 3.0}, "loss_factor=3.0 requires on_nonfinite='roll_back'"),
+        (
+            {"on_nonfinite": "stop", "loss_factor": 3.0},
+            "loss_factor=3.0 requires on_nonfinite='roll_back'",
+        ),
         ({"loss_factor": 0.5}, "loss_factor=0.5 must be a number above 1, or 0"),
-        ({"learning_rate_factor": 0.5}, "backs_off=True., but this experiment has none"),
-        ({"on_nonfinite": "skip", "learning_rate_factor": 0.5}, "factor=0.5 requires on_nonfinite='roll_back'"),
-        ({"learning_rate_factor": 2.0}, "learning_rate_factor=2.0 must be a number above 0, at most 1"),
-        ({"on_divergence": "skip"}, "on_divergence='skip' must be 'stop' or 'roll_back', which"),
+        (
+            {"learning_rate_factor": 0.5},
+            "backs_off=True., but this experiment has none",
+        ),
+        (
+            {"on_nonfinite": "skip", "learning_rate_factor": 0.5},
+            "factor=0.5 requires on_nonfinite='roll_back'",
+        ),
+        (
+            {"learning_rate_factor": 2.0},
+            "learning_rate_factor=2.0 must be a number above 0, at most 1",
+        ),
+        (
+            {"on_divergence": "skip"},
+            "on_divergence='skip' must be 'stop' or 'roll_back', which",
+        ),
         ({"limit": 0}, "limit=0 must be an integer of at least 1"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_config_is_refused_before_the_run(tmp_path, changes, match):
     with pytest.raises(errors.UserError, match=match):
         loop.Run(make_config(**changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-OLD = {
+ENTRY = {
     "step": 7,
     "why": "",
     "restored": 4,
     "first_batch": 5,
     "last_batch": 7,
     "given_up": [],
+    "update_scale": 1.0,
 }
 
 
 @pytest.mark.parametrize(
     "content",
-    [json.dumps([{**OLD, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["],
+    [json.dumps([{**ENTRY, "update_scale": 0}]), "{}", "[1]", '[{"step": 1}]', "["],
 )
 def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
     assert loop.run(make_config(poisoned=(), steps=4), str(tmp_path), "") == 0
@@ -533,18 +531,17 @@ def test_a_record_that_no_run_can_have_written_is_refused(tmp_path, content):
         loop.run(make_config(poisoned=()), str(tmp_path), "")
 
 
-def test_a_record_of_a_version_without_update_scales_is_read(tmp_path):
-    (tmp_path / "roll_backs.json").write_text(json.dumps([OLD]))
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    (tmp_path / "roll_backs.json").write_text(json.dumps([ENTRY]))
     (entry,) = roll_backs.read(tmp_path / "roll_backs.json")
-    assert entry.update_scale == 1.0 and roll_backs.batches_to_skip([entry]) == {5: 3}
+    assert entry._asdict() == ENTRY
+    assert roll_backs.batches_to_skip([entry]) == {5: 3}
 
 
 def test_recorded_roll_backs_apply_under_another_policy(tmp_path):
     config = make_config(poisoned=((0, 7),))
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(12, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(12, request.STOP)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
     # The run still skips the data, whatever its policy for later trouble is.
     assert (
         loop.run(
@@ -612,10 +609,8 @@ def test_a_run_whose_replicas_part_repeats_the_same_steps(
         entry for entry in recorded(tmp_path) if entry["why"].startswith("After step")
     ]
     for entry, step, batch in zip(records, steps, first, strict=True):
-        assert (
-            entry["step"] == step
-            and "replica 3 (device 3 of process 0)" in entry["why"]
-        )
+        assert entry["step"] == step
+        assert "replica 3 (device 3 of process 0)" in entry["why"]
         assert "was not saved" not in entry["why"]
         assert entry["restored"] == step // 4 * 4
         assert (entry["first_batch"], entry["last_batch"]) == (batch, batch - 1)
@@ -638,10 +633,8 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     assert entry["why"].startswith("After step 5")
     # This flip is detected at the save for the stop.
     flips.after(monkeypatch, [9], FLIPPED, 3)
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(19, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(19, request.STOP)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
     assert len(recorded(tmp_path)) > 1
     assert loop.run(config, str(tmp_path), "") == 0
     assert_same_history(tmp_path, uninterrupted, config)
@@ -705,9 +698,11 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
     run = loop.Run(config, str(lowered))
     state = run.checkpoints.manager.restore(run._target).state
     (scale,) = [
-        x for arrays in state.experiment.opt_state.values() for name, x in arrays.items()
+        x
+        for arrays in state.experiment.opt_state.values()
+        for name, x in arrays.items()
         if name.endswith("hyperparams/update_scale")
-    ]  # fmt: skip
+    ]
     assert scale == 0.0625
     unchanged = make_config(experiment="tests.toy.Lowered")
     assert loop.run(unchanged, str(tmp_path), "") == 0
@@ -732,10 +727,8 @@ def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at
 ):
     config = lowered_config(on_divergence="roll_back")
-    assert (
-        loop.run(config, str(tmp_path), "", None, rows.ScriptedWatch(at, request.STOP))
-        == 42
-    )
+    watch = rows.ScriptedWatch(at, request.STOP)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
     if at == 20:
         # A changed factor applies only to later roll-backs; repeated steps use the
         # recorded one.

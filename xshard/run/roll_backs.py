@@ -67,7 +67,7 @@ class RollBack(NamedTuple):
     first_batch: _Count
     last_batch: _Count
     given_up: list[str]
-    update_scale: _Scale = 1.0
+    update_scale: _Scale
 
     @property
     def num_skipped(self) -> int:
