@@ -268,8 +268,9 @@ def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
             )
             row = measure.Row(f"{task} {where}", side, at_most=target)
             if side in seen:
-                times = seen["xshard"][task], seen[side][task]
-                yield measure.ratio(row.what, side, *times, row.at_most)
+                yield measure.ratio(
+                    row.what, side, seen["xshard"][task], seen[side][task], row.at_most
+                )
             else:
                 yield dataclasses.replace(row, missing=_NO_ORBAX)
     for side, values in seen.items():

@@ -74,8 +74,8 @@ class Clock(watchdog.Watchdog):
     end_time = 0.0
 
     def set_phase(self, phase: str, **more: Any) -> None:
-        """Sets the status as `Watchdog.set_phase` does, and starts the clock at the first
-        timed step.
+        """Sets the status as `Watchdog.set_phase` does, and starts the clock at the
+        first timed step.
         """
         if phase == "training" and more["step"] == 1:
             self.first = time.perf_counter()

@@ -112,17 +112,24 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
         ("hand", "by hand, lax.cond"),
         ("hand, where", "by hand, jnp.where"),
     ):
-        pair = seconds["rules"], seconds[peer]
-        yield measure.ratio(f"step with both rules{where}", title, *pair, 1.02)
-    ours = seconds["rules"], seconds["rules, unscaled"]
-    yield measure.ratio(f"dynamic loss scale{where}", "none", *ours, 1.02)
+        yield measure.ratio(
+            f"step with both rules{where}", title, seconds["rules"], seconds[peer], 1.02
+        )
+    yield measure.ratio(
+        f"dynamic loss scale{where}",
+        "none",
+        seconds["rules"],
+        seconds["rules, unscaled"],
+        1.02,
+    )
     for peer, title in (
         ("jmp", "jmp's DynamicLossScale"),
         ("flax", "flax's DynamicScale"),
     ):
         if peer in seconds:
-            pair = seconds[peer], seconds["hand, unscaled"]
-            yield measure.ratio(f"{title}{where}", "none", *pair)
+            yield measure.ratio(
+                f"{title}{where}", "none", seconds[peer], seconds["hand, unscaled"]
+            )
         else:
             yield measure.Row(f"{title}{where}", "none", missing=_NO_FLAX)
     for side, values in seconds.items():

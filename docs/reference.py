@@ -1,6 +1,8 @@
-"""Makes the API reference from the docstrings: `python docs/reference.py [FOLDER]`, by default docs/api.
+"""Makes the API reference from the docstrings: `python docs/reference.py [FOLDER]`, by
+default docs/api.
 
-Every public module is in it, that is every file of `xshard` without a leading underscore. It needs pdoc.
+Every public module is in it, that is every file of `xshard` without a leading
+underscore. It needs pdoc.
 """
 
 import importlib
@@ -25,7 +27,9 @@ def modules() -> list[str]:
 
 
 def build(folder: pathlib.Path) -> None:
-    """Writes the pages; raises what pdoc only warns of, such as an annotation that it cannot read."""
+    """Writes the pages; raises what pdoc only warns of, such as an annotation that it
+    cannot read.
+    """
     pdoc.render.configure(
         docformat="google",
         show_source=False,
@@ -33,7 +37,8 @@ def build(folder: pathlib.Path) -> None:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # pdoc looks into some packages by itself, and not into those that say what they export.
+        # pdoc looks into some packages by itself, and not into those that say what they
+        # export.
         warnings.filterwarnings("ignore", "The module specification")
         for name in modules():
             importlib.import_module(name)

@@ -1,6 +1,7 @@
 """Tests of the rules of the code base that a program can check."""
 
 import ast
+import collections
 import graphlib
 import importlib.metadata
 import pathlib
@@ -74,7 +75,7 @@ def imports(path):
 
 
 def file_of(dotted):
-    """Returns the file of xshard that defines a dotted name, in the form of `name_of`."""
+    """Returns the file of xshard that defines a dotted name, as `name_of` does."""
     parts = dotted.split(".")[1:]
     for length in range(len(parts), 0, -1):
         path = "/".join(parts[:length])
@@ -168,6 +169,55 @@ def calls(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
+
+
+def packed(tree):
+    """Yields the lines that assign several values at once, or pack arguments.
+
+    `a, b = x, y` is two assignments, unless it swaps. And a tuple that is built only to
+    be starred in a call hides which arguments the call has.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                is_pair = isinstance(target, ast.Tuple) and isinstance(
+                    node.value, ast.Tuple
+                )
+                if is_pair and not swaps(target, node.value):
+                    yield node.lineno
+        if isinstance(node, ast.FunctionDef):
+            yield from tuples_that_are_only_starred(node)
+
+
+def swaps(targets, values):
+    names = lambda node: sorted(ast.unparse(item) for item in node.elts)
+    return names(targets) == names(values)
+
+
+def tuples_that_are_only_starred(function):
+    lines = {}
+    loads = collections.Counter()
+    starred = collections.Counter()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            lines[ast.unparse(node.targets[0])] = node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            loads[node.id] += 1
+        elif isinstance(node, ast.Call):
+            starred.update(
+                ast.unparse(argument.value)
+                for argument in node.args
+                if isinstance(argument, ast.Starred)
+            )
+    for name, line in lines.items():
+        if 0 < loads[name] == starred[name]:
+            yield line
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_an_assignment_is_one(path):
+    lines = sorted(packed(ast.parse(path.read_text())))
+    assert not lines, f"{path}: one assignment a line, arguments at the call: {lines}"
 
 
 # Other files import these from what JAX does not promise to keep.

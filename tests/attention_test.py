@@ -74,7 +74,7 @@ def both(kind, segments=None):
 
 
 def check_close(ours, theirs, tolerance):
-    """Compares arrays, with a tolerance relative to the largest element of each array."""
+    """Compares arrays, with a tolerance relative to the largest element of each."""
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape
         mine, other = (np.asarray(x, np.float32) for x in (mine, other))

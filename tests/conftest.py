@@ -60,8 +60,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long; runs with --all")
     config.addinivalue_line(
         "markers",
-        "sample(n, of=name): without --all, n rows run, which a seed draws; of all tests of this name in the file. With n "
-        "below 1, each row runs with this probability",
+        "sample(n, of=name): without --all, n rows run, which a seed draws; of all "
+        "tests of this name in the file. With n below 1, each row runs with this "
+        "probability",
     )
 
 
@@ -99,7 +100,8 @@ def _place_in_the_draw(item):
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--all"):
         terminalreporter.write_line(
-            f"without long tests, and with rows of tables drawn by seed {tests.SAMPLE_SEED}; --all runs all"
+            "without long tests, and with rows of tables drawn by seed "
+            f"{tests.SAMPLE_SEED}; --all runs all"
         )
 
 

@@ -261,7 +261,7 @@ def test_wrong_commands_are_detected(tmp_path):
 
 
 def check(module, *arguments):
-    """Raises an error unless a program accepts its arguments. The program does not run."""
+    """Raises an error unless a program accepts its arguments; it does not run."""
     sys.argv = [module, *arguments]
     if module == "xshard.main":
         from xshard import main as program

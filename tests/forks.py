@@ -140,7 +140,7 @@ class Process:
         return self._process.exitcode
 
     def communicate(self, timeout=None):
-        """Waits for the process to close its output; returns the rest of it, and None."""
+        """Waits for the process to close its output; returns its rest, and None."""
         if self.stdout.closed:
             return "", None
         rest = []

@@ -515,7 +515,7 @@ def test_float16_gradients_of_a_large_batch_s_mean_need_a_loss_scale(network):
     exact = grads(jnp.float32, 1.0)
 
     def error(scale):
-        """Returns the largest relative error among all gradient arrays, by their norms."""
+        """Returns the largest relative error of a gradient array, by its norm."""
         pairs = zip(
             *map(jax.tree.leaves, (grads(jnp.float16, scale), exact)), strict=True
         )

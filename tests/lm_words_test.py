@@ -204,9 +204,12 @@ def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
     program = [sys.executable, "-m", "xshard.main", "--config=configs/lm_words.py"]
     program += [f"--config.{name}={value}" for name, value in SMALL.items()]
     program += [
-        "--config.experiment=tests.words.Seen", f"--config.text.files={folders!r}",
-        "--config.steps=24", "--config.checkpoint.every_steps=5", "--config.eval_every_steps=24",
-    ]  # fmt: skip
+        "--config.experiment=tests.words.Seen",
+        f"--config.text.files={folders!r}",
+        "--config.steps=24",
+        "--config.checkpoint.every_steps=5",
+        "--config.eval_every_steps=24",
+    ]
     launch = [
         sys.executable,
         "-m",
@@ -220,9 +223,12 @@ def test_a_killed_pod_resumes_as_one_process(folders, tmp_path):
     def start(command, directory):
         return subprocess.Popen(
             [*command, f"--workdir={tmp_path / directory}"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     killed = start([*launch, *program], "killed")
     for line in killed.stdout:

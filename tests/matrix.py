@@ -65,7 +65,7 @@ class Cell:
         harness.assert_same_end(self._folder / "killed", self._folder / "whole", _STEPS)
 
     def moved(self):
-        """Runs on 1 device, resumes on 8 and then on 4; each step must be logged once."""
+        """Runs on 1 device, resumes on 8, then on 4; each step must be logged once."""
         for part, devices in enumerate((1, 8, 4), 1):
             output = self._train(
                 "moved", f"steps={_STEPS * part // 3}", devices=devices
@@ -95,16 +95,24 @@ class Cell:
         self._call("xshard.checkpoint", "verify", f"{run}/checkpoints")
         finished = subprocess.run(
             [sys.executable, "-c", f"import xshard; xshard.load({run!r})"],
-            capture_output=True, text=True, env=_environment(),
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            env=_environment(),
+        )
         assert finished.returncode == 0, finished.stderr
 
     def sweep(self):
         """Runs a sweep of two seeds."""
         points = self._folder / "sweep.py"
         points.write_text("def get_sweep():\n    return [{'seed': 1}, {'seed': 2}]\n")
-        self._call("launch", f"--sweep={points}", "--parallel=2", "--cpu_devices=2", "--",
-                   *self._command("sweep"))  # fmt: skip
+        self._call(
+            "launch",
+            f"--sweep={points}",
+            "--parallel=2",
+            "--cpu_devices=2",
+            "--",
+            *self._command("sweep"),
+        )
         results = [
             rows.results(self._folder / "sweep" / point) for point in ("000", "001")
         ]
@@ -117,8 +125,14 @@ class Cell:
         )
 
     def _command(self, directory, *changes):
-        options = (f"steps={_STEPS}", "log_every_steps=1", "eval_every_steps=8", "writers=('jsonl',)",
-                   "checkpoint.every_steps=5", *changes)  # fmt: skip
+        options = (
+            f"steps={_STEPS}",
+            "log_every_steps=1",
+            "eval_every_steps=8",
+            "writers=('jsonl',)",
+            "checkpoint.every_steps=5",
+            *changes,
+        )
         program = [sys.executable, "-m", "xshard.main", f"--config={self._config}"]
         program += [f"--workdir={self._folder / directory}"]
         return program + [f"--config.{option}" for option in options]
@@ -138,9 +152,13 @@ class Cell:
         else:
             command += [share]
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(),
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(),
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def _train(self, directory, *changes, **layout):
         """Returns the output of a successful run; raises RefusedError if the run is
@@ -156,8 +174,11 @@ class Cell:
     def _call(self, module, *arguments):
         finished = subprocess.run(
             [sys.executable, "-m", module, *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(),
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(),
+        )
         if finished.returncode:
             _raise(finished.stdout, is_new=True)
 

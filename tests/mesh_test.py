@@ -37,7 +37,8 @@ def test_devices_are_laid_out_by_group_slice_replica_and_model():
         (
             None,
             3,
-            r"model_parallel=3 must divide the number of devices, 8; good values: \[1, 2, 4, 8\]",
+            r"model_parallel=3 must divide the number of devices, 8; good values: "
+            r"\[1, 2, 4, 8\]",
         ),
         (None, 0, "model_parallel=0"),
         (
@@ -215,8 +216,15 @@ def test_distances_between_the_replicas_of_a_group(topology, model, groups, hops
 
 @pytest.mark.parametrize(
     "topology, end_hops",
-    [("v5e:16x16", 1), ("v5e:8x16", 7), ("v6e:8x8", 7), ("v4:4x4x4", 1), ("v5p:2x4x4", 1), ("v5p:2x2x4", 1)],
-)  # fmt: skip
+    [
+        ("v5e:16x16", 1),
+        ("v5e:8x16", 7),
+        ("v6e:8x8", 7),
+        ("v4:4x4x4", 1),
+        ("v5p:2x4x4", 1),
+        ("v5p:2x2x4", 1),
+    ],
+)
 def test_an_axis_is_a_ring_only_where_the_torus_closes(topology, end_hops):
     chips = pods.make(topology)
     last = pods.shape(topology)[0] - 1

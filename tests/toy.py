@@ -105,7 +105,7 @@ class Poisoned(Wide):
 
 
 class Lowered(Poisoned):
-    """Scales its updates down after a roll-back, and keeps averages of its parameters."""
+    """Scales its updates down after a roll-back, and averages its parameters."""
 
     def optimizer(self):
         rule = xshard.OptaxOptimizer(optax.adam(0.1), backs_off=True)

@@ -232,5 +232,6 @@ except checkpoint.CheckpointError as e:
         env=environment,
     )
     assert done.stdout.startswith(
-        "error: gs://bucket/run/step_00000001.01234567/COMMIT cannot be read: gs://bucket/run: "
+        "error: gs://bucket/run/step_00000001.01234567/COMMIT cannot be read: "
+        "gs://bucket/run: "
     )

@@ -72,7 +72,7 @@ def test_reading_the_example_consumes_no_batch():
 
 
 class Shared(Counter):
-    """An iterator whose state is a position in data that all processes read together."""
+    """An iterator whose state is a position in data that all processes read."""
 
     state_is_shared = True
 

@@ -53,8 +53,8 @@ def write_part(
       attempt: the attempt.
       process: the index of the process.
       arrays: how each array is stored, by path.
-      chunks: the chunks that the process owns, with their values. None asks to flush, since the next chunk
-        may wait for memory that unwritten chunks hold.
+      chunks: the chunks that the process owns, with their values. None asks to flush,
+        since the next chunk may wait for memory that unwritten chunks hold.
       written: called with the number of bytes that have been written and whose memory
         may be released.
 

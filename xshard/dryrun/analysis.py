@@ -389,9 +389,11 @@ def _does_not_fit(
     )
     # What needs most is to be changed first.
     if rest >= needed / 2:
-        first, second = activations_remedy, state_remedy
+        first = activations_remedy
+        second = state_remedy
     else:
-        first, second = state_remedy, activations_remedy
+        first = state_remedy
+        second = activations_remedy
     message = (
         f"The step does not fit on {result['topology']}: it needs "
         f"{summary.size(needed)} a chip of the {summary.size(available)} that the "

@@ -256,7 +256,7 @@ def with_skips(row: rows_lib.Row) -> rows_lib.Row:
 
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
-    """Returns the row of an evaluation of the state after a step, and a line to print."""
+    """Returns the row of an evaluation after a step, and a line to print."""
     row: rows_lib.Row = {"step": step}
     numbers = []
     for name, value in values.items():

@@ -142,7 +142,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _number(number: float | None) -> float:
-    """Returns the number as a float; nan for None, or for an integer that is too large."""
+    """Returns a number as a float; nan for None, or for too large an integer."""
     try:
         return math.nan if number is None else float(number)
     except OverflowError:

@@ -82,7 +82,8 @@ def read(
     for path in map(pathlib.Path, paths):
         unique.setdefault(path.resolve(), path.absolute())
     directories = list(unique.values())
-    configs, problems = [], []
+    configs = []
+    problems = []
     for directory in directories:
         try:
             configs.append(_config(directory))

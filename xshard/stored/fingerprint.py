@@ -323,8 +323,9 @@ def _exchange(mesh: jax.sharding.Mesh, local: jax.Array) -> jax.Array:
     slots = slots.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
     all_halves = lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32)
     low, high = jnp.moveaxis(all_halves, 1, 0)
-    shape = mesh.shape[mesh_lib.SLICE], mesh.shape[mesh_lib.REPLICA]
-    return (low | high << 16).reshape(*shape, *local.shape)
+    slices = mesh.shape[mesh_lib.SLICE]
+    replicas = mesh.shape[mesh_lib.REPLICA]
+    return (low | high << 16).reshape(slices, replicas, *local.shape)
 
 
 def _combine(
