@@ -484,7 +484,12 @@ class Manager:
         copy = host_copy.HostCopy(plan, self._budget_bytes, reporter)
 
         # One save at a time, since the processes make their exchanges in one order.
-        previous_failure = self._join_save()
+        previous_failure = None
+        try:
+            self._join_save()
+        except store_lib.CheckpointError as e:
+            # Raised once this save is under way, in which the others take part.
+            previous_failure = e
         saving = _Saving(step, concurrent.futures.Future())
         self._saving = saving
         threading.Thread(
@@ -697,9 +702,7 @@ class Manager:
         is_refused = end.exception() is None and bool(end.result())
         if is_refused:
             return
-        failure = self._join_save()
-        if failure is not None:
-            raise failure
+        self._join_save()
 
     def wait(self) -> None:
         """Waits for the last save to finish, and a moment for deletions.
@@ -707,38 +710,32 @@ class Manager:
         Raises:
           CheckpointError: if the save failed; earlier checkpoints are unchanged.
         """
-        failure = self._join_save()
-        if failure is not None:
-            raise failure
+        self._join_save()
         self._deletions.wait()
 
-    def _join_save(self) -> store_lib.CheckpointError | None:
-        """Waits for the last save; returns its error, if any, once only.
+    def _join_save(self) -> None:
+        """Waits for the last save; raises its error, if any, once only.
 
         The error is made here, so that it is raised in the thread of the caller.
         """
         if self._saving is None:
-            return None
+            return
         step, end = self._saving
         # If Ctrl-C interrupts this wait, the save is still known, and the next call
         # waits for it.
         error = end.exception()
         self._saving = None
         if error is not None:
-            failure = store_lib.CheckpointError(
+            raise store_lib.CheckpointError(
                 f"Step {step} could not be saved in {self.store}: "
                 f"{store_lib.reason(error)}. Earlier checkpoints are unchanged."
-            )
-            failure.__cause__ = error
-            return failure
+            ) from error
         nonfinite = end.result()
         if nonfinite:
-            return NonfiniteError(
-                f"step {step}: the resulting state is not finite: "
-                f"{', '.join(nonfinite)}",
-                step,
+            listed = ", ".join(nonfinite)
+            raise NonfiniteError(
+                f"step {step}: the resulting state is not finite: {listed}", step
             )
-        return None
 
     def close(self) -> None:
         """Waits for the last save, then releases the lock on the folder.
@@ -989,9 +986,10 @@ def _wait_at_exit() -> None:
     before this module.
     """
     for manager in list(_MANAGERS):
-        failure = manager._join_save()
-        if failure is not None:
-            print(f"NOT SAVED: {failure}", file=sys.stderr)
+        try:
+            manager._join_save()
+        except store_lib.CheckpointError as e:
+            print(f"NOT SAVED: {e}", file=sys.stderr)
 
 
 def _check_json(request: _Request) -> None:
