@@ -71,8 +71,9 @@ def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default() -> Config:
-    """Returns a config with every key at its default. An experiment's config changes
-    values and adds keys.
+    """Returns a config with every key at its default.
+
+    An experiment's config changes values and adds keys.
 
     >>> config = default()
     >>> config.experiment = 'experiment.Spirals'

@@ -243,6 +243,7 @@ def _item(value: Any) -> Item:
 
 
 def _is_item(x: Item) -> bool:
+    """Returns whether a value of a file is an item of one of the three kinds."""
     if x.get("kind") == "text":
         return isinstance(x.get("text"), str)
     if x.get("kind") == "image":

@@ -141,6 +141,7 @@ def _predict_on_replica(
     batch: Any,
     state: Any,
 ) -> Any:
+    """Calls `predict` as a run does, with a replica's state, on all of a batch."""
     local = lambda x: x.local() if experiment_lib.is_marked(x) else x
     state = jax.tree.map(local, state, is_leaf=experiment_lib.is_marked)
     with run_context.run_on(mesh, experiment.sharding_rules()):

@@ -73,8 +73,7 @@ def announce(
     steps: int,
     command: str,
 ) -> int:
-    """Prints the results of a run, where its files are, and the command that trains
-    further.
+    """Prints the results of a run, and the command that trains further.
 
     Args:
       values: the content of results.json.
