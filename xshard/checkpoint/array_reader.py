@@ -255,7 +255,8 @@ def _check_chunks(
         prefix = arrays_lib.chunk_key(path, ()).encode()
         # The range of keys that begin with the prefix and a slash: "0" is the character
         # after "/".
-        keys = database.list(ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")).result()
+        below = ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")
+        keys = database.list(below).result()
         # The range also contains the keys of an array whose path begins with the
         # prefix.
         chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % rank)

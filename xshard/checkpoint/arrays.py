@@ -261,11 +261,11 @@ def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
     # in tensorstore's driver for large chunks. A whole chunk in the place of another
     # does not: the fingerprint of the state shows that (see
     # `xshard.stored.fingerprint`), to a run that resumes and to `verify`.
-    flat = np.frombuffer(content, np.uint8)
+    elements = np.frombuffer(content, np.uint8)[:-_CRC_BYTES]
     (checksum,) = struct.unpack("<I", content[-_CRC_BYTES:])
-    if google_crc32c.value(flat[:-_CRC_BYTES]) != checksum:
+    if google_crc32c.value(elements) != checksum:
         raise ValueError("its checksum differs")
-    return flat[:-_CRC_BYTES].view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
+    return elements.view(dtype_of(meta.dtype)).reshape(meta.chunk_shape)
 
 
 def _zero(dtype: str) -> Any:

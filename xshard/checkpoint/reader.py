@@ -128,7 +128,8 @@ def restore(
     # A target may depend on the stored shapes: `PerReplica` state has one entry for
     # each replica that saved it.
     if callable(target):
-        target = target({path: entry.shape for path, entry in stored.items()})
+        shapes = {path: entry.shape for path, entry in stored.items()}
+        target = target(shapes)
     leaves = leaves_lib.flatten(target)
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
     unread = _unread(stored, wanted, may_hold)

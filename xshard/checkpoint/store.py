@@ -75,7 +75,10 @@ class Store:
           CheckpointError: if the URL does not name a supported store.
         """
         self._spec, self.url = _parse(os.fspath(url))
-        self.path = pathlib.Path(self.url) if self._spec["driver"] == "file" else None
+        # None: the store is not on a disk.
+        self.path = None
+        if self._spec["driver"] == "file":
+            self.path = pathlib.Path(self.url)
         self._objects: Any = None
 
     def __str__(self) -> str:
@@ -401,7 +404,9 @@ def _below(prefix: str) -> ts.KvStore.KeyRange:
     if not prefix:
         return ts.KvStore.KeyRange()
     start = prefix.encode()
-    return ts.KvStore.KeyRange(start, start[:-1] + bytes([start[-1] + 1]))
+    # The least string that is greater than all that begin with the prefix.
+    end = start[:-1] + bytes([start[-1] + 1])
+    return ts.KvStore.KeyRange(start, end)
 
 
 @contextlib.contextmanager

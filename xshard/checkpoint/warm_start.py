@@ -138,7 +138,8 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
         listed = ", ".join(lacking[:_SHOWN])
         message += f"; not taken, and left at their initial values: {listed}"
     say(message)
-    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+    structure = jax.tree.structure(state)
+    return jax.tree.unflatten(structure, list(leaves.values()))
 
 
 def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
@@ -224,7 +225,10 @@ def _renamed(
       CheckpointError: if two arrays get the same path, or a renaming applies to none.
     """
     names: dict[str, str] = {}
-    renamed: dict[tuple[str, str], list[str]] = {pair: [] for pair in source.rename}
+    # The paths that each renaming has led to.
+    renamed: dict[tuple[str, str], list[str]] = {}
+    for pair in source.rename:
+        renamed[pair] = []
     for name in stored:
         path = name
         for pair in source.rename:
