@@ -83,6 +83,20 @@ class Value:
         )
 
 
+class Equation(NamedTuple):
+    """An equation of a function.
+
+    Attributes:
+      numbers: the numbers of its results; empty if they are values of its operands or
+        of the function that it calls.
+      functions: the functions that it runs, each a `Function`: one that it calls, the
+        body of a loop, or the branches of a conditional.
+    """
+
+    numbers: list[int]
+    functions: list[Any]
+
+
 class Function(NamedTuple):
     """A function of the program, at one of the places where it runs.
 
@@ -97,21 +111,7 @@ class Function(NamedTuple):
 
     program: jax_internals.ClosedJaxpr
     inputs: list[int]
-    equations: list["Equation"]
-
-
-class Equation(NamedTuple):
-    """An equation of a function.
-
-    Attributes:
-      numbers: the numbers of its results; empty if they are values of its operands or
-        of the function that it calls.
-      functions: the functions that it runs: one that it calls, the body of a loop, or
-        the branches of a conditional.
-    """
-
-    numbers: list[int]
-    functions: list[Function]
+    equations: list[Equation]
 
 
 class Program:

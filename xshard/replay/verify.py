@@ -34,6 +34,8 @@ from xshard.stored import fingerprint
 # The number of checkpoints: one after each third of the steps.
 _NUM_SAVES = 3
 _POLL_SECONDS = 0.05
+# The name of the run that is neither killed nor resumed.
+_UNDISTURBED = "whole"
 # Flags of `xshard.main` for anything but training in one process.
 _REFUSED = (
     "coordinator_address",
@@ -197,10 +199,6 @@ def _check(flags: Sequence[str], steps: int) -> None:
         raise errors.UserError(
             "--verify_resume needs the flags of the run: add at least --config=FILE.py."
         )
-
-
-# The name of the run that is neither killed nor resumed.
-_UNDISTURBED = "whole"
 
 
 class _Runs:
