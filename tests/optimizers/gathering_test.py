@@ -87,7 +87,7 @@ class MuonAndAdafactor(Network):
         return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic")
 
 
-class Divided(MuonAndAdafactor):
+class DividedNetwork(Network):
     """Also splits the weights of each layer along the model axis."""
 
     def sharding_rules(self):
@@ -96,6 +96,10 @@ class Divided(MuonAndAdafactor):
             ("/linear_0/b$", jax.P(None, "model")),
             ("/linear_1/w$", jax.P(None, "model", None)),
         )
+
+
+class Divided(DividedNetwork, MuonAndAdafactor):
+    """Does so with rules that need whole matrices or rows."""
 
 
 def block(x):
@@ -288,6 +292,18 @@ def test_a_network_trains_as_it_does_replicated(shape):
     harness.assert_close(sharded_metrics, wanted, rtol=1e-5, atol=1e-8)
 
 
+def test_the_norm_of_parameters_counts_those_that_are_not_trained():
+    norms = []
+    for sharded in (True, False):
+        _, _, state, metrics = trained(kind="unused", sharded=sharded, steps=1)
+        norms.append(float(metrics["parameter_norm"]))
+        leaves = jax.tree.leaves(jax.device_get(state.experiment.params))
+        expected = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in leaves))
+        # float32 sums in another order.
+        assert norms[-1] == pytest.approx(expected, rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def bytes_per_device(tree):
     device = jax.devices()[0]
     leaves = jax.tree.leaves(tree)
@@ -396,7 +412,8 @@ def test_only_a_network_that_gathers_early_is_traced_again(kind, times, monkeypa
 
 @pytest.mark.sample(0.4)
 def test_model_parallel_parameters_are_gathered_only_over_replicas():
-    experiment, the_mesh = make("stack", cls=Divided, model_parallel=2)
+    # Muon would gather matrices for its products, too.
+    experiment, the_mesh = make("stack", cls=DividedNetwork, model_parallel=2)
     state, train = begin(experiment, the_mesh)
     lowered = jax.jit(step.make_train_step(experiment, the_mesh)).lower(
         state, next(train)

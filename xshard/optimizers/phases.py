@@ -144,8 +144,7 @@ class Step:
         # With parameters in shards like the gradients, each device computes only its
         # shard of what an update computes by elements.
         trained = trees.present(grads)
-        old = trees.leaves_by_path(params)
-        old_shards = partition.map(constrain, {path: old[path] for path in trained})
+        old_shards = partition.map(constrain, trees.leaves_by_path(params))
         with shards.in_effect(partition):
             grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
         self._restore_loss_writes(applied)
@@ -153,7 +152,8 @@ class Step:
         # The update always runs. A skipped step selects the old arrays and state.
         state_before = skips.current_state()
         update = _with_separate_keys(self._update, _UPDATE_KEY.get())
-        updated = update(grads, trees.replace(params, old_shards))
+        trained_shards = {path: old_shards[path] for path in trained}
+        updated = update(grads, trees.replace(params, trained_shards))
         updated = trees.leaves_by_path(updated)
         new_shards = {}
         for path in trained:
@@ -166,7 +166,8 @@ class Step:
             applied=applied,
             global_step=None,
             grads=grads,
-            new_params=trees.rebuild(params, new_shards),
+            # The parameters that are not trained are there too, for the norm of all.
+            new_params=trees.rebuild(params, {**old_shards, **new_shards}),
             partition=partition,
         )
 
