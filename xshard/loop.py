@@ -149,23 +149,23 @@ class Run:
                 self.provenance, exact=logical.is_exact(config)
             )
         self.checkpoints = saving.Checkpoints(
-            self.experiment,
-            self.mesh,
-            self.workdir,
-            self._plan,
-            self.batches,
-            self.terminal.say,
-            self.provenance,
+            experiment=self.experiment,
+            mesh=self.mesh,
+            directory=self.workdir,
+            run=self._plan,
+            batches=self.batches,
+            notify=self.terminal.say,
+            provenance=self.provenance,
         )
         self.checkpoints.check_can_start(init)
         # The shapes of the run's state.
         self._target = self.checkpoints.manager.target
         self.roll_backs = roll_backs.RollBacks(
-            config,
-            self.workdir,
-            self.checkpoints.manager,
-            self.batches,
-            self._target,
+            config=config,
+            directory=self.workdir,
+            manager=self.checkpoints.manager,
+            batches=self.batches,
+            target=self._target,
             log=self.terminal.say,
             set_phase=self.set_phase,
             exchange=self._exchange,
@@ -174,11 +174,11 @@ class Run:
         # Every program that the run will use is traced now, so that mistakes surface
         # before training.
         train_step, predict = preflight.programs(
-            self.experiment,
-            self.mesh,
-            self._target,
-            self.batches.shapes(),
-            self.batches.rehearsal(),
+            experiment=self.experiment,
+            mesh=self.mesh,
+            state=self._target,
+            batch=self.batches.shapes(),
+            act=self.batches.rehearsal(),
         )
         # With several processes, one that compiles longer than the others for this
         # would keep them waiting in a collective.
@@ -196,12 +196,12 @@ class Run:
         self._replica_check = replication.ReplicaCheck(self.experiment, self.mesh)
         self._nonfinite_check = self._new_nonfinite_check()
         self._log = log_lib.Log(
-            self.workdir,
-            self.experiment,
-            self.mesh,
-            self.batches,
-            self.clock,
-            self.terminal,
+            directory=self.workdir,
+            experiment=self.experiment,
+            mesh=self.mesh,
+            batches=self.batches,
+            clock=self.clock,
+            terminal=self.terminal,
         )
         # The callbacks may be slow, so their exchanges have a name of their own.
         decisions = host_collectives.Exchange(
@@ -229,9 +229,9 @@ class Run:
             if self._is_process_0:
                 claim = self.workdir.opened(
                     self.config,
-                    self._plan.identity,
-                    self.provenance,
-                    self._plan.sets_aside,
+                    identity=self._plan.identity,
+                    provenance=self.provenance,
+                    set_aside=self._plan.sets_aside,
                 )
                 stack.enter_context(claim)
             cache = compile_cache.enabled(self.workdir.path, self.terminal.say)
@@ -266,7 +266,11 @@ class Run:
                 or ending.nonfinite_metrics(self.step, metrics)
             )
             results = ending.results(
-                self.mesh, self.step, state, metrics, self._evaluations.end
+                mesh=self.mesh,
+                step=self.step,
+                state=state,
+                metrics=metrics,
+                end=self._evaluations.end,
             )
             results["finite"] = not why
             results["why"] = why
@@ -356,6 +360,7 @@ class Run:
             if self._is_process_0 and save_interval.has_passed():
                 self._request_save()
 
+            # What the schedule or a request asks for after this step.
             if step == next_due or self._stop is not None or self._is_save_requested:
                 is_evaluation_due = self._schedule.evaluation(step)
                 if is_evaluation_due and self._stop is None:
@@ -449,7 +454,11 @@ class Run:
         """Returns the check of a new run, or of one that resumes with a saved state."""
         learners = state_lib.learners(self._target)
         return nonfinite.NonfiniteCheck(
-            self.config, self.mesh, learners, self.terminal.say, saved
+            config=self.config,
+            mesh=self.mesh,
+            learners=learners,
+            log=self.terminal.say,
+            saved=saved,
         )
 
     def _print_overview(self, state: state_lib.TrainState) -> None:
@@ -590,7 +599,9 @@ class Run:
                 "watched": self._nonfinite_check.get_state(),
                 "fingerprint": self._replica_check.fingerprints_of(state),
             }
-            self.checkpoints.save(step, state, metrics, noted, self._log)
+            self.checkpoints.save(
+                step, state, metrics=metrics, noted=noted, log=self._log
+            )
 
 
 def run(
@@ -617,7 +628,14 @@ def run(
       The process's exit code: 0 done; 3 not finite; otherwise the code of the notice
       that stopped it, the state saved.
     """
-    current = Run(config, directory, init, watch, show, set_aside)
+    current = Run(
+        config,
+        directory,
+        init=init,
+        watch=watch,
+        show=show,
+        set_aside=set_aside,
+    )
     with current.opened():
         try:
             state, stop, results = current.roll_backs.retry(current.complete)
@@ -629,4 +647,10 @@ def run(
     store = current.checkpoints.manager.store
     if stop is not None:
         return ending.stopped(stop, int(state.step), store, command)
-    return ending.announce(results, current.workdir, store, config.steps, command)
+    return ending.announce(
+        results,
+        directory=current.workdir,
+        store=store,
+        steps=config.steps,
+        command=command,
+    )

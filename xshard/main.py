@@ -193,7 +193,10 @@ def main(argv: Sequence[str], config: Any) -> int:
             "--init_rename is for --init_from, whose paths it renames."
         )
     timeouts = startup.Timeouts(
-        _START.value, _HEARTBEAT.value, _SHUTDOWN.value, _STEP.value
+        start=_START.value,
+        heartbeat=_HEARTBEAT.value,
+        shutdown=_SHUTDOWN.value,
+        step=_STEP.value,
     )
     try:
         code = _run_process(config, _WORKDIR.value, timeouts)
@@ -252,16 +255,17 @@ def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
     if _VERBOSE.value:
         show = terminal.Show.VERBOSE
     if _MODE.value == "eval":
-        return continuous_eval.run(config, directory, command, watch, show)
+        return continuous_eval.run(config, directory, command, watch=watch, show=show)
     if _MODE.value == "profile":
-        return profiling.run(config, directory, _PROFILE_STEPS.value, watch, show)
+        steps = _PROFILE_STEPS.value
+        return profiling.run(config, directory, steps, watch=watch, show=show)
     init = None
     if _INIT_FROM.value is not None:
         init = checkpoint.Source(
-            _INIT_FROM.value,
-            _INIT_SELECT.value,
-            _INIT_GROUP.value,
-            checkpoint.renames(_INIT_RENAME.value),
+            place=_INIT_FROM.value,
+            select=_INIT_SELECT.value,
+            group=_INIT_GROUP.value,
+            rename=checkpoint.renames(_INIT_RENAME.value),
         )
     return loop.run(
         config,

@@ -238,7 +238,7 @@ def evaluation(
                 f"{where} returned a value called 'count', which is the number of "
                 "examples; give it another name."
             )
-        _check_per_example(where, name, value, rows, allows_arrays)
+        _check_per_example(where, name, value, rows=rows, allows_arrays=allows_arrays)
     return {name: jnp.asarray(value) for name, value in returned.items()}
 
 
@@ -268,7 +268,7 @@ def summary(where: str, returned: Any) -> dict[str, float]:
 
 
 def _check_per_example(
-    where: str, name: str, value: Any, rows: int, allows_arrays: bool
+    where: str, name: str, value: Any, *, rows: int, allows_arrays: bool
 ) -> None:
     """Raises UserError unless a value has a row for each example."""
     rule = (
