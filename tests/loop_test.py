@@ -611,8 +611,8 @@ def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-def run_with_notices(directory, config, at, kind, again=None):
-    """Runs to the end, with a notice at poll `at` of the first start, and at poll
+def run_with_requests(directory, config, at, kind, again=None):
+    """Runs to the end, with a request at poll `at` of the first start, and at poll
     `again` of the second if it is given.
 
     Returns:
@@ -622,8 +622,8 @@ def run_with_notices(directory, config, at, kind, again=None):
     code = loop.run(config, str(directory), "", None, scripted)
     assert code == (42 if at <= scripted.polls and kind == request.STOP else 0)
     if code and again:
-        # If the second start makes fewer polls than `again`, it gets no notice and runs
-        # to the end.
+        # If the second start makes fewer polls than `again`, it gets no request and
+        # runs to the end.
         loop.run(config, str(directory), "", None, rows.ScriptedWatch(again, kind))
     if code:
         assert loop.run(config, str(directory), "") == 0
@@ -645,7 +645,7 @@ def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
         config, every_steps=3, keep_best=3, best_metric="error", best_mode="min"
     )
     with programs.shared():
-        polls = run_with_notices(tmp_path / "not", config, 1000, kind)
+        polls = run_with_requests(tmp_path / "not", config, 1000, kind)
         assert polls == 5 + 2 + 2 + 2
         assert list(metrics_by_step(tmp_path / "not")) == [
             2,
@@ -656,7 +656,7 @@ def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
         for at in range(1, polls + 1) if kind == request.STOP else (1, 3, 8):
             for again in (None, 1) if kind == request.STOP else (None,):
                 directory = tmp_path / f"{at} {again}"
-                run_with_notices(directory, config, at, kind, again)
+                run_with_requests(directory, config, at, kind, again)
                 harness.assert_equal(final_state(directory, config), end)
                 assert rows.same_bits(directory) == rows.same_bits(tmp_path / "not"), (
                     at,

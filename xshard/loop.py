@@ -248,7 +248,7 @@ class Run:
         """Trains, evaluates the last state and writes the results.
 
         Returns:
-          The results of `train`, and those written; empty if a notice stopped the run.
+          The results of `train`, and those written; empty if a request stopped the run.
         """
         state, stop = self.train()
         metrics = None
@@ -286,12 +286,12 @@ class Run:
         return state, self._stop, results
 
     def train(self) -> tuple[state_lib.TrainState, request_lib.Request | None]:
-        """Trains to the last step, or until a callback or a notice ends it earlier.
+        """Trains to the last step, or until a callback or a request ends it earlier.
 
         Each call starts from the newest checkpoint and discards later progress.
 
         Returns:
-          The state; and the notice that stopped the run before its end, or None.
+          The state; and the request that stopped the run before its end, or None.
 
         Raises:
           NonfiniteError: of `nonfinite` or `checkpoint`, if the run ends because values
@@ -507,7 +507,7 @@ class Run:
         )
 
     def _is_over(self) -> bool:
-        """Returns whether a notice stopped the run, or a callback ended it."""
+        """Returns whether a request stopped the run, or a callback ended it."""
         return self._stop is not None or bool(self._evaluations.end)
 
     def _read(self, steps: Sequence[_Fetched], newest: state_lib.TrainState) -> None:
@@ -625,7 +625,7 @@ def run(
       set_aside: as in `Run`.
 
     Returns:
-      The process's exit code: 0 done; 3 not finite; otherwise the code of the notice
+      The process's exit code: 0 done; 3 not finite; otherwise the code of the request
       that stopped it, the state saved.
     """
     current = Run(

@@ -191,7 +191,7 @@ class Place:
 
 
 class _Stops:
-    """Replaces the source of notices from outside: it stops the run at a fixed poll."""
+    """Replaces the source of requests from outside: it stops the run at one poll."""
 
     polls = 0
 

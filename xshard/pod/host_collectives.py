@@ -106,10 +106,6 @@ class Exchange:
             raise errors.UserError(outcome["error"])
         return outcome["value"]
 
-    def __call__(self, value: Any = None) -> list[Any]:
-        """Is the earlier name of `gather`."""
-        return self.gather(value)
-
     def _gather_texts(self, text: str) -> list[str]:
         if self.count == 1:
             return [text]

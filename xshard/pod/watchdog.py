@@ -156,9 +156,6 @@ class Watchdog:
         self._stall.note_progress()
         self._status.set_phase(phase, **more)
 
-    # The earlier name, for callers that have not switched.
-    doing = set_phase
-
     def publish(self) -> None:
         """Starts to write the status of the processes into the directory, once it
         belongs to this run.
