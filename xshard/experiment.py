@@ -312,7 +312,7 @@ class Experiment(abc.ABC):
         """
         return ()
 
-    def sharding_rules(self) -> mesh_lib.Rules:
+    def sharding_rules(self) -> mesh_lib.ShardingRules:
         """Returns the rules that shard arrays over the axis 'model'. By default none.
 
         See `xshard.mesh.tree_shardings`.

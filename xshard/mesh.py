@@ -29,7 +29,7 @@ REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Pairs of a regular expression for paths, and a spec over 'model'.
-Rules = Sequence[tuple[str, jax.P]]
+ShardingRules = Sequence[tuple[str, jax.P]]
 # XLA's partitioner handles the axes that `jax.shard_map` does not map.
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
 # The longest group assignment that an error shows whole, in characters.
@@ -364,7 +364,7 @@ def replicate(mesh: jax.sharding.Mesh, tree: Any) -> Any:
 
 
 def tree_shardings(
-    mesh: AnyMesh, tree: Any, rules: Rules, *, slots: bool = False
+    mesh: AnyMesh, tree: Any, rules: ShardingRules, *, slots: bool = False
 ) -> Any:
     """Returns the sharding of each leaf of a tree.
 
@@ -397,7 +397,7 @@ def tree_shardings(
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
-def spec_of(path: str, rules: Rules) -> tuple[Any, ...]:
+def spec_of(path: str, rules: ShardingRules) -> tuple[Any, ...]:
     """Returns the spec of the first rule that matches anywhere in a leaf's path.
 
     It is empty if none does.

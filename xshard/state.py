@@ -486,7 +486,7 @@ def _opt_layouts(
 
 def _specs_by_rules(
     mesh: mesh_lib.AnyMesh,
-    sharding_rules: mesh_lib.Rules,
+    sharding_rules: mesh_lib.ShardingRules,
     tree: Any,
     slots: bool = False,
 ) -> Any:

@@ -899,8 +899,6 @@ class Manager:
         self,
         target: Any,
         step: int | None = None,
-        *,
-        may_hold: Callable[[], Any] | None = None,
     ) -> reader.Restored:
         """Restores a checkpoint.
 
@@ -910,9 +908,6 @@ class Manager:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
             function from the stored shapes by path to such a tree.
           step: the step; by default the newest checkpoint that is not damaged.
-          may_hold: returns a tree like `target` with every array that a checkpoint may
-            hold. Arrays of this tree that are not in the target are not read. Any other
-            stored array that is not in the target is an error.
 
         Raises:
           CheckpointError: if there is no checkpoint, if all are damaged, or if the
@@ -928,7 +923,6 @@ class Manager:
                 self._owner,
                 self._budget_bytes,
                 self._log,
-                may_hold,
             )
             restored, damage = agreement.read(self._exchange, attempt, read_once)
             if restored is not None:

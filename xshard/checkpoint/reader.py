@@ -78,7 +78,6 @@ class Restored(NamedTuple):
       data: the position in the data of each process that saved the checkpoint.
       step: the checkpoint's step.
       folder: the name of its folder in the store.
-      is_whole: whether the state contains every stored array.
     """
 
     state: Any
@@ -86,7 +85,6 @@ class Restored(NamedTuple):
     data: list[Any]
     step: int
     folder: str
-    is_whole: bool = True
 
 
 def restore(
@@ -95,7 +93,6 @@ def restore(
     owner: format_lib.Owner | None,
     budget_bytes: int,
     say: Callable[[str], None],
-    may_hold: Callable[[], Any] | None = None,
 ) -> Restored:
     """Reads a checkpoint of a run into the structure, types and shardings of `target`.
 
@@ -107,9 +104,6 @@ def restore(
       budget_bytes: the most bytes that may be read at a time, beyond the restored
         arrays themselves.
       say: called with progress messages.
-      may_hold: returns a tree like `target` with every array that the checkpoint may
-        hold. Arrays of this tree that are not in the target are not read. It is called
-        only if the checkpoint has arrays that the target lacks.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
@@ -132,11 +126,7 @@ def restore(
         target = target(shapes)
     leaves = leaves_lib.flatten(target)
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
-    unread = _unread(stored, wanted, may_hold)
-    if unread:
-        listed = formatting.listed(sorted(unread), _SHOWN, "; ")
-        say(f"{attempt} holds arrays that are not used here: {listed}")
-    _check_same(attempt, stored, wanted, unread)
+    _check_same(attempt, stored, wanted)
 
     targets = []
     for path, leaf in leaves.items():
@@ -150,7 +140,6 @@ def restore(
         data=meta.data,
         step=attempt.step,
         folder=attempt.folder,
-        is_whole=leaves.keys() == stored.keys(),
     )
 
 
@@ -255,35 +244,16 @@ def _place(arrays: list[_LocalShards]) -> dict[str, jax.Array]:
     return placed
 
 
-def _unread(
-    stored: arrays_lib.ArrayMetas,
-    wanted: arrays_lib.ArrayMetas,
-    may_hold: Callable[[], Any] | None,
-) -> set[str]:
-    """Returns the paths of stored arrays that the target lacks and that `may_hold`
-    allows.
-    """
-    more = stored.keys() - wanted.keys()
-    if not more or may_hold is None:
-        return set()
-    unread = set()
-    for path, leaf in leaves_lib.flatten(may_hold()).items():
-        if path in more and stored[path].kind == leaves_lib.describe(leaf).kind:
-            unread.add(path)
-    return unread
-
-
 def _check_same(
     attempt: format_lib.SaveAttempt,
     stored: arrays_lib.ArrayMetas,
     wanted: arrays_lib.ArrayMetas,
-    unread: set[str],
 ) -> None:
     """Raises CheckpointError if the stored arrays differ from the target's in path,
     shape or type.
     """
     missing = sorted(wanted.keys() - stored.keys())
-    more = sorted(stored.keys() - wanted.keys() - unread)
+    more = sorted(stored.keys() - wanted.keys())
     problems = [f"'{path}' is missing from it" for path in missing]
     problems += [f"'{path}' is only in it" for path in more]
     for path in sorted(stored.keys() & wanted.keys()):

@@ -43,7 +43,7 @@ class RunContext(NamedTuple):
     """
 
     mesh: jax.sharding.Mesh
-    sharding_rules: mesh_lib.Rules
+    sharding_rules: mesh_lib.ShardingRules
     equal_keys: Iterator[jax.Array] | None
     shards: Mapping[int, tuple[jax.Array, Shard]]
 
@@ -56,7 +56,7 @@ _CURRENT: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def run_on(
     mesh: jax.sharding.Mesh,
-    sharding_rules: mesh_lib.Rules = (),
+    sharding_rules: mesh_lib.ShardingRules = (),
     *,
     equal_key: jax.Array | None = None,
 ) -> Iterator[None]:

@@ -108,7 +108,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         shard_params: bool = False,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
-        sharding_rules: mesh.Rules = (),
+        sharding_rules: mesh.ShardingRules = (),
     ):
         """Wraps an optimizer.
 
@@ -178,7 +178,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def bind_mesh(
         self,
         device_mesh: jax.sharding.Mesh,
-        sharding_rules: mesh.Rules,
+        sharding_rules: mesh.ShardingRules,
         param_layouts: layouts.Layouts | None = None,
     ) -> None:
         """Sets what the mesh of a run decides: called by a run's `Learner`.

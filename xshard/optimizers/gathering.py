@@ -73,7 +73,7 @@ def layouts_of(
     params: Any,
     requested: Mapping[str, tuple[int, ...]],
     mesh: jax.sharding.Mesh,
-    sharding_rules: mesh_lib.Rules = (),
+    sharding_rules: mesh_lib.ShardingRules = (),
 ) -> layouts_lib.Layouts:
     """Decides how the parameters of a network and their slots lie over the replicas.
 

@@ -145,7 +145,7 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
 
 
 def of_params(
-    params: Any, count: int, sharding_rules: mesh.Rules = ()
+    params: Any, count: int, sharding_rules: mesh.ShardingRules = ()
 ) -> dict[str, Layout]:
     """Decides how to shard the arrays of a tree.
 
@@ -227,7 +227,7 @@ class StateSharding:
         *,
         slices: int = 1,
         slice_axis_name: str | None = None,
-        sharding_rules: mesh.Rules = (),
+        sharding_rules: mesh.ShardingRules = (),
     ):
         """Decides how each array is sharded.
 

@@ -116,14 +116,14 @@ def bars(runs: Sequence[runs_lib.Run]) -> dict[str, Any] | None:
     """Draws how the time of each run's attempts, and the time between them, was spent.
 
     Returns:
-      As `figure`; None if it was not recorded.
+      As `figure`; None if none was spent.
     """
     seconds_of_runs: dict[str, collections.Counter[str]] = {}
     for run in runs:
         for attempt in run.attempts:
             seconds = seconds_of_runs.setdefault(text(run.name), collections.Counter())
             seconds.update(attempt.seconds | {attempts.DOWN: attempt.down})
-    if not seconds_of_runs:
+    if not any(seconds.total() for seconds in seconds_of_runs.values()):
         return None
     traces = []
     for number, part in enumerate((*attempts.TIME_CATEGORIES, attempts.DOWN)):

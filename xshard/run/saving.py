@@ -184,9 +184,7 @@ class Checkpoints:
             rows=metadata[_ROWS],
             folder=restored.folder,
             watched=metadata["watched"],
-            # If the state lacks arrays of the checkpoint, the saved fingerprints cannot
-            # be compared with it.
-            fingerprints=metadata["fingerprint"] if restored.is_whole else None,
+            fingerprints=metadata["fingerprint"],
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
