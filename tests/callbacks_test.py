@@ -1,6 +1,4 @@
-"""Tests of callbacks: what they receive, and that a run that a callback ends stays
-ended, even if it was killed.
-"""
+"""Tests of callbacks: what they receive, and that a run that one ends stays ended."""
 
 import json
 import math
@@ -239,9 +237,7 @@ def test_with_groups_a_callback_may_use_the_ensemble_metric(tmp_path):
 
 
 def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
-    """A row stores every non-finite value as NaN, so the live history must show NaN
-    too.
-    """
+    """A row stores values that are not finite as NaN, so the live history shows NaN."""
     path = tmp_path / "metrics.jsonl"
     logged_metrics = [
         {"a": math.inf, "b": [1.0, -math.inf]},

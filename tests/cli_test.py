@@ -1,6 +1,4 @@
-"""Tests of the messages and exit codes of programs that fail, and of the commands that
-they print.
-"""
+"""Tests of how programs fail: their messages and exit codes, and what they suggest."""
 
 import pytest
 from absl import flags

@@ -1,6 +1,4 @@
-"""Tests that the experiments that are more than a classifier keep the same promises as
-the digits experiment.
-"""
+"""Tests that other experiments keep the same promises as the digits experiment."""
 
 import dataclasses
 import importlib
@@ -39,9 +37,7 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Allows the standard dtype promotion: experiments are user code, which need not be
-    as strict as these tests.
-    """
+    """Allows the standard dtype promotion, since experiments are user code."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -149,9 +145,7 @@ def make(name, devices=8, **changes):
 
 
 def trained(name, **changes):
-    """Returns the state after three steps in the form that a checkpoint stores, and the
-    last metrics.
-    """
+    """Returns the state after three steps, as checkpoints store it, and the metrics."""
     experiment, the_mesh = make(name, **changes)
     sizes = {"batch_size": experiment.config.batch_size, "seed": 0}
     train = batches.TrainBatches(
@@ -305,9 +299,7 @@ def test_an_iterator_that_cannot_act_is_refused_before_the_run(
 
 
 def test_games_on_the_host_equal_those_on_the_device():
-    """The host's and the device's games, played with the same actions, show the same
-    boards and rewards.
-    """
+    """The host's and the device's games show the same boards after the same actions."""
     config = make_config("rl_host", batch_size=16)
     player = host.Player(config, data.Part(16, (np.arange(16),), seed=0))
     games = rl.Game(*(jax.numpy.asarray(x) for x in player.get_state()["games"]))

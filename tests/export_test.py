@@ -1,6 +1,4 @@
-"""Tests of exported models: the file is complete, needs no xshard to run, and predicts
-what `xshard.load` predicts.
-"""
+"""Tests of exported models: they need no xshard, and predict as `xshard.load` does."""
 
 import importlib
 import json
@@ -57,9 +55,7 @@ def train(directory, code=exit_codes.DONE, **changes):
 
 
 def elsewhere(directory, path, batches, *more):
-    """Returns the outputs by number of rows, computed in a separate process that cannot
-    import xshard.
-    """
+    """Returns the outputs by number of rows, of a process that cannot import xshard."""
     arrays = {
         f"{rows}/{k}": x for rows, batch in batches.items() for k, x in batch.items()
     }

@@ -15,16 +15,15 @@ def one_bit(word):
 
 
 def to_nan(word):
-    """Returns the word with the bits of a float32 NaN set: the exponent's, and the
-    highest of the fraction.
+    """Returns the word with the bits set that make a float32 NaN.
+
+    They are those of the exponent, and the highest of the fraction.
     """
     return word | 0x7FC00000
 
 
 def flipped(state, name, device, change=one_bit):
-    """Returns the state, with the last element of an array changed in one device's
-    copy.
-    """
+    """Returns the state with one device's copy of an array's last element changed."""
 
     def flip(path, x):
         if trees.path_name(path) != name:
@@ -42,8 +41,7 @@ def flipped(state, name, device, change=one_bit):
 
 
 def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
-    """Patches the run so that its state changes after each of some steps, once per
-    step.
+    """Patches runs so that their state changes after some steps, once per step.
 
     Args:
       monkeypatch: undoes the patch at the end of the test.

@@ -1,5 +1,6 @@
-"""Tests that a run that is resumed, stopped or killed ends in the same bits, in this
-process and in separate ones.
+"""Tests that a run ends in the same bits, whether resumed, stopped or killed.
+
+They are in this process and in separate ones.
 """
 
 import collections
@@ -480,9 +481,7 @@ def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
 
 @pytest.mark.parametrize("first", [0, 5])
 def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatch):
-    """Steps take 1 s, evaluations 10 s and saves 100 s. The first step compiles, which
-    takes 1000 s.
-    """
+    """Steps take 1 s, evaluations 10 s, saves 100 s, and the first step 1000 s more."""
     if first:
         loop.run(make_config(steps=first), str(tmp_path), "")
         capsys.readouterr()
@@ -611,9 +610,15 @@ def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-def run_with_requests(directory, config, at, kind, again=None):
-    """Runs to the end, with a request at poll `at` of the first start, and at poll
-    `again` of the second if it is given.
+def run_with_notices(directory, config, at, kind, again=None):
+    """Runs to the end, after requests that stop or save.
+
+    Args:
+      directory: the work directory.
+      config: the run's config.
+      at: the poll of the first start at which the request comes.
+      kind: the kind of the request.
+      again: the poll of the second start at which it comes again; None for none.
 
     Returns:
       The number of polls of the first start.

@@ -1,6 +1,4 @@
-"""Tests of the program as a user runs it: bad input gives one clear message, and no
-file is lost.
-"""
+"""Tests of the program as users run it: bad input gives one message."""
 
 import json
 import os
@@ -15,8 +13,9 @@ from tests.checkpoint import harness
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns a function that runs the program: `(exit code, standard output, standard
-    error)`.
+    """Returns a function that runs the program.
+
+    It returns (exit code, standard output, standard error).
     """
     directory = tmp_path_factory.mktemp("output")
     output = [directory / "out", directory / "err"]
@@ -365,9 +364,7 @@ def test_a_flag_for_a_value_of_none_is_refused_with_the_cure(tmp_path, run):
 
 
 def test_a_signal_during_the_imports_is_a_stop(tmp_path):
-    """Only a new interpreter imports anything. The import of Haiku is where the signal
-    comes.
-    """
+    """Only a new interpreter imports. The signal comes when it imports Haiku."""
     (tmp_path / "haiku.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), "
         "signal.SIGTERM)\ntime.sleep(600)\n"

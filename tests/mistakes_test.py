@@ -1,5 +1,6 @@
-"""Tests that a mistake in an experiment is reported, with its place and a fix, before
-the run creates anything.
+"""Tests that mistakes in an experiment are named with their place and a fix.
+
+They are found before the run creates anything.
 """
 
 import itertools
@@ -31,9 +32,7 @@ def before(line, text):
 
 
 def train(text):
-    """Returns the edit that makes `train_data` return `text`, in which `d` is the
-    original data.
-    """
+    """Returns the edit that makes `train_data` return `text`, where `d` is the data."""
     return (TRAIN, f"        d = _spirals(np.arange(97))\n        return {text}")
 
 
@@ -344,9 +343,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Returns a function that creates a run of the edited experiment, which checks the
-    experiment.
-    """
+    """Returns a function that creates a run of the edited experiment."""
     name = f"experiment_{next(_NUMBERS)}"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,5 +1,6 @@
-"""Tests that a new experiment is written whole or not at all; docs_test runs it as part
-of the tutorial.
+"""Tests that a new experiment is written whole or not at all.
+
+docs_test runs it, as part of the tutorial.
 """
 
 import importlib.util

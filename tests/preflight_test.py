@@ -83,9 +83,7 @@ def test_a_run_warns_of_averages_beside_the_state_of_raw_parameters(tmp_path, ca
 
 
 class Counting(toy.Wide):
-    """Logs integers: a large one, and the replica's own number of large labels, as it
-    is or reduced.
-    """
+    """Logs integers: a large one, and a replica's own, as it is or reduced."""
 
     def train_step(self, state, batch, key):
         state, outcome = super().train_step(state, batch, key)

@@ -1,6 +1,4 @@
-"""Tests of samples: their files, the samples of a run that was killed, and the places
-that show them.
-"""
+"""Tests of samples: their files, those of a killed run, and where they are shown."""
 
 import json
 import struct
@@ -78,9 +76,7 @@ def lines(directory):
 
 
 def pixels_of(content):
-    """Returns the pixels of a PNG file; checks each chunk's checksum, and that no line
-    has a filter.
-    """
+    """Returns the pixels of a PNG file, after checks of each chunk and line."""
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     place = 8
     chunks = {}
@@ -166,9 +162,7 @@ def test_invalid_samples_fail_before_a_run_and_large_ones_when_shown(tmp_path, c
 
 
 def dies(method, at, *, after):
-    """Wraps a method so that its call with this number kills the run, before or after
-    it does its work.
-    """
+    """Wraps a method so that one of its calls kills the run, before or after it."""
     calls = []
 
     def call(*args, **kwargs):
@@ -217,9 +211,7 @@ def test_a_run_that_was_killed_shows_the_same_samples(
 
 
 class Stop:
-    """A watch that stops a run at the first step after which it both saves and shows
-    samples.
-    """
+    """A watch that stops a run after a step with both a save and samples."""
 
     def __init__(self):
         self.step = 0

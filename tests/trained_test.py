@@ -52,9 +52,7 @@ def test_a_loaded_model_predicts_with_the_run_s_parameters(tmp_path, changes):
 
 
 class Noisy(toy.Toy):
-    """A network that draws a key whenever it is called, and predicts with one for its
-    samples.
-    """
+    """A network that draws a key whenever it is called, and predicts with one."""
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)

@@ -1,6 +1,4 @@
-"""Tests of runs with steps or states that are not finite: what the run does, and which
-files it leaves.
-"""
+"""Tests of runs whose steps or states are not finite: what they do and leave."""
 
 import dataclasses
 import json
@@ -40,9 +38,7 @@ PARAMS = [
 
 
 def make_config(**changes):
-    """Returns a config of eight steps that saves every second one; the fifth is not
-    finite.
-    """
+    """Returns a config of eight steps, saved every second; the fifth is not finite."""
     config = toy.get_config()
     config.update(
         {"experiment": "tests.toy.Poisoned", "steps": 8, "poisoned": ((0, 5),)}
@@ -306,9 +302,7 @@ def observe(config, devices=2):
 
 
 class OneLayer(toy.Poisoned):
-    """Trains only its last layer; the loss is finite, but the gradients of that layer
-    are not.
-    """
+    """Trains its last layer only, whose gradients are not finite though the loss is."""
 
     def loss(self, outputs, batch):
         return jnp.mean(jnp.sqrt(jnp.abs(outputs * 0.0))), {}
@@ -580,9 +574,7 @@ def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
 
 
 class Overflowed(toy.Toy):
-    """Has state that becomes infinite although the loss, the gradients and the
-    parameters stay finite.
-    """
+    """Has state that becomes infinite, and nothing else that does."""
 
     def forward(self, batch, *, is_training):
         outputs = super().forward(batch, is_training=is_training)

@@ -21,9 +21,7 @@ MODES = {
 
 
 def per_array(f, grads, *trees):
-    """Applies `f` to each gradient that is an array, and to the entries of the other
-    trees.
-    """
+    """Applies `f` to each array of gradients, with the same entries of other trees."""
     return hk.data_structures.map(
         lambda module, name, grad: f(grad, *(tree[module][name] for tree in trees)),
         grads,
@@ -94,9 +92,7 @@ class NoisyUpdate(xshard.Optimizer):
 
 
 class ByIndex(xshard.Optimizer):
-    """Scales the update by the replica's index, or by what is declared to be equal on
-    all replicas.
-    """
+    """Scales the update by the replica's index, or by what is declared equal."""
 
     def __init__(self, declare=lambda index: index):
         super().__init__(name="by_index")
@@ -206,8 +202,9 @@ OF_THE_SUM = ("own keys", "own index", "noise in the update", "declared equal", 
 
 
 def modes_of(rules):
-    """The pairs of a rule and a mode, without rules of one's own gradients where
-    parameters are in shards.
+    """The pairs of a rule and a mode.
+
+    Rules of one's own gradients are not tried where parameters are in shards.
     """
     pairs = []
     for rule in rules:

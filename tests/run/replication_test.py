@@ -1,6 +1,4 @@
-"""Tests that state which must be equal on all replicas is compared in each step and
-before each save.
-"""
+"""Tests that replicas are compared in each step and before each save."""
 
 import os
 import subprocess
@@ -38,9 +36,7 @@ LOGICAL = {
 
 
 class Believed(toy.Wide):
-    """Declares equal on replicas what is not: a value of its state, or one that its
-    optimizer rule adds.
-    """
+    """Declares equal what is not: a value of its state, or one that its rule adds."""
 
     def init(self, key, batch):
         return {"line": super().init(key, batch), "seen": jnp.zeros(3)}

@@ -1,5 +1,6 @@
-"""Tests that roll-backs skip the bad data and end in the same bits and rows, even if
-the run is stopped or killed.
+"""Tests that roll-backs skip the bad data, and end in the same bits and rows.
+
+They do even if the run is stopped or killed.
 """
 
 import json
@@ -36,9 +37,7 @@ TWO = ((0, 7), (0, 11))
 
 
 def make_config(**changes):
-    """Returns a config of twelve steps that saves every fourth and evaluates after
-    every third.
-    """
+    """Returns a config of twelve steps: every fourth is saved, every third evaluated."""
     config = toy.get_config()
     config.update(
         {
@@ -63,8 +62,9 @@ def recorded(directory):
 
 
 def rolled(directory):
-    """Returns the rows about roll-backs, as (step, number, step in trouble, first
-    batch, last batch).
+    """Returns the rows about roll-backs.
+
+    Each is (step, number, step in trouble, first batch, last batch).
     """
     names = ("number", "trouble_step", "first_batch", "last_batch")
     records = [row for row in rows.read(directory) if "roll_back/number" in row]
@@ -74,9 +74,7 @@ def rolled(directory):
 
 
 def assert_same(directory, other, config):
-    """Asserts that two runs have the same final state, rows, results and recorded
-    roll-backs.
-    """
+    """Asserts that two runs have the same state, rows, results and roll-backs."""
     harness.assert_equal(
         rows.final_state(directory, config), rows.final_state(other, config)
     )
@@ -331,9 +329,7 @@ def test_a_state_that_is_not_finite_although_its_loss_is_rolls_back(tmp_path, ca
 
 
 class Bursting(toy.Poisoned):
-    """Has parameters that overflow after a poisoned batch, although its loss and
-    gradients are finite.
-    """
+    """Has parameters that overflow at a poisoned batch, while the loss is finite."""
 
     def loss(self, outputs, batch):
         large = jnp.where(jnp.isnan(batch["y"]), 1e9, batch["y"])
