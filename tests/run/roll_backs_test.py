@@ -37,7 +37,7 @@ TWO = ((0, 7), (0, 11))
 
 
 def make_config(**changes):
-    """Returns a config of twelve steps: every fourth is saved, every third evaluated."""
+    """Returns a config of twelve steps: each fourth is saved, each third evaluated."""
     config = toy.get_config()
     config.update(
         {
