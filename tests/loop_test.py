@@ -610,7 +610,7 @@ def test_a_run_that_gets_a_signal_saves_and_prints_how_to_resume(
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
-def run_with_notices(directory, config, at, kind, again=None):
+def run_with_requests(directory, config, at, kind, again=None):
     """Runs to the end, after requests that stop or save.
 
     Args:
