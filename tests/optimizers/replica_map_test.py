@@ -163,6 +163,23 @@ def test_a_declaration_takes_any_copy():
     harness.assert_equal(got, {"a": jnp.full(1, 5.0), "b": jnp.float32(2)})
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_wrong_declaration_leaves_each_device_its_replicas_copy(shape):
+    # So that the fingerprints of a run's state show it. The index is also that of axes
+    # of size 1, along which JAX maps it, too.
+    def f(x):
+        index = jax.lax.axis_index(("slice", "replica"))
+        return x, xshard.equal_on_replicas(index)[None]
+
+    mapped = xshard.vmap_replicas(
+        f, make_mesh(shape), in_specs=ROWS, out_specs=(ROWS, jax.P("group"))
+    )
+    count = np.prod(shape)
+    _, indices = jax.jit(mapped)(jnp.arange(float(count)))
+    copies = [int(shard.data[0]) for shard in indices.addressable_shards]
+    assert copies == list(range(count // shape[0])) * shape[0]
+
+
 def test_groups_stay_apart_in_a_declaration():
     f = lambda x: xshard.equal_on_replicas(
         jax.lax.psum(x, ("slice", "replica")) + 0 * x

@@ -326,7 +326,10 @@ class _ReplicaProgram:
         def rule(
             axis_size: int, is_mapped: Sequence[bool], *args: Any
         ) -> tuple[list[Any], list[bool]]:
-            del axis_size
+            if axis_size == 1:
+                # An axis of size 1, along which its own index, say, is mapped.
+                unmapped = [False] * len(self._out_specs)
+                return call(*_without_mapped(args, is_mapped)), unmapped
             # `custom_vmap` has made the mapped dimension the first.
             now_arg_axes = [
                 (axis, *axes) if mapped else axes
@@ -418,11 +421,15 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
       given: arrays that the tree depends on. If these differ between replicas, so does
         the tree.
     """
-    if not is_current():
+
+    def declare(tree: Any, given: Any) -> Any:
         return varying.marked(varying.EQUAL, tree, given)
-    leaves, structure = jax.tree.flatten(tree)
-    equal = _replace_mapped(lambda index, copies: copies[0], leaves)
-    return jax.tree.unflatten(structure, equal)
+
+    if not is_current():
+        return declare(tree, given)
+    # Each device keeps its replica's own copy, so that the fingerprints show a
+    # declaration that is wrong.
+    return per_replica(declare)(tree, given)
 
 
 def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
@@ -433,28 +440,10 @@ def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) ->
       arrays: the arrays, by name.
       error: returns the error for a name.
     """
-    if not is_current():
+    replicas = _current()
+    if replicas is None:
         return
     names = list(arrays)
-
-    def refuse(index: int, copies: jax.Array) -> jax.Array:
-        raise error(names[index])
-
-    _replace_mapped(refuse, list(arrays.values()))
-
-
-def _replace_mapped(
-    replace: Callable[[int, jax.Array], jax.Array], leaves: list[Any]
-) -> list[Any]:
-    """Returns the arrays, each of those that are mapped along replicas replaced.
-
-    Args:
-      replace: a function of an array's index in `leaves` and of the copies of all
-        replicas along an axis, stacked.
-      leaves: the arrays.
-    """
-    replicas = _current()
-    assert replicas is not None
     long_axes = replicas.long_axes
 
     def unchanged(number: Any, *leaves: Any) -> list[Any]:
@@ -469,20 +458,25 @@ def _replace_mapped(
         call = jax.custom_batching.custom_vmap(unchanged)
 
         @call.def_vmap
-        def rule(
-            axis_size: int, is_mapped: Sequence[bool], number: Any, *leaves: Any
-        ) -> Any:
-            del axis_size
-            equal = []
-            for index, x in enumerate(leaves):
-                # The number is the first argument.
-                equal.append(replace(index, x) if is_mapped[1 + index] else x)
-            return for_axis(depth + 1)(number, *equal), [False] * len(equal)
+        def rule(axis_size: int, is_mapped: Sequence[bool], *args: Any) -> Any:
+            unmapped = [False] * len(names)
+            if axis_size == 1:
+                return call(*_without_mapped(args, is_mapped)), unmapped
+            # The number is the first argument.
+            for name, mapped in zip(names, is_mapped[1:], strict=True):
+                if mapped:
+                    raise error(name)
+            return for_axis(depth + 1)(*args), unmapped
 
         return call
 
     number = lax.axis_index(long_axes) if long_axes else 0
-    return for_axis(0)(number, *leaves)
+    for_axis(0)(number, *arrays.values())
+
+
+def _without_mapped(args: Sequence[Any], is_mapped: Sequence[bool]) -> list[Any]:
+    """Returns arguments without the dimension of an axis of size 1, the first."""
+    return [x[0] if mapped else x for x, mapped in zip(args, is_mapped, strict=True)]
 
 
 def constrain(x: jax.Array, spec: jax.P) -> jax.Array:
