@@ -25,7 +25,8 @@ ON_NONFINITE = (STOP, SKIP, WARN, ROLL_BACK)
 ON_DIVERGENCE = (STOP, ROLL_BACK)
 
 # The present name of each key that was renamed, by its earlier name. Config files,
-# flags and work directories may still have the earlier one.
+# flags and work directories may still have the earlier one. Only keys of the outermost
+# level can be renamed so: the configs within are plain ConfigDicts.
 RENAMED = {"on_parted": "on_divergence"}
 
 
@@ -317,7 +318,9 @@ class Key(NamedTuple):
 
 
 # In the order in which --show_config prints them. A key without `may_change` is part of
-# what a run is: with another value it would be another run.
+# what a run is: with another value it would be another run. That holds for a new key,
+# too: runs that began without it do not resume, unless `_is_optional` knows it. All
+# keys of `checkpoint` may change, see `may_change`.
 KEYS = (
     Key("experiment", "", "The dotted path of the experiment's class."),
     Key("seed", 0, "The seed of all randomness.", _seed),

@@ -304,7 +304,7 @@ class Run:
         save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.set_phase("compiling", step=start, steps=self.config.steps)
         self._make_up_for_stop(begin)
-        if not begin.folder and self.roll_backs.is_ready:
+        if not begin.folder and self.roll_backs.may_roll_back:
             # The first roll-back may go back to the beginning.
             self._save(start, state, is_evaluation_due=False)
 
@@ -316,7 +316,7 @@ class Run:
         for step in range(start + 1, last + 1):
             is_first = step == start + 1
 
-            if self.roll_backs.is_before(step):
+            if self.roll_backs.is_first_after(step):
                 # Its row comes after those of all earlier steps.
                 self._flush(state)
                 self._log.write_ahead(self.roll_backs.row(step))
@@ -585,8 +585,8 @@ class Run:
         self, step: int, state: state_lib.TrainState, *, is_evaluation_due: bool
     ) -> None:
         """Checks the steps so far, and begins to save the state in the background."""
-        # A resumed run keeps the rows up to the checkpoint, so they must be on disk
-        # before the checkpoint is committed.
+        # A resumed run keeps the rows up to the checkpoint, so they are written first.
+        # The save makes them durable before it commits.
         self._flush(state)
         self._is_save_requested = False
         is_evaluated = self._last_evaluated[0] == step

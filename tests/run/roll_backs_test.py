@@ -191,7 +191,7 @@ def killing(original):
 # of one of them.
 INSTANTS = [
     (jsonfile, "write"),
-    (roll_backs.RollBacks, "add"),
+    (roll_backs.RollBacks, "decide"),
     (format_lib, "note_removed"),
     (manager_lib.Manager, "give_up"),
     (workdir.Workdir, "record_newest"),
@@ -211,16 +211,16 @@ def test_a_run_killed_at_any_call_of_a_roll_back_ends_as_if_uninterrupted(
     # The stop saves a checkpoint after the one that the roll-back restores.
     watch = rows.ScriptedWatch(8, request.STOP)
     assert loop.run(config, str(tmp_path), "", watch=watch) == 42
-    add = roll_backs.RollBacks.add
+    add = roll_backs.RollBacks.decide
 
     def adds(self, *args):
-        monkeypatch.setattr(roll_backs.RollBacks, "add", add)
+        monkeypatch.setattr(roll_backs.RollBacks, "decide", add)
         # The kill is prepared when the first roll-back begins, so calls before it do
         # not count.
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
-        self.add(*args)
+        self.decide(*args)
 
-    monkeypatch.setattr(roll_backs.RollBacks, "add", adds)
+    monkeypatch.setattr(roll_backs.RollBacks, "decide", adds)
     with pytest.raises(rows.Killed):
         loop.run(config, str(tmp_path), "")
     monkeypatch.undo()
@@ -622,7 +622,9 @@ def test_a_run_that_is_killed_or_stopped_after_a_flip_ends_the_same(
     config = make_config(on_divergence="roll_back", limit=9)
     flips.after(monkeypatch, [5], FLIPPED, 3)
     with monkeypatch.context() as before:
-        before.setattr(roll_backs.RollBacks, "add", killing(roll_backs.RollBacks.add))
+        before.setattr(
+            roll_backs.RollBacks, "decide", killing(roll_backs.RollBacks.decide)
+        )
         with pytest.raises(rows.Killed):
             loop.run(config, str(tmp_path), "")
     (entry,) = recorded(tmp_path)

@@ -153,8 +153,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rows:
             return unpin(_open(directory), step)
         case "rm":
             return remove(_open(directory), step)
-        case _:
+        case "heal":
             return heal(_open(directory), step)
+    raise AssertionError(f"{options.command} has a parser and no function.")
 
 
 def _open(directory: str) -> store_lib.Store:

@@ -54,8 +54,8 @@ class _Update(NamedTuple):
       sq_norms: the squared norms, or the part of them that `local_sq_norms` lacks.
         Equal on all replicas of a group.
       equal_metrics: further metrics, equal on all replicas of a group.
-      nonfinite: the number of non-finite gradient elements for each parameter; with
-        shards of gradients, the replica's own number.
+      nonfinite: the number of non-finite gradient elements for each parameter, equal
+        on all replicas of a group.
       lowered: whether the update lowered a loss scale.
     """
 
@@ -256,17 +256,12 @@ class Learner:
                 given=(state.params, state.global_step),
             )
         applied = new["global_step"] != state.global_step
-        # Without shards of gradients, their non-finite elements are counted alike on
-        # all replicas.
-        nonfinite = update.nonfinite if update.local_sq_norms else None
         # Averaged together, in one collective.
-        net_state, metrics, local_sq_norms, nonfinite = mean_over_replicas(
-            (update.net_state, update.metrics, update.local_sq_norms, nonfinite)
+        net_state, metrics, local_sq_norms = mean_over_replicas(
+            (update.net_state, update.metrics, update.local_sq_norms)
         )
-        if nonfinite is None:
-            nonfinite = update.nonfinite
         observed = state_lib.observe(
-            applied, update.lowered, metrics["loss"], nonfinite > 0
+            applied, update.lowered, metrics["loss"], update.nonfinite > 0
         )
         # A skipped update leaves the network's state as it was, too.
         net_state = jax.tree.map(
@@ -327,7 +322,7 @@ class Learner:
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
-                inspection.check_shards_params(opt, run.mesh, clips=self._clips)
+                inspection.check_shards_params(opt, clips=self._clips)
                 param_layouts = gathering.layouts_of(
                     params, requested, run.mesh, run.sharding_rules
                 )

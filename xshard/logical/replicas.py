@@ -15,12 +15,6 @@ from xshard import mesh as mesh_lib
 # `reduction.arithmetic`.
 _NUM_WORDS = {"exact": 1, "exact_wide": 2}
 
-# The only values of other keys of `reduction` that exact sums support.
-_EXACT_ONLY_WITH = {
-    "reduce_dtype": "float32",
-    "slice_dtype": "float32",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
@@ -120,9 +114,7 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
             f"model_parallel={model_parallel}: a logical replica is computed on one "
             "device. Set model_parallel to 1, or logical_replicas to 0."
         )
-    _check_unsharded(config.get("reduction", {}))
-    if is_exact(config):
-        _check_exact(config.reduction)
+    _check_reduction(config.get("reduction", {}))
     return Replicas(count, mesh, _num_words(config))
 
 
@@ -193,11 +185,8 @@ def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:
     return mesh if replicas is None else replicas.mesh
 
 
-def _check_unsharded(reduction: Mapping[str, Any]) -> None:
-    """Raises UserError if arrays are sharded over the replicas of a group.
-
-    Each logical replica needs whole arrays.
-    """
+def _check_reduction(reduction: Mapping[str, Any]) -> None:
+    """Raises UserError if logical replicas do not support what `reduction` asks for."""
     for key in ("shard_update", "shard_params"):
         if reduction.get(key, False):
             raise errors.UserError(
@@ -205,14 +194,11 @@ def _check_unsharded(reduction: Mapping[str, Any]) -> None:
                 "share devices and make the same update on each of these: set "
                 f"{key} to False, or logical_replicas to 0."
             )
-
-
-def _check_exact(reduction: ml_collections.ConfigDict) -> None:
-    for key, supported in _EXACT_ONLY_WITH.items():
-        value = reduction.get(key, supported)
-        if value != supported:
+    for key in ("reduce_dtype", "slice_dtype"):
+        value = reduction.get(key, "float32")
+        if value != "float32":
             raise errors.UserError(
-                f"reduction.{key}={value!r} cannot be used with "
-                f"reduction.arithmetic={reduction.arithmetic!r}, which sums float32 "
-                f"arrays: set it to {supported!r}, or arithmetic to 'float'."
+                f"reduction.{key}={value!r} cannot be used with logical_replicas, "
+                "whose sums are of float32 arrays: set it to 'float32', or "
+                "logical_replicas to 0."
             )

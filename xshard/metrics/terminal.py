@@ -16,7 +16,7 @@ _SECONDS = 0.25
 _RATE_UPDATES = 40
 _NOT_SHOWN = ("step", "global_step")
 # The terminal may be gone, or unable to encode a character. Neither may end a run.
-_UNSHOWN = contextlib.suppress(OSError, ValueError)
+_TERMINAL_ERRORS_IGNORED = contextlib.suppress(OSError, ValueError)
 
 
 class Show(enum.Enum):
@@ -71,7 +71,7 @@ class Terminal:
         """Shows a message, unless the level is quiet."""
         if self._show is not Show.QUIET:
             # One write per message, since several threads print.
-            with _UNSHOWN:
+            with _TERMINAL_ERRORS_IGNORED:
                 print(f"{text}\n", end="", flush=True)
 
     def start(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Terminal:
             parts += [f"{rate:.1f} steps/s", f"{self._left(step)} left"]
         (task,) = self._line.task_ids
         text = "  ".join(parts)
-        with _UNSHOWN:
+        with _TERMINAL_ERRORS_IGNORED:
             self._line.update(task, completed=step, description=text, refresh=True)
 
 

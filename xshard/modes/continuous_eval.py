@@ -23,7 +23,7 @@ from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
 from xshard.metrics import rows as rows_lib
 from xshard.pod import exit_codes, host_collectives, request
-from xshard.pod import watchdog as monitor_lib
+from xshard.pod import watchdog as watchdog_lib
 from xshard.run import saving, states
 
 FOLDER = "eval"
@@ -45,7 +45,7 @@ class ContinuousEvaluator:
         self,
         config: ml_collections.ConfigDict,
         directory: str,
-        watch: monitor_lib.Watchdog | None = None,
+        watch: watchdog_lib.Watchdog | None = None,
         sleep: Callable[[float], None] = time.sleep,
         show: terminal.Show = terminal.Show.NORMAL,
     ):
@@ -400,7 +400,7 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     command: str,
-    watch: monitor_lib.Watchdog | None,
+    watch: watchdog_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Evaluates the checkpoints of a run to its end, or until the job is stopped.

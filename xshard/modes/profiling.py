@@ -8,7 +8,7 @@ import ml_collections
 from xshard import errors, loop
 from xshard.metrics import terminal
 from xshard.pod import exit_codes, request
-from xshard.pod import watchdog as monitor_lib
+from xshard.pod import watchdog as watchdog_lib
 
 FOLDER = "profile"
 
@@ -17,7 +17,7 @@ def run(
     config: ml_collections.ConfigDict,
     directory: str,
     steps: str,
-    watch: monitor_lib.Watchdog | None,
+    watch: watchdog_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
 ) -> int:
     """Profiles some steps from the newest checkpoint, or from a new state.
@@ -47,7 +47,7 @@ def run(
     state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(
-        f"steps {start + first} to {start + end - 1} will be traced into {traces}"
+        f"steps {start + first + 1} to {start + end} will be traced into {traces}"
     )
     values = None
     for number in range(end):

@@ -6,14 +6,14 @@ A wrapper may override any of the phases:
    collectives are here.
 2. `vote` decides whether to apply this step. It sees the aggregated gradients, so all
    replicas of a group decide alike.
-3. `update` computes new parameters and slots from the gradients. It is local, and only
-   it is conditional.
+3. `update` computes new parameters and slots from the gradients.
 
-In a sharded update the sums that `aggregate` returns are global arrays, of which each
-replica holds a shard. XLA partitions what `vote` and `update` compute from them, so a
-rule declares nothing. The new parameters are gathered at the end. `update` may then
-contain collectives, such as those of a norm. It therefore always runs, and its result
-is selected afterwards.
+Where each replica updates its copy of all arrays, `update` is local, and it alone is
+conditional. In a sharded update the sums that `aggregate` returns are global arrays, of
+which each replica holds a shard. XLA partitions what `vote` and `update` compute from
+them, so a rule declares nothing. The new parameters are gathered at the end. `update`
+may then contain collectives, such as those of a norm. It therefore always runs, and its
+result is selected afterwards.
 
 No collective is conditional. Groups may skip different steps, and a collective that
 only some devices reach never returns.

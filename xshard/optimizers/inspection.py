@@ -84,17 +84,13 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
-def check_shards_params(
-    opt: base.Optimizer, mesh: jax.sharding.Mesh, *, clips: bool
-) -> None:
+def check_shards_params(opt: base.Optimizer, *, clips: bool) -> None:
     """Raises UserError if replicas cannot hold shards of a rule's parameters.
 
     Args:
       opt: the rule.
-      mesh: the run's mesh.
       clips: whether the learner clips each replica's gradients before they are summed.
     """
-    del mesh
     obstacle = _obstacle_to_shards(opt, clips)
     if obstacle:
         raise errors.UserError(
@@ -258,8 +254,6 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
     Returns:
       A float32 vector with a number for each parameter, in the order of their paths; 0
       for a parameter without a gradient. It is empty if the gradients are not known.
-      The type is that of the norms of the same arrays, so that one reduction sums both
-      over the replicas.
     """
     if applied.grads is None:
         return jnp.zeros((0,), jnp.float32)

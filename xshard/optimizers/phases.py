@@ -50,7 +50,8 @@ class Applied(NamedTuple):
 
     Attributes:
       params: the new parameters.
-      applied: whether the step was applied: True, or a boolean scalar.
+      applied: whether the step was applied: True, or a boolean scalar; None if an
+        override of `apply_gradients` does not say.
       global_step: the number of updates applied; None if the caller gave no
         `global_step`.
       grads: the aggregated gradients, with None for a parameter without one; None for

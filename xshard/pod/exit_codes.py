@@ -8,7 +8,3 @@ NONFINITE = 3
 PREEMPTED = 42
 # The state is saved, and a user asked for the end, by Ctrl-C.
 INTERRUPTED = 130
-
-# The last status of a process that ends with a code. With any other code it is
-# 'stopped'.
-LAST_PHASES = {DONE: "done", NONFINITE: "failed: not finite"}

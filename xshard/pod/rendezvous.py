@@ -306,6 +306,8 @@ class _Server:
         self._mismatch: MismatchError | None = None
         self._num_rejected = 0
         self._last_rejected = ""
+        self._num_broken = 0
+        self._last_broken = ""
         self._last_gone = ""
 
     def run(self, seconds: float) -> list[str]:
@@ -410,6 +412,8 @@ class _Server:
             self._last_rejected = peer
             return None
         except _BROKEN:
+            self._num_broken += 1
+            self._last_broken = peer
             return None
         if not 0 < hello.process_id < hello.num_processes:
             return None
@@ -451,6 +455,12 @@ class _Server:
                 f" {self._num_rejected} that connected, the last from "
                 f"{self._last_rejected}, did not have this launch's token "
                 f"({TOKEN_VARIABLE}): start all processes by one launch."
+            )
+        if self._num_broken:
+            text += (
+                f" {self._num_broken} that connected, the last from "
+                f"{self._last_broken}, said nothing that a process of a launch says; "
+                f"each may have taken {_ANSWER_SECONDS:g} s of the time."
             )
         return text
 

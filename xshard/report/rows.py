@@ -44,6 +44,8 @@ def read(path: pathlib.Path) -> Rows:
     evaluation: _Table = collections.defaultdict(lambda: ([], []))
     notes: list[str] = []
     for row in _rows(path, notes):
+        if logged_rows.is_of_roll_back(row):
+            continue
         step = row.pop("step")
         table = evaluation if logged_rows.is_of_evaluation(row) else training
         for name, value in logged_rows.numbers(row).items():

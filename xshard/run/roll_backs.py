@@ -218,7 +218,7 @@ class RollBacks:
         self._in_effect: dict[int, RollBack] = {}
 
     @property
-    def is_ready(self) -> bool:
+    def may_roll_back(self) -> bool:
         """Whether the run may roll back, and so needs a checkpoint of its start."""
         return bool(self._reasons)
 
@@ -272,7 +272,7 @@ class RollBacks:
                 why = e.what
             # Outside the `except` clauses, because the exception's traceback keeps the
             # arrays of the attempt alive.
-            self.add(step, why, reason)
+            self.decide(step, why, reason)
 
     @contextlib.contextmanager
     def tolerate_nonfinite_save(self, *, is_stopped: bool) -> Iterator[None]:
@@ -288,7 +288,7 @@ class RollBacks:
                 raise
             self._log(f"not saved: {e}; the run resumes from the checkpoint before")
 
-    def add(
+    def decide(
         self, step: int, why: str, reason: type[Any] = nonfinite.NonfiniteError
     ) -> None:
         """Decides on a roll-back and records it on the disk.
@@ -349,7 +349,7 @@ class RollBacks:
         self._exchange.on_process_0(lambda: jsonfile.write(self._path, values))
         self._log(f"{entry} (roll-back {len(values)} of at most {self._limit})")
 
-    def is_before(self, step: int) -> bool:
+    def is_first_after(self, step: int) -> bool:
         """Returns whether the run has rolled back to the step before this one."""
         return step - 1 in self._in_effect
 

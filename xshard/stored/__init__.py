@@ -1,3 +1,1 @@
-"""Conversions of a run's state between training steps, checkpoints and other numbers of
-devices; fingerprints of it.
-"""
+"""Fingerprints of a run's state; its per-replica arrays on other replicas."""
