@@ -31,6 +31,8 @@ CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
 TRAINING = "training"
 PHASES = (START, DATA, CHECKPOINT, EVALUATION, TRAINING)
+# Several times as long as a round trip to another thread.
+_SHORT_SECONDS = 1e-3
 
 
 class Every:
@@ -107,8 +109,10 @@ class Clock:
             begin = now() - already
         # It is always replaced as a whole, because another thread may read it.
         self._counted = _Counted(START, begin, dict.fromkeys(PHASES, 0.0))
-        # Whether the devices were idle when the last wait for data ended.
+        # Whether the devices were idle when the last wait for data ended, and how long
+        # it took, in seconds.
         self._was_idle = False
+        self._last_wait = 0.0
         # Starts its thread when the first task is submitted.
         self._idle_watcher = concurrent.futures.ThreadPoolExecutor(1, "idle")
 
@@ -138,7 +142,9 @@ class Clock:
         counts, and to find that out costs a microsecond or two. Only after a wait at
         whose end the devices were idle, the next one is measured: if they are idle when
         it begins, all of it counts; otherwise a thread notes when they become idle. So
-        the first of several waits for slow data does not count.
+        the first of several waits for slow data does not count. After a wait that was
+        so short that a thread would prolong it, the next one counts only if they are
+        idle when it begins.
 
         Args:
           newest: a `jax.Array` computed by the most recently dispatched step; None
@@ -149,18 +155,20 @@ class Clock:
             yield
             return
         begin = self._now()
+        is_idle_from_begin = self._was_idle and newest.is_ready()
         becomes_idle = None
-        if self._was_idle and not newest.is_ready():
+        is_measured = self._was_idle and self._last_wait > _SHORT_SECONDS
+        if is_measured and not is_idle_from_begin:
             becomes_idle = self._idle_watcher.submit(self._time_when_ready, newest)
         yield
         is_idle = newest.is_ready()
-        if is_idle and self._was_idle:
-            end = self._now()
-            idle_since = begin
-            if becomes_idle is not None:
-                idle_since = becomes_idle.result()
-            self._move_to_data(max(end - idle_since, 0.0))
+        end = self._now()
+        if is_idle_from_begin:
+            self._move_to_data(end - begin)
+        elif is_idle and becomes_idle is not None:
+            self._move_to_data(max(end - becomes_idle.result(), 0.0))
         self._was_idle = is_idle
+        self._last_wait = end - begin
 
     def _time_when_ready(self, newest: Any) -> float:
         newest.block_until_ready()
