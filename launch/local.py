@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from launch import engine
-from xshard.files import standard_streams
-from xshard.pod import exit_codes, rendezvous, request, signals, status
+from xshard.files import standard_streams, workdir
+from xshard.pod import exit_codes, rendezvous, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -125,7 +125,7 @@ class Supervisor:
                     f"not started again, because it would end the same way: {pod.cause}"
                 )
                 return code
-            stop_file = self._job.workdir / request.STOP_FILE
+            stop_file = self._job.workdir / workdir.STOP_FILE
             if code == exit_codes.PREEMPTED and stop_file.exists():
                 self._log(f"not started again: {stop_file} exists")
                 return code

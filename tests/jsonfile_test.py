@@ -1,13 +1,13 @@
 """Tests of JSON parsed into types."""
 
 import dataclasses
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
 from xshard.files import jsonfile
 
-Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
+Count = jsonfile.Count
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The names of `xshard.checkpoint`, and the modules that define them."""
 
-from .catalog import Catalog, Entry, newest_entry, newest_metadata, read_catalog
+from .catalog import Catalog, Entry, newest_entry, read_catalog
 from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
@@ -40,7 +40,6 @@ __all__ = [
     "init_from",
     "is_finite",
     "newest_entry",
-    "newest_metadata",
     "read_catalog",
     "read_owner",
     "renames",

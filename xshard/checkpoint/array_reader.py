@@ -41,9 +41,6 @@ _MAPPED_BYTES = 4 << 20
 # The chunks of an array with more chunks than this are counted before the array is
 # read.
 _MANY_CHUNKS = 4096
-# The database stores values smaller than this, with their checksum, in its nodes next
-# to their keys.
-_INLINE_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +230,7 @@ def _check_size(
     meta = part.meta
     # Smaller chunks are stored in the nodes of the database. The nodes are compressed,
     # so that their size proves nothing.
-    is_outside = meta.chunk_bytes >= _INLINE_BYTES
+    is_outside = meta.chunk_bytes >= store_lib.INLINE_BYTES
     seems_large = is_outside and meta.nbytes > stored_bytes
     if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
         return

@@ -108,14 +108,6 @@ def newest_entry(store: store_lib.Store) -> Entry | None:
     return None
 
 
-def newest_metadata(store: store_lib.Store) -> dict[str, Any]:
-    """Returns the metadata of the newest checkpoint; empty if there is none or it is
-    damaged.
-    """
-    meta = _newest_meta(format_lib.committed(store))
-    return {} if meta is None else meta.metadata
-
-
 class _DeletedError(Exception):
     """A run deleted the checkpoint after it was listed."""
 

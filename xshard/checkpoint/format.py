@@ -54,7 +54,6 @@ _NOT_FINITE = "not finite"
 _LAST_SECOND = 253402300799
 
 CheckpointError = store_lib.CheckpointError
-_Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
 _Time = Annotated[
     float, jsonfile.Rule("a time", lambda seconds: 0 <= seconds <= _LAST_SECOND)
 ]
@@ -77,10 +76,10 @@ class Commit(NamedTuple):
       run: the run that saved the checkpoint; None if no run did.
     """
 
-    step: _Count
+    step: jsonfile.Count
     attempt: str
-    keys: _Count
-    bytes: _Count
+    keys: jsonfile.Count
+    bytes: jsonfile.Count
     time: _Time
     sha256: dict[str, str]
     metrics: dict[str, float]
@@ -101,8 +100,8 @@ class Meta(NamedTuple):
       written_with: the numbers of processes and devices, and the libraries' versions.
     """
 
-    version: _Count
-    step: _Count
+    version: jsonfile.Count
+    step: jsonfile.Count
     arrays: arrays_lib.ArrayMetas
     metadata: dict[str, Any]
     data: list[Any]

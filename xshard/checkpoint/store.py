@@ -40,6 +40,9 @@ _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "gs": ("gcs", {}),
     "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
 }
+# A database stores values smaller than this, with their checksum, in its nodes next to
+# their keys.
+INLINE_BYTES = 1024
 
 
 class CheckpointError(errors.UserError):
@@ -101,7 +104,10 @@ class Store:
         spec = {
             "driver": "ocdbt",
             "base": {**self._spec, "path": f"{self._spec['path']}{prefix}"},
-            "config": {"manifest_kind": "single", "max_inline_value_bytes": 1024},
+            "config": {
+                "manifest_kind": "single",
+                "max_inline_value_bytes": INLINE_BYTES,
+            },
             **options,
         }
         return self._opened(spec, context or make_context())

@@ -516,8 +516,7 @@ def _plans(config: Any, topology: str) -> list[Plan]:
     """Returns the plans for a config; raises UserError if there is only one."""
     chips.parse_topology(topology)
     config_lib.check(config)
-    sizes = [int(size) for size in topology.split(":")[1].split("x")]
-    num_chips = math.prod(sizes) * config.slices
+    num_chips = math.prod(chips.slice_shape(topology)) * config.slices
     rules = experiment_lib.load(config.experiment)(config).sharding_rules()
     plans = enumerate_plans(config, num_chips, has_model_axis=bool(rules))
     if len(plans) == 1:

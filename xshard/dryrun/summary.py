@@ -3,6 +3,7 @@
 from typing import Any
 
 from xshard import torus
+from xshard.metrics import chips
 from xshard.metrics import formatting as formatting_lib
 
 _NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
@@ -66,7 +67,7 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
             )
     if not far:
         return []
-    shape = [int(length) for length in topology.split(":")[1].split("x")]
+    shape = chips.slice_shape(topology)
     good = ", ".join(map(str, torus.whole_axes(shape)))
     return [
         "Warning: these collectives are not between neighbors on the torus: "

@@ -147,6 +147,9 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+Count = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0)]
+
+
 def parse(value: Any, kind: Any, *, extra_keys: bool = False) -> Any:
     """Parses a JSON value into a type, and converts nothing to make it fit.
 

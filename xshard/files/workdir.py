@@ -49,9 +49,12 @@ REACHED = "reached.json"
 # The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
 SET_ASIDE = "set_aside"
+# A user creates this file: the run saves and stops, and does not train until it is
+# removed.
+STOP_FILE = "STOP"
 _LOCK = ".lock"
 # The entries that stay in place when a run is set aside.
-_STAYS = {SET_ASIDE, _LOCK, "logs", "launch.log", "STOP"}
+_STAYS = {SET_ASIDE, _LOCK, "logs", "launch.log", STOP_FILE}
 
 
 class NewestCheckpoint(NamedTuple):

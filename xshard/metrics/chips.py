@@ -153,6 +153,12 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return None
 
 
+def slice_shape(topology: str) -> tuple[int, ...]:
+    """Returns the chips along each axis of a slice with a name such as 'v5e:4x8'."""
+    _, _, sizes = topology.partition(":")
+    return tuple(map(int, sizes.split("x")))
+
+
 def parse_topology(topology: str) -> Chip:
     """Returns the chip of a slice with a name such as 'v5e:4x8' or 'v5p:4x4x8'.
 
@@ -166,14 +172,14 @@ def parse_topology(topology: str) -> Chip:
             f"--topology={topology} must be a chip and the shape of a slice, as "
             "v5e:16x16 or v5p:4x4x8."
         )
-    name, sizes = match.groups()
+    name = match[1]
     if name not in CHIPS:
         raise errors.UserError(
             f"--topology={topology}: there is no chip '{name}' here; it must be one of "
             f"{', '.join(CHIPS)}."
         )
     chip = CHIPS[name]
-    shape = tuple(map(int, sizes.split("x")))
+    shape = slice_shape(topology)
     if not _exists(chip, shape):
         raise errors.UserError(
             f"--topology={topology}: there is no such slice of {name}; {_rule(chip)}."

@@ -251,7 +251,8 @@ def outputs(
     Args:
       jaxpr: the program.
       inputs: the variations of its inputs.
-      transfer: called for each equation first, and again for those of inner programs.
+      transfer: called for each equation first, and for those of the functions that an
+        equation calls, but not of loops and branches.
       axes: the mapped axes.
     """
     known: dict[Any, Variation] = dict(zip(jaxpr.invars, inputs, strict=True))

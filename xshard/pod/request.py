@@ -6,9 +6,6 @@ from xshard.pod import exit_codes
 
 SAVE = "save"
 STOP = "stop"
-# A user creates this file in the work directory: the run saves and stops, and does not
-# train until it is removed.
-STOP_FILE = "STOP"
 
 
 class Request(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
+from xshard.files import workdir
 from xshard.pod import (
     attempts,
     exit_codes,
@@ -298,7 +299,7 @@ class Watchdog:
         if time.monotonic() >= self._stop_at:
             self._stop("the time of --stop_after has passed")
             return
-        file = self._directory / request_lib.STOP_FILE
+        file = self._directory / workdir.STOP_FILE
         # If a shared disk does not answer for a moment, the next look finds the file.
         if os.path.exists(file):
             self._stop(f"there is a file {file}")

@@ -62,7 +62,8 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     It has a column for each key in which their configs differ.
     """
     changed = _differing(runs)
-    evaluated = _union(_final(run)[0] for run in runs)
+    finals = [_final(run) for run in runs]
+    evaluated = _union(final for final, _ in finals)
     trained = [*_of_learners(runs, "loss"), *_of_learners(runs, "skipped")]
     names = ["run", "state", *changed]
     names += [f"eval {name}" for name in evaluated]
@@ -72,8 +73,9 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     names += ["step", "time", "attempts", "goodput", *_RATES]
 
     rows = []
-    for run, family in zip(runs, charts.seeds(runs), strict=True):
-        final, note = _final(run)
+    for run, family, (final, note) in zip(
+        runs, charts.seeds(runs), finals, strict=True
+    ):
         row = [
             Cell(run.name, color=figures.color(family)),
             Cell(run.doing, f"state {run.state}"),

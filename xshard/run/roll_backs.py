@@ -38,7 +38,6 @@ from xshard.run import nonfinite, replication
 
 T = TypeVar("T")
 
-_Count = Annotated[int, jsonfile.Rule("an integer of at least 0", lambda n: n >= 0)]
 _Scale = Annotated[
     float, jsonfile.Rule("a number above 0 and up to 1", lambda x: 0 < x <= 1)
 ]
@@ -61,11 +60,11 @@ class RollBack(NamedTuple):
         such a factor.
     """
 
-    step: _Count
+    step: jsonfile.Count
     why: str
-    restored: _Count
-    first_batch: _Count
-    last_batch: _Count
+    restored: jsonfile.Count
+    first_batch: jsonfile.Count
+    last_batch: jsonfile.Count
     given_up: list[str]
     update_scale: _Scale
 
