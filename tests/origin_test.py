@@ -3,8 +3,10 @@ the libraries.
 """
 
 import json
+import os
 import subprocess
 
+import jax
 import pytest
 
 from xshard.files import provenance, workdir
@@ -72,3 +74,33 @@ def test_a_resume_with_other_libraries_is_reported(tmp_path):
         change
         == "libraries: jax 0.10.2, jaxlib 0.10.2 -> jax 0.12.0.1, jaxlib 0.12.0.1"
     )
+
+
+@pytest.mark.parametrize(
+    "platforms, given, wanted",
+    [
+        ("cuda,cpu", "", "--xla_gpu_deterministic_ops=true"),
+        ("rocm", "--xla_a=1", "--xla_a=1 --xla_gpu_deterministic_ops=true"),
+        # What the user says holds.
+        (
+            "cuda",
+            "--xla_gpu_deterministic_ops=false",
+            "--xla_gpu_deterministic_ops=false",
+        ),
+        ("cpu", "", ""),
+        ("tpu,cpu", "", ""),
+    ],
+)
+def test_programs_for_gpus_are_made_deterministic(
+    platforms, given, wanted, monkeypatch
+):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        # A replay calls it twice.
+        for _ in range(2):
+            origin_lib.set_up_backends({}, 0)
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert os.environ["XLA_FLAGS"] == wanted

@@ -183,7 +183,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError(
             "--quiet and --verbose exclude each other; give one of them."
         )
-    origin_lib.set_up_cpu(config, _CPU_DEVICES.value)
+    origin_lib.set_up_backends(config, _CPU_DEVICES.value)
     # Haiku then rejects JAX transformations that would leak tracers into its state.
     hk.config.set(check_jax_usage=True)
     if _MODE.value != "train" and _INIT_FROM.value is not None:

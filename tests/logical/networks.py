@@ -170,7 +170,7 @@ def main(first, count):
     """Trains the networks from number `first` on, and prints the numbers of those that
     differ between devices.
     """
-    origin.set_up_cpu(make_config(first), _MOST_DEVICES)
+    origin.set_up_backends(make_config(first), _MOST_DEVICES)
     for network in range(first, first + count):
         config = make_config(network)
         several = 2 + network % (_MOST_DEVICES - 1)

@@ -16,7 +16,7 @@ FUSED = """
 import json, sys
 from xshard.pod import origin
 
-origin.set_up_cpu(json.loads(sys.argv[1]), 2)
+origin.set_up_backends(json.loads(sys.argv[1]), 2)
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ PRODUCT = """
 import json, sys, zlib
 from xshard.pod import origin
 
-origin.set_up_cpu(json.loads(sys.argv[1]), int(sys.argv[2]))
+origin.set_up_backends(json.loads(sys.argv[1]), int(sys.argv[2]))
 
 import jax
 import numpy as np

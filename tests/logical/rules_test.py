@@ -93,7 +93,7 @@ def compare():
 _PROGRAM = """
 from xshard.pod import origin
 
-origin.set_up_cpu({"logical_replicas": 4, "reduction": {"arithmetic": "exact"}}, 3)
+origin.set_up_backends({"logical_replicas": 4, "reduction": {"arithmetic": "exact"}}, 3)
 
 from tests.logical import rules_test
 

@@ -26,6 +26,9 @@ _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_ISA_FLAG = "xla_cpu_max_isa"
 _X86 = ("x86_64", "AMD64")
+_GPU_FLAG = "xla_gpu_deterministic_ops"
+# The names of JAX's platforms for GPUs, which the names of its plugins contain, too.
+_GPUS = ("cuda", "gpu", "rocm")
 # A run with 1,024 replicas also sets up the hosts of accelerators, which must not start
 # a thread for each.
 _MAX_THREADS = 128
@@ -118,17 +121,22 @@ def _instruction_checksum() -> int:
     return 0
 
 
-def set_up_cpu(config: Any, devices: int) -> None:
-    """Sets up JAX's CPU backend for a run; it must be called before JAX creates its
-    devices.
+def set_up_backends(config: Any, cpu_devices: int) -> None:
+    """Sets up JAX's backends for a run; it must be called before JAX creates devices.
+
+    On GPUs, XLA is made to compile programs that give the same bits each time. Without
+    that a run that is resumed ends in other bits: XLA picks kernels by timing them,
+    and some kernels sum in any order. XLA_FLAGS may say otherwise.
 
     Args:
       config: the run's config, or a dictionary with the same keys.
-      devices: the number of virtual devices that the CPU is split into; 0 leaves it to
-        JAX.
+      cpu_devices: the number of virtual devices that the CPU is split into; 0 leaves it
+        to JAX.
     """
-    if devices:
-        jax.config.update("jax_num_cpu_devices", devices)
+    if cpu_devices:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if _may_have_gpu():
+        _add_flag(_GPU_FLAG, "true")
     if not logical.is_exact(config):
         return
     # XLA divides a large matrix product among its threads, and rounds differently near
@@ -137,12 +145,27 @@ def set_up_cpu(config: Any, devices: int) -> None:
     groups = len(config.get("group_assignment") or ()) or 1
     threads = max(2, config["logical_replicas"] * groups)
     os.environ["NPROC"] = str(min(threads, _MAX_THREADS))
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _MAX_ISA_FLAG not in flags and platform.machine() in _X86:
+    if platform.machine() in _X86:
         # Instruction sets after AVX have a fused multiply-add, which rounds once. Which
         # operations LLVM fuses depends on the rest of the program, and the program
         # depends on the number of devices.
-        os.environ["XLA_FLAGS"] = f"{flags} --{_MAX_ISA_FLAG}=AVX".strip()
+        _add_flag(_MAX_ISA_FLAG, "AVX")
+
+
+def _may_have_gpu() -> bool:
+    """Returns whether JAX may find GPUs. To ask JAX itself would create its devices."""
+    platforms = jax.config.values["jax_platforms"]
+    if platforms:
+        return any(name in platforms for name in _GPUS)
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return any(name in plugin.name for plugin in plugins for name in _GPUS)
+
+
+def _add_flag(name: str, value: str) -> None:
+    """Adds a flag to XLA_FLAGS, unless it has a value there."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
 
 
 def cores() -> int | None:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:
-    origin.set_up_cpu({}, options.cpu_devices)
+    origin.set_up_backends({}, options.cpu_devices)
     # Imported here, since its imports initialize the devices.
     from xshard.replay import verify
 
@@ -132,7 +132,7 @@ def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:
 def _replay(options: argparse.Namespace) -> bool:
     files = workdir.Workdir(options.run)
     config = jsonfile.read_if_exists(files.config) or {}
-    origin.set_up_cpu(config, options.cpu_devices or _num_devices(files))
+    origin.set_up_backends(config, options.cpu_devices or _num_devices(files))
     # Imported here, since its imports initialize the devices.
     from xshard.replay import report
 
