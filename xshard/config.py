@@ -5,6 +5,7 @@ may change it. `RENAMED` gives the earlier names of keys, which configs may stil
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +24,12 @@ ON_NONFINITE = (STOP, SKIP, WARN, ROLL_BACK)
 # The reactions to replicas that hold different copies of an array that must be equal on
 # all of them.
 ON_DIVERGENCE = (STOP, ROLL_BACK)
+
+# How the learning rate follows the size of a batch.
+NONE = "none"
+LINEAR = "linear"
+SQRT = "sqrt"
+BATCH_LEARNING_RATES = (NONE, LINEAR, SQRT)
 
 # The present name of each key that was renamed, by its earlier name. Config files,
 # flags and work directories may still have the earlier one. Only keys of the outermost
@@ -245,6 +252,19 @@ def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], 
     return check
 
 
+def _is_table(value: Any) -> bool:
+    """Returns whether a value is a table of rising steps, and sizes."""
+    if not isinstance(value, (tuple, list)):
+        return False
+    for row in value:
+        if not isinstance(row, (tuple, list)) or len(row) != 2:
+            return False
+        if not all(_is_int(number) and number >= 1 for number in row):
+            return False
+    steps = [row[0] for row in value]
+    return all(a < b for a, b in itertools.pairwise(steps))
+
+
 # Python counts bool as an int, but True is not a valid number of steps.
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
@@ -266,6 +286,15 @@ _factor_to_lower = _must_be(
 _factor_or_never = _must_be(
     lambda x: _is_number(x) and (x == 0 or 1 < x < math.inf),
     "a number above 1, or 0, which is never",
+)
+_batch_table = _must_be(
+    _is_table,
+    "rows (steps, size) of integers of at least 1, with rising steps, such as "
+    "((500, 256), (1000, 512)): after 500 steps batches of 256",
+)
+_batch_learning_rate = _must_be(
+    lambda x: x in BATCH_LEARNING_RATES,
+    "'none', 'linear' or 'sqrt'",
 )
 _on_nonfinite = _must_be(
     lambda x: x in ON_NONFINITE,
@@ -308,6 +337,8 @@ class Key(NamedTuple):
         None: the code that reads the key checks it.
       may_change: whether a run may resume with another value; otherwise another value
         makes it another run.
+      is_optional: whether a config may lack the key and then has its default, as in
+        runs that began before there was this key.
     """
 
     name: str
@@ -315,12 +346,13 @@ class Key(NamedTuple):
     meaning: str
     check: Callable[[str, Any], None] | None = None
     may_change: bool = False
+    is_optional: bool = False
 
 
 # In the order in which --show_config prints them. A key without `may_change` is part of
 # what a run is: with another value it would be another run. That holds for a new key,
-# too: runs that began without it do not resume, unless `_is_optional` knows it. All
-# keys of `checkpoint` may change, see `may_change`.
+# too: runs that began without it do not resume, unless it has `is_optional`. All keys
+# of `checkpoint` may change, see `may_change`.
 KEYS = (
     Key("experiment", "", "The dotted path of the experiment's class."),
     Key("seed", 0, "The seed of all randomness.", _seed),
@@ -330,6 +362,22 @@ KEYS = (
         128,
         "The examples per step, over all replicas of a group.",
         _count,
+    ),
+    Key(
+        "batch_schedule",
+        (),
+        "Rows (steps, size) by which batches grow: after that many steps, batches of "
+        "that size, a multiple of batch_size. Empty: batch_size throughout.",
+        _batch_table,
+        is_optional=True,
+    ),
+    Key(
+        "batch_learning_rate",
+        "none",
+        "How updates of rules with `backs_off` grow with the batch, relative to "
+        "batch_size: 'none', 'linear' or 'sqrt'.",
+        _batch_learning_rate,
+        is_optional=True,
     ),
     Key(
         "eval_batch_size",
@@ -582,10 +630,11 @@ KEYS = (
     ),
 )
 _MAY_CHANGE = {key.name for key in KEYS if key.may_change}
+_OPTIONAL = {key.name for key in KEYS if key.is_optional}
 
 
 def _is_optional(name: str) -> bool:
     """Returns whether a config may lack a key."""
     # An experiment passes `reduction` on to CrossShardOptimizer, and so decides which
     # arguments that gets.
-    return name.startswith("reduction.")
+    return name.startswith("reduction.") or name in _OPTIONAL

@@ -178,6 +178,7 @@ class Run:
             mesh=self.mesh,
             state=self._target,
             batch=self.batches.shapes(),
+            larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
         )
         # With several processes, one that compiles longer than the others for this
@@ -320,7 +321,7 @@ class Run:
                 # Its row comes after those of all earlier steps.
                 self._flush(state)
                 self._log.write_ahead(self.roll_backs.row(step))
-                state = self.roll_backs.with_back_off(step, state)
+            state = self.roll_backs.with_update_scale(step, state)
 
             if is_first:
                 self.set_phase(status.READING)
@@ -328,7 +329,11 @@ class Run:
                 batch = self.batches.batch_for_step(step, self.predict, state)
 
             # The host only dispatches the step, and does not wait for it.
-            if is_first:
+            has_grown = self.batches.sizes.changes_at(step)
+            if has_grown:
+                size = self.batches.sizes.at(step)
+                self.terminal.say(f"step {step}: batches of {size} examples from here")
+            if is_first or has_grown:
                 self.set_phase("compiling")
             state, metrics, observed, fingerprints = self.train_step(state, batch)
             self.step = step

@@ -18,6 +18,7 @@ import numpy as np
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
+from xshard.data import batch_sizes
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
@@ -34,6 +35,7 @@ class TrainBatches:
       example: one row of a batch.
       epoch_examples: the number of examples of an epoch, of one group; None if
         unknown.
+      sizes: the number of examples of each step.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class TrainBatches:
         mesh: jax.sharding.Mesh,
         replicas: logical.Replicas | None = None,
         *,
-        batch_size: int,
+        batch_size: int | batch_sizes.BatchSizes,
         seed: int,
         micro_batches: int = 1,
     ):
@@ -54,7 +56,7 @@ class TrainBatches:
           mesh: the run's mesh.
           replicas: the logical replicas on it, if there are any.
           batch_size: the number of examples per step of one model, over all its
-            replicas.
+            replicas; or the numbers of its steps.
           seed: the seed of the order.
           micro_batches: the number of parts that each replica computes one after the
             other.
@@ -64,6 +66,10 @@ class TrainBatches:
             iterator is invalid.
         """
         replica_mesh = mesh if replicas is None else replicas.mesh
+        if isinstance(batch_size, int):
+            batch_size = batch_sizes.BatchSizes(batch_size)
+        self.sizes = batch_size
+        batch_size = self.sizes.first
         check_train_batch(batch_size, replica_mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
@@ -101,18 +107,37 @@ class TrainBatches:
             return str(self._iterator.summary())
         return ""
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes, dtypes and shardings of a batch."""
-        return shapes(self.example, self._rows.count, self._sharding)
+    def shapes(self, size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes, dtypes and shardings of a batch.
+
+        Args:
+          size: one of the sizes of the run's batches, by default the first.
+        """
+        count = (size or self.sizes.first) // self.sizes.first
+        return shapes(self.example, count * self._rows.count, self._sharding)
+
+    def origins(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where each row of a step's batch comes from.
+
+        Returns:
+          For each row on the devices, how many batches of the first size are read
+          before its own, apart from skipped ones; and its row there, in which the rows
+          of a group g begin at g * batch_size.
+        """
+        numbers, rows = self._rows.origins(self.sizes.drawn_at(step))
+        return self.sizes.drawn(step - 1) + numbers, rows
 
     def __next__(self) -> dict[str, jax.Array]:
-        """Returns the next batch.
+        """Returns the iterator's next batch.
 
         It has (groups * batch_size) rows along ('group', 'slice', 'replica').
         """
-        # An iterator may read each batch into the same arrays.
-        copy = not getattr(self._iterator, "arrays_are_new", False)
-        return self._rows.to_devices(self._take_next(), copy=copy)
+        return self._rows.to_devices(self._take_next(), copy=self._may_overwrite)
+
+    @property
+    def _may_overwrite(self) -> bool:
+        """Whether the iterator may read each batch into the same arrays."""
+        return not getattr(self._iterator, "arrays_are_new", False)
 
     def batch_for_step(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -134,7 +159,16 @@ class TrainBatches:
             self._iterator.act(step, functools.partial(predict, state))
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
-        return next(self)
+        count = self.sizes.drawn_at(step)
+        if count == 1:
+            return next(self)
+        taken = []
+        for _ in range(count):
+            batch = self._take_next()
+            if self._may_overwrite:
+                batch = {name: np.array(array) for name, array in batch.items()}
+            taken.append(batch)
+        return self._rows.join_on_devices(taken)
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
         """Sets how many batches to draw and discard before certain steps, by step."""

@@ -1,5 +1,6 @@
 """The assignment of a batch's rows to devices and processes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,6 +55,7 @@ class Rows:
         self._sharding = sharding
         # For each row on the devices, its index in `local_rows`.
         self._local_index = np.searchsorted(self.local_rows, rows)
+        self._rows = rows
 
     def to_devices(
         self, arrays: data.Arrays, *, copy: bool = False
@@ -75,6 +77,50 @@ class Rows:
             )
 
         return {name: put(array) for name, array in arrays.items()}
+
+    def join_on_devices(self, batches: Sequence[data.Arrays]) -> dict[str, jax.Array]:
+        """Puts this process's rows of several batches on its devices, as one batch.
+
+        A device holds its rows of the first batch, then those of the second, and so on.
+        So the rows of a replica do not depend on how many processes there are.
+
+        Args:
+          batches: the arrays by name, of each batch.
+        """
+
+        def put(name: str) -> jax.Array:
+            shape = (len(batches) * self.count, *batches[0][name].shape[1:])
+
+            def rows_of_device(index: Any) -> np.ndarray:
+                # A device's part of the joined batch begins where its part of one batch
+                # would, times the number of batches.
+                start, stop, _ = index[0].indices(shape[0])
+                part = slice(start // len(batches), stop // len(batches))
+                taken = [self._take(batch[name], (part,)) for batch in batches]
+                return np.concatenate(taken)
+
+            return jax.make_array_from_callback(shape, self._sharding, rows_of_device)
+
+        return {name: put(name) for name in batches[0]}
+
+    def origins(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where each row of a batch comes from that joins several.
+
+        Args:
+          count: the number of batches that are joined.
+
+        Returns:
+          For each row on the devices, the number of its batch, from 0, and its row
+          there. The rows of a group g begin at g * batch_size.
+        """
+        numbers = np.empty(count * self.count, int)
+        rows = np.empty(count * self.count, int)
+        for index in self._sharding.devices_indices_map(rows.shape).values():
+            start, stop, _ = index[0].indices(len(rows))
+            part = self._rows[start // count : stop // count]
+            numbers[index] = np.repeat(np.arange(count), len(part))
+            rows[index] = np.tile(part, count)
+        return numbers, rows
 
     def _take(self, array: np.ndarray, index: Any) -> np.ndarray:
         """Returns a device's rows, from the process's rows."""

@@ -18,6 +18,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from xshard import cli, errors
+from xshard.data import batch_sizes
 from xshard.dryrun import analysis, plan_search, summary
 from xshard.files import jsonfile
 from xshard.pod import exit_codes
@@ -79,6 +80,13 @@ def main(argv: Sequence[str]) -> int:
     if _SLICES.value is not None:
         with config.unlocked():
             config.update(slices=_SLICES.value)
+    largest = batch_sizes.BatchSizes.of(config).largest
+    if largest != config.batch_size:
+        # Memory is needed for the largest batch of a run.
+        logging.warning(
+            "Of batch_schedule, the largest batch is compiled: %d.", largest
+        )
+        config.update(batch_size=largest, batch_schedule=())
     if _PLAN.value:
         return plan_search.run(
             config,

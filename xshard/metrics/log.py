@@ -68,10 +68,13 @@ class Log:
         # FLOPs are counted with the first row. By then the devices are busy, so the
         # trace delays nothing.
         self._flops = functools.cache(
-            lambda: flops_lib.if_known(experiment, mesh, batches.shapes(), terminal.say)
+            lambda size: flops_lib.if_known(
+                experiment, mesh, batches.shapes(size), terminal.say
+            )
         )
         compute_dtype = jmp.get_policy(config.precision).compute_dtype
         self._peak = flops_lib.peak(mesh, compute_dtype)
+        self._sizes = batches.sizes
         self._epoch_examples = batches.epoch_examples
         # Process 0 alone has writers, while the log is open.
         self._writers: list[writers_lib.Writer] = []
@@ -139,11 +142,13 @@ class Log:
         row = with_skips(row)
         if self._epoch_examples is not None:
             # An experiment may log its own 'epoch', which takes precedence.
-            examples = step * self._config.batch_size
+            examples = self._sizes.examples(step)
             row.setdefault("epoch", examples / self._epoch_examples)
+        if self._sizes.others:
+            row.setdefault("batch_size", self._sizes.at(step))
         seconds = self._clock.seconds()
         rate = self._rate(step, seconds)
-        self._send(row | self._performance(rate, seconds))
+        self._send(row | self._performance(step, rate, seconds))
         self._terminal.row(rows_lib.numbers(row), rate)
         text = changes(self._before, row)
         if text:
@@ -218,10 +223,14 @@ class Log:
         # Two rows may reach the host at the same time.
         return (step - last_step) / max(paced - last_paced, 1e-9)
 
-    def _performance(self, rate: float, seconds: Mapping[str, float]) -> rows_lib.Row:
-        examples = self._config.batch_size * mesh_lib.num_groups(self._mesh)
+    def _performance(
+        self, step: int, rate: float, seconds: Mapping[str, float]
+    ) -> rows_lib.Row:
+        # A row during which the batch grew counts all of its steps as the last one.
+        size = self._sizes.at(step)
+        examples = size * mesh_lib.num_groups(self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
-        flops = self._flops()
+        flops = self._flops(size)
         if flops is not None:
             row["flops_per_second"] = rate * flops
             if self._peak is not None:

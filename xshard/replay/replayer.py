@@ -204,7 +204,9 @@ class Replayer:
         state = self._begin(keep.start - 1)
         restored = int(state.step)
         for number in range(restored + 1, keep.stop):
-            state = roll_backs.with_back_off(self._roll_backs, number, state)
+            state = roll_backs.with_update_scale(
+                self._roll_backs, self._batches.sizes, number, state
+            )
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = state
             if number in keep:
@@ -268,20 +270,20 @@ class Replayer:
         if not experiment_lib.overrides(self.experiment, "train_data"):
             return []
         examples = self.experiment.train_data()
-        size = self.config.batch_size
         numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
         # Batches that roll-backs passed over count too.
-        num_before = step - 1
+        num_skipped = 0
         for first_step, count in self._skips.items():
             if first_step <= step:
-                num_before += count
-        # Padding rows come after the rows of all groups.
-        num_rows = len(next(iter(batch.values())))
-        groups, places = np.divmod(np.arange(num_rows), size)
-        positions = num_before * size + places
+                num_skipped += count
+        size = self._batches.sizes.first
+        num_before, rows_of_batch = self._batches.origins(step)
+        groups, places = np.divmod(rows_of_batch, size)
+        positions = (num_skipped + num_before) * size + places
         of_groups = []
         for group in np.unique(groups).tolist():
             of_groups.append(numbers(group, positions[groups == group]))
+        # The groups follow one another.
         order = np.concatenate(of_groups)
         # A custom iterator may have another order, or transform examples. So the rows
         # are compared with the examples.

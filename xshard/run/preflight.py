@@ -17,7 +17,7 @@ from xshard import errors, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.data import batches
+from xshard.data import batch_sizes, batches
 from xshard.optimizers import cross_shard, layouts, trees
 from xshard.run import replica_analysis
 from xshard.stored import replica_state
@@ -60,7 +60,7 @@ def train_batches(
         experiment.train_batches,
         mesh,
         logical.of_config(config, mesh),
-        batch_size=config.batch_size,
+        batch_size=batch_sizes.BatchSizes.of(config),
         seed=config.seed,
         micro_batches=config.micro_batches,
     )
@@ -72,6 +72,7 @@ def programs(
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
     act: _PredictionCaller | None = None,
+    larger: Sequence[Mapping[str, jax.ShapeDtypeStruct]] = (),
 ) -> tuple[Any, Any]:
     """Returns the jitted training step and prediction, after tracing and checking them.
 
@@ -85,6 +86,7 @@ def programs(
       batch: the shapes of a batch for all groups.
       act: lets the training data act, given a function that predicts; None if the data
         does not act on the model.
+      larger: the shapes of the larger batches of the run.
 
     Raises:
       UserError: if a method of the experiment does not fit, or if a value that must be
@@ -104,11 +106,29 @@ def programs(
     replica_analysis.check_rules(experiment, mesh, state, batch, traced_step)
     if updates_in_shards:
         train_step.trace(state, batch)
+    if larger:
+        _check_no_rows_of_examples(experiment, state)
+    for larger_batch in larger:
+        train_step.trace(state, larger_batch)
     predict = jitted_predict(experiment, mesh)
     for traced in _traced_predictions(experiment, mesh, state, batch, act, predict):
         replica_analysis.check_prediction(experiment, mesh, traced)
         replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return train_step, predict
+
+
+def _check_no_rows_of_examples(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+) -> None:
+    """Raises UserError if the state has rows of examples, whose number is fixed."""
+    is_rows = lambda x: isinstance(x, experiment_lib.PerExample)
+    if any(map(is_rows, jax.tree.leaves(state.experiment, is_leaf=is_rows))):
+        where = validation.describe_method(experiment.init)
+        raise errors.UserError(
+            f"batch_schedule={experiment.config.batch_schedule} lets the batch grow, "
+            f"but {where} returns a state with a row for each example (PerExample), "
+            "such as environments: leave out batch_schedule."
+        )
 
 
 def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:

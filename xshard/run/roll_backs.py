@@ -28,6 +28,7 @@ import numpy as np
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard import state as state_lib
+from xshard.data import batch_sizes
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.learners.state import LearnerState
@@ -132,35 +133,45 @@ def batches_to_skip(entries: Sequence[RollBack]) -> dict[int, int]:
     return {step + 1: entry.num_skipped for step, entry in in_effect(entries).items()}
 
 
-def with_back_off(
-    entries: Mapping[int, RollBack], step: int, state: state_lib.TrainState
+def with_update_scale(
+    entries: Mapping[int, RollBack],
+    sizes: batch_sizes.BatchSizes,
+    step: int,
+    state: state_lib.TrainState,
 ) -> state_lib.TrainState:
-    """Returns the state for a step, with lowered updates after a roll-back.
+    """Returns the state for a step, with the factor on the updates from there on.
+
+    A roll-back lowers it, and it grows with the batch.
 
     Args:
       entries: the roll-backs that `in_effect` returns.
+      sizes: the sizes of the run's batches.
       step: the number of the step that is about to be made.
       state: the state after the previous step.
     """
-    entry = entries.get(step - 1)
-    if entry is None:
+    if step - 1 not in entries and not sizes.changes_at(step):
         return state
+    scale = sizes.factor(step)
+    before = [restored for restored in entries if restored < step]
+    if before:
+        # The newest one's factor contains those of all earlier roll-backs.
+        scale *= entries[max(before)].update_scale
 
-    def lowered(path: Any, x: jax.Array) -> jax.Array:
+    def scaled(path: Any, x: jax.Array) -> jax.Array:
         if not back_off.is_scale(path[-1].key):
             return x
         # Each process creates its own shards, because the array may extend over devices
         # of other processes.
-        value = np.full(x.shape, entry.update_scale, x.dtype)
+        value = np.full(x.shape, scale, x.dtype)
         return jax.make_array_from_callback(
             x.shape, x.sharding, lambda index: value[index]
         )
 
-    def lowered_learner(_: str, learner: LearnerState) -> LearnerState:
-        opt_state = jax.tree_util.tree_map_with_path(lowered, learner.opt_state)
+    def scaled_learner(_: str, learner: LearnerState) -> LearnerState:
+        opt_state = jax.tree_util.tree_map_with_path(scaled, learner.opt_state)
         return learner.replace(opt_state=opt_state)
 
-    return state_lib.map_learners(lowered_learner, state)
+    return state_lib.map_learners(scaled_learner, state)
 
 
 class RollBacks:
@@ -352,11 +363,11 @@ class RollBacks:
         """Returns whether the run has rolled back to the step before this one."""
         return step - 1 in self._in_effect
 
-    def with_back_off(
+    def with_update_scale(
         self, step: int, state: state_lib.TrainState
     ) -> state_lib.TrainState:
-        """Returns the state for a step, as the function `with_back_off` does."""
-        return with_back_off(self._in_effect, step, state)
+        """Returns the state for a step, as the function `with_update_scale` does."""
+        return with_update_scale(self._in_effect, self._batches.sizes, step, state)
 
     def row(self, step: int) -> rows_lib.Row:
         """Returns the row that names the batches skipped before a step.
@@ -374,7 +385,7 @@ class RollBacks:
 
     def _batches_drawn(self, step: int) -> int:
         """Returns the number of batches drawn up to a step, used or skipped."""
-        count = step
+        count = self._batches.sizes.drawn(step)
         for restored, entry in self._in_effect.items():
             if restored < step:
                 count += entry.num_skipped
@@ -441,6 +452,12 @@ def _check(
             f"roll_back.learning_rate_factor={options.learning_rate_factor} lowers the "
             "updates of rules made by OptaxOptimizer(..., backs_off=True), but this "
             "experiment has none: pass backs_off=True, or set the factor to 1."
+        )
+    if batches.sizes.factor(config.steps) != 1 and not _has_scale(target):
+        raise errors.UserError(
+            f"batch_learning_rate={config.batch_learning_rate!r} raises the updates of "
+            "rules made by OptaxOptimizer(..., backs_off=True), but this experiment "
+            "has none: pass backs_off=True, or set it to 'none'."
         )
 
 
