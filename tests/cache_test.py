@@ -1,11 +1,16 @@
 """Tests that a restart loads the programs that an earlier start compiled."""
 
+import os
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests import toy
-from xshard import jax_internals, loop
+from tests.checkpoint import harness as stores
+from tests.launch import harness
+from xshard import checkpoint, jax_internals, loop
 from xshard.files import compile_cache
 
 
@@ -46,15 +51,21 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
+def enabled(directory, say=print, **options):
+    """Returns the context with the cache that a run has in its work directory."""
+    store = checkpoint.Store(directory / compile_cache.FOLDER)
+    return compile_cache.enabled(store, say, **options)
+
+
 @pytest.mark.sample(0.4)
 def test_a_start_loads_what_the_previous_one_compiled(tmp_path, hits):
     folder = tmp_path / compile_cache.FOLDER
-    with compile_cache.enabled(tmp_path, print):
+    with enabled(tmp_path):
         compute(1)
     first = names(folder)
     assert any("lambda" in name for name in first)
     hits.clear()
-    with compile_cache.enabled(tmp_path, print):
+    with enabled(tmp_path):
         compute(1)
         assert hits
         compute(2)
@@ -63,21 +74,21 @@ def test_a_start_loads_what_the_previous_one_compiled(tmp_path, hits):
 
 
 def test_an_entry_that_a_kill_cut_off_is_compiled_with_a_warning(tmp_path):
-    with compile_cache.enabled(tmp_path, print):
+    with enabled(tmp_path):
         expected = compute(4)
     (entry,) = (tmp_path / compile_cache.FOLDER).glob("*lambda*-cache")
     content = entry.read_bytes()
     for length in (0, len(content) // 2, len(content) - 1):
         entry.write_bytes(content[:length])
         is_told = pytest.warns(UserWarning, match="Error reading persistent compil")
-        with compile_cache.enabled(tmp_path, print), is_told:
+        with enabled(tmp_path), is_told:
             assert compute(4) == expected
 
 
 def test_a_cache_that_cannot_be_used_does_not_end_the_run(tmp_path):
     lines = []
     (tmp_path / compile_cache.FOLDER).write_text("a file")
-    with compile_cache.enabled(tmp_path, lines.append):
+    with enabled(tmp_path, lines.append):
         assert compute(3)
     (line,) = lines
     assert "compiled programs are not cached for a restart" in line
@@ -85,7 +96,7 @@ def test_a_cache_that_cannot_be_used_does_not_end_the_run(tmp_path):
 
 def test_a_folder_that_the_user_configured_is_used(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    with compile_cache.enabled(tmp_path, print):
+    with enabled(tmp_path):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
     assert not (tmp_path / compile_cache.FOLDER).exists()
 
@@ -97,9 +108,69 @@ def test_a_run_caches_what_it_compiles(tmp_path):
     assert any("train_step" in name for name in names(tmp_path / compile_cache.FOLDER))
 
 
-def test_nothing_is_cached_with_several_cpu_devices(tmp_path, monkeypatch):
+def test_a_shared_cache_may_be_in_a_bucket(hits, monkeypatch):
+    with stores.gcs() as url:
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+        store = checkpoint.Store("gs://bucket/compiled/")
+        for is_second in (False, True):
+            hits.clear()
+            with compile_cache.enabled(store, print, is_shared=True):
+                compute(5)
+            assert bool(hits) == is_second
+        assert any("lambda" in name for name in store.names())
+
+
+def test_several_cpu_devices_need_programs_in_order(tmp_path, monkeypatch):
     monkeypatch.undo()
-    assert jax.device_count() == 8
-    with compile_cache.enabled(tmp_path, print):
+    lines = []
+    name, value = compile_cache.IN_ORDER_FLAG
+    # The tests run with the flag.
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with enabled(tmp_path, lines.append, is_shared=True):
         assert jax.config.jax_compilation_cache_dir is None
-    assert not (tmp_path / compile_cache.FOLDER).exists()
+    (line,) = lines
+    assert f"needs XLA_FLAGS=--{name}={value}" in line
+
+
+class Listening(toy.Toy):
+    """Writes JAX's events of compiled and of loaded programs to a file."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        directory = pathlib.Path(os.environ["XSHARD_TEST_EVENTS"])
+        self._file = directory / f"{jax.process_index()}"
+        jax.monitoring.register_event_listener(self._listen)
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, name, *_, **__):
+        with self._file.open("a") as file:
+            file.write(f"{name}\n")
+
+
+@pytest.mark.sample(0.3)
+def test_a_second_start_of_a_pod_loads_all_programs(tmp_path):
+    """Needs processes, whose keys of a program JAX may let differ."""
+    counts = {}
+    for start in (1, 2):
+        directory = tmp_path / str(start)
+        directory.mkdir()
+        command = [*harness.TOY, f"--workdir={directory / 'run'}"]
+        command += ["--config.experiment=tests.cache_test.Listening"]
+        command += [f"--config.compiled.directory={tmp_path / 'shared'}"]
+        environment = harness.environment(XSHARD_TEST_EVENTS=str(directory))
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        process = harness.launch(
+            "--num_processes=2", "--cpu_devices=2", command=command, env=environment
+        )
+        code, output = harness.finish(process)
+        assert code == 0, output
+        for index in (0, 1):
+            events = (directory / str(index)).read_text().split()
+            compiled = events.count("/jax/core/compile/backend_compile_duration")
+            loaded = events.count("/jax/compilation_cache/cache_hits")
+            counts[start, index] = (compiled, loaded)
+    for index in (0, 1):
+        assert counts[1, index][1] == 0
+        # JAX counts a program that it loads as compiled, too.
+        compiled, loaded = counts[2, index]
+        assert compiled == loaded > 0

@@ -575,6 +575,16 @@ KEYS = (
         may_change=True,
     ),
     Key(
+        "compiled.directory",
+        "",
+        "The directory of compiled programs, which all processes see: a path, "
+        "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER. Empty: the work directory, for a "
+        "run of one process.",
+        _text,
+        may_change=True,
+        is_optional=True,
+    ),
+    Key(
         "checkpoint.directory",
         "",
         "The directory of checkpoints: a path, gs://BUCKET/FOLDER or "

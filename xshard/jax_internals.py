@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import clusters, distributed
+from jax._src import cache_key, clusters, compilation_cache_interface, distributed
+from jax._src import compilation_cache as private_cache
 from jax._src import core as core_lib
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
@@ -245,6 +246,34 @@ def reset_compilation_cache() -> None:
     cache's folder does the same.
     """
     compilation_cache.reset_cache()
+    cache_key._hash_accelerator_config = _hash_devices_of_jax
+
+
+_hash_devices_of_jax = cache_key._hash_accelerator_config
+# The base class of a cache of compiled programs. JAX itself has caches in folders only.
+CompilationCache = compilation_cache_interface.CacheInterface
+
+
+def set_compilation_cache(cache: CompilationCache, chip: str) -> None:
+    """Makes JAX keep compiled programs in a cache, until the next reset.
+
+    Whether it looks there at all depends on `jax_compilation_cache_dir`. This can go
+    when JAX has caches in object stores without further packages, and when on CPUs the
+    keys of its programs no longer differ between processes.
+
+    Args:
+      cache: the cache.
+      chip: what programs are compiled for, with a CPU's instruction sets.
+    """
+    private_cache._cache = cache
+    private_cache._cache_initialized = True
+
+    def hash_chip(hash_obj: Any, accelerators: Any) -> None:
+        del accelerators
+        hash_obj.update(chip.encode())
+
+    if jax.default_backend() == "cpu":
+        cache_key._hash_accelerator_config = hash_chip
 
 
 def topology_devices(topology: str, **options: Any) -> list[jax.Device]:

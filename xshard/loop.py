@@ -235,13 +235,23 @@ class Run:
                     set_aside=self._plan.sets_aside,
                 )
                 stack.enter_context(claim)
-            cache = compile_cache.enabled(self.workdir.path, self.terminal.say)
-            stack.enter_context(cache)
+            stack.enter_context(self._compile_cache())
             stack.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
             stack.enter_context(self._resources)
             yield
+
+    def _compile_cache(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which compiled programs are cached."""
+        shared = self.config.get("compiled", {}).get("directory", "")
+        own = self.workdir.path / compile_cache.FOLDER
+        return compile_cache.enabled(
+            checkpoint.Store(shared or own),
+            self.terminal.say,
+            chip=self.provenance.chip,
+            is_shared=bool(shared),
+        )
 
     def complete(
         self,

@@ -1,65 +1,135 @@
-"""The compilation cache in a run's work directory, so that a restart need not compile.
+"""The cache of compiled programs, so that a restart need not compile.
 
-A start that was killed while JAX wrote an entry may leave the entry incomplete. JAX
-cannot decompress it, so it warns, and compiles that program.
+It lies in the work directory, or in a store that several processes and runs share. Only
+process 0 writes, since all processes compile the same programs.
 """
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-from xshard import jax_internals
+from xshard import errors, jax_internals
 
 FOLDER = "compiled"
-# Programs that compile faster than this are not cached.
+# With its value, the flag of XLA without which `_may_deadlock`.
+IN_ORDER_FLAG = ("xla_cpu_enable_concurrency_optimized_scheduler", "false")
+# In the work directory, programs that compile faster than this are not cached.
 _LEAST_SECONDS = 0.2
 _DIRECTORY = "jax_compilation_cache_dir"
 
 
+class Store(Protocol):
+    """What the cache needs of a store: see `xshard.checkpoint.Store`."""
+
+    url: str
+    path: pathlib.Path | None
+
+    def read(self, name: str) -> bytes | None:
+        """Reads an object; returns None if it does not exist."""
+
+    def create(self, name: str, content: bytes) -> None:
+        """Creates an object atomically."""
+
+
+class _Cache(jax_internals.CompilationCache):
+    """Compiled programs in a store, by JAX's keys.
+
+    JAX warns of an error in either method, and compiles.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        # JAX names it when it closes the cache.
+        self._path = pathlib.Path(store.url)
+
+    def get(self, key: str) -> bytes | None:
+        return self._store.read(_name(key))
+
+    def put(self, key: str, value: bytes) -> None:
+        # Another run may have stored the same program meanwhile, in other bytes, which
+        # serve as well. A program that cannot be loaded is replaced only by hand.
+        if self._store.read(_name(key)) is None:
+            self._store.create(_name(key), value)
+
+
+def _name(key: str) -> str:
+    # As JAX names the files of its own caches.
+    return f"{key}-cache"
+
+
 @contextlib.contextmanager
-def enabled(directory: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Makes JAX cache compiled programs in the work directory, within the context.
+def enabled(
+    store: Store, say: Callable[[str], None], *, chip: str = "", is_shared: bool = False
+) -> Iterator[None]:
+    """Makes JAX cache compiled programs in a store, within the context.
 
     If another cache is configured, that one is used: JAX_COMPILATION_CACHE_DIR selects
     another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 
-    With several processes there is no cache by default: a process that compiles while
-    another loads may wait for it, so you must name a folder that all processes see.
-    With several CPU devices there is none either; see `_may_deadlock`.
+    With several processes there is no cache unless it is shared: a process that
+    compiles while another loads may wait for it. With several CPU devices there may be
+    none either; see `_may_deadlock`.
 
     Args:
-      directory: a work directory in which no other process runs.
-      say: called with the reason if the cache cannot be used. The run continues without
+      store: where the programs are kept.
+      say: called with the reason if a cache cannot be used. The run continues without
         it.
+      chip: what programs are compiled for, with a CPU's instruction sets.
+      is_shared: whether all processes see the store. Then all programs are cached,
+        however fast they compile.
     """
     configured = jax.config.values
-    is_ours = not configured[_DIRECTORY] and configured["jax_enable_compilation_cache"]
-    if not is_ours or jax.process_count() > 1 or _may_deadlock():
+    if not configured["jax_enable_compilation_cache"]:
         yield
         return
-    folder = directory / FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as e:
-        say(f"compiled programs are not cached for a restart: {e}")
+    reason = ""
+    if configured[_DIRECTORY]:
+        reason = f"JAX_COMPILATION_CACHE_DIR={configured[_DIRECTORY]} is used"
+    elif _may_deadlock():
+        name, value = IN_ORDER_FLAG
+        reason = f"with several CPU devices it needs XLA_FLAGS=--{name}={value}"
+    elif jax.process_count() > 1 and not is_shared:
+        reason = "the processes may not all see it"
+    if not reason:
+        try:
+            _check(store)
+        except (OSError, errors.UserError) as e:
+            say(f"compiled programs are not cached for a restart: {e}")
+            yield
+            return
+    elif is_shared:
+        say(f"compiled programs are not cached in {store.url}: {reason}")
+    if reason:
         yield
         return
     settings = {
-        _DIRECTORY: str(folder),
-        "jax_persistent_cache_min_compile_time_secs": _LEAST_SECONDS,
+        # JAX only asks whether this is set.
+        _DIRECTORY: store.url,
+        "jax_persistent_cache_min_compile_time_secs": 0
+        if is_shared
+        else _LEAST_SECONDS,
         # XLA's own caches would put the folder's path into the keys of all entries, so
         # they would not be found in a work directory that was moved.
         "jax_persistent_cache_enable_xla_caches": "none",
     }
     before = {name: configured[name] for name in settings}
     _set(settings)
+    jax_internals.set_compilation_cache(_Cache(store), chip)
     try:
         yield
     finally:
         _set(before)
+
+
+def _check(store: Store) -> None:
+    """Raises an error if a store cannot be used."""
+    if store.path is not None:
+        store.path.mkdir(parents=True, exist_ok=True)
+    store.read(_name("none"))
 
 
 def _may_deadlock() -> bool:
@@ -67,9 +137,13 @@ def _may_deadlock() -> bool:
 
     XLA on CPUs runs the collectives of a program that it compiled one by one, in the
     same order on all devices. In a program loaded from the cache, independent
-    collectives start in any order (observed with jaxlib 0.10.2).
+    collectives start in any order (observed with jaxlib 0.10.2), unless a flag turns
+    that scheduler off.
     """
-    return jax.default_backend() == "cpu" and jax.device_count() > 1
+    if jax.default_backend() != "cpu" or jax.device_count() == 1:
+        return False
+    name, value = IN_ORDER_FLAG
+    return f"--{name}={value}" not in os.environ.get("XLA_FLAGS", "")
 
 
 def _set(settings: dict[str, Any]) -> None:

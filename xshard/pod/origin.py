@@ -17,6 +17,7 @@ import ml_collections
 
 from xshard import config as config_lib
 from xshard import logical
+from xshard.files import compile_cache
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 from xshard.pod import host_collectives
@@ -137,6 +138,8 @@ def set_up_backends(config: Any, cpu_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if _may_have_gpu():
         _add_flag(_GPU_FLAG, "true")
+    if config.get("compiled", {}).get("directory", ""):
+        _add_flag(*compile_cache.IN_ORDER_FLAG)
     if not logical.is_exact(config):
         return
     # XLA divides a large matrix product among its threads, and rounds differently near
