@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import tests
 from tests import toy
 from tests.checkpoint import harness as stores
 from tests.launch import harness
@@ -20,8 +21,6 @@ def no_cache(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0)
-    # The cache is used on one device only; the tests have eight.
-    monkeypatch.setattr(compile_cache, "_may_deadlock", lambda: False)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
     jax_internals.reset_compilation_cache()
@@ -54,7 +53,14 @@ def names(folder):
 def enabled(directory, say=print, **options):
     """Returns the context with the cache that a run has in its work directory."""
     store = checkpoint.Store(directory / compile_cache.FOLDER)
-    return compile_cache.enabled(store, say, **options)
+    return cache(store, say, **options)
+
+
+def cache(store, say=print, *, flags=tests.XLA_FLAGS, is_shared=False):
+    """Returns the context with a cache in a store."""
+    return compile_cache.enabled(
+        store, say, flags=flags, chip="cpu", is_shared=is_shared
+    )
 
 
 @pytest.mark.sample(0.4)
@@ -114,19 +120,16 @@ def test_a_shared_cache_may_be_in_a_bucket(hits, monkeypatch):
         store = checkpoint.Store("gs://bucket/compiled/")
         for is_second in (False, True):
             hits.clear()
-            with compile_cache.enabled(store, print, is_shared=True):
+            with cache(store, is_shared=True):
                 compute(5)
             assert bool(hits) == is_second
         assert any("lambda" in name for name in store.names())
 
 
-def test_several_cpu_devices_need_programs_in_order(tmp_path, monkeypatch):
-    monkeypatch.undo()
+def test_several_cpu_devices_need_programs_in_order(tmp_path):
     lines = []
     name, value = compile_cache.IN_ORDER_FLAG
-    # The tests run with the flag.
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with enabled(tmp_path, lines.append, is_shared=True):
+    with enabled(tmp_path, lines.append, flags="", is_shared=True):
         assert jax.config.jax_compilation_cache_dir is None
     (line,) = lines
     assert f"needs XLA_FLAGS=--{name}={value}" in line

@@ -249,6 +249,7 @@ class Run:
         return compile_cache.enabled(
             checkpoint.Store(shared or own),
             self.terminal.say,
+            flags=self.provenance.flags,
             chip=self.provenance.chip,
             is_shared=bool(shared),
         )

@@ -5,7 +5,6 @@ process 0 writes, since all processes compile the same programs.
 """
 
 import contextlib
-import os
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -63,7 +62,12 @@ def _name(key: str) -> str:
 
 @contextlib.contextmanager
 def enabled(
-    store: Store, say: Callable[[str], None], *, chip: str = "", is_shared: bool = False
+    store: Store,
+    say: Callable[[str], None],
+    *,
+    flags: str,
+    chip: str,
+    is_shared: bool,
 ) -> Iterator[None]:
     """Makes JAX cache compiled programs in a store, within the context.
 
@@ -78,6 +82,7 @@ def enabled(
       store: where the programs are kept.
       say: called with the reason if a cache cannot be used. The run continues without
         it.
+      flags: XLA's flags.
       chip: what programs are compiled for, with a CPU's instruction sets.
       is_shared: whether all processes see the store. Then all programs are cached,
         however fast they compile.
@@ -89,7 +94,7 @@ def enabled(
     reason = ""
     if configured[_DIRECTORY]:
         reason = f"JAX_COMPILATION_CACHE_DIR={configured[_DIRECTORY]} is used"
-    elif _may_deadlock():
+    elif _may_deadlock(flags):
         name, value = IN_ORDER_FLAG
         reason = f"with several CPU devices it needs XLA_FLAGS=--{name}={value}"
     elif jax.process_count() > 1 and not is_shared:
@@ -132,7 +137,7 @@ def _check(store: Store) -> None:
     store.read(_name("none"))
 
 
-def _may_deadlock() -> bool:
+def _may_deadlock(flags: str) -> bool:
     """Returns whether a program that is loaded from the cache might deadlock.
 
     XLA on CPUs runs the collectives of a program that it compiled one by one, in the
@@ -143,7 +148,7 @@ def _may_deadlock() -> bool:
     if jax.default_backend() != "cpu" or jax.device_count() == 1:
         return False
     name, value = IN_ORDER_FLAG
-    return f"--{name}={value}" not in os.environ.get("XLA_FLAGS", "")
+    return f"--{name}={value}" not in flags
 
 
 def _set(settings: dict[str, Any]) -> None:
