@@ -202,7 +202,7 @@ def batch_of(config, groups):
     ],
     ids=str,
 )
-def test_a_step_counts_as_three_forward_passes_on_all_devices(changes):
+def test_a_step_counts_on_all_devices(changes):
     config = toy.get_config()
     groups = changes.pop("group_assignment", ())
     config.group_assignment = groups
@@ -211,10 +211,10 @@ def test_a_step_counts_as_three_forward_passes_on_all_devices(changes):
         groups or None, slices=config.slices, model=config.model_parallel
     )
     experiment = experiment_lib.load(config.experiment)(config)
-    expected = 3 * 2 * 16 * (3 * 16 + 16) * (len(groups) or 1)
+    # Each product counts three times, but for the gradient of the network's input.
+    expected = 2 * 16 * (2 * 3 * 16 + 3 * 16) * (len(groups) or 1)
     batch = batch_of(config, groups)
     assert flops.step(experiment, the_mesh, batch) == expected
-    assert flops.forward(experiment, the_mesh, batch) * 3 == expected
 
 
 class Frozen(toy.Wide):
@@ -240,6 +240,37 @@ def test_gradients_of_frozen_parameters_do_not_count(frozen, backward):
     )
 
 
+class Stacked(toy.Toy):
+    """Has two equal layers, which a scan computes and the backward pass computes again,
+    between its first layer and its last.
+    """
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        x = hk.Linear(16, name="first")(batch["x"])
+        layers = hk.experimental.layer_stack(2, name="layers")
+        x = layers(hk.remat(hk.Linear(16, name="middle")))(x)
+        return hk.Linear(1, name="last")(x)[:, 0]
+
+    def frozen(self):
+        return self.config.frozen
+
+
+@pytest.mark.parametrize(
+    "frozen, first, middle, last",
+    # How often the products of each layer count.
+    [("", 2, 3, 3), ("middle", 2, 2, 3), ("first|middle", 1, 1, 2), ("last", 2, 3, 2)],
+)
+def test_frozen_layers_count_no_gradients_in_scans_and_recomputation(
+    frozen, first, middle, last
+):
+    config = toy.get_config()
+    config.frozen = frozen
+    counted = flops.step(Stacked(config), mesh.make_mesh(), batch_of(config, ()))
+    products = first * 3 * 16 + middle * 2 * 16 * 16 + last * 16
+    assert counted == 2 * 16 * products
+
+
 def test_a_step_s_flops_take_the_batches_of_a_run():
     config = toy.get_config()
     experiment = toy.Wide(config)
@@ -247,18 +278,21 @@ def test_a_step_s_flops_take_the_batches_of_a_run():
     train = batches.TrainBatches(
         experiment.train_batches, the_mesh, batch_size=16, seed=0
     )
-    assert flops.step(experiment, the_mesh, next(train)) == 3 * 2 * 16 * (3 * 16 + 16)
+    counted = flops.step(experiment, the_mesh, next(train))
+    assert counted == 2 * 16 * (2 * 3 * 16 + 3 * 16)
 
 
 def test_the_flops_of_digits():
     config = digits.get_config()
     experiment = experiment_lib.load(config.experiment)(config)
     with jax.numpy_dtype_promotion("standard"):
-        counted = flops.forward(experiment, mesh.make_mesh(), batch_of(config, ()))
+        counted = flops.step(experiment, mesh.make_mesh(), batch_of(config, ()))
     # The padding of the 3 x 3 convolutions does not count. At 8 x 8 positions, 22 of 24
     # rows and columns are left, with 24 features; at 4 x 4 positions, 11 of 12, with 48
     # features. Dense layers map 4 x 4 x 48 to 96 to 10.
-    assert counted == 2 * 128 * (22 * 22 * 24 + 11 * 11 * 24 * 48 + 768 * 96 + 96 * 10)
+    first = 22 * 22 * 24
+    others = 11 * 11 * 24 * 48 + 768 * 96 + 96 * 10
+    assert counted == 2 * 128 * (2 * first + 3 * others)
 
 
 class Devices:

@@ -1,11 +1,12 @@
 """The model FLOPs of a training step: its matrix products and convolutions.
 
 They are counted in the trace of the forward pass, so recomputation to save memory and
-XLA's transformations do not count. A step counts three times its forward pass, because
-the backward pass has one product for the gradient of each of a product's two operands.
+XLA's transformations do not count. The backward pass has one more product for the
+gradient of each operand that depends on a trained parameter: two of most products, one
+of those with the network's input, and none of those before the first trained layer.
 
 Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
-appendix B, https://arxiv.org/abs/2204.02311.
+appendix B, https://arxiv.org/abs/2204.02311, which counts two for every product.
 """
 
 import math
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xshard import errors, jax_internals, supervised
@@ -23,6 +25,7 @@ from xshard import step as step_lib
 from xshard.data import batches
 from xshard.learners import run_context
 from xshard.metrics import chips
+from xshard.optimizers import trees
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:
@@ -48,15 +51,22 @@ def of(f: Callable[..., Any], *args: Any) -> int:
       ValueError: if a product is in a `while` loop, since its number of iterations is
         unknown.
     """
-    return _of_jaxpr(jax.make_jaxpr(f)(*args).jaxpr)
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    count, _ = _of_jaxpr(jaxpr, [False] * len(jaxpr.invars))
+    return count
 
 
-def forward(
-    experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
+def step(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    batch: Mapping[str, Any],
 ) -> int:
-    """Returns the FLOPs of a training step's forward pass up to the loss.
+    """Returns the model FLOPs of a training step, of all groups and devices together.
 
-    They are those of all groups and devices together.
+    For a `Supervised` experiment these are the products of the forward pass up to the
+    loss, and those of the backward pass that its trained parameters need. For others it
+    counts all products in the step's program, including recomputation for the backward
+    pass.
 
     Args:
       experiment: the run's experiment.
@@ -66,6 +76,15 @@ def forward(
     Raises:
       ValueError: as for `of`.
     """
+    if isinstance(experiment, supervised.Supervised):
+        return _of_supervised(experiment, mesh, batch)
+    state = state_lib.abstract_state(experiment, mesh, 0, _example(batch))
+    return of(step_lib.make_train_step(experiment, mesh), state, batch)
+
+
+def _of_supervised(
+    experiment: supervised.Supervised, mesh: jax.sharding.Mesh, batch: Mapping[str, Any]
+) -> int:
     parts = experiment.config.micro_batches
     # The network computes one micro-batch at a time.
     rows = next(iter(batch.values())).shape[0]
@@ -94,25 +113,19 @@ def forward(
     mapped = mesh_lib.on_replicas(
         local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split
     )
-    return parts * of(mapped, state, micro_batch, key)
+    trained = trees.select(
+        state.params, trees.unfrozen(state.params, experiment.frozen())
+    )
 
+    def is_trained(path: tuple[Any, ...], _: Any) -> bool:
+        kind, _, name = trees.path_name(path).partition("/")
+        return kind == "params" and name in trained
 
-def step(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    batch: Mapping[str, Any],
-) -> int:
-    """Returns the model FLOPs of a training step, of all groups and devices together.
-
-    For a `Supervised` experiment this is three times `forward`, which describes the
-    arguments and errors. For others, and with frozen parameters, whose gradients are
-    not computed, it counts all products in the step's program, including recomputation
-    for the backward pass.
-    """
-    if isinstance(experiment, supervised.Supervised) and not experiment.frozen():
-        return 3 * forward(experiment, mesh, batch)
-    state = state_lib.abstract_state(experiment, mesh, 0, _example(batch))
-    return of(step_lib.make_train_step(experiment, mesh), state, batch)
+    depends = jax.tree_util.tree_map_with_path(is_trained, state)
+    others = jax.tree.map(lambda _: False, (micro_batch, key))
+    jaxpr = jax.make_jaxpr(mapped)(state, micro_batch, key).jaxpr
+    count, _ = _of_jaxpr(jaxpr, jax.tree.leaves((depends, *others)))
+    return parts * count
 
 
 def _example(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -162,32 +175,94 @@ def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     return total
 
 
-def _of_jaxpr(jaxpr: jax_internals.Jaxpr) -> int:
-    return sum(map(_of_equation, jaxpr.eqns))
+def _of_jaxpr(
+    jaxpr: jax_internals.Jaxpr, depends: Sequence[bool]
+) -> tuple[int, list[bool]]:
+    """Counts the FLOPs of a program and of its backward pass.
+
+    Args:
+      jaxpr: the program.
+      depends: for each of its inputs, whether it depends on a trained parameter.
+
+    Returns:
+      The FLOPs, and for each output whether it depends on a trained parameter.
+    """
+    known = dict(zip(jaxpr.invars, depends, strict=True))
+
+    def lookup(variables: Sequence[Any]) -> list[bool]:
+        # Literals and constants depend on nothing.
+        is_literal = lambda x: isinstance(x, jax_internals.Literal)
+        return [not is_literal(x) and known.get(x, False) for x in variables]
+
+    total = 0
+    for eqn in jaxpr.eqns:
+        count, outputs = _of_equation(eqn, lookup(eqn.invars))
+        total += count
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return total, lookup(jaxpr.outvars)
 
 
-def _of_equation(eqn: Any) -> int:
+def _of_equation(eqn: Any, depends: list[bool]) -> tuple[int, list[bool]]:
+    """Counts an equation as `_of_jaxpr` counts a program."""
     name = eqn.primitive.name
-    params = eqn.params
+    outputs = [False] * len(eqn.outvars)
+    if any(depends) and name not in _WITHOUT_DERIVATIVE:
+        outputs = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
     if name in _COUNTED:
-        return _COUNTED[name](eqn)
-    inner = [_of_jaxpr(jaxpr) for jaxpr in jax_internals.inner_programs(eqn)]
-    if not any(inner):
-        return 0
+        # The operands come first; a ragged product also has the sizes of its groups.
+        return _COUNTED[name](eqn) * (1 + sum(depends[:2])), outputs
+    programs = list(jax_internals.inner_programs(eqn))
+    if name == "scan":
+        return _of_scan(eqn, programs[0], depends)
     if name == "cond":
-        # One branch runs. The data, or the backend, decides which one. The platform
-        # of a default branch is None.
-        platforms = params.get("branches_platforms") or ()
-        if None in platforms:
-            return inner[platforms.index(None)]
-        return max(inner)
-    if name == "while":
+        return _of_cond(eqn, programs, depends[1:])
+    if len(programs) == 1 and len(programs[0].invars) == len(depends):
+        count, outputs = _of_jaxpr(programs[0], depends)
+        return count * _times(name, eqn.params), outputs
+    # A kernel or a loop, whose inputs do not correspond to those of the equation.
+    total = 0
+    for program in programs:
+        total += _of_jaxpr(program, [False] * len(program.invars))[0]
+    if total and name == "while":
         raise errors.UserError(
             "There is a matrix product in a while loop whose number of iterations is "
             "unknown: its model FLOPs cannot be counted. Use jax.lax.scan, or "
             "jax.lax.fori_loop with bounds that are Python integers."
         )
-    return sum(inner) * _times(name, params)
+    if any(outputs):
+        # As if both operands of each of its products depended on the parameters.
+        total *= 3
+    return total * _times(name, eqn.params), outputs
+
+
+def _of_scan(
+    eqn: Any, body: jax_internals.Jaxpr, depends: list[bool]
+) -> tuple[int, list[bool]]:
+    num_consts, num_carried = jax_internals.scan_counts(eqn)
+    depends = list(depends)
+    carried = slice(num_consts, num_consts + num_carried)
+    while True:
+        count, outputs = _of_jaxpr(body, depends)
+        # What an iteration makes dependent is dependent in the next one.
+        pairs = zip(depends[carried], outputs[:num_carried], strict=True)
+        joined = [before or after for before, after in pairs]
+        if joined == depends[carried]:
+            return count * _times("scan", eqn.params), outputs
+        depends[carried] = joined
+
+
+def _of_cond(
+    eqn: Any, branches: Sequence[jax_internals.Jaxpr], depends: list[bool]
+) -> tuple[int, list[bool]]:
+    counted = [_of_jaxpr(branch, depends) for branch in branches]
+    counts = [count for count, _ in counted]
+    outputs = [any(x) for x in zip(*(outputs for _, outputs in counted), strict=True)]
+    # One branch runs. The data, or the backend, decides which one. The platform of a
+    # default branch is None.
+    platforms = eqn.params.get("branches_platforms") or ()
+    if None in platforms:
+        return counts[platforms.index(None)], outputs
+    return max(counts), outputs
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
@@ -304,6 +379,8 @@ def taps(
     return count
 
 
+# What a derivative does not pass.
+_WITHOUT_DERIVATIVE = ("stop_gradient",)
 _COUNTED: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
