@@ -610,6 +610,12 @@ KEYS = (
         "Keep every checkpoint at a step that is a multiple of this; 0: none.",
     ),
     Key(
+        "checkpoint.keep_hours",
+        0.0,
+        "Keep the first checkpoint, and one of each so many hours after it; 0: none.",
+        is_optional=True,
+    ),
+    Key(
         "checkpoint.keep_best",
         0,
         "The number of best checkpoints to keep, by `best_metric`.",

@@ -39,6 +39,49 @@ def test_the_rules_select_the_steps_to_keep(keep, kept):
     assert keep.kept(present) == kept
 
 
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize(
+    "hours, times, kept",
+    [
+        (1, [0.0, 0.5, 1.0, 1.6, 2.4, 2.5], [1, 3, 5]),
+        (0.5, [0.0, 0.5, 1.0, 1.6, 1.7], [1, 2, 3, 4]),
+        # The clock is set back by two hours.
+        (1, [5.0, 5.9, 3.9, 4.5, 4.9], [1, 3, 5]),
+        # A damaged checkpoint has no time.
+        (1, [0.0, None, 1.5, 1.6], [1, 3]),
+        (0, [0.0, 9.0], []),
+    ],
+)
+def test_one_checkpoint_of_each_few_hours_is_kept(hours, times, kept):
+    keep = checkpoint.Keep(1, hours=hours)
+    present = []
+    for step, time in enumerate(times, 1):
+        seconds = None if time is None else 1e9 + time * HOUR
+        present.append(retention.Saved(step, time=seconds))
+        # What is deleted after each save changes nothing about what is kept later.
+        present = [x for x in present if x.step in keep.kept(present)]
+    assert {x.step for x in present} == {*kept, len(times)}
+
+
+@pytest.mark.parametrize("hours", [-1, "2", True, float("nan"), float("inf")])
+def test_hours_that_are_no_number_are_refused(hours):
+    with pytest.raises(checkpoint.CheckpointError, match="keep_hours=.*at least 0"):
+        checkpoint.Keep(1, hours=hours)
+
+
+def test_a_manager_keeps_checkpoints_by_their_time(tmp_path, monkeypatch):
+    now = [1e9]
+    monkeypatch.setattr(writer.time, "time", lambda: now[0])
+    manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1, hours=1))
+    for step in range(1, 6):
+        save(manager, step, STATE)
+        manager.wait()
+        now[0] += 0.4 * HOUR
+    assert manager.all_steps() == [1, 4, 5]
+
+
 def test_a_pinned_checkpoint_is_kept():
     present = [retention.Saved(1, pinned=True), *saved(s2=1.0, s3=1.0)]
     assert checkpoint.Keep(1).kept(present) == {1, 3}

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from xshard import data, mesh
-from xshard.data import batches, pipelines, text
+from xshard import data, errors, mesh
+from xshard.data import batch_sizes, batches, pipelines, text
 
 LENGTH = 8
 NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -260,3 +260,86 @@ def test_a_checkpoint_restores_the_streams_of_other_processes():
     lacking = [{"step": 3, "iterator": saved(pod)[0]}]
     with pytest.raises(ValueError, match="lacks the streams 0/1, 0/2, 0/3"):
         train.restore(lacking)
+
+
+TABLE = [(0, [3, 1]), (5, [0, 1]), (9, [1, 1])]
+
+
+def scheduled(stream):
+    """Mixes rows of two sources by a table."""
+    sources = [
+        packed(stream),
+        packed(dataclasses.replace(stream, seed=1)).map(negative),
+    ]
+    return pipelines.Mix(sources, TABLE, stream)
+
+
+def is_second(batch):
+    """Returns which rows of a batch come from the second source."""
+    # Token 0 is neither positive nor negative.
+    return np.any(batch["text"] < 0, axis=1)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_each_batch_has_the_proportions_of_the_table(count):
+    found = [is_second(batch) for batch in read(start(1, scheduled, count), 13)]
+    shares = np.mean(found, axis=1)
+    assert set(shares[5:9]) == {1.0}
+    for begin, end, share in ((0, 5, 1 / 4), (9, 13, 1 / 2)):
+        # A batch has eight rows, of which at most one too few or too many.
+        np.testing.assert_allclose(shares[begin:end], share, atol=1 / 8)
+        # And all of them together hardly more.
+        np.testing.assert_allclose(np.mean(shares[begin:end]), share, atol=1 / 20)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 9, 10])
+def test_a_mix_resumes_at_any_row_on_other_processes(stop):
+    expected = read(start(1, scheduled), 12)
+    pod = start(2, scheduled)
+    begun = read(pod, stop)
+    resumed = restored(saved(pod), 4, make=scheduled)
+    for batch, other in zip(begun + read(resumed, 12 - stop), expected, strict=True):
+        np.testing.assert_equal(batch, other)
+
+
+def test_the_table_counts_steps_of_batches_that_grow():
+    sizes = batch_sizes.BatchSizes(8, ((3, 16),))
+    part = dataclasses.replace(parts(1)[0], sizes=sizes)
+    streams = pipelines.Streams(scheduled, 4, part)
+    found = [is_second(next(streams)).mean() for _ in range(3 + 2 * 7)]
+    # Steps 4 to 9 take two batches each.
+    assert found[:7].count(1.0) == 0
+    assert found[7:15] == 8 * [1.0]
+    assert found[15:].count(1.0) == 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        5,
+        [(1, [1, 1])],
+        [(0, [1, 1]), (0, [1, 1])],
+        [(0, [1, 1, 1])],
+        [(0, [0, 0])],
+        [(0, [-1, 2])],
+        [(0, [float("nan"), 1])],
+        [(0, [1, 1]), (2.5, [1, 1])],
+        [(0, 1)],
+    ],
+    ids=str,
+)
+def test_a_table_that_is_none_is_refused(table):
+    stream = pipelines.Stream(0, 1, 0)
+    with pytest.raises(errors.UserError, match="The table .* must be rows"):
+        pipelines.Mix([[], []], table, stream)
+
+
+def test_a_mix_refuses_the_state_of_another_iterator():
+    stream = pipelines.Stream(0, 1, 0)
+    rows = iter(scheduled(stream))
+    state = rows.get_state()
+    with pytest.raises(errors.UserError, match="no pipelines.Mix wrote"):
+        rows.set_state({"next": 3})
+    with pytest.raises(errors.UserError, match="a mix of 3 datasets"):
+        rows.set_state({**state, "datasets": [*state["datasets"], {}]})

@@ -879,18 +879,24 @@ class Manager:
     def _for_rules(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
         """Describes a checkpoint for the retention rules."""
         metric = None
-        if self._keep.best:
+        saved_at = None
+        if self._keep.best or self._keep.hours:
             # A damaged checkpoint has no metric. One that cannot be read raises, and
             # then nothing is deleted: it may be the best.
             with contextlib.suppress(metadata_files.DamagedError):
                 commit = metadata_files.read_commit(attempt)
                 metric = commit.metrics.get(self._keep.metric)
+                saved_at = commit.time
         is_finite = self._must_be_finite is None or not self._nonfinite_paths(attempt)
         # A link means that a person moved the checkpoint elsewhere, and only that
         # person may delete it.
         is_pinned = format_lib.PINNED in attempt.marks or attempt.is_link
         return retention.Saved(
-            step=attempt.step, metric=metric, pinned=is_pinned, finite=is_finite
+            step=attempt.step,
+            metric=metric,
+            pinned=is_pinned,
+            finite=is_finite,
+            time=saved_at,
         )
 
     # Restoring.

@@ -16,12 +16,14 @@ class Saved(NamedTuple):
       metric: the metric by which the best is chosen; None if it was saved without one.
       pinned: whether a person has pinned it.
       finite: whether no checked array is known to be nonfinite.
+      time: when it was saved, in seconds since 1970; None if that is unknown.
     """
 
     step: int
     metric: float | None = None
     pinned: bool = False
     finite: bool = True
+    time: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Keep:
       mode: 'max' if larger values are better, or 'min'.
       newest_of: keeps the newest checkpoint whose step is a multiple of this number, to
         which a run may roll back; 0: none.
+      hours: keeps the first checkpoint, and each first one that is so many hours
+        younger than the one kept before; 0: none. Source: `tf.compat.v1.train.Saver`,
+        keep_checkpoint_every_n_hours.
     """
 
     last: int
@@ -47,6 +52,7 @@ class Keep:
     metric: str = ""
     mode: str = "max"
     newest_of: int = 0
+    hours: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -58,6 +64,12 @@ class Keep:
                     f"checkpoint.keep_{name}={value!r} must be an integer of at least "
                     f"{least}."
                 )
+        is_number = isinstance(self.hours, int | float)
+        if not is_number or isinstance(self.hours, bool) or not 0 <= self.hours < 1e9:
+            raise store_lib.CheckpointError(
+                f"checkpoint.keep_hours={self.hours!r} must be a number of at least 0; "
+                "0 keeps none."
+            )
         if self.best and (not self.metric or self.mode not in ("max", "min")):
             raise store_lib.CheckpointError(
                 f"checkpoint.keep_best={self.best} needs best_metric, the name of a "
@@ -70,6 +82,7 @@ class Keep:
         steps = sorted(checkpoint.step for checkpoint in saved)
         kept = set(steps[-self.last :])
         kept.update(self.best_steps(saved))
+        kept.update(self._steps_by_time(saved))
         # A run can only fail again from a nonfinite checkpoint, so newer ones must not
         # replace the last finite one.
         finite = sorted(checkpoint.step for checkpoint in saved if checkpoint.finite)
@@ -82,6 +95,24 @@ class Keep:
             if checkpoint.pinned or is_due:
                 kept.add(checkpoint.step)
         return kept
+
+    def _steps_by_time(self, saved: Sequence[Saved]) -> list[int]:
+        """Lists the steps that `hours` keeps.
+
+        Each of them stays in the list when later ones are saved, or others deleted.
+        """
+        if not self.hours:
+            return []
+        steps = []
+        last = -math.inf
+        for checkpoint in sorted(saved, key=lambda checkpoint: checkpoint.step):
+            if checkpoint.time is None:
+                continue
+            # A clock that was set back must not end the rule until that time is over.
+            if abs(checkpoint.time - last) >= 3600 * self.hours:
+                steps.append(checkpoint.step)
+                last = checkpoint.time
+        return steps
 
     def best_steps(self, saved: Sequence[Saved]) -> list[int]:
         """Lists the steps that are kept as the best, best first.

@@ -83,7 +83,9 @@ class TrainBatches:
         for group in range(groups):
             rows_of_group = local_rows[local_rows // batch_size == group]
             rows_of_groups.append(rows_of_group - group * batch_size)
-        part = data.Part(batch_size, rows=tuple(rows_of_groups), seed=seed)
+        part = data.Part(
+            batch_size, rows=tuple(rows_of_groups), seed=seed, sizes=self.sizes
+        )
         self._iterator: Any = make(part)
         _check_iterator(self._iterator)
         self._acts_every_steps = getattr(self._iterator, "acts_every_steps", None)

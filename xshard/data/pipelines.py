@@ -6,20 +6,27 @@ number of processes, feed certain rows of each batch. A process runs the streams
 rows, and a checkpoint has the state of each stream.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xshard import data, errors
+from xshard.data import batch_sizes
 
 if TYPE_CHECKING:
     import grain
 
+# The order of a mix: each row is this part of a turn after the one before, the golden
+# ratio's fraction, whose multiples are spread evenly over any stretch of rows.
+_TURN = 2**32
+_STEP = 2654435769
 # The number of streams, and of rows of each, that are read for a summary.
 _SUMMED_STREAMS = 2
 _SUMMED_ROWS = 4
@@ -34,11 +41,15 @@ class Stream:
       count: the number of streams.
       seed: the seed of the group's order, from 0 to below 2**32; equal for all streams
         of a group.
+      rows: the number of rows of each batch that it provides.
+      sizes: the sizes of the run's batches; None if all are equal.
     """
 
     index: int
     count: int
     seed: int
+    rows: int = 1
+    sizes: batch_sizes.BatchSizes | None = None
 
     def part(self, examples: "grain.MapDataset") -> "grain.MapDataset":
         """Returns this stream's part of the examples, repeated forever, in a new random
@@ -55,6 +66,132 @@ class Stream:
                 "needs at least one. Give more examples, or fewer streams."
             )
         return examples.shuffle(self.seed)[self.index :: self.count].repeat()
+
+    def rows_until(self, step: int) -> int:
+        """Returns the number of its rows in all steps up to this one."""
+        if self.sizes is None:
+            return step * self.rows
+        return self.sizes.drawn(step) * self.rows
+
+
+class Mix:
+    """Rows from several datasets, in proportions that change while a run trains.
+
+    It is the last stage of a stream. Each row is drawn from one dataset, in an order
+    that follows from its number and that of the stream: nothing random, so that each
+    batch and each stretch of steps has its proportions within a row or two. The state
+    is the number of rows and the datasets' states.
+
+    Attributes:
+      datasets: the datasets.
+
+    >>> import grain
+    >>> stream = Stream(index=0, count=1, seed=0, rows=4)
+    >>> one, two = grain.MapDataset.source(['a']), grain.MapDataset.source(['b'])
+    >>> datasets = [x.repeat().to_iter_dataset() for x in (one, two)]
+    >>> rows = iter(Mix(datasets, [(0, [1, 0]), (2, [1, 3])], stream))
+    >>> ''.join(next(rows) for _ in range(16))
+    'aaaaaaaabbabbabb'
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Iterable[Any]],
+        table: Sequence[tuple[int, Sequence[float]]],
+        stream: Stream,
+    ):
+        """Checks the table.
+
+        Args:
+          datasets: endless `grain.IterDataset`s of rows.
+          table: rows `(steps, weights)`: after that many steps, a row comes from each
+            dataset in proportion to its weight. The first is for 0 steps.
+          stream: the stream that the rows are for.
+
+        Raises:
+          UserError: if the table is not one.
+        """
+        self.datasets = datasets
+        _check_mix(table, len(datasets))
+        self._begins = [stream.rows_until(steps) for steps, _ in table]
+        self._bounds = [_bounds(weights) for _, weights in table]
+        # Streams take their rows from different places of the order, so that a batch
+        # of one row of each has the proportions, too.
+        self._shift = _TURN * stream.index // stream.count
+
+    def __iter__(self) -> "_Mixed":
+        return _Mixed([iter(dataset) for dataset in self.datasets], self.source)
+
+    def source(self, row: int) -> int:
+        """Returns the number of the dataset that a row comes from."""
+        bounds = self._bounds[bisect.bisect_right(self._begins, row) - 1]
+        place = (row * _STEP + self._shift) % _TURN
+        return bisect.bisect_right(bounds, place)
+
+
+class _Mixed(Iterator[Any]):
+    """The iterator over a `Mix`."""
+
+    def __init__(self, iterators: Sequence[Any], source: Callable[[int], int]):
+        self._iterators = iterators
+        self._source = source
+        self._count = 0
+
+    def __next__(self) -> Any:
+        row = next(self._iterators[self._source(self._count)])
+        self._count += 1
+        return row
+
+    def get_state(self) -> dict[str, Any]:
+        states = [iterator.get_state() for iterator in self._iterators]
+        return {"rows": self._count, "datasets": states}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or state.keys() != {"rows", "datasets"}:
+            raise errors.UserError(
+                "The checkpoint's position in the training data is "
+                f"{str(state)[:200]}, which no pipelines.Mix wrote. Restore the "
+                "earlier stream, or start a new run in another directory with "
+                "--init_from."
+            )
+        if len(state["datasets"]) != len(self._iterators):
+            raise errors.UserError(
+                f"The checkpoint was written with a mix of {len(state['datasets'])} "
+                f"datasets, but there are now {len(self._iterators)}. A resume would "
+                "not continue the same run: restore them, or start a new run in "
+                "another directory with --init_from."
+            )
+        self._count = state["rows"]
+        for iterator, inner in zip(self._iterators, state["datasets"], strict=True):
+            iterator.set_state(inner)
+
+
+def _check_mix(table: Any, count: int) -> None:
+    """Raises UserError unless a table has weights of `count` datasets for all steps."""
+    rule = (
+        "must be rows (steps, weights) with rising steps from 0 on, and a weight of at "
+        f"least 0 for each of the {count} datasets, not all 0, as in "
+        f"[(0, {[1] * count}), (1000, {[1] * count})]"
+    )
+    try:
+        steps = [row[0] for row in table]
+        weights = [list(row[1]) for row in table]
+        is_good = steps[:1] == [0] and all(a < b for a, b in itertools.pairwise(steps))
+        is_good = is_good and all(type(step) is int for step in steps)
+        for row in weights:
+            is_good = is_good and len(row) == count
+            is_good = is_good and all(0 <= weight < math.inf for weight in row)
+            is_good = is_good and sum(row) > 0
+    except (TypeError, IndexError, KeyError):
+        is_good = False
+    if not is_good:
+        raise errors.UserError(f"The table {table!r} of a mix {rule}.")
+
+
+def _bounds(weights: Sequence[float]) -> list[int]:
+    """Returns the ends of each dataset's share of a turn, but for the last one."""
+    ends = list(itertools.accumulate(weights))
+    return [round(_TURN * (end / ends[-1])) for end in ends[:-1]]
 
 
 class Streams:
@@ -91,6 +228,7 @@ class Streams:
         self._make = make
         self._count = count
         self._seed = part.seed
+        self._sizes = part.sizes
         # The number of rows of a batch that a stream provides.
         self._rows = part.batch_size // count
         # For each row of the process: the name of its stream, and its position among
@@ -105,13 +243,17 @@ class Streams:
                 if name not in self._iterators:
                     self._iterators[name] = self._open(group, index)
 
-    def _open(self, group: int, index: int) -> Any:
+    def _make_stream(self, group: int, index: int) -> Any:
         seed = np.random.SeedSequence([self._seed, group]).generate_state(1)[0]
-        stream = iter(self._make(Stream(index, self._count, int(seed))))
+        identity = Stream(index, self._count, int(seed), self._rows, self._sizes)
+        return self._make(identity)
+
+    def _open(self, group: int, index: int) -> Any:
+        stream = iter(self._make_stream(group, index))
         if not (hasattr(stream, "get_state") and hasattr(stream, "set_state")):
             raise errors.UserError(
                 f"A stream is of type {type(stream).__name__}, which has no get_state "
-                "and set_state; it must be a grain.IterDataset."
+                "and set_state; it must be a grain.IterDataset, or a Mix."
             )
         return stream
 
@@ -123,11 +265,13 @@ class Streams:
         """
         checksum = 0
         for index in range(min(self._count, _SUMMED_STREAMS)):
-            first_rows = itertools.islice(self._open(0, index), _SUMMED_ROWS)
-            rows = data.stack(list(first_rows))
-            for name, array in sorted(rows.items()):
-                about = f"{name} {array.dtype} {array.shape}"
-                checksum = zlib.crc32(about.encode() + array.tobytes(), checksum)
+            stream = self._make_stream(0, index)
+            # The first rows of a mix may come from some of its datasets only.
+            for rows in (stream, *getattr(stream, "datasets", ())):
+                first_rows = data.stack(list(itertools.islice(rows, _SUMMED_ROWS)))
+                for name, array in sorted(first_rows.items()):
+                    about = f"{name} {array.dtype} {array.shape}"
+                    checksum = zlib.crc32(about.encode() + array.tobytes(), checksum)
         return f"CRC-32 {checksum:08x} of their first rows"
 
     def summary(self) -> str:

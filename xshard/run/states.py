@@ -130,6 +130,7 @@ def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
         best=options.keep_best,
         metric=options.best_metric,
         mode=options.best_mode,
+        hours=options.get("keep_hours", 0.0),
     )
 
 
