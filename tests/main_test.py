@@ -115,7 +115,7 @@ BAD = {
     ),
     "writer": (
         ["--config.writers=('jsonl','tsv')"],
-        ["'tsv'", "jsonl, csv, tensorboard, wandb"],
+        ["'tsv'", "jsonl, csv, tensorboard, wandb, mlflow, prometheus"],
     ),
     "stop": (["--stop_after=nan"], ["--stop_after=nan", "a finite number of minutes"]),
     "devices": (["--cpu_devices=100000"], ["--cpu_devices=100000", "[0, 1024]"]),

@@ -458,7 +458,8 @@ def test_a_custom_writer_receives_the_rows(tmp_path):
     [
         (
             ("jsonl", "csvv"),
-            "'csvv', which is none of jsonl, csv, tensorboard, wandb, nor the",
+            "'csvv', which is none of jsonl, csv, tensorboard, wandb, mlflow, "
+            "prometheus, nor the",
         ),
         (
             ("jsonl", "tests.writers_test.Yours"),

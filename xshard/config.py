@@ -272,6 +272,9 @@ _count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
 _count_or_never = _must_be(
     lambda x: _is_int(x) and x >= 0, "an integer of at least 0; 0 is never"
 )
+_port = _must_be(
+    lambda x: _is_int(x) and 1 <= x < 2**16, "a port, an integer from 1 to 65535"
+)
 _seed = _must_be(
     lambda x: _is_int(x) and 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"
 )
@@ -544,9 +547,17 @@ KEYS = (
     Key(
         "writers",
         ("jsonl", "csv", "tensorboard"),
-        "The writers of metrics: 'jsonl' (required), 'csv', 'tensorboard', 'wandb', or "
-        "the dotted path of your own class.",
+        "The writers of metrics: 'jsonl' (required), 'csv', 'tensorboard', 'wandb', "
+        "'mlflow', 'prometheus', or the dotted path of your own class.",
         may_change=True,
+    ),
+    Key(
+        "prometheus.port",
+        9464,
+        "With the writer 'prometheus': the port on process 0's host that is scraped.",
+        _port,
+        may_change=True,
+        is_optional=True,
     ),
     Key(
         "log_every_steps", 50, "The number of steps between logged rows.", _count, True

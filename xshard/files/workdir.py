@@ -14,6 +14,7 @@ metrics.csv      the same rows as a table, if config.writers lists it; see
                  `xshard.metrics.writers`
 tensorboard/     the same rows as event files, likewise
 wandb/           the same rows as Weights & Biases stores them, likewise
+mlflow/          which rows MLflow has, likewise
 samples.jsonl    a row for each step after which the experiment logged samples; see
                  `xshard.samples`
 results.json     the final evaluation, and whether the run ended with finite values;

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors, samples
-from xshard.files import disk, jsonfile
-from xshard.metrics import rows
+from xshard.metrics import rows, sent_rows
 
 # The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
@@ -21,9 +20,8 @@ class WandbRun:
     and the mode itself: WANDB_PROJECT, WANDB_ENTITY, `wandb login`, WANDB_MODE. With
     the mode 'offline', `wandb sync WORKDIR/wandb/offline-run-*` sends the files later.
 
-    Rows in wandb cannot be deleted, and wandb rejects rows of steps before its newest.
-    Repeated steps give the same bits, so the rows that were sent stay valid. If a part
-    of the run was killed before it sent its rows, the next part sends them.
+    wandb rejects rows of steps before its newest. See `SentRows` for how parts of a run
+    share one.
     """
 
     def __init__(
@@ -48,17 +46,12 @@ class WandbRun:
         # installed.
         import wandb
 
-        self._note = directory / "wandb" / "xshard.json"
-        with disk.writing(self._note):
-            self._note.parent.mkdir(parents=True, exist_ok=True)
-            note = jsonfile.read_if_exists(self._note) or {}
-        self._id = note.get("id") or secrets.token_hex(4)
-        # The last row that was sent: its step, and its rank among the rows of the step.
-        self._last = tuple(note.get("sent", (0, 0)))
+        self._sent = sent_rows.SentRows(directory / "wandb" / "xshard.json")
+        self._sent.id = self._sent.id or secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 dir=str(directory),
-                id=self._id,
+                id=self._sent.id,
                 name=directory.name,
                 config=config,
                 resume="allow",
@@ -72,17 +65,15 @@ class WandbRun:
                 "`wandb login` to give it a key, or set WANDB_MODE=offline."
             ) from e
         # The ID is recorded now, so that it survives if this part is killed.
-        self._write_note()
+        self._sent.record()
         self._wandb = wandb
         for row in history():
             self.write(row)
 
     def write(self, row: rows.Row) -> None:
         """Sends a row of numbers or of samples, unless it has been sent."""
-        place = (row["step"], _rank(row))
-        if place <= self._last:
+        if not self._sent.is_new(row):
             return
-        self._last = place
         values: dict[str, Any] = {}
         if samples.is_row(row):
             for name, item in samples.items(row).items():
@@ -114,20 +105,4 @@ class WandbRun:
     def close(self) -> None:
         """Waits until all rows are sent, or on disk if wandb is offline."""
         self._run.finish()
-        self._write_note()
-
-    def _write_note(self) -> None:
-        with disk.writing(self._note):
-            note = jsonfile.dumps({"id": self._id, "sent": list(self._last)})
-            disk.replace(self._note, note.encode(), durably=False)
-
-
-def _rank(row: rows.Row) -> int:
-    """Returns the place of a row among the rows of its step."""
-    if rows.is_of_roll_back(row):
-        return -1
-    if rows.is_of_evaluation(row):
-        return 1
-    if samples.is_row(row):
-        return 2
-    return 0
+        self._sent.record()

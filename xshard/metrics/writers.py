@@ -98,11 +98,12 @@ def check(names: Any) -> None:
             f"writers={tuple(names)} must have 'jsonl': a run's status and reports are "
             "read from it."
         )
-    if "wandb" in names and importlib.util.find_spec("wandb") is None:
-        raise errors.UserError(
-            "writers has 'wandb', which is not installed: pip install 'xshard[wandb]', "
-            "or pip install wandb."
-        )
+    for name, package in _EXTRAS.items():
+        if name in names and importlib.util.find_spec(package) is None:
+            raise errors.UserError(
+                f"writers has {name!r}, whose package is not installed: pip install "
+                f"'xshard[{name}]', or pip install {package.replace('_', '-')}."
+            )
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
@@ -265,11 +266,34 @@ def _wandb(part: Part) -> Writer:
     return wandb_run.WandbRun(part.directory, part.config, part.everything)
 
 
+def _mlflow(part: Part) -> Writer:
+    from xshard.metrics import mlflow_run
+
+    return mlflow_run.MlflowRun(part.directory, part.config, part.everything)
+
+
+def _prometheus(part: Part) -> Writer:
+    from xshard.metrics import prometheus
+
+    options = part.config.get("prometheus", {})
+    return prometheus.Endpoint(
+        part.directory, options.get("port", prometheus.PORT), part.history
+    )
+
+
+# The packages of writers that are extras.
+_EXTRAS = {
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+}
 KNOWN: dict[str, Callable[[Part], Writer]] = {
     "jsonl": _jsonl,
     "csv": _csv,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
+    "mlflow": _mlflow,
+    "prometheus": _prometheus,
 }
 
 

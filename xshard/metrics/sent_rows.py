@@ -1,0 +1,58 @@
+"""The rows of a run that a service has received; each part of a run sends the rest."""
+
+import pathlib
+
+from xshard import samples
+from xshard.files import disk, jsonfile
+from xshard.metrics import rows
+
+
+class SentRows:
+    """The run of a service that all parts of a run belong to, and its last row.
+
+    Rows in a service cannot be deleted. Repeated steps give the same bits, so the rows
+    that were sent stay valid. If a part of the run was killed before it sent its rows,
+    the next part sends them.
+
+    Attributes:
+      id: the service's ID of its run; empty until `record` is given one.
+    """
+
+    def __init__(self, path: pathlib.Path):
+        """Reads what earlier parts recorded.
+
+        Args:
+          path: the file of the record.
+        """
+        self._path = path
+        with disk.writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            note = jsonfile.read_if_exists(path) or {}
+        self.id: str = note.get("id", "")
+        # The last row that was sent: its step, and its rank among the rows of the step.
+        self._last = tuple(note.get("sent", (0, 0)))
+
+    def is_new(self, row: rows.Row) -> bool:
+        """Returns whether a row has not been sent, and counts it as sent."""
+        place = (row["step"], _rank(row))
+        if place <= self._last:
+            return False
+        self._last = place
+        return True
+
+    def record(self) -> None:
+        """Writes the ID, and that all rows counted so far have been sent."""
+        with disk.writing(self._path):
+            note = jsonfile.dumps({"id": self.id, "sent": list(self._last)})
+            disk.replace(self._path, note.encode(), durably=False)
+
+
+def _rank(row: rows.Row) -> int:
+    """Returns the place of a row among the rows of its step."""
+    if rows.is_of_roll_back(row):
+        return -1
+    if rows.is_of_evaluation(row):
+        return 1
+    if samples.is_row(row):
+        return 2
+    return 0
