@@ -13,12 +13,9 @@ from tests.launch import harness
 from xshard import errors, loop
 from xshard.metrics import writers
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed"
+)
 
 
 @contextlib.contextmanager
@@ -53,6 +50,7 @@ def make_config(**changes):
     return config.lock()
 
 
+@pytest.mark.long
 def test_all_parts_of_a_run_are_one_run_of_mlflow(tmp_path, monkeypatch, capsys):
     import mlflow
 
@@ -81,6 +79,7 @@ def test_all_parts_of_a_run_are_one_run_of_mlflow(tmp_path, monkeypatch, capsys)
     assert [x.step for x in errors_of] == [6, 12, 16]
 
 
+@pytest.mark.long
 def test_rows_that_were_not_stored_are_sent_by_the_next_part(
     tmp_path, monkeypatch, capsys
 ):
