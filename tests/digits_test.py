@@ -67,9 +67,9 @@ def test_moving_averages_are_evaluated_too(tmp_path):
     assert loop.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())["eval"]
     assert results.keys() == {
-        f"{on}{name}" for on in ("", "average/") for name in ("loss", "accuracy")
+        f"{on}{name}" for on in ("", "raw/") for name in ("loss", "accuracy")
     }
-    assert results["average/loss"] != results["loss"]
+    assert results["raw/loss"] != results["loss"]
 
 
 @pytest.mark.parametrize(

@@ -423,7 +423,7 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
             param,
         )
     values = begun.evaluate(state)
-    assert values["average/error"] == pytest.approx(values["error"], rel=1e-6)
+    assert values["raw/error"] == pytest.approx(values["error"], rel=1e-6)
     # Once the new run has its own checkpoint, it resumes from that one.
     with_checkpoint(run.config, every_steps=3)
     assert loop.run(run.config, str(tmp_path / "second"), "", init) == 0

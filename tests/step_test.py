@@ -14,10 +14,9 @@ import pytest
 import xshard
 from tests import toy
 from tests.optimizers import harness
-from xshard import errors, mesh, step
+from xshard import mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.learners import run_context
 from xshard.optimizers import inspection
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
@@ -404,26 +403,17 @@ def test_averages_are_evaluated_beside_the_parameters(changes):
         state, experiment=state.experiment.replace(params=params)
     )
     wanted = jax.device_get(evaluate(averaged, batch))
-    # Here the averages replace the parameters.
-    np.testing.assert_allclose(sums["average/error"], wanted["error"], rtol=1e-6)
-    np.testing.assert_allclose(
-        sums["average/error"], wanted["average/error"], rtol=1e-6
-    )
-    assert np.all(sums["average/error"] != sums["error"])
-    assert (
-        sums["average/error"].shape == sums["error"].shape
-        and "average/count" not in sums
-    )
+    # Here the averages replace the parameters that train.
+    np.testing.assert_allclose(sums["error"], wanted["raw/error"], rtol=1e-6)
+    np.testing.assert_allclose(sums["error"], wanted["error"], rtol=1e-6)
+    assert np.all(sums["raw/error"] != sums["error"])
+    assert sums["raw/error"].shape == sums["error"].shape and "raw/count" not in sums
 
 
 def test_a_run_without_averages_evaluates_none():
     experiment, the_mesh = make()
     state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
-    with (
-        run_context.run_on(the_mesh),
-        pytest.raises(errors.UserError, match="keeps no averages"),
-    ):
-        experiment.learner.averages(state.experiment)
+    assert experiment.learner.for_evaluation(state.experiment) is state.experiment
     batch = next(iter(batches.EvalBatches(experiment.eval_data(), the_mesh, 8)))
     assert jax.eval_shape(
         step.make_eval_step(experiment, the_mesh), state, batch

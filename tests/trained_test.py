@@ -38,7 +38,7 @@ def test_a_loaded_model_predicts_with_the_run_s_parameters(tmp_path, changes):
     train(tmp_path, **changes)
     trained = xshard.load(str(tmp_path))
     assert int(trained.state.step) == 10
-    mlp = trained.state.experiment.params
+    mlp = trained.params
     w = [np.asarray(mlp[f"mlp/~/linear_{i}"]["w"]) for i in (0, 1)]
     b = [np.asarray(mlp[f"mlp/~/linear_{i}"]["b"]) for i in (0, 1)]
     outputs = (

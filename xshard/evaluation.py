@@ -17,11 +17,11 @@ from xshard.metrics import deferred
 from xshard.pod import host_collectives
 from xshard.stored import replica_state
 
-# The prefixes of the names of values that `eval_step` computed from averages of the
-# parameters, and from the outputs of all groups together.
-_AVERAGE = "average/"
+# The prefixes of the names of values that `eval_step` computed from the parameters that
+# train, where others are evaluated, and from the outputs of all groups together.
+_RAW = "raw/"
 _ENSEMBLE = "ensemble/"
-_KINDS = ("", _AVERAGE, _ENSEMBLE)
+_KINDS = ("", _RAW, _ENSEMBLE)
 
 
 class Evaluation:
@@ -216,7 +216,7 @@ def _jitted(
 
 def _kind(name: str) -> str:
     """Returns the one of `_KINDS` that a value's name begins with."""
-    for kind in (_AVERAGE, _ENSEMBLE):
+    for kind in (_RAW, _ENSEMBLE):
         if name.startswith(kind):
             return kind
     return ""

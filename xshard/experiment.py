@@ -215,6 +215,15 @@ class Experiment(abc.ABC):
           arrays may be of shape (batch, ...).
         """
 
+    def for_evaluation(self, state: Any) -> Any:
+        """Returns the state to use once trained, as `xshard.load` and exports do.
+
+        It is the same one by default. With a learner whose rule has parameters of its
+        own for evaluation, it has those: see `Learner.for_evaluation`, which your
+        `eval_step` and `predict` call, too.
+        """
+        return state
+
     def predict(self, state: Any, batch: Batch) -> Any:
         """Returns the outputs for a batch, a tree of arrays, equal on all devices.
 

@@ -349,6 +349,26 @@ def make_predict(
     return predict
 
 
+def make_for_evaluation(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState], TrainState]:
+    """Returns the function that applies `Experiment.for_evaluation` to a state."""
+    grouped = mesh_lib.num_groups(mesh) > 1
+
+    def for_evaluation(state: TrainState) -> TrainState:
+        def local_state(stored: TrainState) -> TrainState:
+            local = _local(stored, grouped)
+            with _method_context(experiment, mesh, state, local.experiment) as inner:
+                evaluated = experiment.for_evaluation(inner)
+            return _stored(dataclasses.replace(local, experiment=evaluated), grouped)
+
+        specs = state_lib.specs(experiment, mesh, state, manual=True, whole_slots=True)
+        mapped = logical.Mapped(local_state, in_specs=(specs,), out_specs=specs)
+        return mapped.on(mesh)(state)
+
+    return for_evaluation
+
+
 @contextlib.contextmanager
 def _method_context(
     experiment: experiment_lib.Experiment,

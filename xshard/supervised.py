@@ -198,22 +198,27 @@ class Supervised(experiment.Experiment):
     ) -> dict[str, jax.Array]:
         """Implements `Experiment.eval_step`.
 
-        If the rules keep averages of the parameters, 'average/<name>' is each value
-        computed with the averages. With several groups, 'ensemble/<name>' is each value
-        computed from the outputs of `ensemble`, one for all groups.
+        If the rules have parameters of their own for evaluation, such as averages, the
+        values are theirs, and 'raw/<name>' is each value of the parameters that train.
+        With several groups, 'ensemble/<name>' is each value computed from the outputs
+        of `ensemble`, one for all groups.
         """
-        outputs, _ = self.learner.apply(state, key, batch, is_training=False)
+        evaluated = self.for_evaluation(state)
+        outputs, _ = self.learner.apply(evaluated, key, batch, is_training=False)
         values = dict(self._values(outputs, batch))
-        if state.meta.averages_module is not None:
-            averaged = state.replace(params=self.learner.averages(state))
-            of_averages, _ = self.learner.apply(averaged, key, batch, is_training=False)
-            for name, value in self._values(of_averages, batch).items():
-                values[f"average/{name}"] = value
+        if evaluated is not state:
+            of_trained, _ = self.learner.apply(state, key, batch, is_training=False)
+            for name, value in self._values(of_trained, batch).items():
+                values[f"raw/{name}"] = value
         if lax.axis_size(mesh_lib.GROUP) > 1:
             ensemble = self._ensemble_of_groups(outputs)
             for name, value in self._values(ensemble, batch).items():
                 values[f"ensemble/{name}"] = value
         return values
+
+    def for_evaluation(self, state: LearnerState) -> LearnerState:
+        """Implements `Experiment.for_evaluation`."""
+        return self.learner.for_evaluation(state)
 
     def predict(
         self, state: LearnerState, batch: experiment.Batch, key: jax.Array | None = None
@@ -228,7 +233,8 @@ class Supervised(experiment.Experiment):
           key: the random key for a network that draws keys in an evaluation; equal on
             all devices.
         """
-        outputs, _ = self.learner.apply(state, key, batch, is_training=False)
+        evaluated = self.for_evaluation(state)
+        outputs, _ = self.learner.apply(evaluated, key, batch, is_training=False)
         if lax.axis_size(mesh_lib.GROUP) == 1:
             return outputs
         return self._ensemble_of_groups(outputs)

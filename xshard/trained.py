@@ -13,6 +13,7 @@ from xshard import errors, evaluation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step as step_lib
 from xshard.checkpoint import place as place_lib
 from xshard.files import jsonfile, workdir
 from xshard.run import preflight, states
@@ -41,11 +42,21 @@ class Trained(NamedTuple):
     def params(self) -> Any:
         """The network's parameters, a Haiku tree.
 
-        With several learners it is a dictionary of such trees by learner name.
+        They are those that the run evaluates, such as averages; `state` has those that
+        train. With several learners it is a dictionary of such trees by learner name.
         """
-        params = {name: x.params for name, x in state_lib.learners(self.state).items()}
+        learners = state_lib.learners(self.for_evaluation())
+        params = {name: x.params for name, x in learners.items()}
         # The only learner of an experiment has no name.
         return params.get("", params)
+
+    def for_evaluation(self) -> state_lib.TrainState:
+        """Returns the state with the parameters that the run evaluates."""
+        learners = state_lib.learners(self.state).values()
+        if not any(learner.meta.evaluation_rule for learner in learners):
+            return self.state
+        mesh = self.state.step.sharding.mesh
+        return jax.jit(step_lib.make_for_evaluation(self.experiment, mesh))(self.state)
 
 
 def load(

@@ -473,7 +473,7 @@ def test_evaluation_prediction_and_fingerprint_match_whole_parameters():
             (jax.device_get((sums, outputs)), jax.device_get(values.values))
         )
     (close, bits), (wanted, wanted_bits) = outcomes
-    assert "average/error" in wanted[0]
+    assert "raw/error" in wanted[0]
     harness.assert_close(close, wanted, rtol=1e-5)
     harness.assert_equal(bits, wanted_bits)
 

@@ -48,6 +48,14 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
+        "--raw",
+        action="store_true",
+        help=(
+            "write the parameters that train, also if the run evaluates others, such "
+            "as averages"
+        ),
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace FILE if it exists"
     )
     return parser
@@ -66,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
         arguments=options.arguments,
         select=options.select,
         overwrite=options.overwrite,
+        raw=options.raw,
     )
     print(description)
     return 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from xshard import checkpoint, errors
 from xshard import mesh as mesh_lib
+from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.export import program
 from xshard.files import disk, tensors
@@ -27,6 +28,7 @@ def write(
     arguments: bool = False,
     select: str = checkpoint.BY_DEFAULT,
     overwrite: bool = False,
+    raw: bool = False,
 ) -> str:
     """Writes a trained model to a file.
 
@@ -48,6 +50,8 @@ def write(
       select: a regular expression for the paths of these arrays; by default the
         parameters and network state of each learner.
       overwrite: whether to replace an existing file.
+      raw: whether the arrays are those that train, also if the run evaluates others,
+        such as averages. The prediction uses those that the run evaluates.
 
     Returns:
       A description of what was written.
@@ -58,7 +62,8 @@ def write(
     """
     path = pathlib.Path(to)
     _check(path, overwrite)
-    arrays = _arrays(trained, select)
+    state = trained.state if raw else trained.for_evaluation()
+    arrays = _arrays(state, select)
     what = f"{path}: step {int(trained.state.step)}{_nonfinite(arrays)}"
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
@@ -67,7 +72,10 @@ def write(
             groups = 0
         tensors.write(path, arrays, {checkpoint.GROUPS: str(groups)})
         size = sum(x.nbytes for x in arrays.values())
-        return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}"
+        whose = ""
+        if state is not trained.state:
+            whose = "; those that the run evaluates"
+        return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}{whose}"
     arrays_given = arrays if arguments else {}
     exported, names = program.export(trained, batch, batch_size, arrays_given)
     content = bytes(exported.serialize())
@@ -112,9 +120,9 @@ def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
     return f", NOT FINITE ({formatting.listed(paths)})"
 
 
-def _arrays(trained: trained_lib.Trained, select: str) -> dict[str, np.ndarray]:
-    """Returns the selected arrays of the state, by path, on the host."""
-    leaves = checkpoint.flatten(trained.state)
+def _arrays(state: state_lib.TrainState, select: str) -> dict[str, np.ndarray]:
+    """Returns the selected arrays of a state, by path, on the host."""
+    leaves = checkpoint.flatten(state)
     paths = checkpoint.selected(select, leaves, "--select")
     if not paths:
         raise errors.UserError(

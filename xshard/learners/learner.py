@@ -57,6 +57,7 @@ class _Update(NamedTuple):
       nonfinite: the number of non-finite gradient elements for each parameter, equal
         on all replicas of a group.
       lowered: whether the update lowered a loss scale.
+      rate: by how much averages of the network's state move; None without averages.
     """
 
     params: Any
@@ -69,6 +70,7 @@ class _Update(NamedTuple):
     equal_metrics: dict[str, Any]
     nonfinite: Any
     lowered: Any
+    rate: Any
 
 
 class Learner:
@@ -139,6 +141,9 @@ class Learner:
         meta = hk.transform(self._describe).apply({}, None, params, requested)
         init_optimizer = hk.transform_with_state(self._init_optimizer).init
         _, opt_state = init_optimizer(key, params, meta)
+        if meta.averages_module is not None:
+            first = jax.tree.map(trees.widen, _floats(net_state))
+            opt_state = _with_statistics(opt_state, meta.averages_module, first)
         return state_lib.LearnerState(
             params=params,
             net_state=net_state,
@@ -267,6 +272,10 @@ class Learner:
         net_state = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old), net_state, state.net_state
         )
+        if update.rate is not None:
+            new["opt_state"] = self._move_statistics(
+                new["opt_state"], state, net_state, jnp.where(applied, update.rate, 0)
+            )
         for name, sq_norm in update.sq_norms.items():
             if name in local_sq_norms:
                 sq_norm = sq_norm + local_sq_norms[name]
@@ -277,23 +286,43 @@ class Learner:
         outcome = state_lib.Outcome(metrics, observed, *update.aux)
         return state.replace(**new, net_state=net_state), outcome
 
-    def averages(self, state: state_lib.LearnerState) -> Any:
-        """Returns the parameters' averages from a `MovingAverageOptimizer`.
+    def for_evaluation(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
+        """Returns the state with the parameters to evaluate, and to use once trained.
+
+        If a rule has other parameters than those that train, such as averages, it has
+        those: see `Optimizer.evaluation_params`. With averages, the floating-point
+        arrays of the network's state are averages, too. Otherwise it is the same state.
 
         Args:
           state: the learner's state.
-
-        Returns:
-          A tree with the parameters' structure.
         """
-        name = state.meta.averages_module
-        if name is None:
-            where = validation.describe_method(self._make_optimizer)
-            raise errors.UserError(
-                f"{where} returned a rule that keeps no averages: wrap it in a "
-                "MovingAverageOptimizer."
-            )
-        return moving_average.averages(state.opt_state[name], state.params)
+        if state.meta.evaluation_rule is None:
+            return state
+
+        def evaluation_params() -> Any:
+            opt = self._bound_optimizer(state.meta.param_layouts)
+            return opt.evaluation_params(state.params)
+
+        transformed = hk.transform_with_state(evaluation_params)
+        params, _ = transformed.apply({}, state.opt_state, None)
+        net_state = state.net_state
+        if state.meta.averages_module is not None:
+            rule_state = state.opt_state[state.meta.averages_module]
+            net_state = moving_average.statistics(rule_state, net_state)
+        return state.replace(params=params, net_state=net_state)
+
+    def _move_statistics(
+        self, opt_state: Any, old: state_lib.LearnerState, net_state: Any, rate: Any
+    ) -> Any:
+        """Returns a rule's state with averages that moved towards a network's state."""
+        name = old.meta.averages_module
+        assert name is not None
+        averages = {}
+        for path, x in _floats(net_state).items():
+            average = old.opt_state[name][moving_average.statistics_name(path)]
+            change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
+            averages[path] = average - change
+        return _with_statistics(opt_state, name, averages)
 
     def value(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
@@ -319,6 +348,7 @@ class Learner:
         meta = state_lib.LearnerMeta(
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
             averages_module=averaging[0].module_name if averaging else None,
+            evaluation_rule=self._evaluation_rule(opt, params),
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
@@ -330,6 +360,20 @@ class Learner:
                     meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
                 )
         return meta
+
+    def _evaluation_rule(self, opt: base.Optimizer, params: Any) -> str | None:
+        """Returns the name of the rule that has other parameters for evaluation."""
+        names = []
+        for rule in base.all_rules(opt):
+            if rule.has_evaluation_params(params):
+                names.append(rule.get_name())
+        if len(names) > 1:
+            where = validation.describe_method(self._make_optimizer)
+            raise errors.UserError(
+                f"{where} returned rules that each have parameters of their own for "
+                f"evaluation: {' and '.join(names)}. Use one of them."
+            )
+        return names[0] if names else None
 
     def _bound_optimizer(self, param_layouts: layouts.Layouts) -> base.Optimizer:
         """Makes the rule, checks it, and tells it how arrays lie on the mesh."""
@@ -371,6 +415,9 @@ class Learner:
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
 
+        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
+        rate = averaging[0].rate() if averaging else None
+
         equal_metrics = {}
         where = f"The rule of {validation.describe_method(self._make_optimizer)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is
@@ -393,6 +440,7 @@ class Learner:
             equal_metrics=equal_metrics,
             nonfinite=inspection.count_nonfinite(applied),
             lowered=lowered,
+            rate=rate,
         )
 
     def _differentiate(
@@ -438,6 +486,27 @@ class Learner:
             net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return value, net_state, metrics, aux, grads
+
+
+def _floats(net_state: Any) -> dict[str, jax.Array]:
+    """Returns the floating-point arrays of a network's state, by path."""
+    leaves = trees.leaves_by_path(net_state)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return {path: x for path, x in leaves.items() if is_float(x)}
+
+
+def _with_statistics(opt_state: Any, name: str, averages: Mapping[str, Any]) -> Any:
+    """Returns a rule's state with averages of the network's state, by path.
+
+    Args:
+      opt_state: the state of all rules.
+      name: the name of the module that keeps averages.
+      averages: the averages.
+    """
+    module = dict(opt_state[name])
+    for path, average in averages.items():
+        module[moving_average.statistics_name(path)] = average
+    return {**opt_state, name: module}
 
 
 def mean_over_replicas(tree: Any) -> Any:

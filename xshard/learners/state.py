@@ -29,6 +29,8 @@ class LearnerMeta:
       shards_update: whether slots are sharded over the replicas.
       averages_module: the module name under which the rules keep averages of the
         parameters; None without averages.
+      evaluation_rule: the name of the rule that has other parameters for evaluation;
+        None if the parameters that train are evaluated.
       param_layouts: the layouts of parameters and slots if parameters are also held in
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
@@ -37,6 +39,7 @@ class LearnerMeta:
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
     averages_module: str | None = dataclasses.field(default=None, compare=False)
+    evaluation_rule: str | None = dataclasses.field(default=None, compare=False)
     param_layouts: layouts.Layouts = dataclasses.field(
         default_factory=dict, compare=False
     )

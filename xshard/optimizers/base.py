@@ -328,6 +328,30 @@ class Optimizer(hk.Module):
             f"{type(self).__name__} does not implement update(grads, params)."
         )
 
+    def has_evaluation_params(self, params: trees.Params) -> bool:
+        """Returns whether this rule itself defines `evaluation_params`.
+
+        Args:
+          params: the parameters, or their shapes.
+        """
+        del params
+        defaults = (Optimizer.evaluation_params, OptimizerWrapper.evaluation_params)
+        return type(self).evaluation_params not in defaults
+
+    def evaluation_params(self, params: trees.Params) -> trees.Params:
+        """Returns the parameters to evaluate, and to use once trained.
+
+        By default they are those that train. A rule whose state determines others, such
+        as averages, returns those. It is called after an update, with the rule's state.
+
+        Args:
+          params: the parameters that train, in dicts.
+
+        Returns:
+          A tree with the structure and shapes of `params`.
+        """
+        return params
+
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Returns how this rule itself shards parameters and slots over the replicas.
 
@@ -430,6 +454,10 @@ class OptimizerWrapper(Optimizer):
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Forwards to the wrapped rule."""
         return self.opt.update(grads, params)
+
+    def evaluation_params(self, params: trees.Params) -> trees.Params:
+        """Forwards `Optimizer.evaluation_params`."""
+        return self.opt.evaluation_params(params)
 
     def get_slot(self, var: str, name: str) -> Any:
         """Forwards to the wrapped rule."""

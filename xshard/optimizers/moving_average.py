@@ -18,6 +18,7 @@ from xshard.optimizers import optax as optax_optimizer
 from xshard.optimizers import slots as slots_lib
 
 SLOT = "average"
+STATISTICS = "statistics"
 
 
 class MovingAverageOptimizer(base.OptimizerWrapper):
@@ -32,12 +33,17 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
     returns the parameter itself. A skipped step leaves all averages unchanged, bit by
     bit.
 
+    The averages are its `evaluation_params`. A learner also keeps averages of its
+    network's floating-point state, such as the statistics of a batch norm, with the
+    same decay: those of the parameters themselves do not fit the averages.
+
     You can wrap it around `CrossShardOptimizer` and `MixedPrecisionLossScaleOptimizer`,
     or inside them. With a sharded update, each replica holds the averages of its
     shards.
 
     State: `average/<path>` for each trained parameter, of its shape, in float32 or
-    wider; and with `num_updates='count'` also `num_updates`, an int32 scalar. The
+    wider; and with `num_updates='count'` also `num_updates`, an int32 scalar. A learner
+    adds `statistics/<path>` for each floating-point array of the network's state. The
     function `averages` returns the averages as a tree of parameters.
 
     Source: `tf.contrib.opt.MovingAverageOptimizer`.
@@ -110,6 +116,20 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
             hk.set_state(_state_name(path), average - change)
         return new_params
 
+    def evaluation_params(self, params: trees.Params) -> trees.Params:
+        """Implements `Optimizer.evaluation_params`: the averages."""
+        return averages(slots_lib.state_of(self), params)
+
+    def rate(self) -> jax.Array:
+        """Returns by how much averages move towards new values after this update.
+
+        It is a float32 scalar.
+        """
+        count = self.num_updates
+        if count == "count":
+            count = hk.get_state("num_updates")
+        return self._rate(count, jnp.float32)
+
     def _has_average(self, path: str) -> bool:
         return _state_name(path) in slots_lib.state_of(self)
 
@@ -166,6 +186,25 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
         return trees.widen(param)
 
     return jax.tree_util.tree_map_with_path(average, params)
+
+
+def statistics(state: Mapping[str, Any], net_state: Any) -> Any:
+    """A network's state with the averages of its floating-point arrays.
+
+    Args:
+      state: as for `averages`.
+      net_state: the network's state. An array without an average is returned itself.
+    """
+
+    def average(path: tuple[Any, ...], x: Any) -> Any:
+        return state.get(statistics_name(trees.path_name(path)), x)
+
+    return jax.tree_util.tree_map_with_path(average, net_state)
+
+
+def statistics_name(path: str) -> str:
+    """The name of the average of an array of the network's state."""
+    return f"{STATISTICS}/{path}"
 
 
 def _state_name(path: str) -> str:

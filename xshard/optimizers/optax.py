@@ -48,6 +48,7 @@ class OptaxOptimizer(base.Optimizer):
         schedules: Mapping[str, Callable[[Any], Any]] | None = None,
         *,
         backs_off: bool = False,
+        evaluation_params: Callable[[Any, Any], Any] | None = None,
     ):
         """Wraps a transformation.
 
@@ -62,6 +63,10 @@ class OptaxOptimizer(base.Optimizer):
           backs_off: whether to multiply updates by a state scalar, logged as
             'update_scale'. It is 1 at first. Each roll-back that passes over data
             multiplies it by the config's `roll_back.learning_rate_factor`.
+          evaluation_params: takes optax's state and the parameters to those to
+            evaluate, for a transformation that has others. With
+            `optax.contrib.schedule_free` in it, they are its
+            `schedule_free_eval_params`.
 
         Raises:
           ValueError: if `transformation` is neither of these, or a schedule is not a
@@ -78,6 +83,8 @@ class OptaxOptimizer(base.Optimizer):
         self.transformation = transformation
         self.schedules = _check_schedules(schedules or {})
         self._needs_loss = _needs_loss(self.transformation)
+        self._backs_off = backs_off
+        self._evaluation_params = evaluation_params
         # Whether the update was tried. That is done once, when the state is created.
         self._is_checked = False
         # The paths of the slots, or None as long as no update has determined them.
@@ -159,6 +166,28 @@ class OptaxOptimizer(base.Optimizer):
         """
         wide = jax.tree.map(trees.widen, trees.as_arrays(params))
         return self._get_state(set(trees.leaves_by_path(wide)), wide)
+
+    def has_evaluation_params(self, params: trees.Params) -> bool:
+        """Implements `Optimizer.has_evaluation_params`."""
+        if self._evaluation_params is not None:
+            return True
+        wide = jax.tree.map(trees.widen, trees.as_arrays(params))
+        return bool(_schedule_free_states(self._state_shapes(wide)))
+
+    def evaluation_params(self, params: trees.Params) -> trees.Params:
+        """Implements `Optimizer.evaluation_params`."""
+        wide = jax.tree.map(trees.widen, trees.as_arrays(params))
+        state = self._get_state(set(), wide)
+        if self._evaluation_params is not None:
+            return self._evaluation_params(state, params)
+        leaves = trees.leaves_by_path(wide)
+        for inner in _schedule_free_states(state):
+            # Parameters that are not trained, or by another rule, have no entry.
+            for path, z in trees.leaves_by_path(inner.z).items():
+                leaves[path] = optax.contrib.schedule_free_eval_params(
+                    inner._replace(z=z), leaves[path]
+                )
+        return trees.rebuild(params, leaves)
 
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`.
@@ -244,6 +273,12 @@ class OptaxOptimizer(base.Optimizer):
                 f"{self.name} cannot use optax.lookahead, which takes "
                 "optax.LookaheadParams for parameters. Use "
                 "optax.contrib.schedule_free, or a MovingAverageOptimizer."
+            )
+        if self._backs_off and _schedule_free_states(state):
+            raise ValueError(
+                f"{self.name} cannot back off with optax.contrib.schedule_free: its "
+                "state follows its own updates, and a factor on them would part the "
+                "two. Leave out backs_off."
             )
         try:
             with jax.numpy_dtype_promotion("standard"):
@@ -437,3 +472,9 @@ def _missing_arguments(e: Exception) -> tuple[str, str] | None:
         function = frame.f_code.co_qualname
         return function.partition(".")[0], f"'{missing[1]}'"
     return None
+
+
+def _schedule_free_states(state: Any) -> list[Any]:
+    """The states of `optax.contrib.schedule_free` in optax's state."""
+    is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
+    return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]

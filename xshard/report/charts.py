@@ -29,6 +29,7 @@ _DASHES = {
     "average": "dot",
     "ensemble": "dashdot",
     "average, ensemble": "longdash",
+    "raw": "dot",
 }
 
 
@@ -256,7 +257,8 @@ def _variants(name: str) -> tuple[str, str]:
     The variants are in alphabetic order.
     """
     variants: set[str] = set()
-    while name.startswith(("average/", "ensemble/")):
+    # Runs of earlier versions have 'average'.
+    while name.startswith(("raw/", "average/", "ensemble/")):
         variant, _, name = name.partition("/")
         variants.add(variant)
     return ", ".join(sorted(variants)), name

@@ -217,30 +217,36 @@ def warnings(
             "warning: no code has read these keys of the config so far: "
             f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
-    yield from _warning_of_averages(state)
+    yield from _note_of_evaluation(state)
     yield from _note_of_whole_arrays(experiment, state)
 
 
-def _warning_of_averages(state: state_lib.TrainState) -> Iterator[str]:
-    """Yields a line if averages are evaluated with state of the parameters' own."""
+def _note_of_evaluation(state: state_lib.TrainState) -> Iterator[str]:
+    """Yields lines about learners that evaluate other parameters than those that train.
+
+    One is a warning if the network's state does not fit them.
+    """
     for name, learner in state_lib.learners(state).items():
-        if learner.meta.averages_module is None:
+        rule = learner.meta.evaluation_rule
+        if rule is None:
             continue
+        whose = f" of {name}" if name else ""
+        yield (
+            f"evaluations, samples, exports and xshard.load use the parameters{whose} "
+            f"of {rule}.evaluation_params; 'raw/...' are those that train"
+        )
         leaves = trees.leaves_by_path(learner.net_state)
         floats = [
             path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
-        if not floats:
-            continue
-        whose = f" of {name}" if name else ""
-        yield (
-            f"warning: the averages of parameters{whose} are evaluated with the "
-            f"networks' state of the parameters themselves, such as {floats[0]}. If "
-            "that is the statistics of a batch norm, 'average/...' may be far too low: "
-            "estimate them anew for the averages, with some training batches, or use a "
-            "layer norm."
-        )
-        return
+        if floats and learner.meta.averages_module is None:
+            yield (
+                f"warning: they are evaluated with the network's state{whose} of the "
+                f"parameters that train, such as {floats[0]}. If that is the "
+                "statistics of a batch norm, the evaluation may be far too low: use a "
+                "layer norm, or a MovingAverageOptimizer, which averages the "
+                "statistics, too."
+            )
 
 
 def _note_of_whole_arrays(

@@ -407,4 +407,11 @@ def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState
         copy = lambda x, dtype=dtype: jnp.array(x, dtype, copy=True)
         sharding = slots_before[key].sharding
         slots[key] = jax.jit(copy, out_shardings=sharding)(param)
+    for path, x in trees.leaves_by_path(state.net_state).items():
+        key = moving_average.statistics_name(path)
+        if key in slots and slots[key] is slots_before[key]:
+            dtype = slots_before[key].dtype
+            copy = lambda x, dtype=dtype: jnp.array(x, dtype, copy=True)
+            sharding = slots_before[key].sharding
+            slots[key] = jax.jit(copy, out_shardings=sharding)(x)
     return state.replace(opt_state={**state.opt_state, name: slots})

@@ -1,0 +1,195 @@
+"""Tests that a run evaluates, ranks, samples, exports and loads the parameters that its
+rule has for evaluation.
+"""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import rows, toy
+from tests.optimizers import harness
+from xshard import errors, export, loop
+from xshard.optimizers import trees
+from xshard.pod import request
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+BATCH = {"x": np.ones((2, 3), np.float32), "y": np.zeros(2, np.float32)}
+
+
+class Free(toy.Wide):
+    """Trains by a schedule-free rule, and shows predictions as a text sample."""
+
+    def optimizer(self):
+        rule = optax.chain(
+            optax.clip(10.0), optax.contrib.schedule_free_adamw(0.05, b1=0.9)
+        )
+        return xshard.CrossShardOptimizer(rule, **self.config.reduction)
+
+    def samples(self, predict, key):
+        del key
+        return " ".join(f"{x:.6f}" for x in predict(BATCH))
+
+    def frozen(self):
+        return self.config.get("kept", "")
+
+
+class Normalized(toy.Averaged):
+    """Keeps averages of its parameters, and has a batch norm."""
+
+    def forward(self, batch, *, is_training):
+        x = hk.Linear(8, name="first")(batch["x"])
+        norm = hk.BatchNorm(True, True, 0.5, name="norm")
+        # Haiku's averages mix integers with floats.
+        with jax.numpy_dtype_promotion("standard"):
+            x = norm(x, is_training)
+        return hk.Linear(1, name="last")(jax.nn.relu(x))[:, 0]
+
+
+class Doubled(toy.Wide):
+    """Evaluates twice its parameters, by a function of its own."""
+
+    def optimizer(self):
+        double = lambda state, params: jax.tree.map(lambda x: 2 * x, params)
+        rule = xshard.OptaxOptimizer(optax.sgd(0.1), evaluation_params=double)
+        return xshard.CrossShardOptimizer(rule)
+
+
+class Both(toy.Wide):
+    def optimizer(self):
+        rule = xshard.MovingAverageOptimizer(optax.contrib.schedule_free_sgd(0.1))
+        return xshard.CrossShardOptimizer(rule)
+
+
+def make_config(name, **changes):
+    config = toy.get_config()
+    config.experiment = f"tests.evaluation_params_test.{name}"
+    config.checkpoint.update({"keep_best": 1, "best_mode": "min"})
+    config.reduction.update(changes.pop("reduction", {}))
+    with config.unlocked():
+        config.update(changes)
+    return config.lock()
+
+
+def expected_by_optax(trained):
+    """Returns what optax's own function makes of a run's state."""
+    state = trained.state.experiment
+    (names,) = (x for x in state.opt_state.values() if "1/step_count" in x)
+    params = trees.leaves_by_path(state.params)
+    expected = {}
+    for path, y in params.items():
+        z = names.get(f"1/z/{path}")
+        expected[path] = y
+        if z is not None:
+            expected[path] = (y - (1 - 0.9) * z) / 0.9
+    return expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"kept": "linear_0"},
+        {"reduction": {"shard_update": True}},
+        {"reduction": {"shard_params": True, "shard_update": True}},
+        {"group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7))},
+    ],
+    ids=str,
+)
+def test_a_schedule_free_rule_is_evaluated_at_its_averages(tmp_path, capsys, changes):
+    assert loop.run(make_config("Free", **changes), str(tmp_path), "") == 0
+    assert "optax_optimizer.evaluation_params; 'raw/...' are" in capsys.readouterr().out
+    trained = xshard.load(str(tmp_path))
+    expected = expected_by_optax(trained)
+    found = trees.leaves_by_path(trained.params)
+    moved = 0
+    for path, value in expected.items():
+        # XLA may fuse the same operations in another way.
+        np.testing.assert_allclose(found[path], value, rtol=1e-5, atol=1e-6)
+        raw = trees.leaves_by_path(trained.state.experiment.params)[path]
+        moved += not np.array_equal(raw, value)
+    assert moved == (2 if "kept" in changes else 4)
+    if "group_assignment" in changes:
+        return
+    # The prediction and the samples use them.
+    w = [expected[f"mlp/~/linear_{i}/w"] for i in (0, 1)]
+    b = [expected[f"mlp/~/linear_{i}/b"] for i in (0, 1)]
+    outputs = (np.maximum(BATCH["x"] @ w[0] + b[0], 0) @ w[1] + b[1])[:, 0]
+    np.testing.assert_allclose(trained.predict(BATCH), outputs, rtol=1e-5, atol=1e-6)
+    shown = rows.results(tmp_path)["samples"].split()[-2:]
+    np.testing.assert_allclose(np.array(shown, float), outputs, atol=1e-5)
+    # So do the evaluation, and the choice of the best checkpoint.
+    results = rows.results(tmp_path)["eval"]
+    data = trained.experiment.eval_data()
+    error = np.mean((trained.predict(data) - data["y"]) ** 2)
+    np.testing.assert_allclose(results["error"], error, rtol=1e-4)
+    assert results["raw/error"] != results["error"]
+
+
+def test_exports_have_them_unless_told_otherwise(tmp_path):
+    assert loop.run(make_config("Free"), str(tmp_path / "run"), "") == 0
+    trained = xshard.load(str(tmp_path / "run"))
+    said = export.write(trained, tmp_path / "a.safetensors")
+    assert said.endswith("those that the run evaluates")
+    said = export.write(trained, tmp_path / "b.safetensors", raw=True)
+    assert "evaluates" not in said
+    from safetensors import numpy as safetensors
+
+    evaluated = safetensors.load_file(tmp_path / "a.safetensors")
+    raw = safetensors.load_file(tmp_path / "b.safetensors")
+    params = trees.leaves_by_path(trained.params)
+    for path, x in trees.leaves_by_path(trained.state.experiment.params).items():
+        np.testing.assert_array_equal(raw[f"params/{path}"], x)
+        np.testing.assert_array_equal(evaluated[f"params/{path}"], params[path])
+
+
+def test_the_statistics_of_a_batch_norm_are_averaged_with_the_parameters(tmp_path):
+    config = make_config("Normalized", log_every_steps=1)
+    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    # Stopped, a run resumes to the same bits.
+    watch = rows.ScriptedWatch(5, request.STOP)
+    assert loop.run(config, str(tmp_path / "two"), "", watch=watch) == 42
+    assert loop.run(config, str(tmp_path / "two"), "") == 0
+    left = rows.final_state(tmp_path / "whole", config)
+    harness.assert_equal(left, rows.final_state(tmp_path / "two", config))
+    state = left.experiment
+    averages = state.opt_state["MovingAverageOptimizer"]
+    evaluated = xshard.load(str(tmp_path / "whole")).for_evaluation().experiment
+    floats = 0
+    for path, x in trees.leaves_by_path(state.net_state).items():
+        found = trees.leaves_by_path(evaluated.net_state)[path]
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_array_equal(found, x)
+            continue
+        floats += 1
+        np.testing.assert_array_equal(found, averages[f"statistics/{path}"])
+        assert not np.array_equal(found, x)
+    assert floats == 4
+
+
+def test_a_function_of_one_s_own_is_used(tmp_path):
+    assert loop.run(make_config("Doubled"), str(tmp_path), "") == 0
+    trained = xshard.load(str(tmp_path))
+    doubled = jax.tree.map(lambda x: 2 * x, trained.state.experiment.params)
+    harness.assert_equal(trained.params, doubled)
+
+
+def test_what_has_no_clear_meaning_is_refused(tmp_path):
+    with pytest.raises(errors.UserError, match="MovingAverageOptimizer and optax_opt"):
+        loop.run(make_config("Both"), str(tmp_path), "")
+    rule = optax.contrib.schedule_free_sgd(0.1)
+    make = lambda: xshard.OptaxOptimizer(rule, backs_off=True)
+    with pytest.raises(ValueError, match="cannot back off with .*schedule_free"):
+        hk.transform_with_state(lambda: make().init({"m": {"w": jnp.ones(2)}})).init(
+            None
+        )
+    config = make_config("Free")
+    with config.unlocked():
+        config.checkpoint.best_metric = "average/error"
+    with pytest.raises(errors.UserError, match="metric of the evaluation: .*raw/error"):
+        loop.run(config, str(tmp_path), "")
+    assert not list(tmp_path.iterdir())
