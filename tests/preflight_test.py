@@ -68,18 +68,33 @@ class Averaged(toy.Toy):
         return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
 
 
-def test_a_run_warns_of_averages_beside_the_state_of_raw_parameters(tmp_path, capsys):
-    for experiment, warns in (
-        ("tests.preflight_test.Averaged", True),
-        ("tests.toy.Toy", False),
-    ):
-        config = make_config(experiment)
-        config.steps = 1
-        assert loop.run(config.lock(), str(tmp_path / experiment), "") == 0
-        said = capsys.readouterr().out
-        assert (
-            "warning: the averages of parameters are evaluated with" in said
-        ) == warns
+class Free(toy.Toy):
+    """Evaluates other parameters than those that train, and has state of its network.
+
+    The state fits the latter only.
+    """
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(optax.contrib.schedule_free_sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    "experiment, says, warns",
+    [
+        ("tests.preflight_test.Free", True, True),
+        ("tests.preflight_test.Averaged", True, False),
+        ("tests.toy.Toy", False, False),
+    ],
+)
+def test_a_run_says_which_parameters_it_evaluates_and_if_state_does_not_fit(
+    tmp_path, capsys, experiment, says, warns
+):
+    config = make_config(experiment)
+    config.steps = 1
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    said = capsys.readouterr().out
+    assert ("evaluation_params; 'raw/...' are those that train" in said) == says
+    assert ("warning: they are evaluated with the network's state" in said) == warns
 
 
 class Counting(toy.Wide):

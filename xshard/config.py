@@ -238,7 +238,12 @@ def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     Keys that a config may lack are added with their defaults, and renamed ones get
     their present names.
     """
-    optional = {key.name: key.default for key in KEYS if _is_optional(key.name)}
+    optional = {}
+    for key in KEYS:
+        if _is_optional(key.name):
+            # JSON, from which the other values come, has lists only.
+            is_tuple = isinstance(key.default, tuple)
+            optional[key.name] = list(key.default) if is_tuple else key.default
     return {**optional, **with_present_names(flat)}
 
 
