@@ -195,9 +195,9 @@ def test_an_overflow_skips_only_the_learner_that_overflowed():
     state = dataclasses.replace(
         state, experiment={**state.experiment, "discriminator": learner}
     )
-    after, metrics, observed, _ = jax.jit(step.make_watched_step(experiment, the_mesh))(
-        state, next(train)
-    )
+    after, metrics, observed, *_ = jax.jit(
+        step.make_watched_step(experiment, the_mesh)
+    )(state, next(train))
     assert (metrics["discriminator/skipped"], metrics["generator/skipped"]) == (1, 0)
     assert (observed["discriminator"].verdict, observed["generator"].verdict) == (0, 0)
     for name, same in (("discriminator", True), ("generator", False)):

@@ -14,10 +14,10 @@ import pytest
 import xshard
 from tests import toy
 from tests.optimizers import harness
-from xshard import mesh, step
+from xshard import errors, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.optimizers import inspection
+from xshard.optimizers import inspection, trees
 
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
@@ -180,7 +180,7 @@ def global_norm(tree):
     ids=str,
 )
 def test_norms_are_of_the_whole_batch_and_of_the_new_parameters(changes):
-    experiment, the_mesh = make(Plain, **changes)
+    experiment, the_mesh = make(Plain, log_norms_every_steps=1, **changes)
     examples = experiment.train_data()
     state = state_lib.init(experiment, the_mesh, 0, examples)
     train = batches.TrainBatches(
@@ -190,22 +190,80 @@ def test_norms_are_of_the_whole_batch_and_of_the_new_parameters(changes):
         seed=0,
         micro_batches=experiment.config.micro_batches,
     )
-    batch = jax.device_get(next(train))
+    batch = next(train)
 
     def loss(params):
         of_params = state.experiment.replace(params=params)
         outputs, _ = experiment.learner.apply(of_params, None, batch, is_training=True)
         return experiment.loss(outputs, batch)[0]
 
-    gradient_norm = global_norm(jax.grad(loss)(jax.device_get(state.experiment.params)))
-    after, (metrics,) = run(experiment, the_mesh, 1, state)
+    apply = jax.jit(step.make_watched_step(experiment, the_mesh))
+    stepped = apply(state, batch)
+    metrics = stepped.metrics
+    batch = jax.device_get(batch)
+    old = jax.device_get(state.experiment.params)
+    new = jax.device_get(stepped.state.experiment.params)
+    gradients = jax.grad(loss)(old)
     assert {metrics[name].dtype for name in inspection.NORMS} == {np.dtype(np.float32)}
     # Scaling the loss by 2**15 loses no precision, but float32 sums are computed in
     # another order.
-    np.testing.assert_allclose(metrics["gradient_norm"], gradient_norm, rtol=1e-5)
     np.testing.assert_allclose(
-        metrics["parameter_norm"], global_norm(after.experiment.params), rtol=1e-6
+        metrics["gradient_norm"], global_norm(gradients), rtol=1e-5
     )
+    np.testing.assert_allclose(metrics["parameter_norm"], global_norm(new), rtol=1e-6)
+    norms = stepped.norms[""]
+    assert norms.paths == tuple(trees.leaves_by_path(old))
+    assert norms.values.dtype == np.float32
+    updates = jax.tree.map(np.subtract, new, old)
+    for of_kind, tree in zip(norms.values, (gradients, new, updates), strict=True):
+        expected = [global_norm(x) for x in trees.leaves_by_path(tree).values()]
+        np.testing.assert_allclose(of_kind, expected, rtol=1e-5)
+
+
+def test_groups_have_norms_by_array_of_their_own():
+    experiment, the_mesh = make(
+        toy.Wide, group_assignment=GROUPS, overflow_above=2.0, log_norms_every_steps=1
+    )
+    state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
+    train = batches.TrainBatches(
+        experiment.train_batches, the_mesh, batch_size=16, seed=0
+    )
+    apply = jax.jit(step.make_watched_step(experiment, the_mesh))
+    seen = set()
+    for _ in range(12):
+        before = jax.device_get(state.experiment.params)
+        stepped = apply(state, next(train))
+        state = stepped.state
+        after = jax.device_get(state.experiment.params)
+        gradient, _, update = np.moveaxis(stepped.norms[""].values, 1, 0)
+        skipped = np.asarray(stepped.metrics["skipped"]) > 0
+        seen.add(tuple(skipped.tolist()))
+        for group in range(2):
+            moved = jax.tree.map(lambda x, y, g=group: x[g] - y[g], after, before)
+            expected = [global_norm(x) for x in trees.leaves_by_path(moved).values()]
+            # A skipped step has an update of exactly zero.
+            np.testing.assert_allclose(update[group], expected, rtol=1e-6)
+            assert np.any(update[group]) != skipped[group]
+            # The infinite loss of a skipped step is that of every gradient.
+            assert np.all(np.isfinite(gradient[group])) != skipped[group]
+    assert len(seen) > 1
+
+
+class OwnApply(toy.Wide):
+    """Has a rule that hides its gradients."""
+
+    def optimizer(self):
+        class Rule(xshard.CrossShardOptimizer):
+            def apply_gradients(self, *args, **kwargs):
+                return super().apply_gradients(*args, **kwargs)
+
+        return Rule(optax.sgd(0.1))
+
+
+def test_norms_by_array_need_the_gradients():
+    experiment, the_mesh = make(OwnApply, log_norms_every_steps=5)
+    with pytest.raises(errors.UserError, match="steps=5 cannot .* Rule"):
+        state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
 
 
 @pytest.mark.parametrize("shard_update", [False, True])

@@ -568,6 +568,23 @@ KEYS = (
         "log_every_steps", 50, "The number of steps between logged rows.", _count, True
     ),
     Key(
+        "log_norms_every_steps",
+        0,
+        "The number of steps between rows of the norms of each parameter, its gradient "
+        "and its update; 0: never.",
+        _count_or_never,
+        may_change=True,
+        is_optional=True,
+    ),
+    Key(
+        "noise_scale_steps",
+        0,
+        "The number of steps over which the noise scale of the gradients is averaged, "
+        "which says how large a batch is useful; 0: it is not computed.",
+        _count_or_never,
+        is_optional=True,
+    ),
+    Key(
         "fingerprint_every_steps",
         10,
         "The number of steps between fingerprints of the state, which detect replicas "

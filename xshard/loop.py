@@ -18,6 +18,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
+from xshard.learners import state as learner_state
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
@@ -52,6 +53,7 @@ class _Fetched(NamedTuple):
       fingerprints: those of the state that the step began with; None if they are not
         due.
       metrics: the metrics of the step's row; None if it has no row.
+      norms: the norms of parameters, by the learner's name; None if the step logs none.
       observed: the observations of the learners.
     """
 
@@ -59,6 +61,7 @@ class _Fetched(NamedTuple):
     newest: jax.Array
     fingerprints: fingerprint.Fingerprints | None
     metrics: Mapping[str, jax.Array] | None
+    norms: Mapping[str, learner_state.ArrayNorms] | None
     observed: nonfinite.Observed
 
 
@@ -346,7 +349,9 @@ class Run:
                 self.terminal.say(f"step {step}: batches of {size} examples from here")
             if is_first or has_grown:
                 self.set_phase("compiling")
-            state, metrics, observed, fingerprints = self.train_step(state, batch)
+            stepped = self.train_step(state, batch)
+            state = stepped.state
+            metrics = stepped.metrics
             self.step = step
             newest = next(iter(metrics.values()))
             if is_first:
@@ -357,7 +362,7 @@ class Run:
 
             # What the host reads of this step is on its way. It reads the step that was
             # dispatched `deferred.IN_FLIGHT` steps before.
-            fingerprints = self._replica_check.fetch(step, fingerprints)
+            fingerprints = self._replica_check.fetch(step, stepped.fingerprints_before)
             if fingerprints is not None:
                 metrics = metrics | fingerprints.logged()
             fetched = _Fetched(
@@ -365,7 +370,8 @@ class Run:
                 newest=newest,
                 fingerprints=fingerprints,
                 metrics=self._log.fetch(step, metrics),
-                observed=self._nonfinite_check.fetch(observed),
+                norms=self._log.fetch_norms(step, stepped.norms),
+                observed=self._nonfinite_check.fetch(stepped.observed),
             )
             self._read(self._queue.push(fetched), state)
             self.terminal.progress(step)
@@ -545,6 +551,8 @@ class Run:
                 )
             if fetched.metrics is not None:
                 self._log.write_row(fetched.step, fetched.metrics)
+            if fetched.norms is not None:
+                self._log.write_norms(fetched.step, fetched.norms)
             self._nonfinite_check.check(fetched.step, fetched.observed)
 
     def _flush(self, newest: state_lib.TrainState) -> None:

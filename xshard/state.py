@@ -383,6 +383,9 @@ def specs(
                 experiment, mesh, learner, manual=manual, whole_slots=whole_slots
             ),
             global_step=jax.P(*group_axes),
+            gradient_noise=jax.tree.map(
+                lambda _: jax.P(*group_axes), learner.gradient_noise
+            ),
         )
 
     def of_node(path: Any, x: Any) -> Any:

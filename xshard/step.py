@@ -21,8 +21,8 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.learners import learner as learner_lib
 from xshard.learners import run_context
+from xshard.learners.state import ArrayNorms, Outcome
 from xshard.learners.state import Observed as ObservedUpdate
-from xshard.learners.state import Outcome
 from xshard.optimizers import gathering, replica_map, trees
 from xshard.stored import fingerprint
 
@@ -44,12 +44,15 @@ class Stepped(NamedTuple):
       observed: the observations of each learner, by its name.
       fingerprints_before: the fingerprints of the state that the step received; None if
         the run computes none.
+      norms: the norms of each array, by the learner's name, of learners that compute
+        them.
     """
 
     state: TrainState
     metrics: dict[str, jax.Array]
     observed: Observed
     fingerprints_before: fingerprint.Fingerprints | None
+    norms: dict[str, ArrayNorms]
 
 
 def make_train_step(
@@ -198,7 +201,7 @@ def step_of_replica(
 
         new, logged = validation.step(experiment.train_step, returned)
         _check_structure(experiment, old.experiment, new)
-        metrics, observed = _metrics(experiment, logged)
+        metrics, observed, norms = _metrics(experiment, logged)
         _check_observed(experiment, old.experiment, new, observed)
         # A weak type, as of a Python number, would make jit compile the second step
         # again.
@@ -209,6 +212,7 @@ def step_of_replica(
             metrics=_of_group(metrics, grouped),
             observed=_of_group(observed, grouped),
             fingerprints_before=_of_group(fingerprints_before, grouped),
+            norms=_of_group(norms, grouped),
         )
 
     # A replica computes its update with whole arrays. Where the update is sharded only
@@ -225,6 +229,7 @@ def step_of_replica(
             metrics=per_group,
             observed=per_group,
             fingerprints_before=per_group,
+            norms=per_group,
         ),
     )
 
@@ -442,11 +447,16 @@ def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) 
 
 def _metrics(
     experiment: experiment_lib.Experiment, logged: Any
-) -> tuple[dict[str, jax.Array], Observed]:
-    """Returns the values to log by name, and the observations of each learner."""
+) -> tuple[dict[str, jax.Array], Observed, dict[str, ArrayNorms]]:
+    """Returns the values to log by name, and the observations and the norms by array of
+    each learner.
+    """
+    norms: dict[str, ArrayNorms] = {}
     if isinstance(logged, Outcome):
         outcome = logged.joined()
-        return dict(outcome.metrics), {"": outcome.observed}
+        if outcome.norms is not None:
+            norms[""] = outcome.norms
+        return dict(outcome.metrics), {"": outcome.observed}, norms
     where = validation.describe_method(experiment.train_step)
     of_learners: dict[str, jax.Array] = {}
     others: dict[str, jax.Array] = {}
@@ -454,6 +464,8 @@ def _metrics(
     for name, value in logged.items():
         if isinstance(value, Outcome):
             outcome = value.joined()
+            if outcome.norms is not None:
+                norms[name] = outcome.norms
             for key, x in outcome.metrics.items():
                 of_learners[trees.join(name, key)] = x
             observed[name] = outcome.observed
@@ -465,7 +477,7 @@ def _metrics(
             f"{where} returned a scalar called {taken[0]!r}, which a learner logs: "
             "give it another name."
         )
-    return of_learners | learner_lib.mean_over_replicas(others), observed
+    return of_learners | learner_lib.mean_over_replicas(others), observed, norms
 
 
 def _check_observed(

@@ -401,7 +401,7 @@ def test_bad_gradients_of_any_dtype_are_counted():
             "scalar": jnp.asarray(-inf, jnp.bfloat16),
         }
     }
-    applied = phases.Applied({}, True, None, grads, {}, None)
+    applied = phases.Applied({}, True, None, grads, {}, {}, None)
     counted = dict(
         zip(
             sorted(grads["m"]),

@@ -17,6 +17,8 @@ wandb/           the same rows as Weights & Biases stores them, likewise
 mlflow/          which rows MLflow has, likewise
 samples.jsonl    a row for each step after which the experiment logged samples; see
                  `xshard.samples`
+norms.jsonl      the norms of all parameters after some steps, if the run logs them; see
+                 `xshard.metrics.norms`
 results.json     the final evaluation, and whether the run ended with finite values;
                  see `xshard.files.results`
 status.json      the current activity of each process; see `xshard.pod.status`
@@ -78,8 +80,8 @@ class Workdir:
     Attributes:
       path: the absolute path of the directory, which need not exist.
       checkpoints: where its checkpoints are unless the config names another place.
-      metrics, samples, results, config, origin, roll_backs: the paths of its files, as
-        listed above.
+      metrics, samples, norms, results, config, origin, roll_backs: the paths of its
+        files, as listed above.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -87,6 +89,7 @@ class Workdir:
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.norms = self.path / "norms.jsonl"
         self.results = self.path / RESULTS
         self.config = self.path / "config.json"
         self.origin = self.path / "origin.json"

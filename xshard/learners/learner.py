@@ -20,7 +20,7 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import errors, validation
 from xshard import mesh as mesh_lib
-from xshard.learners import run_context
+from xshard.learners import noise_scale, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -38,6 +38,12 @@ from xshard.optimizers import (
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
 
+# Entries of an update's squared norms: the norms by array; and those of the gradients
+# of the small batches, and of the large one, that a noise scale is computed from.
+_BY_ARRAY = "by_array"
+_SMALL = "small"
+_LARGE = "large"
+
 
 class _Update(NamedTuple):
     """The result of an update on a replica.
@@ -53,6 +59,8 @@ class _Update(NamedTuple):
         entry of `sq_norms`. Otherwise empty.
       sq_norms: the squared norms, or the part of them that `local_sq_norms` lacks.
         Equal on all replicas of a group.
+      normed_paths: the paths of the parameters whose norms are in the entry _BY_ARRAY
+        of both; empty without norms by array.
       equal_metrics: further metrics, equal on all replicas of a group.
       nonfinite: the number of non-finite gradient elements for each parameter, equal
         on all replicas of a group.
@@ -67,6 +75,7 @@ class _Update(NamedTuple):
     aux: tuple[Any, ...]
     local_sq_norms: dict[str, Any]
     sq_norms: dict[str, Any]
+    normed_paths: tuple[str, ...]
     equal_metrics: dict[str, Any]
     nonfinite: Any
     lowered: Any
@@ -96,7 +105,8 @@ class Learner:
           optimizer: returns the update rule, which must contain a `CrossShardOptimizer`
             over 'replica' (and 'slice', with several slices).
           config: the run's config. The learner reads its keys precision, micro_batches,
-            gather_once, aggregation_method and on_nonfinite.
+            gather_once, aggregation_method, on_nonfinite, log_norms_every_steps and
+            noise_scale_steps.
           clip_gradients: transforms a replica's gradients before they are reduced. A
             gradient that it replaces with None leaves its parameter unchanged.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match
@@ -117,6 +127,8 @@ class Learner:
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
         self._aggregation_method = gradients.method(config.aggregation_method)
+        self._norms_every = config.get("log_norms_every_steps", 0)
+        self._noise_scale_steps = config.get(noise_scale.KEY, 0)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
         self._transformed_network = hk.transform_with_state(network)
         self._transformed_update = hk.transform_with_state(self._update)
@@ -149,6 +161,7 @@ class Learner:
             net_state=net_state,
             opt_state=opt_state,
             global_step=jnp.int32(0),
+            gradient_noise=noise_scale.initial() if self._noise_scale_steps else None,
             meta=meta,
         )
 
@@ -237,7 +250,9 @@ class Learner:
           The state after the update, and an `Outcome` to return among the metrics of
           `Experiment.train_step`. It contains 'loss', 'skipped', 'global_step',
           'loss_scale' if the rule scales losses, 'gradient_norm', 'parameter_norm' and
-          the values of the rule's schedules (see `OptaxOptimizer`).
+          the values of the rule's schedules (see `OptaxOptimizer`). With
+          `config.log_norms_every_steps`, the outcome also has the norms of each array;
+          with `config.noise_scale_steps`, the metrics have 'noise_scale'.
         """
         update_key = run_context.next_equal_key()
         if update_key is not None:
@@ -276,15 +291,64 @@ class Learner:
             new["opt_state"] = self._move_statistics(
                 new["opt_state"], state, net_state, jnp.where(applied, update.rate, 0)
             )
+        sq_norms = dict(local_sq_norms)
         for name, sq_norm in update.sq_norms.items():
-            if name in local_sq_norms:
-                sq_norm = sq_norm + local_sq_norms[name]
-            metrics[name] = jnp.sqrt(sq_norm).astype(jnp.float32)
+            sq_norms[name] = sq_norm + sq_norms.get(name, 0)
+        if self._noise_scale_steps:
+            noise = self._gradient_noise(state, batch, sq_norms, applied)
+            new["gradient_noise"] = noise
+            metrics[noise_scale.NAME] = noise_scale.of(noise)
+        norms = {}
+        for name in update.sq_norms:
+            norms[name] = jnp.sqrt(sq_norms[name]).astype(jnp.float32)
+        by_array = None
+        if update.normed_paths:
+            by_array = state_lib.ArrayNorms(update.normed_paths, norms.pop(_BY_ARRAY))
+        metrics |= norms
         metrics |= update.equal_metrics
         metrics["skipped"] = jnp.int32(~applied)
         metrics["global_step"] = new["global_step"]
-        outcome = state_lib.Outcome(metrics, observed, *update.aux)
+        aux = None
+        if update.aux:
+            (aux,) = update.aux
+        outcome = state_lib.Outcome(metrics, observed, aux, by_array)
         return state.replace(**new, net_state=net_state), outcome
+
+    def _gradient_noise(
+        self,
+        state: state_lib.LearnerState,
+        batch: Any,
+        sq_norms: Mapping[str, jax.Array],
+        applied: Any,
+    ) -> noise_scale.GradientNoise:
+        """Returns the averages of a noise scale after a step.
+
+        Args:
+          state: the state before the step.
+          batch: the replica's part of the batch.
+          sq_norms: squared norms of gradients, by name; equal on all replicas.
+          applied: whether the update was applied.
+        """
+        assert state.gradient_noise is not None
+        replicas = mesh_lib.num_replicas(run_context.current().mesh)
+        sizes = noise_scale.sizes_of(
+            batch, replicas=replicas, micro_batches=self._micro_batches
+        )
+        estimate = noise_scale.estimate(
+            sq_norms[_SMALL], sq_norms.get(_LARGE, sq_norms["gradient_norm"]), sizes
+        )
+        noise = noise_scale.average(
+            state.gradient_noise,
+            estimate,
+            applied=applied,
+            steps=self._noise_scale_steps,
+        )
+        if not replica_map.is_current():
+            # As for the parameters, one replica's program shows no collective.
+            noise = replica_map.equal_on_replicas(
+                noise, given=(state.gradient_noise, sq_norms[_SMALL])
+            )
+        return noise
 
     def for_evaluation(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Returns the state with the parameters to evaluate, and to use once trained.
@@ -401,17 +465,36 @@ class Learner:
     def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
         """Differentiates the loss, and applies the gradients: a Haiku function."""
         opt = self._bound_optimizer(state.meta.param_layouts)
-        value, net_state, metrics, aux, grads = self._differentiate(
+        self._check_measurable(opt)
+        value, net_state, metrics, aux, grads, small_sq_norms = self._differentiate(
             opt, state, loss, batch
         )
         # Schedules are read before the update, which counts it, and hyperparameters
         # after it, which sets them.
         old_scales = inspection.loss_scales(opt)
         scheduled = inspection.schedules(opt, state.global_step)
-        applied = inspection.apply(
-            opt, self._clip(grads), state.params, state.global_step
-        )
+        clipped = self._clip(grads)
+        applied = inspection.apply(opt, clipped, state.params, state.global_step)
         local_sq_norms, sq_norms = inspection.norms(applied)
+        normed_paths: tuple[str, ...] = ()
+        if self._norms_every:
+            normed_paths = tuple(trees.present(applied.grads))
+            local, whole = inspection.norms_by_array(applied)
+            sq_norms[_BY_ARRAY] = whole
+            if applied.partition is not None:
+                local_sq_norms[_BY_ARRAY] = local
+        if self._noise_scale_steps:
+            if small_sq_norms is None:
+                # The replicas' gradients add up to that of the group, as they are after
+                # the clip. Each counts as its part of it.
+                replicas = mesh_lib.num_replicas(run_context.current().mesh)
+                sq_norm = trees.sum_of_squares(clipped)
+                local_sq_norms[_SMALL] = replicas**2 * sq_norm
+            else:
+                # Micro-batches add up to the replica's gradient, before the clip.
+                parts = self._micro_batches
+                local_sq_norms[_SMALL] = parts**2 * jnp.mean(small_sq_norms)
+                local_sq_norms[_LARGE] = trees.sum_of_squares(grads)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
 
@@ -437,19 +520,37 @@ class Learner:
             aux=aux,
             local_sq_norms=local_sq_norms,
             sq_norms=sq_norms,
+            normed_paths=normed_paths,
             equal_metrics=equal_metrics,
             nonfinite=inspection.count_nonfinite(applied),
             lowered=lowered,
             rate=rate,
         )
 
+    def _check_measurable(self, opt: base.Optimizer) -> None:
+        """Raises UserError if what the config asks to measure cannot be measured."""
+        if self._norms_every:
+            key = f"log_norms_every_steps={self._norms_every}"
+            inspection.check_shows_gradients(opt, key)
+        if self._noise_scale_steps:
+            key = f"{noise_scale.KEY}={self._noise_scale_steps}"
+            inspection.check_shows_gradients(opt, key)
+            noise_scale.check_rule(opt, micro_batches=self._has_one_replica())
+            shards_params = any(rule.shard_params for rule in inspection.reducing(opt))
+            noise_scale.check_has_own_gradients(shards_params=shards_params)
+
+    def _has_one_replica(self) -> bool:
+        return mesh_lib.num_replicas(run_context.current().mesh) == 1
+
     def _differentiate(
         self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
-    ) -> tuple[jax.Array, Any, dict[str, Any], tuple[Any, ...], Any]:
+    ) -> tuple[jax.Array, Any, dict[str, Any], tuple[Any, ...], Any, Any]:
         """Returns the loss, the network's state, the scalars, the loss's further
-        output, and the gradients.
+        output, the gradients, and the squared norms of the gradients of micro-batches
+        if a noise scale needs these.
         """
         parts = self._micro_batches
+        measures = parts > 1 and self._noise_scale_steps > 0 and self._has_one_replica()
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
         gatherer = self._gatherer(state.meta)
         gathered: dict[str, jax.Array] = {}
@@ -473,8 +574,8 @@ class Learner:
             of_params: Any = lambda params: value_of(params, (batch, keys[0]))
         else:
             split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-            of_params = gradients.MicroBatches(value_of, (split, keys))
-        (value, (net_state, metrics, aux)), grads = opt.compute_gradients(
+            of_params = gradients.MicroBatches(value_of, (split, keys), measures)
+        (value, rest), grads = opt.compute_gradients(
             of_params,
             state.params,
             var_list=trees.unfrozen(state.params, self._frozen),
@@ -482,10 +583,14 @@ class Learner:
             aggregation_method=self._aggregation_method,
             has_aux=True,
         )
+        small_sq_norms = None
+        if measures:
+            rest, small_sq_norms = rest
+        net_state, metrics, aux = rest
         if parts > 1:
             net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
-        return value, net_state, metrics, aux, grads
+        return value, net_state, metrics, aux, grads, small_sq_norms
 
 
 def _floats(net_state: Any) -> dict[str, jax.Array]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from xshard.learners import noise_scale
 from xshard.optimizers import layouts, trees
 
 # The verdicts on an update.
@@ -57,6 +58,8 @@ class LearnerState:
       opt_state: the state of the update rules: slots, counts, loss scale.
       global_step: the number of updates applied, int32. A skipped step does not advance
         it.
+      gradient_noise: what the noise scale of the gradients is computed from; None if
+        `config.noise_scale_steps` is 0.
       meta: the properties of the rules. It is no child of the pytree, so no checkpoint
         holds it.
     """
@@ -65,6 +68,7 @@ class LearnerState:
     net_state: Any
     opt_state: Any
     global_step: Any
+    gradient_noise: noise_scale.GradientNoise | None = None
     meta: LearnerMeta = LearnerMeta()
 
     def replace(self, **changes: Any) -> "LearnerState":
@@ -74,7 +78,7 @@ class LearnerState:
 
 jax.tree_util.register_dataclass(
     LearnerState,
-    data_fields=("params", "net_state", "opt_state", "global_step"),
+    data_fields=("params", "net_state", "opt_state", "global_step", "gradient_noise"),
     meta_fields=("meta",),
 )
 
@@ -162,6 +166,27 @@ def observe(
     return Observed(verdict=verdict, loss=loss, gradients=nonfinite)
 
 
+@dataclasses.dataclass(frozen=True)
+class ArrayNorms:
+    """The L2 norms of each trained parameter, of an update: a pytree of one array.
+
+    Attributes:
+      paths: the paths of the parameters. They are no child of the pytree, so a compiled
+        step returns them too.
+      values: float32, of shape [3, parameters]: the norms of the gradients, of the new
+        parameters and of the update. With several groups, there is a leading dimension
+        of groups.
+    """
+
+    paths: tuple[str, ...]
+    values: Any
+
+
+jax.tree_util.register_dataclass(
+    ArrayNorms, data_fields=("values",), meta_fields=("paths",)
+)
+
+
 class Outcome(NamedTuple):
     """The report of an update, which `Experiment.train_step` returns among its metrics.
 
@@ -170,11 +195,13 @@ class Outcome(NamedTuple):
       observed: the values that the run watches.
       aux: the fourth output of the loss, computed before the update, with a row for
         each example of the replica.
+      norms: the norms of each array, if `config.log_norms_every_steps` is not 0.
     """
 
     metrics: dict[str, jax.Array]
     observed: Observed
     aux: Any = None
+    norms: ArrayNorms | None = None
 
     @property
     def applied(self) -> jax.Array:
@@ -203,4 +230,8 @@ class Outcome(NamedTuple):
         watched = jnp.where(jnp.any(is_nonfinite), jnp.argmax(is_nonfinite), count - 1)
         metrics = {name: x[-1] for name, x in metrics.items()}
         metrics["updates_per_step"] = jnp.int32(count)
-        return Outcome(metrics, jax.tree.map(lambda x: x[watched], observed))
+        return Outcome(
+            metrics=metrics,
+            observed=jax.tree.map(lambda x: x[watched], observed),
+            norms=jax.tree.map(lambda x: flatten(x)[-1], self.norms),
+        )

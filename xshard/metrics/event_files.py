@@ -24,7 +24,7 @@ from tensorboardX.proto import (
 
 from xshard import samples
 from xshard.files import disk, jsonfile
-from xshard.metrics import rows
+from xshard.metrics import norms, rows
 
 # TensorBoard recognizes the start of a session only after an event with this version.
 _VERSION = "brain.Event:2"
@@ -43,7 +43,8 @@ class EventFiles:
     """A folder with the rows of a run as event files.
 
     Numbers are scalars, and samples are texts, images and histograms. With several
-    groups, tags are 'loss/0', 'loss/1'.
+    groups, tags are 'loss/0', 'loss/1'. The tags of norms of parameters are such as
+    'norms/update/mlp/w'.
 
     Each start of the program writes a new file with all earlier rows, and appends to
     it. The file begins with a session log (TensorFlow's `SessionLog.START`) at step 0,
@@ -61,7 +62,7 @@ class EventFiles:
 
         Args:
           directory: the folder, which need not exist.
-          history: returns the earlier rows, of numbers and of samples.
+          history: returns the earlier rows, of numbers, of norms and of samples.
 
         Raises:
           ValueError: if the file cannot be written.
@@ -77,13 +78,16 @@ class EventFiles:
                 _delete(directory / name)
 
     def write(self, row: rows.Row) -> None:
-        """Writes a row of numbers or of samples; what is not finite becomes NaN."""
+        """Writes a row of numbers, of norms or of samples; what is not finite becomes
+        NaN.
+        """
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # Rows are rare, so each is flushed and visible at once.
             self._out.flush()
 
     write_samples = write
+    write_norms = write
 
     def flush(self) -> None:
         """Does nothing: no row is buffered."""
@@ -162,12 +166,14 @@ def _delete(path: pathlib.Path) -> None:
 
 
 def _event(row: rows.Row) -> event_pb2.Event:
-    """Converts a row of numbers or of samples to an event."""
+    """Converts a row of numbers, of norms or of samples to an event."""
     values = []
     if samples.is_row(row):
         for name, item in samples.items(row).items():
             values.append(_sample(name, item))
         row = {"step": row["step"]}
+    if norms.is_row(row):
+        row = norms.by_name(row)
     for name, value in rows.flat(row).items():
         is_shown = value is None or isinstance(value, bool) or jsonfile.is_number(value)
         if is_shown and name not in _FIELDS:

@@ -16,13 +16,17 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
+from xshard.learners import state as learner_state
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, formatting
 from xshard.metrics import flops as flops_lib
+from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writers as writers_lib
 
+# The norms of parameters that a step returns, by the learner's name.
+_Norms = Mapping[str, learner_state.ArrayNorms]
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
 
@@ -61,6 +65,7 @@ class Log:
         self._config = config
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
+        self._norms_every = config.get("log_norms_every_steps", 0)
         self._last = config.steps
         self._mesh = mesh
         self._clock = clock
@@ -79,6 +84,7 @@ class Log:
         # Process 0 alone has writers, while the log is open.
         self._writers: list[writers_lib.Writer] = []
         self._samples: writers_lib.JsonLines | None = None
+        self._norms: writers_lib.JsonLines | None = None
         # The previous row, to report skips and changes of the loss scale since then.
         self._before: rows_lib.Row = {"step": 0}
         # The step of the previous row, and the seconds that count for its rate.
@@ -99,10 +105,12 @@ class Log:
                 config=identity.plain(self._config),
                 rows=lambda: rows_lib.read(self._directory.metrics),
                 samples=lambda: rows_lib.read(self._directory.samples),
+                norms=lambda: rows_lib.read(self._directory.norms),
             )
-            # It drops the samples of the steps that the run repeats, before a writer
+            # These drop the rows of the steps that the run repeats, before a writer
             # reads them.
             self._samples = writers_lib.JsonLines(self._directory.samples, start)
+            self._norms = writers_lib.JsonLines(self._directory.norms, start)
             self._writers = writers_lib.open_all(self._config.writers, part)
         self.rows = writers_lib.count(self._writers)
         self._before = {"step": start}
@@ -134,6 +142,33 @@ class Log:
         deferred.to_host(fetched.values())
         return fetched
 
+    def fetch_norms(self, step: int, norms: _Norms) -> _Norms | None:
+        """Starts to copy the norms of parameters to the host, if the step logs them.
+
+        All processes must call it.
+
+        Returns:
+          The norms, as `write_norms` takes them; None if there are none to write.
+        """
+        if not norms or step % self._norms_every:
+            return None
+        fetched = mesh_lib.replicate(self._mesh, norms)
+        deferred.to_host([of_learner.values for of_learner in fetched.values()])
+        return fetched
+
+    def write_norms(self, step: int, norms: _Norms) -> None:
+        """Writes the norms of parameters after a step, and waits for them if they are
+        not ready.
+        """
+        if self._norms is None:
+            return
+        row = norms_lib.row(step, norms)
+        self._norms.write(row)
+        for writer in self._writers:
+            # Custom writers need not have this method.
+            if hasattr(writer, "write_norms"):
+                writer.write_norms(row)
+
     def write_row(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Writes the row of a step, and waits for its metrics if they are not ready."""
         row: rows_lib.Row = {"step": step}
@@ -164,8 +199,9 @@ class Log:
         """Syncs all flushed rows to disk; may be called from any thread. Raises OSError
         if that fails.
         """
-        if self._samples is not None:
-            self._samples.sync()
+        for rows in (self._samples, self._norms):
+            if rows is not None:
+                rows.sync()
         for writer in self._writers:
             # Custom writers need not have this method.
             if hasattr(writer, "sync"):

@@ -4,7 +4,7 @@ import pathlib
 
 from xshard import samples
 from xshard.files import disk, jsonfile
-from xshard.metrics import rows
+from xshard.metrics import norms, rows
 
 
 class SentRows:
@@ -31,9 +31,15 @@ class SentRows:
         self.id: str = note.get("id", "")
         # The last row that was sent: its step, and its rank among the rows of the step.
         self._last = tuple(note.get("sent", (0, 0)))
+        # Rows of norms come in an order of their own. The step of the last one.
+        self._last_norms = note.get("sent_norms", 0)
 
     def is_new(self, row: rows.Row) -> bool:
         """Returns whether a row has not been sent, and counts it as sent."""
+        if norms.is_row(row):
+            is_new = row["step"] > self._last_norms
+            self._last_norms = max(self._last_norms, row["step"])
+            return is_new
         place = (row["step"], _rank(row))
         if place <= self._last:
             return False
@@ -43,8 +49,13 @@ class SentRows:
     def record(self) -> None:
         """Writes the ID, and that all rows counted so far have been sent."""
         with disk.writing(self._path):
-            note = jsonfile.dumps({"id": self.id, "sent": list(self._last)})
-            disk.replace(self._path, note.encode(), durably=False)
+            note = {
+                "id": self.id,
+                "sent": list(self._last),
+                "sent_norms": self._last_norms,
+            }
+            content = jsonfile.dumps(note).encode()
+            disk.replace(self._path, content, durably=False)
 
 
 def _rank(row: rows.Row) -> int:

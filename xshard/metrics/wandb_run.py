@@ -1,13 +1,14 @@
 """A writer that logs to Weights & Biases."""
 
 import html
+import math
 import pathlib
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors, samples
-from xshard.metrics import rows, sent_rows
+from xshard.metrics import norms, rows, sent_rows
 
 # The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
@@ -37,7 +38,7 @@ class WandbRun:
             wandb run, and the last row known to be sent, or on disk if wandb is
             offline.
           config: the run's config, for wandb to show.
-          history: returns the earlier rows, of numbers and of samples.
+          history: returns the earlier rows, of numbers, of norms and of samples.
 
         Raises:
           ValueError: if Weights & Biases cannot be reached, or has no key.
@@ -71,8 +72,11 @@ class WandbRun:
             self.write(row)
 
     def write(self, row: rows.Row) -> None:
-        """Sends a row of numbers or of samples, unless it has been sent."""
+        """Sends a row of numbers, of norms or of samples, unless it has been sent."""
         if not self._sent.is_new(row):
+            return
+        if norms.is_row(row):
+            self._write_norms(row)
             return
         values: dict[str, Any] = {}
         if samples.is_row(row):
@@ -85,6 +89,14 @@ class WandbRun:
         self._run.log(values, step=row["step"])
 
     write_samples = write
+    write_norms = write
+
+    def _write_norms(self, row: rows.Row) -> None:
+        values = {}
+        for name, value in rows.flat(norms.by_name(row)).items():
+            if math.isfinite(value):
+                values[name] = value
+        self._run.log(values, step=row["step"])
 
     def _sample(self, item: samples.Item) -> Any:
         """Converts a sample to what wandb shows."""

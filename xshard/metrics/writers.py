@@ -42,7 +42,8 @@ class Writer(Protocol):
         A writer may also have a method `sync`, which makes the flushed rows durable. It
         is called from another thread, before the checkpoint is committed. It may have a
         method `write_samples`, which receives a row of samples in the format of
-        `xshard.samples`.
+        `xshard.samples`, and a method `write_norms`, which receives a row of norms in
+        the format of `xshard.metrics.norms`.
         """
 
     def close(self) -> None:
@@ -58,6 +59,7 @@ class Part(NamedTuple):
       config: the run's config, as plain JSON values.
       rows: returns the rows up to that step, including fingerprints.
       samples: returns the rows of samples up to that step.
+      norms: returns the rows of the norms of parameters up to that step.
     """
 
     directory: pathlib.Path
@@ -65,6 +67,7 @@ class Part(NamedTuple):
     config: dict[str, Any]
     rows: Callable[[], Iterator[Row]]
     samples: Callable[[], Iterator[Row]] = lambda: iter(())
+    norms: Callable[[], Iterator[Row]] = lambda: iter(())
 
     def history(self) -> Iterator[Row]:
         """Yields the earlier rows without fingerprints.
@@ -74,9 +77,13 @@ class Part(NamedTuple):
         return map(rows_lib.numbers, self.rows())
 
     def everything(self) -> Iterator[Row]:
-        """Yields the earlier rows of numbers and of samples, in the order of steps."""
-        # Both are sorted by step, so the merge holds only one row of each in memory.
-        return heapq.merge(self.history(), self.samples(), key=lambda row: row["step"])
+        """Yields the earlier rows of numbers, of norms and of samples, in the order of
+        steps.
+        """
+        # Each is sorted by step, so the merge holds only one row of each in memory.
+        return heapq.merge(
+            self.history(), self.norms(), self.samples(), key=lambda row: row["step"]
+        )
 
 
 def check(names: Any) -> None:
@@ -269,7 +276,7 @@ def _wandb(part: Part) -> Writer:
 def _mlflow(part: Part) -> Writer:
     from xshard.metrics import mlflow_run
 
-    return mlflow_run.MlflowRun(part.directory, part.config, part.everything)
+    return mlflow_run.MlflowRun(part.directory, part.config, part.history)
 
 
 def _prometheus(part: Part) -> Writer:

@@ -30,6 +30,9 @@ class MicroBatches:
     Attributes:
       loss: a function of the parameters and one input.
       inputs: a tree of arrays whose leading dimension is the number of micro-batches.
+      measures: whether aux is `(aux, sq_norms)`, with the squared norm of each input's
+        gradients, float32 of shape [inputs]. These are the gradients before a number
+        given as `grad_loss`, such as a loss scale, multiplies them.
 
     >>> def mean_loss(params, x):
     ...     opt = xshard.OptaxOptimizer(optax.sgd(0.5))
@@ -44,6 +47,7 @@ class MicroBatches:
 
     loss: Callable[[trees.Params, Any], Any]
     inputs: Any
+    measures: bool = False
 
 
 GATE_NONE = 0
@@ -345,6 +349,8 @@ def _scan(
 
     def of_input(x: Any) -> tuple[Any, Any]:
         value, aux, grads = evaluate(lambda params: loss.loss(params, x), weight)
+        if loss.measures:
+            aux = (aux, _sq_norm(grads, weight))
         return _widen(grads), (trees.widen(value), aux)
 
     if adds_in_pairs:
@@ -358,6 +364,14 @@ def _scan(
         total, outputs = hk.scan(add, zeros, loss.inputs)
     values, aux = outputs
     return jnp.sum(values, axis=0), aux, total
+
+
+def _sq_norm(grads: Any, weight: jax.Array | None) -> jax.Array:
+    """The squared norm of gradients before a scalar weight multiplied them."""
+    if weight is not None and not weight.shape:
+        # Divided first, since the square of a large loss scale is not finite.
+        grads = jax.tree.map(lambda g: trees.widen(g) / weight, grads)
+    return trees.sum_of_squares(grads).astype(jnp.float32)
 
 
 def _sum_in_pairs(

@@ -15,6 +15,9 @@ from xshard.optimizers import optax as optax_optimizer
 # The metric names of the norms of gradients and of parameters.
 NORMS = ("gradient_norm", "parameter_norm")
 
+# The norms of each array, in the order of a learner's `ArrayNorms`.
+NORMS_BY_ARRAY = ("gradient", "parameter", "update")
+
 # The prefix of a gradient's path in the name of the scope that counts its non-finite
 # elements. A replay of the step finds the gradient by it.
 GRADIENT = "gradient_of:"
@@ -149,6 +152,21 @@ def check_skips(opt: base.Optimizer) -> None:
         )
 
 
+def check_shows_gradients(opt: base.Optimizer, key: str) -> None:
+    """Raises UserError if a rule hides the gradients that it updates with.
+
+    Args:
+      opt: the rule.
+      key: the key of the config that needs them, with its value.
+    """
+    if _overrides_apply_gradients(opt):
+        raise errors.UserError(
+            f"{key} cannot be used with {type(opt).__name__}, which overrides "
+            "apply_gradients, so that the gradients it sums are not known. Implement "
+            "update instead, or set the key to 0."
+        )
+
+
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     """The current loss scales of all rules, outermost first."""
     rules = base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer)
@@ -243,6 +261,7 @@ def apply(
         applied=None,
         global_step=global_step,
         grads=None,
+        old_params=None,
         new_params=None,
         partition=None,
     )
@@ -288,3 +307,38 @@ def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
             local_sq_norms[name] = local
             sq_norms[name] = whole
     return local_sq_norms, sq_norms
+
+
+def norms_by_array(applied: phases.Applied) -> tuple[jax.Array, jax.Array]:
+    """The squared norms of each trained parameter's gradient, new value and update.
+
+    The update is the new value minus the old one, so it includes the rounding to the
+    parameter's type. It is 0 in a skipped step.
+
+    Args:
+      applied: the result of a step, whose gradients are known.
+
+    Returns:
+      `(local, whole)`, summands as those of `norms`: float32 arrays of shape
+      [len(NORMS_BY_ARRAY), arrays], with the arrays in the order of
+      `trees.present(applied.grads)`.
+    """
+    grads = trees.present(applied.grads)
+    old = trees.leaves_by_path(applied.old_params)
+    all_new = trees.leaves_by_path(applied.new_params)
+    new = {path: all_new[path] for path in grads}
+    updates = {}
+    for path, x in new.items():
+        updates[path] = trees.widen(x) - trees.widen(old[path])
+    local_rows = []
+    whole_rows = []
+    for arrays in (grads, new, updates):
+        if applied.partition is None:
+            local = jnp.zeros((len(arrays),), jnp.float32)
+            squares = [trees.sum_of_squares(x) for x in arrays.values()]
+            whole = jnp.stack(squares).astype(jnp.float32)
+        else:
+            local, whole = applied.partition.sums_of_squares_by_array(arrays)
+        local_rows.append(local)
+        whole_rows.append(whole)
+    return jnp.stack(local_rows), jnp.stack(whole_rows)

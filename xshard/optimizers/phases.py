@@ -56,14 +56,16 @@ class Applied(NamedTuple):
         `global_step`.
       grads: the aggregated gradients, with None for a parameter without one; None for
         all if they are not known.
-      new_params: the new parameters again, whole or sharded as `grads` are.
-      partition: how `grads` and `new_params` are sharded; None if they are whole.
+      old_params: the parameters before the step, whole or sharded as `grads` are.
+      new_params: the new parameters again, likewise.
+      partition: how `grads` and these parameters are sharded; None if they are whole.
     """
 
     params: trees.Params
     applied: Any
     global_step: Any
     grads: trees.Gradients | None
+    old_params: trees.Params | None
     new_params: trees.Params | None
     partition: shards.Partition | None
 
@@ -129,6 +131,7 @@ class Step:
             applied=applied,
             global_step=None,
             grads=grads,
+            old_params=params,
             new_params=new,
             partition=None,
         )
@@ -168,6 +171,7 @@ class Step:
             global_step=None,
             grads=grads,
             # The parameters that are not trained are there too, for the norm of all.
+            old_params=trees.rebuild(params, old_shards),
             new_params=trees.rebuild(params, {**old_shards, **new_shards}),
             partition=partition,
         )

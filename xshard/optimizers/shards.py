@@ -193,6 +193,41 @@ class Partition:
         local = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
         return local, trees.sum_of_squares(whole)
 
+    def sums_of_squares_by_array(
+        self, arrays: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum of the squares of each array's elements, as two summands.
+
+        Args:
+          arrays: global arrays by path, as for `sums_of_squares`.
+
+        Returns:
+          The summands of `sums_of_squares` for each array, both float32 of shape
+          [arrays].
+        """
+        sharded = {}
+        specs = {}
+        whole = []
+        for path, x in arrays.items():
+            layout = self.layouts[path]
+            if layout.dim is None:
+                whole.append(trees.sum_of_squares(x).astype(jnp.float32))
+            else:
+                whole.append(jnp.zeros((), jnp.float32))
+                sharded[path] = x
+                specs[path] = self.spec(layout, manual=True)
+
+        def of_replica(shards: dict[str, jax.Array]) -> jax.Array:
+            zero = jnp.zeros((), jnp.float32)
+            squares = dict.fromkeys(arrays, zero)
+            for path, x in shards.items():
+                sum_of_squares = self.count * trees.sum_of_squares(x)
+                squares[path] = sum_of_squares.astype(jnp.float32)
+            return jnp.stack(list(squares.values()))
+
+        local = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        return local, jnp.stack(whole)
+
     def _divide(
         self, arrays: Any
     ) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:

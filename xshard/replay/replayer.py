@@ -16,6 +16,7 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, results, workdir
+from xshard.learners import noise_scale
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
@@ -322,8 +323,15 @@ def _skipped(row: rows_lib.Row) -> rows_lib.Row:
 
 
 def _are_finite(row: rows_lib.Row) -> bool:
-    """Returns whether all numbers of a row are finite; others are null there."""
-    return all(_is_finite(value) for value in row.values())
+    """Returns whether all numbers of a row are finite; others are null there.
+
+    A noise scale may be unknown in a step in which all is well.
+    """
+    for name, value in row.items():
+        is_noise_scale = name.rpartition("/")[2] == noise_scale.NAME
+        if not is_noise_scale and not _is_finite(value):
+            return False
+    return True
 
 
 def _is_finite(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xshard.files import jsonfile
 from xshard.report import runs as runs_lib
 
 # The sections of the page that have charts, in order.
@@ -18,8 +19,18 @@ LEARNING = "Training and evaluation"
 UPDATES = "Updates"
 SPEED = "Speed"
 SECTIONS = (LEARNING, UPDATES, SPEED)
+# What the line of the batch size in the chart of a noise scale is called.
+BATCH_SIZE = "batch size"
+_NOISE_SCALE = "noise_scale"
 # The quantities of the updates, those that change in steps, and those without a chart.
-_UPDATES = ("loss_scale", "skipped", "gradient_norm", "parameter_norm", "learning_rate")
+_UPDATES = (
+    "loss_scale",
+    "skipped",
+    "gradient_norm",
+    "parameter_norm",
+    "learning_rate",
+    _NOISE_SCALE,
+)
 _STEPWISE = ("loss_scale", "skipped", "learning_rate")
 _NO_CHART = ("global_step", "updates_per_step", "epoch", "perf/time", "perf/seconds")
 # The dash style of each kind of curve, in plotly's terms.
@@ -81,12 +92,14 @@ class Chart(NamedTuple):
     @property
     def is_log(self) -> bool:
         """Whether the axis is logarithmic at first, as for the loss scale and norms."""
-        return without_learner(self.name) == "loss_scale" or self.name.endswith("_norm")
+        is_scale = without_learner(self.name) in ("loss_scale", _NOISE_SCALE)
+        return is_scale or self.name.endswith("_norm")
 
     @property
     def is_smoothed(self) -> bool:
         """Whether its curves are smoothed, as noisy ones are."""
-        return without_learner(self.name) not in _STEPWISE
+        # A noise scale is an average already.
+        return without_learner(self.name) not in (*_STEPWISE, _NOISE_SCALE)
 
 
 def without_learner(name: str) -> str:
@@ -103,7 +116,10 @@ def charts(runs: Sequence[runs_lib.Run]) -> list[Chart]:
     families = seeds(runs)
     all_charts = []
     for metric, lines in lines_of_metrics.items():
-        all_charts.append(Chart(metric, _with_means(lines, families)))
+        drawn = _with_means(lines, families)
+        if without_learner(metric) == _NOISE_SCALE:
+            drawn += _batch_sizes(lines, runs)
+        all_charts.append(Chart(metric, drawn))
 
     def position(chart: Chart) -> tuple[int, bool]:
         # In its section the loss comes first; the sort keeps the order of the others.
@@ -249,6 +265,42 @@ def _mean(lines: list[Line]) -> Line | None:
         values=(values / len(lines)).sum(axis=0),
         band=(values.min(axis=0), values.max(axis=0)),
     )
+
+
+def _batch_sizes(lines: Sequence[Line], runs: Sequence[runs_lib.Run]) -> list[Line]:
+    """Returns the batch size beside the noise scale of each run."""
+    of_runs = {}
+    for line in lines:
+        (index,) = line.runs
+        size = runs[index].config.get("batch_size")
+        if size is not None and jsonfile.is_number(size):
+            # A batch may grow; rows then say so.
+            grown = runs[index].config.get("batch_schedule") or ()
+            values = np.full(len(line.steps), float(size))
+            for steps, larger in grown:
+                values[line.steps > steps] = float(larger)
+            of_runs[index] = dataclasses.replace(
+                line,
+                what=BATCH_SIZE,
+                values=values,
+                dash="dot",
+                mode="lines",
+            )
+    return list(of_runs.values())
+
+
+def useful_batch(chart: Chart) -> float | None:
+    """Returns the largest of the newest noise scales of a chart.
+
+    None if none is known, or if the chart is of something else.
+    """
+    newest = []
+    if without_learner(chart.name) == _NOISE_SCALE:
+        for line in chart.lines:
+            known = line.values[np.isfinite(line.values)]
+            if line.what != BATCH_SIZE and line.band is None and len(known):
+                newest.append(float(known[-1]))
+    return max(newest, default=None)
 
 
 def _variants(name: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from xshard.metrics import formatting
 from xshard.pod import attempts
 from xshard.report import charts
+from xshard.report import norms as norms_lib
 from xshard.report import runs as runs_lib
 
 # A trace of plotly: a curve, an area or marks, by the names of its properties.
@@ -33,6 +34,8 @@ _FAINT = 0.35
 # pixels.
 _HEIGHT = 300
 _LEGEND_LINE = 20
+# The height of a row of a map, in pixels.
+_ROW = 18
 _RED = "#d62728"
 _TRANSPARENT = "rgba(0, 0, 0, 0)"
 
@@ -154,6 +157,75 @@ def bars(runs: Sequence[runs_lib.Run]) -> dict[str, Any] | None:
     return {"data": traces, "layout": layout, "averages": {}}
 
 
+def norm_map(norms: norms_lib.NormMap) -> dict[str, Any]:
+    """Draws the norms of parameters over the steps, with a button for each quantity.
+
+    Returns:
+      As `figure`. The page's script colors a cell by the logarithm of its norm.
+    """
+    traces = []
+    buttons = []
+    for number, quantity in enumerate(norms_lib.QUANTITIES):
+        values = norms.values[quantity]
+        logarithms = np.log10(values[np.isfinite(values) & (values > 0)])
+        low = -1.0
+        high = 0.0
+        if len(logarithms):
+            # Outliers, such as the first updates of a bias that begins at 0, must not
+            # take all colors.
+            low, high = np.percentile(logarithms, [1, 99]).tolist()
+        ticks = list(range(math.floor(low), math.ceil(high) + 1))
+        ticks = ticks[:: math.ceil(len(ticks) / 12)]
+        is_first = number == 0
+        trace = {
+            "type": "heatmap",
+            "x": norms.steps,
+            "y": [text(path) for path in norms.paths],
+            "customdata": [_short_values(of_path) for of_path in values],
+            "zmin": low,
+            "zmax": high,
+            "colorscale": "Viridis",
+            "colorbar": {
+                "tickvals": ticks,
+                "ticktext": [f"1e{tick}" for tick in ticks],
+            },
+            "hovertemplate": f"%{{y}}<br>step %{{x}}: {quantity} %{{customdata}}"
+            "<extra></extra>",
+            "visible": is_first,
+        }
+        traces.append(trace)
+        shown = [other == quantity for other in norms_lib.QUANTITIES]
+        button = {"method": "restyle", "label": quantity, "args": [{"visible": shown}]}
+        buttons.append(button)
+    layout = {
+        "height": 150 + _ROW * len(norms.paths),
+        "margin": {"t": 40, "r": 10, "b": 50},
+        "paper_bgcolor": _TRANSPARENT,
+        "plot_bgcolor": _TRANSPARENT,
+        "modebar": {"bgcolor": _TRANSPARENT},
+        "xaxis": {"title": {"text": "step", "standoff": 5}, "showgrid": False},
+        "yaxis": {
+            "type": "category",
+            "autorange": "reversed",
+            "automargin": True,
+            "dtick": 1,
+            "showgrid": False,
+        },
+        "updatemenus": [_menu(buttons, 0)],
+    }
+    return {"data": traces, "layout": layout, "averages": {}}
+
+
+def _short_values(values: np.ndarray) -> list[float | None]:
+    """Returns values with three digits, which keep a page with many of them small."""
+    short = []
+    for value in _json_values(values):
+        if value is not None:
+            value = float(f"{value:.3g}")
+        short.append(value)
+    return short
+
+
 def _label(line: charts.Line, runs: Sequence[runs_lib.Run]) -> str:
     if len(runs) == 1:
         return line.what
@@ -248,23 +320,27 @@ def _layout(chart: charts.Chart, runs: Sequence[runs_lib.Run]) -> dict[str, Any]
             "hoverformat": ".6~g",
             "automargin": True,
         },
-        "updatemenus": [
-            {
-                "type": "buttons",
-                "buttons": buttons,
-                "active": int(chart.is_log),
-                "direction": "left",
-                "x": 0,
-                "xanchor": "left",
-                "y": 1.02,
-                "yanchor": "bottom",
-                # Gray can be read on the selected button, which is white, and on the
-                # page, which may be dark.
-                "bgcolor": _TRANSPARENT,
-                "font": {"color": "gray"},
-            }
-        ],
+        "updatemenus": [_menu(buttons, int(chart.is_log))],
         "shapes": _restarts(chart, runs),
+    }
+
+
+def _menu(buttons: list[dict[str, Any]], active: int) -> dict[str, Any]:
+    """Returns a row of buttons above a chart, of which one is selected."""
+    return {
+        "type": "buttons",
+        "buttons": buttons,
+        "active": active,
+        "direction": "left",
+        "x": 0,
+        "xanchor": "left",
+        "y": 1,
+        "yanchor": "bottom",
+        "pad": {"b": 6},
+        # Gray can be read on the selected button, which is white, and on the page,
+        # which may be dark.
+        "bgcolor": _TRANSPARENT,
+        "font": {"color": "gray"},
     }
 
 

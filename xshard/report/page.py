@@ -12,6 +12,7 @@ import numpy as np
 import plotly.offline
 
 from xshard.files import workdir
+from xshard.metrics import formatting
 from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib
 
@@ -38,6 +39,13 @@ _BAND_HINT = (
 )
 # A limit for forged files, which may have any number of names.
 _MAX_CHARTS = 200
+# More maps would make the page large.
+_MAX_MAPS = 12
+_MAP_CAPTION = (
+    "L2 norms after each step: of the gradient, as the rule receives it; of the "
+    "parameter; of the update; and the ratio of the update to the parameter. Gaps are "
+    "0 or not finite."
+)
 
 
 def build(runs: Sequence[runs_lib.Run]) -> str:
@@ -86,6 +94,9 @@ def _sections(
                 drawings += _drawing(chart.name, figure, _captions(chart))
         if drawings:
             contents[name] = f'<div class="charts">\n{drawings}</div>'
+        maps = _norm_maps(runs)
+        if name == charts.UPDATES and maps:
+            contents["Norms of parameters"] = maps
     bars = figures.bars(runs)
     if bars is not None:
         captions = ["All attempts of a run, and the time between them."]
@@ -97,6 +108,24 @@ def _sections(
     contents["Config"] = tables.config(runs)
     contents["To run it again"] = _repeat(runs[0])
     return [f"<h2>{name}</h2>\n{content}" for name, content in contents.items()]
+
+
+def _norm_maps(runs: Sequence[runs_lib.Run]) -> str:
+    """Returns the norms of the parameters of each run; empty if there are none."""
+    drawings = []
+    for run in runs:
+        for norms in run.norms:
+            words = [norms.name] if norms.name else []
+            if len(runs) > 1:
+                words.insert(0, run.name)
+            figure = figures.norm_map(norms)
+            title = ": ".join(words) or "All parameters"
+            drawings.append(_drawing(title, figure, [_MAP_CAPTION]))
+    left_out = len(drawings) - _MAX_MAPS
+    if left_out > 0:
+        drawings = drawings[:_MAX_MAPS]
+        drawings.append(_paragraphs([f"{left_out} more are left out."], "notes"))
+    return "".join(drawings)
 
 
 def _drawing(title: str, figure: Mapping[str, Any], captions: Sequence[str]) -> str:
@@ -115,12 +144,26 @@ def _drawing(title: str, figure: Mapping[str, Any], captions: Sequence[str]) -> 
 def _captions(chart: charts.Chart) -> list[str]:
     """Returns notes on how a chart is drawn, and on values that it cannot show."""
     captions = []
+    useful = charts.useful_batch(chart)
+    if useful is not None:
+        size = formatting.number(float(f"{max(useful, 1):.2g}"))
+        captions.append(
+            f"Batches above {size} examples bring little: in one of that many, half of "
+            "the gradient's squared norm is noise. The noise scale grows as the loss "
+            "falls."
+        )
     # A mean is not finite only where its members are not, so means are not counted.
     rows = [line for line in chart.lines if line.band is None]
     values = np.concatenate([line.values for line in rows])
     num_not_finite = np.count_nonzero(np.isnan(values))
     num_not_positive = np.count_nonzero(values <= 0)
-    if num_not_finite:
+    if num_not_finite and useful is not None:
+        captions.append(
+            f"{num_not_finite} values are unknown, as the mean gradient is too small "
+            "to be told from the noise: red crosses. A larger noise_scale_steps "
+            "averages over more steps."
+        )
+    elif num_not_finite:
         captions.append(
             f"{num_not_finite} values are not finite: red crosses at the height of "
             "the row before."

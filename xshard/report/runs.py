@@ -15,6 +15,7 @@ from xshard.files import jsonfile, workdir
 from xshard.metrics import formatting
 from xshard.pod import attempts as attempts_lib
 from xshard.pod import status
+from xshard.report import norms as norms_lib
 from xshard.report import rows as rows_lib
 
 _CHECKPOINT_SECONDS = 30.0
@@ -48,6 +49,7 @@ class Run(NamedTuple):
       results: the final evaluation; empty if there is none yet.
       samples: the newest rows of samples, in the format of `xshard.samples`, by
         ascending steps.
+      norms: the norms of its parameters over the steps.
     """
 
     path: pathlib.Path
@@ -63,6 +65,7 @@ class Run(NamedTuple):
     results: dict[str, list[float]]
     checkpoints: Checkpoints
     samples: list[dict[str, Any]]
+    norms: list[norms_lib.NormMap]
     notes: list[str]
 
 
@@ -161,6 +164,7 @@ def _run(
     step = max(steps, default=None)
     state, doing = _state(processes, results, step)
     samples = rows_lib.newest_samples(path / "samples.jsonl", _SAMPLES, notes)
+    norms = norms_lib.read(path / "norms.jsonl", notes)
     return Run(
         path=path,
         name=name,
@@ -175,6 +179,7 @@ def _run(
         results=rows_lib.numbers_of(results.get("eval")),
         checkpoints=checkpoints,
         samples=samples,
+        norms=norms,
         notes=notes,
     )
 

@@ -254,7 +254,11 @@ def _kinds(state: state_lib.TrainState) -> state_lib.TrainState:
         if not is_learner(x):
             return OTHER
         return x.replace(
-            params=PARAMS, net_state=NET_STATE, opt_state=SLOTS, global_step=OTHER
+            params=PARAMS,
+            net_state=NET_STATE,
+            opt_state=SLOTS,
+            global_step=OTHER,
+            gradient_noise=OTHER,
         )
 
     experiment = jax.tree.map(kind_of, state.experiment, is_leaf=is_learner)

@@ -1,0 +1,167 @@
+"""The simple noise scale of gradients: how large a batch should be.
+
+It is the trace of the covariance of one example's gradient, divided by the squared norm
+of the mean gradient. A batch of that many examples has as much noise as signal in its
+gradient. Smaller batches need nearly the same number of examples for the same progress,
+and larger ones nearly the same number of steps.
+
+Both parts are estimated from the gradients of batches of two sizes, without bias, and
+are averaged over steps, because each step's estimate is noisy.
+
+Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
+https://arxiv.org/abs/1812.06162, appendix A.1.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xshard import errors
+from xshard.optimizers import base
+
+# The name of the metric, and the key of the config that asks for it.
+NAME = "noise_scale"
+KEY = "noise_scale_steps"
+
+
+class GradientNoise(NamedTuple):
+    """The averages that a noise scale is computed from, float32 scalars.
+
+    Both begin at 0 and are biased toward it by the same factor, which their ratio does
+    not have.
+
+    Attributes:
+      variance: the trace of the covariance of one example's gradient.
+      sq_norm: the squared norm of the mean gradient.
+    """
+
+    variance: Any
+    sq_norm: Any
+
+
+class Sizes(NamedTuple):
+    """The numbers of examples in the two batches of an estimate."""
+
+    small: int
+    large: int
+
+
+def initial() -> GradientNoise:
+    """Returns the averages before the first step."""
+    return GradientNoise(variance=jnp.float32(0), sq_norm=jnp.float32(0))
+
+
+def estimate(small: Any, large: Any, sizes: Sizes) -> GradientNoise:
+    """Estimates both parts from one step, without bias.
+
+    Args:
+      small: the mean squared norm of the gradients of the small batches.
+      large: the squared norm of the gradient of the large batch, which consists of the
+        small ones.
+      sizes: their numbers of examples.
+
+    Half of the squared norm 3 of a single example's gradient is noise, of which a
+    batch of 4 has a quarter:
+
+    >>> estimate(3.0, 1.875, Sizes(small=1, large=4))
+    GradientNoise(variance=1.5, sq_norm=1.5)
+    """
+    difference = sizes.large - sizes.small
+    sq_norm = (sizes.large * large - sizes.small * small) / difference
+    variance = (small - large) * (sizes.small * sizes.large / difference)
+    return GradientNoise(variance=variance, sq_norm=sq_norm)
+
+
+def average(
+    old: GradientNoise, new: GradientNoise, *, applied: Any, steps: int
+) -> GradientNoise:
+    """Returns the averages after a step.
+
+    Args:
+      old: the averages before it.
+      new: the estimate of the step.
+      applied: whether its update was applied. A skipped step does not count, nor does
+        an estimate that is not finite.
+      steps: the number of steps that an average is taken over; the weight of the newest
+        is 1 / steps.
+    """
+    counts = applied & jnp.isfinite(new.variance) & jnp.isfinite(new.sq_norm)
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(jnp.float32)
+        return jnp.where(counts, old + (new - old) / steps, old)
+
+    return jax.tree.map(moved, old, new)
+
+
+def of(noise: GradientNoise) -> jax.Array:
+    """Returns the noise scale, in examples: a float32 scalar.
+
+    It is nan as long as the average of the squared norm is not above 0: then the mean
+    gradient is too small to be told from the noise.
+    """
+    is_known = noise.sq_norm > 0
+    sq_norm = jnp.where(is_known, noise.sq_norm, 1)
+    return jnp.where(is_known, jnp.maximum(noise.variance, 0) / sq_norm, jnp.nan)
+
+
+def sizes_of(batch: Any, *, replicas: int, micro_batches: int) -> Sizes:
+    """Returns the numbers of examples in the batches of an estimate.
+
+    The small ones are the replicas' parts of a batch; or of one replica, its
+    micro-batches.
+
+    Args:
+      batch: a replica's part of a batch, a tree of arrays with a row for each example.
+      replicas: the number of replicas of a group.
+      micro_batches: the number of micro-batches of a replica.
+
+    Raises:
+      UserError: if there is only one part, or if the batch has no rows.
+    """
+    parts = replicas if replicas > 1 else micro_batches
+    if parts == 1:
+        raise errors.UserError(
+            f"{KEY} needs batches of two sizes, but this run has one replica and one "
+            "micro-batch: use several devices, set micro_batches to 2 or more, or set "
+            f"{KEY} to 0."
+        )
+    shapes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if len(shapes) != 1 or shapes <= {(), (0,)}:
+        raise errors.UserError(
+            f"{KEY} counts the examples of a batch, but Learner.update received arrays "
+            f"of the shapes {jax.tree.map(jnp.shape, batch)}: give each a row for each "
+            f"example, or set {KEY} to 0."
+        )
+    ((rows,),) = shapes
+    large = rows * replicas
+    return Sizes(small=large // parts, large=large)
+
+
+def check_rule(opt: base.Optimizer, *, micro_batches: bool) -> None:
+    """Raises UserError if a rule does not show gradients of batches of two sizes.
+
+    Args:
+      opt: the rule.
+      micro_batches: whether the small batches are micro-batches.
+    """
+    method = "compute_gradients" if micro_batches else "aggregate"
+    for rule in base.all_rules(opt):
+        kind = type(rule)
+        if not getattr(kind, method).__module__.startswith("xshard."):
+            raise errors.UserError(
+                f"{KEY} cannot be used with {kind.__name__}, which overrides {method}: "
+                "the large batch's gradient may then be another one than the mean of "
+                f"the small ones'. Set {KEY} to 0, or change gradients in update."
+            )
+
+
+def check_has_own_gradients(*, shards_params: bool) -> None:
+    """Raises UserError if replicas hold shards of parameters."""
+    if shards_params:
+        raise errors.UserError(
+            f"{KEY} cannot be used with reduction.shard_params=True: no replica has "
+            "its own gradients, because differentiating a network returns their sum. "
+            f"Use reduction.shard_update, or set {KEY} to 0."
+        )
