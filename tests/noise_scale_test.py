@@ -179,6 +179,23 @@ def test_each_group_has_its_own_and_skipped_steps_do_not_count():
     assert noise[0] != noise[1]
 
 
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_what_is_measured_needs_no_collective_of_its_own(shard_update):
+    counts = set()
+    for changes in ({}, {"noise_scale_steps": 5, "log_norms_every_steps": 5}):
+        changes = {"noise_scale_steps": 0, **changes, "hidden": 32}
+        experiment = toy.Wide(config_of(shard_update=shard_update, **changes).lock())
+        the_mesh = mesh.make_mesh(devices=jax.devices()[:4])
+        data = experiment.train_data()
+        state = state_lib.init(experiment, the_mesh, 0, data)
+        batch = {name: x[:32] for name, x in data.items()}
+        apply = jax.jit(step.make_watched_step(experiment, the_mesh))
+        program = apply.lower(state, batch).compile().as_text()
+        kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+        counts.add(tuple(program.count(f" {kind}(") for kind in kinds))
+    assert len(counts) == 1 and any(*counts)
+
+
 def test_a_norm_that_is_no_norm_is_unknown():
     assert np.isnan(noise_scale.of(noise_scale.GradientNoise(1.0, -0.5)))
     assert np.isnan(noise_scale.of(noise_scale.initial()))

@@ -138,3 +138,23 @@ def test_samples_are_sent_once_and_after_the_rows_of_their_step(tmp_path, sent):
     assert sent.rows[4:8] == sent.rows[:4] and sent.rows[8:] == ["finished"]
     write_part(tmp_path, 2, [])
     assert sent.rows[9:] == ["finished"]
+
+
+def test_norms_of_parameters_are_sent_once(tmp_path, sent):
+    lists = {"gradient": [3.0], "parameter": [2.0], "update": [None]}
+    row = {"step": 2, "norms": {"": {"paths": ["w"], **lists}}}
+    history = lambda: iter([row])
+    for _ in range(2):
+        part = writers.Part(
+            tmp_path,
+            2,
+            {},
+            rows=lambda: iter(()),
+            samples=lambda: iter(()),
+            norms=history,
+        )
+        (opened,) = writers.open_all(["wandb"], part)
+        opened.close()
+    # wandb takes no null, and what is not finite has none.
+    expected = {"step": 2, "norms/gradient/w": 3.0, "norms/parameter/w": 2.0}
+    assert sent.rows == [(2, expected), "finished", "finished"]
