@@ -13,6 +13,7 @@ import xshard
 from tests import rows, toy
 from tests.optimizers import harness
 from xshard import errors, export, loop
+from xshard.learners import learner
 from xshard.optimizers import trees
 from xshard.pod import request
 
@@ -57,6 +58,49 @@ class Doubled(toy.Wide):
         double = lambda state, params: jax.tree.map(lambda x: 2 * x, params)
         rule = xshard.OptaxOptimizer(optax.sgd(0.1), evaluation_params=double)
         return xshard.CrossShardOptimizer(rule)
+
+
+class Unused(Free):
+    """Leaves its rule's parameters for evaluation unused, as in the low tier."""
+
+    for_evaluation = xshard.Experiment.for_evaluation
+
+
+class Misshapen(toy.Wide):
+    """Has a rule that returns part of each parameter for evaluation."""
+
+    def optimizer(self):
+        part = lambda state, params: jax.tree.map(lambda x: x[:1], params)
+        rule = xshard.OptaxOptimizer(optax.sgd(0.1), evaluation_params=part)
+        return xshard.CrossShardOptimizer(rule)
+
+
+class Empty(toy.Wide):
+    """Has a rule that returns no parameters for evaluation."""
+
+    def optimizer(self):
+        none = lambda state, params: {}
+        rule = xshard.OptaxOptimizer(optax.sgd(0.1), evaluation_params=none)
+        return xshard.CrossShardOptimizer(rule)
+
+
+class Holder(xshard.Optimizer):
+    """Holds a rule, but forwards only its update."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+
+    def update(self, grads, params):
+        return self.rule.update(grads, params)
+
+
+class Held(toy.Wide):
+    """Has a rule whose holder does not forward evaluation_params."""
+
+    def optimizer(self):
+        rule = xshard.OptaxOptimizer(optax.contrib.schedule_free_sgd(0.1))
+        return xshard.CrossShardOptimizer(Holder(rule))
 
 
 class Both(toy.Wide):
@@ -178,6 +222,56 @@ def test_a_function_of_one_s_own_is_used(tmp_path):
     harness.assert_equal(trained.params, doubled)
 
 
+def test_a_run_of_an_earlier_version_resumes_without_averaged_statistics(
+    tmp_path, capsys, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        # Earlier versions kept no averages of the network's state.
+        patch.setattr(learner, "_floats", lambda net_state: {})
+        early = make_config("Normalized", steps=6)
+        assert loop.run(early, str(tmp_path), "") == 0
+    old = xshard.load(str(tmp_path))
+    assert "statistics/" not in str(old.state.experiment.opt_state)
+    assert "step 6 was saved without averages" in capsys.readouterr().err
+    harness.assert_equal(
+        old.for_evaluation().experiment.net_state, old.state.experiment.net_state
+    )
+    config = make_config("Normalized", log_every_steps=1)
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert "averages of the network's state begin at step 6" in capsys.readouterr().err
+    # The parameters are those of a run that had the averages from the beginning.
+    assert loop.run(config, str(tmp_path / "new"), "") == 0
+    resumed = rows.final_state(tmp_path, config).experiment
+    new = rows.final_state(tmp_path / "new", config).experiment
+    harness.assert_equal(resumed.params, new.params)
+    harness.assert_equal(resumed.net_state, new.net_state)
+    left = resumed.opt_state["MovingAverageOptimizer"]
+    assert left.keys() == new.opt_state["MovingAverageOptimizer"].keys()
+    assert any(name.startswith("statistics/") for name in left)
+
+
+def test_a_run_says_that_an_experiment_leaves_them_unused(tmp_path, capsys):
+    assert loop.run(make_config("Unused"), str(tmp_path), "") == 0
+    printed = capsys.readouterr().out
+    assert "Unused does not define for_evaluation" in printed
+    assert "'raw/...' are those that train" not in printed
+    assert "raw/error" not in rows.results(tmp_path)["eval"]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("Held", "evaluation_params does not call that of optax_optimizer"),
+        ("Misshapen", "with the shape .1,.; the parameter has .16,."),
+        ("Empty", "a dict of 0 that lacks 'mlp/~/linear_0/b'"),
+    ],
+)
+def test_a_rule_that_returns_something_else_is_refused_first(tmp_path, name, message):
+    with pytest.raises(errors.UserError, match=message):
+        loop.run(make_config(name), str(tmp_path / "run"), "")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_has_no_clear_meaning_is_refused(tmp_path):
     with pytest.raises(errors.UserError, match="MovingAverageOptimizer and optax_opt"):
         loop.run(make_config("Both"), str(tmp_path), "")
@@ -190,6 +284,7 @@ def test_what_has_no_clear_meaning_is_refused(tmp_path):
     config = make_config("Free")
     with config.unlocked():
         config.checkpoint.best_metric = "average/error"
-    with pytest.raises(errors.UserError, match="metric of the evaluation: .*raw/error"):
+    renamed = "metric of the evaluation: .*raw/error.*best_metric='error' is what"
+    with pytest.raises(errors.UserError, match=renamed):
         loop.run(config, str(tmp_path), "")
     assert not list(tmp_path.iterdir())

@@ -107,9 +107,17 @@ class Evaluation:
             # evaluation.
             return None
         if options.keep_best and options.best_metric not in is_per_group:
+            renamed = ""
+            if "average/" in options.best_metric:
+                name = options.best_metric.replace("average/", "")
+                renamed = (
+                    " Averages are evaluated under the plain names, and the "
+                    f"parameters that train as 'raw/...': best_metric={name!r} is what "
+                    f"{options.best_metric!r} was."
+                )
             raise errors.UserError(
                 f"checkpoint.best_metric={options.best_metric!r} must be a metric of "
-                f"the evaluation: {', '.join(sorted(is_per_group))}."
+                f"the evaluation: {', '.join(sorted(is_per_group))}.{renamed}"
             )
         return is_per_group
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from xshard import errors
-from xshard.optimizers import base
+from xshard.optimizers import base, trees
 
 # The metrics that every step logs. An experiment's scalars need other names.
 _RESERVED_METRICS = (
@@ -314,6 +314,42 @@ def optimizer(method: Callable[[], Any]) -> base.Optimizer:
         "reduces the gradients over the replicas: return "
         "xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
     )
+
+
+def evaluation_params(where: str, returned: Any, params: Mapping[str, Any]) -> None:
+    """Checks the parameters for evaluation that a rule returned.
+
+    Args:
+      where: the method, in words.
+      returned: its result.
+      params: the parameters that train.
+
+    Raises:
+      UserError: if it is not a tree of floating-point arrays of the same paths and
+        shapes.
+    """
+    rule = "It must return a tree with the paths and shapes of the parameters."
+    expected = trees.leaves_by_path(params)
+    found = trees.leaves_by_path(returned)
+    different = sorted(expected.keys() ^ found.keys())
+    if different:
+        has = "lacks" if different[0] in expected else "also has"
+        raise errors.UserError(
+            f"{where} returned {_in_words(returned)} that {has} {different[0]!r}. "
+            f"{rule}"
+        )
+    for path, param in expected.items():
+        dtype = jnp.result_type(found[path])
+        if jnp.shape(found[path]) != param.shape:
+            raise errors.UserError(
+                f"{where} returned {path!r} with the shape {jnp.shape(found[path])}; "
+                f"the parameter has {param.shape}. {rule}"
+            )
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise errors.UserError(
+                f"{where} returned {path!r} with the type {dtype}; the parameter has "
+                f"{param.dtype}. Its arrays must be of a floating-point type."
+            )
 
 
 def outputs(network: Callable[..., Any], returned: Any) -> Any:

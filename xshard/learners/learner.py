@@ -156,7 +156,7 @@ class Learner:
         if meta.averages_module is not None:
             first = jax.tree.map(trees.widen, _floats(net_state))
             opt_state = _with_statistics(opt_state, meta.averages_module, first)
-        return state_lib.LearnerState(
+        state = state_lib.LearnerState(
             params=params,
             net_state=net_state,
             opt_state=opt_state,
@@ -164,6 +164,9 @@ class Learner:
             gradient_noise=noise_scale.initial() if self._noise_scale_steps else None,
             meta=meta,
         )
+        # Raises an error of the rule's before the run has begun, and computes nothing.
+        jax.eval_shape(self.for_evaluation, state)
+        return state
 
     def apply(
         self,
@@ -363,17 +366,39 @@ class Learner:
         if state.meta.evaluation_rule is None:
             return state
 
-        def evaluation_params() -> Any:
-            opt = self._bound_optimizer(state.meta.param_layouts)
-            return opt.evaluation_params(state.params)
-
-        transformed = hk.transform_with_state(evaluation_params)
-        params, _ = transformed.apply({}, state.opt_state, None)
+        transformed = hk.transform_with_state(self._evaluation_params)
+        params, _ = transformed.apply({}, state.opt_state, None, state)
         net_state = state.net_state
         if state.meta.averages_module is not None:
             rule_state = state.opt_state[state.meta.averages_module]
             net_state = moving_average.statistics(rule_state, net_state)
         return state.replace(params=params, net_state=net_state)
+
+    def _evaluation_params(self, state: state_lib.LearnerState) -> Any:
+        """Returns the rule's parameters for evaluation, checked: a Haiku function."""
+        opt = self._bound_optimizer(state.meta.param_layouts)
+        (rule,) = _rules_with_evaluation_params(opt, state.params)
+        called: set[int] = set()
+
+        def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
+            if context.method_name == "evaluation_params":
+                called.add(id(context.module))
+            return method(*args, **kwargs)
+
+        with hk.intercept_methods(note):
+            params = opt.evaluation_params(state.params)
+        where = validation.describe_method(self._make_optimizer)
+        if id(rule) not in called:
+            raise errors.UserError(
+                f"{where} returned a rule whose evaluation_params does not call that "
+                f"of {rule.get_name()}, so the parameters that train would be "
+                "evaluated in place of those. Derive the rules around "
+                f"{rule.get_name()} from OptimizerWrapper, which forwards it to `opt`, "
+                "or call it in their evaluation_params(params)."
+            )
+        where = f"{rule.get_name()}.evaluation_params, of the rule of {where},"
+        validation.evaluation_params(where, params, state.params)
+        return params
 
     def _move_statistics(
         self, opt_state: Any, old: state_lib.LearnerState, net_state: Any, rate: Any
@@ -383,7 +408,10 @@ class Learner:
         assert name is not None
         averages = {}
         for path, x in _floats(net_state).items():
-            average = old.opt_state[name][moving_average.statistics_name(path)]
+            average = old.opt_state[name].get(moving_average.statistics_name(path))
+            if average is None:
+                # A step of an earlier version, which kept none, is repeated as it was.
+                continue
             change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
             averages[path] = average - change
         return _with_statistics(opt_state, name, averages)
@@ -427,10 +455,8 @@ class Learner:
 
     def _evaluation_rule(self, opt: base.Optimizer, params: Any) -> str | None:
         """Returns the name of the rule that has other parameters for evaluation."""
-        names = []
-        for rule in base.all_rules(opt):
-            if rule.has_evaluation_params(params):
-                names.append(rule.get_name())
+        rules = _rules_with_evaluation_params(opt, params)
+        names = [rule.get_name() for rule in rules]
         if len(names) > 1:
             where = validation.describe_method(self._make_optimizer)
             raise errors.UserError(
@@ -591,6 +617,13 @@ class Learner:
             net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return value, net_state, metrics, aux, grads, small_sq_norms
+
+
+def _rules_with_evaluation_params(
+    opt: base.Optimizer, params: Any
+) -> list[base.Optimizer]:
+    """Returns the rules that themselves define parameters for evaluation."""
+    return [rule for rule in base.all_rules(opt) if rule.has_evaluation_params(params)]
 
 
 def _floats(net_state: Any) -> dict[str, jax.Array]:

@@ -207,6 +207,11 @@ def statistics_name(path: str) -> str:
     return f"{STATISTICS}/{path}"
 
 
+def statistics_of(state: Mapping[str, Any]) -> list[str]:
+    """The names in a rule's state of averages of the network's state."""
+    return [name for name in state if name.startswith(f"{STATISTICS}/")]
+
+
 def _state_name(path: str) -> str:
     """The name of a parameter's average in the state."""
     return f"{SLOT}/{path}"

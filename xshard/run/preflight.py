@@ -217,20 +217,33 @@ def warnings(
             "warning: no code has read these keys of the config so far: "
             f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
-    yield from _note_of_evaluation(state)
+    yield from _note_of_evaluation(experiment, state)
     yield from _note_of_whole_arrays(experiment, state)
 
 
-def _note_of_evaluation(state: state_lib.TrainState) -> Iterator[str]:
+def _note_of_evaluation(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+) -> Iterator[str]:
     """Yields lines about learners that evaluate other parameters than those that train.
 
-    One is a warning if the network's state does not fit them.
+    Some are warnings: if the experiment leaves these parameters unused, and if the
+    network's state does not fit them.
     """
+    is_used = experiment_lib.overrides(experiment, "for_evaluation")
     for name, learner in state_lib.learners(state).items():
         rule = learner.meta.evaluation_rule
         if rule is None:
             continue
         whose = f" of {name}" if name else ""
+        if not is_used:
+            where = type(experiment).__name__
+            yield (
+                f"warning: exports and xshard.load use the parameters{whose} that "
+                f"train, not those of {rule}.evaluation_params, because {where} does "
+                "not define for_evaluation: return there the state with "
+                "learner.for_evaluation(state), and call it in eval_step and predict."
+            )
+            continue
         yield (
             f"evaluations, samples, exports and xshard.load use the parameters{whose} "
             f"of {rule}.evaluation_params; 'raw/...' are those that train"

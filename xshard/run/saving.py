@@ -170,6 +170,16 @@ class Checkpoints:
         self._batches.restore(restored.data)
 
         metadata = restored.metadata
+        state = restored.state
+        fingerprints = metadata["fingerprint"]
+        if states.has_fewer_statistics(state, self.manager.target):
+            state = _begin_statistics(state, self.manager.target)
+            # Those in the checkpoint are of fewer arrays.
+            fingerprints = None
+            states.log(
+                f"averages of the network's state begin at step {restored.step}, with "
+                "its present values"
+            )
         is_evaluated = metadata["evaluated"]
         if not is_evaluated:
             # A run that resumed from this checkpoint may have made the evaluation
@@ -179,12 +189,12 @@ class Checkpoints:
             )
             is_evaluated = bool(metrics)
         return resuming.StartState(
-            state=restored.state,
+            state=state,
             evaluated=is_evaluated,
             rows=metadata[_ROWS],
             folder=restored.folder,
             watched=metadata["watched"],
-            fingerprints=metadata["fingerprint"],
+            fingerprints=fingerprints,
         )
 
     def _check_newest(self, latest: int | None) -> int | None:
@@ -399,19 +409,49 @@ def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState
     slots_before = before.opt_state[name]
     for path, param in trees.leaves_by_path(state.params).items():
         key = f"{moving_average.SLOT}/{path}"
-        if key not in slots or slots[key] is not slots_before[key]:
-            continue
-        dtype = slots_before[key].dtype
-        # The average is a copy, because a step that donates the state may not get one
-        # buffer twice.
-        copy = lambda x, dtype=dtype: jnp.array(x, dtype, copy=True)
-        sharding = slots_before[key].sharding
-        slots[key] = jax.jit(copy, out_shardings=sharding)(param)
+        if key in slots and slots[key] is slots_before[key]:
+            slots[key] = _first_average(param, slots_before[key])
     for path, x in trees.leaves_by_path(state.net_state).items():
         key = moving_average.statistics_name(path)
         if key in slots and slots[key] is slots_before[key]:
-            dtype = slots_before[key].dtype
-            copy = lambda x, dtype=dtype: jnp.array(x, dtype, copy=True)
-            sharding = slots_before[key].sharding
-            slots[key] = jax.jit(copy, out_shardings=sharding)(x)
+            slots[key] = _first_average(x, slots_before[key])
     return state.replace(opt_state={**state.opt_state, name: slots})
+
+
+def _begin_statistics(
+    state: state_lib.TrainState, target: state_lib.TrainState
+) -> state_lib.TrainState:
+    """Begins averages of networks' state, which a checkpoint lacks, at their values.
+
+    Args:
+      state: the restored state.
+      target: the shapes of the run's state, which has such averages.
+    """
+    targets = state_lib.learners(target)
+
+    def begin(name: str, learner: LearnerState) -> LearnerState:
+        module = learner.meta.averages_module
+        if module is None:
+            return learner
+        slots = dict(learner.opt_state[module])
+        wanted = targets[name].opt_state[module]
+        for path, x in trees.leaves_by_path(learner.net_state).items():
+            key = moving_average.statistics_name(path)
+            if key in wanted and key not in slots:
+                slots[key] = _first_average(x, wanted[key])
+        return learner.replace(opt_state={**learner.opt_state, module: slots})
+
+    return state_lib.map_learners(begin, state)
+
+
+def _first_average(x: jax.Array, slot: Any) -> jax.Array:
+    """Returns an array as an average of it begins.
+
+    It is a copy, because a step that donates the state may not get one buffer twice.
+
+    Args:
+      x: the array.
+      slot: an array, or shapes, with the average's type and sharding.
+    """
+    copy = lambda x: jnp.array(x, slot.dtype, copy=True)
+    return jax.jit(copy, out_shardings=slot.sharding)(x)

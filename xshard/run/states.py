@@ -4,7 +4,6 @@ they are restored.
 
 import contextlib
 import dataclasses
-import functools
 import re
 import sys
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import workdir
+from xshard.learners.state import LearnerState
+from xshard.optimizers import moving_average, trees
 from xshard.stored import replica_state
 
 
@@ -92,13 +93,62 @@ class StateManager(checkpoint.Manager):
           fits: whether per-replica state may have the checkpoint's number of replicas
             instead of the mesh's.
 
+        Returns:
+          The checkpoint. Its state has no averages of networks' state if an earlier
+          version saved it, which kept none.
+
         Raises:
           CheckpointError: as `restore` does.
         """
-        target: Any = self.target
-        if fits:
-            target = functools.partial(replica_state.fit, self.target, self._mesh)
-        return self.restore(target, step)
+
+        def target(stored: replica_state.Shapes) -> state_lib.TrainState:
+            shapes = self.target
+            if fits:
+                shapes = replica_state.fit(shapes, self._mesh, stored)
+            return _without_unsaved_statistics(shapes, stored)
+
+        restored = self.restore(target, step)
+        if has_fewer_statistics(restored.state, self.target):
+            log(
+                f"step {restored.step} was saved without averages of the network's "
+                "state, by an earlier version: its averages of the parameters are "
+                "evaluated with the state of those that train"
+            )
+        return restored
+
+
+def has_fewer_statistics(
+    state: state_lib.TrainState, target: state_lib.TrainState
+) -> bool:
+    """Returns whether a state lacks averages of networks' state that a target has."""
+    structure: Any = jax.tree.structure(state)
+    return structure != jax.tree.structure(target)
+
+
+def _without_unsaved_statistics(
+    target: state_lib.TrainState, stored: replica_state.Shapes
+) -> state_lib.TrainState:
+    """Returns a target without averages of a network's state, if none are stored.
+
+    Args:
+      target: the shapes of a run's state.
+      stored: the shapes of the checkpoint's arrays, by path.
+    """
+
+    def without(name: str, learner: LearnerState) -> LearnerState:
+        module = learner.meta.averages_module
+        if module is None:
+            return learner
+        beginning = trees.join(name, f"opt_state/{module}/")
+        names = moving_average.statistics_of(learner.opt_state[module])
+        if not names or any(beginning + x in stored for x in names):
+            return learner
+        slots = dict(learner.opt_state[module])
+        for x in names:
+            del slots[x]
+        return learner.replace(opt_state={**learner.opt_state, module: slots})
+
+    return state_lib.map_learners(without, target)
 
 
 def _finite_paths(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
