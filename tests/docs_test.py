@@ -25,7 +25,7 @@ import pytest
 from absl import flags
 
 import xshard
-from configs import digits, lm, ssl
+from configs import digits, lm, lm_lora, ssl
 from tests import forks
 from xshard import config as config_lib
 from xshard.files import identity as identity_lib
@@ -45,6 +45,8 @@ MODULES = [
     for path in sorted(ROOT.joinpath("xshard").rglob("*.py"))
     if "    >>> " in path.read_text()
 ]
+# Libraries of networks that only tests use.
+NETWORKS = ("equinox", "flax")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
 
@@ -94,6 +96,10 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shared = {"config": digits.get_config()}
     blocks = fences(page)
+    for package in NETWORKS:
+        imports = rf"^(import|from) {package}\b"
+        if re.search(imports, page.read_text(), flags=re.MULTILINE):
+            pytest.importorskip(package, reason=f"{package} is not installed")
     with jax.numpy_dtype_promotion("standard"):
         for (language, block), following in zip(
             blocks, [*blocks, None][1:], strict=True
@@ -137,7 +143,7 @@ def test_links_and_config_keys_exist(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert link.startswith("https://") or (page.parent / link).exists(), link
-    configs = (digits.get_config(), lm.get_config(), ssl.get_config())
+    configs = [file.get_config() for file in (digits, lm, lm_lora, ssl)]
     keys = [
         key
         for config in configs

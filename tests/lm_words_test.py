@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import lm_words
-from experiments.lm import model, words
+import xshard
+from configs import lm_lora, lm_words
+from experiments.lm import adapted, model, words
 from tests import forks, rows
 from tests.optimizers import harness
 from xshard import data, loop
@@ -166,6 +167,21 @@ def test_a_tokenizer_is_read_from_a_file(folders, tmp_path):
         ValueError, match="vocabulary=260 must be at least the 265 tokens"
     ):
         words.Words(small(folders, **place, **{"text.vocabulary": 260})).eval_data()
+
+
+def test_an_adapted_model_has_the_tokenizer_of_its_base(folders):
+    up, down = folders
+    config = lm_lora.get_config()
+    changes = {"text.base_files": (up,), "text.base_held_out": 0.2, "lora.rank": 4}
+    config.update_from_flattened_dict({**SMALL, "text.files": (down,), **changes})
+    experiment = adapted.Adapted(config.lock())
+    tokenizer = words.Words(small((up,)))._tokenizer
+    assert experiment._tokenizer.to_str() == tokenizer.to_str()
+    mesh = xshard.make_mesh(devices=jax.devices()[:1])
+    state = xshard.abstract_state(experiment, mesh, 0, experiment.eval_data())
+    layer = state.experiment.params["transformer/layers/layer"]
+    assert layer["qkv_lora_a"].shape == (2, 16, 4)
+    assert layer["qkv_lora_b"].shape == (2, 4, 48)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from .callbacks import early_stopping
 from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica
 from .learners.learner import Learner
+from .learners.lora import lora
 from .learners.state import LearnerState
 from .mesh import make_mesh
 from .optimizers.base import Optimizer, OptimizerWrapper
@@ -60,6 +61,7 @@ __all__ = [
     "equal_on_replicas",
     "init",
     "load",
+    "lora",
     "make_eval_step",
     "make_mesh",
     "make_train_step",

@@ -15,6 +15,7 @@ from jax import lax
 from xshard import errors, experiment, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import learner
+from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState, Outcome
 from xshard.optimizers import base
 
@@ -59,6 +60,7 @@ class Supervised(experiment.Experiment):
             clip_gradients=clip_gradients,
             frozen=self.frozen(),
             uncast=self.uncast(),
+            lora=self.lora(),
         )
 
     @abc.abstractmethod
@@ -69,6 +71,10 @@ class Supervised(experiment.Experiment):
         replica's part of the batch, in the compute dtype of `config.precision`. It may
         draw keys with `hk.next_rng_key()` in training and evaluation; in a prediction
         only if the caller gives it a key.
+
+        For a network of another library, `forward` is a property instead, which returns
+        the pair (init, apply) of `Learner`'s argument `network`. Both functions are
+        called with a batch and with `is_training=`.
         """
 
     @abc.abstractmethod
@@ -125,6 +131,13 @@ class Supervised(experiment.Experiment):
         An example is '^encoder/'. By default all are trained.
         """
         return ""
+
+    def lora(self) -> lora_lib.Lora | None:
+        """Returns a low-rank adaptation of the network, from `xshard.lora`.
+
+        The parameters of the network are then frozen. By default there is none.
+        """
+        return None
 
     def uncast(self) -> str:
         """Returns a regular expression for the fields of a batch that are not cast.

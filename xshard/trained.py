@@ -1,5 +1,6 @@
 """A trained model in a script or a notebook."""
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard.checkpoint import place as place_lib
 from xshard.files import jsonfile, workdir
+from xshard.learners import lora as lora_lib
+from xshard.learners import state as learner_state
 from xshard.run import preflight, states
 from xshard.stored import replica_state
 
@@ -52,15 +55,14 @@ class Trained(NamedTuple):
 
     def for_evaluation(self) -> state_lib.TrainState:
         """Returns the state with the parameters that the run evaluates."""
-        learners = state_lib.learners(self.state).values()
-        if not any(learner.meta.evaluation_rule for learner in learners):
-            return self.state
-        mesh = self.state.step.sharding.mesh
-        return jax.jit(step_lib.make_for_evaluation(self.experiment, mesh))(self.state)
+        return for_evaluation(self.experiment, self.state)
 
 
 def load(
-    place: str | pathlib.Path, devices: Sequence[jax.Device] | None = None
+    place: str | pathlib.Path,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    merge_lora: bool = False,
 ) -> Trained:
     """Loads the trained model of a run.
 
@@ -71,13 +73,15 @@ def load(
         the newest.
       devices: the devices to load it on, as many as the run has groups; the first ones
         by default.
+      merge_lora: whether to add the products of the run's low-rank matrices (see
+        `xshard.lora`) to the parameters, which are then those of the network alone.
 
     Returns:
       The trained model.
 
     Raises:
-      UserError: if there is no run, or its experiment cannot be imported from the
-        current directory.
+      UserError: if there is no run, its experiment cannot be imported from the current
+        directory, or it has no low-rank matrices to merge.
       CheckpointError: if the checkpoint does not exist, or does not fit.
 
     ::
@@ -93,7 +97,51 @@ def load(
     example = experiment_lib.example(experiment)
     manager = states.StateManager(experiment, mesh, example, run)
     state = manager.restore_state(step, fits=True).state
+    if merge_lora:
+        if not has_lora(state):
+            raise errors.UserError(
+                f"load(merge_lora=True): {place} has no low-rank matrices, so there is "
+                "nothing to merge: leave merge_lora out."
+            )
+        state = with_merged_lora(for_evaluation(experiment, state))
     return Trained(experiment, state, _predictor(experiment, mesh, state))
+
+
+def for_evaluation(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+) -> state_lib.TrainState:
+    """Returns a state with the parameters that a run evaluates."""
+    learners = state_lib.learners(state).values()
+    if not any(learner.meta.evaluation_rule for learner in learners):
+        return state
+    mesh = state.step.sharding.mesh
+    return jax.jit(step_lib.make_for_evaluation(experiment, mesh))(state)
+
+
+def has_lora(state: state_lib.TrainState) -> bool:
+    """Returns whether a learner of a state has low-rank matrices."""
+    learners = state_lib.learners(state).values()
+    return any(lora_lib.has_matrices(learner.params) for learner in learners)
+
+
+def with_merged_lora(state: state_lib.TrainState) -> state_lib.TrainState:
+    """Returns the state with the products of all low-rank matrices added to the
+    parameters.
+
+    The matrices are gone, and an experiment's `predict` takes the state as before.
+    """
+
+    def merge(_: str, learner: learner_state.LearnerState) -> Any:
+        scale = learner.meta.lora_scale
+        if scale is None:
+            return learner
+        # The state of the rules belongs to the matrices, so it has no parameters for
+        # the evaluation of what they are merged into.
+        meta = dataclasses.replace(learner.meta, evaluation_rule=None)
+        merged = lora_lib.merge(learner.params, scale)
+        return learner.replace(params=merged, meta=meta)
+
+    return state_lib.map_learners(merge, state)
 
 
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:

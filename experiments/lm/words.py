@@ -31,9 +31,7 @@ class Words(experiment.LanguageModel):
         if config.tokenizer:
             tokenizer = text_lib.load_tokenizer(config.tokenizer)
         else:
-            paths = []
-            for train, _ in self._sources:
-                paths += train
+            paths = self._tokenizer_texts()
             # Evenly spread over all files.
             count = min(len(paths), config.tokenizer_files)
             spread = np.linspace(0, len(paths) - 1, count)
@@ -47,6 +45,13 @@ class Words(experiment.LanguageModel):
                 f"text.tokenizer={config.tokenizer!r}."
             )
         return tokenizer
+
+    def _tokenizer_texts(self):
+        """Returns the paths of the files to train the tokenizer on."""
+        paths = []
+        for train, _ in self._sources:
+            paths += train
+        return paths
 
     @functools.cached_property
     def _sources(self):

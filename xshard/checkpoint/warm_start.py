@@ -16,6 +16,7 @@ from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
 from xshard.files import tensors
+from xshard.learners import lora as lora_lib
 from xshard.metrics import formatting
 
 # The parameters of every network. With several networks, paths begin with the network's
@@ -135,7 +136,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     if unused:
         message += f"; not used: {', '.join(unused[:_SHOWN])}"
     if lacking:
-        listed = ", ".join(lacking[:_SHOWN])
+        listed = formatting.listed(lacking, _SHOWN)
         message += f"; not taken, and left at their initial values: {listed}"
     say(message)
     structure = jax.tree.structure(state)
@@ -293,11 +294,17 @@ def _targets(
         if stored is not None and not problem:
             target = _target(path, stored, leaves[path], groups)
             targets[path] = target._replace(path=offer.names[path])
+        # Low-rank matrices are new where the network is adapted for the first time.
+        elif stored is None and re.search(lora_lib.PATHS, path):
+            continue
         # By default, network state that is missing or has another shape is left as the
         # new run initialized it.
         elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
             hint = _near(path, offer.metas) if stored is None else ""
             problems.append(problem + hint)
+    _check_merged(offer, targets, leaves)
+    if not targets and not problems:
+        problems = [f"'{path}' is missing from it" for path in paths]
     if problems:
         listed = formatting.listed(problems, _SHOWN, "; ")
         raise format_lib.CheckpointError(
@@ -306,6 +313,23 @@ def _targets(
             "paths, as in --init_rename=params/old=params/new."
         )
     return targets
+
+
+def _check_merged(
+    offer: _Offer, targets: dict[str, reader.ArrayTarget], leaves: dict[str, Any]
+) -> None:
+    """Raises CheckpointError if an array would be taken without the product that is
+    added to it where it comes from.
+    """
+    for path in offer.metas:
+        base = re.sub(lora_lib.PATHS, "", path)
+        if base != path and base in targets and path not in leaves:
+            raise format_lib.CheckpointError(
+                f"{offer.where} has low-rank matrices for '{base}', such as '{path}', "
+                "which this run has no place for, so what they were trained for would "
+                "be lost. Export the run, which merges them, and give the file: python "
+                "-m xshard.export RUN --to=FILE.safetensors."
+            )
 
 
 class _Groups(NamedTuple):

@@ -56,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
+        "--separate_lora",
+        action="store_true",
+        help=(
+            "keep the low-rank matrices of xshard.lora as arrays of their own, instead "
+            "of adding their products to the arrays"
+        ),
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace FILE if it exists"
     )
     return parser
@@ -73,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         batch_size=options.batch_size,
         arguments=options.arguments,
         select=options.select,
+        merge_lora=not options.separate_lora,
         overwrite=options.overwrite,
         raw=options.raw,
     )

@@ -27,6 +27,7 @@ def write(
     batch_size: int | None = None,
     arguments: bool = False,
     select: str = checkpoint.BY_DEFAULT,
+    merge_lora: bool = True,
     overwrite: bool = False,
     raw: bool = False,
 ) -> str:
@@ -49,6 +50,8 @@ def write(
         its first argument.
       select: a regular expression for the paths of these arrays; by default the
         parameters and network state of each learner.
+      merge_lora: whether to add the products of low-rank matrices (see `xshard.lora`)
+        to the parameters, if there are any. If not, they are arrays of their own.
       overwrite: whether to replace an existing file.
       raw: whether the arrays are those that train, also if the run evaluates others,
         such as averages. The prediction uses those that the run evaluates.
@@ -63,8 +66,17 @@ def write(
     path = pathlib.Path(to)
     _check(path, overwrite)
     state = trained.state if raw else trained.for_evaluation()
+    whose = ""
+    if state is not trained.state:
+        whose = "; those that the run evaluates"
+    note = ""
+    if merge_lora and trained_lib.has_lora(state):
+        state = trained_lib.with_merged_lora(state)
+        evaluated = trained_lib.with_merged_lora(trained.for_evaluation())
+        trained = trained._replace(state=evaluated)
+        note = ", low-rank matrices merged"
     arrays = _arrays(state, select)
-    what = f"{path}: step {int(trained.state.step)}{_nonfinite(arrays)}"
+    what = f"{path}: step {int(trained.state.step)}{note}{_nonfinite(arrays)}"
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         if groups == 1:
@@ -72,9 +84,6 @@ def write(
             groups = 0
         tensors.write(path, arrays, {checkpoint.GROUPS: str(groups)})
         size = sum(x.nbytes for x in arrays.values())
-        whose = ""
-        if state is not trained.state:
-            whose = "; those that the run evaluates"
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}{whose}"
     arrays_given = arrays if arguments else {}
     exported, names = program.export(trained, batch, batch_size, arrays_given)

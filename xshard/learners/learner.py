@@ -20,7 +20,8 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import errors, validation
 from xshard import mesh as mesh_lib
-from xshard.learners import noise_scale, run_context
+from xshard.learners import lora as lora_lib
+from xshard.learners import networks, noise_scale, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -90,18 +91,25 @@ class Learner:
 
     def __init__(
         self,
-        network: Callable[..., Any],
+        network: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
         optimizer: Callable[[], base.Optimizer],
         config: ml_collections.ConfigDict,
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
         uncast: str = "",
+        lora: lora_lib.Lora | None = None,
     ):
         """Stores the network, the rule and the options of training.
 
         Args:
-          network: a Haiku function of any arguments.
+          network: a Haiku function of any arguments; or a pair of pure functions,
+            `init(key, *args) -> (params, state)` and `apply(params, state, key, *args)
+            -> (outputs, new_state)`, where the key of `apply` may be None. Both may
+            take keyword arguments. The two trees may consist of any containers; their
+            leaves are arrays, those of `params` of floating-point type. A learner's
+            state holds them as Haiku trees {module: {name: array}}, in which the keys
+            of a leaf's path but the last, joined by slashes, are the module.
           optimizer: returns the update rule, which must contain a `CrossShardOptimizer`
             over 'replica' (and 'slice', with several slices).
           config: the run's config. The learner reads its keys precision, micro_batches,
@@ -116,8 +124,10 @@ class Learner:
             match in their paths keep their floating-point type; the others are cast to
             the compute type. A path begins with the argument's number or name, as in
             '0/time' for the field 'time' of a batch. Empty by default, which casts all.
+          lora: a low-rank adaptation of the network, as `xshard.lora` returns it.
         """
-        self._network = network
+        self._lora = lora
+        self._network = networks.of(network, lora)
         self._make_optimizer = optimizer
         self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
@@ -130,7 +140,6 @@ class Learner:
         self._norms_every = config.get("log_norms_every_steps", 0)
         self._noise_scale_steps = config.get(noise_scale.KEY, 0)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
-        self._transformed_network = hk.transform_with_state(network)
         self._transformed_update = hk.transform_with_state(self._update)
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
@@ -141,12 +150,11 @@ class Learner:
           *args: the network's arguments; only their types and shapes matter.
           **kwargs: the network's keyword arguments, likewise.
         """
-        with validation.network_errors(self._network):
+        with validation.network_errors(self._network.function):
             args, kwargs = self._cast(self._policy.cast_to_param, args, kwargs)
-            params, net_state, requested = gathering.init_network(
-                self._network, key, *args, **kwargs
-            )
-        validation.parameters(self._network, params)
+            params, net_state, requested = self._network.init(key, *args, **kwargs)
+        if self._lora is not None:
+            params, requested = self._lora.extend(key, params, requested)
         params = self._policy.cast_to_param(params)
         # The rule is made twice: here to learn which parameters it holds in shards, and
         # then, knowing how they lie, to create its state.
@@ -187,7 +195,7 @@ class Learner:
         """
         args, kwargs = self._cast(self._policy.cast_to_compute, args, kwargs)
         params = self._policy.cast_to_compute(state.params)
-        apply = self._transformed_network.apply
+        apply: Callable[..., Any] = self._network.apply
         shards = run_context.shards_of(trees.leaves_by_path(state.params))
         if shards:
             # The network gets the shards in place of the whole arrays, and gathers each
@@ -199,13 +207,14 @@ class Learner:
                 if shard.gathered is not None:
                     gathered[path] = shard.gathered
             params = trees.replace(params, arrays)
-            apply = self._gatherer(state.meta).apply(
-                self._network, self._policy.compute_dtype, gathered=gathered
+            apply = self._network.gathering_apply(
+                self._gatherer(state.meta), self._policy.compute_dtype, gathered
             )
-        with validation.network_errors(self._network):
+        function = self._network.function
+        with validation.network_errors(function):
             outputs, new_state = apply(params, state.net_state, key, *args, **kwargs)
-        outputs = validation.outputs(self._network, outputs)
-        validation.network_state(self._network, state.net_state, new_state)
+        outputs = validation.outputs(function, outputs)
+        validation.network_state(function, state.net_state, new_state)
         new_state = jax.tree.map(
             lambda new, old: new.astype(old.dtype), new_state, state.net_state
         )
@@ -225,6 +234,22 @@ class Learner:
             return cast(given)
 
         return jax.tree_util.tree_map_with_path(choose, (args, dict(kwargs)))
+
+    def trained_paths(self, params: Any) -> list[str] | None:
+        """Returns the paths of the parameters to train, for `var_list`."""
+        trained = trees.unfrozen(params, self._frozen)
+        if self._lora is None:
+            return trained
+        adapted = self._lora.trained(params)
+        if trained is None:
+            return adapted
+        both = [path for path in adapted if path in trained]
+        if not both:
+            raise errors.UserError(
+                f"frozen={self._frozen!r} matches the paths of all that lora trains, "
+                f"such as {adapted[:3]}: leave at least one to be trained."
+            )
+        return both
 
     def _gatherer(self, meta: state_lib.LearnerMeta) -> gathering.Gatherer:
         mesh = run_context.current().mesh
@@ -441,6 +466,7 @@ class Learner:
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
             averages_module=averaging[0].module_name if averaging else None,
             evaluation_rule=self._evaluation_rule(opt, params),
+            lora_scale=self._lora.scale if self._lora else None,
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
@@ -484,7 +510,7 @@ class Learner:
         Frozen parameters have no gradients, and so no slots.
         """
         opt = self._bound_optimizer(meta.param_layouts)
-        trained = trees.select(params, trees.unfrozen(params, self._frozen))
+        trained = trees.select(params, self.trained_paths(params))
         zeros = trees.rebuild(params, jax.tree.map(jnp.zeros_like, trained))
         opt.apply_gradients(self._clip(zeros), params)
 
@@ -604,7 +630,7 @@ class Learner:
         (value, rest), grads = opt.compute_gradients(
             of_params,
             state.params,
-            var_list=trees.unfrozen(state.params, self._frozen),
+            var_list=self.trained_paths(state.params),
             gate_gradients=base.Optimizer.GATE_NONE,
             aggregation_method=self._aggregation_method,
             has_aux=True,

@@ -36,6 +36,8 @@ class LearnerMeta:
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
         summed.
+      lora_scale: the factor of the products of low-rank matrices that are added to the
+        parameters; None without such matrices.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -45,6 +47,7 @@ class LearnerMeta:
         default_factory=dict, compare=False
     )
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
+    lora_scale: float | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,9 +113,7 @@ def _of_supervised(
     mapped = mesh_lib.on_replicas(
         local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split
     )
-    trained = trees.select(
-        state.params, trees.unfrozen(state.params, experiment.frozen())
-    )
+    trained = trees.select(state.params, experiment.learner.trained_paths(state.params))
 
     def is_trained(path: tuple[Any, ...], _: Any) -> bool:
         kind, _, name = trees.path_name(path).partition("/")

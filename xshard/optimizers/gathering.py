@@ -231,6 +231,35 @@ class Gatherer:
 
         return apply
 
+    def apply_whole(
+        self,
+        apply: Callable[..., Any],
+        dtype: Any,
+        *,
+        gathered: Mapping[str, jax.Array] = types.MappingProxyType({}),
+    ) -> Callable[..., Any]:
+        """Returns the `apply` of a network that does not ask Haiku for its parameters,
+        which also accepts shards of them: all are gathered before it.
+
+        Args:
+          apply: a function of the parameters and of further arguments.
+          dtype: the type to gather in.
+          gathered: as for `apply`.
+        """
+
+        def apply_gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
+            def run(_: Sequence[str], params: Any) -> Any:
+                whole = {}
+                for path, shard in self.select_shards(params).items():
+                    whole[path] = self._gather(
+                        self._layouts[path], shard, dtype, gathered.get(path)
+                    )
+                return apply(trees.replace(params, whole), *args, **kwargs)
+
+            return self._with_regathering(run, params)
+
+        return apply_gathered
+
     def _gather_requested(
         self, dtype: Any, next_getter: Any, value: jax.Array, context: Any
     ) -> jax.Array:

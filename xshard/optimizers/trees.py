@@ -265,9 +265,9 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
         chosen = set(var_list)
     unknown = sorted(str(path) for path in chosen if path not in leaves)
     if unknown:
-        near = _near(unknown[0], leaves)
         raise ValueError(
-            f"var_list names {unknown[0]!r}, which is not a parameter; near it: {near}."
+            f"var_list names {unknown[0]!r}, which is not a parameter; near it: "
+            f"{near(unknown[0], leaves)}."
         )
     if not chosen:
         raise ValueError(
@@ -300,9 +300,9 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
             f"frozen={pattern!r} is not a regular expression: {e}."
         ) from e
     if len(others) == len(leaves):
-        near = _near(pattern.strip("^$/"), leaves)
         raise errors.UserError(
-            f"frozen={pattern!r} matches no parameter's path; near it: {near}."
+            f"frozen={pattern!r} matches no parameter's path; near it: "
+            f"{near(pattern.strip('^$/'), leaves)}."
         )
     if not others:
         raise errors.UserError(
@@ -313,10 +313,10 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
     return others
 
 
-def _near(name: str, leaves: Mapping[str, Any]) -> list[str]:
+def near(name: str, leaves: Mapping[str, Any]) -> list[str]:
     """The paths most like a name, or some paths if none is like it."""
-    near = difflib.get_close_matches(name, leaves, cutoff=0.3)
-    return near or sorted(leaves)[:3]
+    similar = difflib.get_close_matches(name, leaves, cutoff=0.3)
+    return similar or sorted(leaves)[:3]
 
 
 def _is_none(x: Any) -> bool:
