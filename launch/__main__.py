@@ -3,6 +3,7 @@ r"""Starts runs, shows what they are doing, and stops them.
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
+    python -m launch status RUN --slowest       which process the others wait for
     python -m launch status RUN_A RUN_B         whether two runs are the same so far
     python -m launch list --engine=slurm        the jobs of an engine
     python -m launch logs NAME --engine=gke     the output of a job
@@ -67,6 +68,11 @@ _PARALLEL = flags.DEFINE_integer(
     "parallel", 1, "How many jobs of a sweep run at a time.", 1
 )
 _JSON = flags.DEFINE_bool("json", False, "With 'status': print JSON.")
+_SLOWEST = flags.DEFINE_bool(
+    "slowest",
+    False,
+    "With 'status': print which process the others wait for, and why.",
+)
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 
 # local
@@ -151,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     if command and words:
         raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
     if words[:1] == ["status"]:
-        return status.show(words[1:], _JSON.value)
+        return status.show(words[1:], _JSON.value, show_slowest=_SLOWEST.value)
     chosen = make_engine(_ENGINE.value)
     if words:
         return _execute(_manage(chosen, words))

@@ -34,6 +34,9 @@ class ScriptedWatch:
     def publish(self):
         pass
 
+    def in_each_tick(self, action):
+        pass
+
 
 def read(directory):
     """Returns the rows of a work directory."""

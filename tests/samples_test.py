@@ -227,6 +227,9 @@ class Stop:
     def publish(self):
         pass
 
+    def in_each_tick(self, action):
+        pass
+
 
 def test_samples_that_a_stop_cuts_off_are_shown_after_the_resume(tmp_path, whole):
     assert loop.run(make_config(), str(tmp_path), "", watch=Stop()) == 42

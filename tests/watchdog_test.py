@@ -63,13 +63,14 @@ def test_repeated_signals_become_one_request(
         assert watching.poll() is None
         os.kill(os.getpid(), number)
         request = poll(watching)
-        assert request == (request_lib.STOP, signal.Signals(number).name, code)
+        why = signal.Signals(number).name
+        assert request == request_lib.Request(request_lib.STOP, why, code)
         if number != signal.SIGINT:
             # The signals that stop a job on many hosts, or at the limit of CPU time,
             # come several times.
             os.kill(os.getpid(), number)
             harness.wait_until(lambda: len(signalled) == 2)
-            assert watching._sync_point._requested is None and watching.poll() is None
+            assert not watching._sync_point._requested and watching.poll() is None
     said = f"{signal.Signals(number).name}: saving after this step"
     assert capfd.readouterr().err.count(said) == 1
 
@@ -213,10 +214,8 @@ def test_a_stop_file_stops_the_run(tmp_path):
     with watchdog.Watchdog(tmp_path) as watching:
         assert watching.poll() is None
         (tmp_path / "STOP").touch()
-        assert poll(watching) == (
-            request_lib.STOP,
-            f"there is a file {tmp_path / 'STOP'}",
-            42,
+        assert poll(watching) == request_lib.Request(
+            request_lib.STOP, f"there is a file {tmp_path / 'STOP'}", 42
         )
 
 
@@ -227,10 +226,8 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
     with watchdog.Watchdog(tmp_path, stop_after_seconds=5000) as watching:
         assert watching.poll() is None
         passed = 5000.0
-        assert poll(watching) == (
-            request_lib.STOP,
-            "the time of --stop_after has passed",
-            42,
+        assert poll(watching) == request_lib.Request(
+            request_lib.STOP, "the time of --stop_after has passed", 42
         )
 
 
@@ -243,6 +240,21 @@ def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
             watching.ask(request_lib.Request(request_lib.SAVE, "it is time"))
             watching.ask(request_lib.Request(request_lib.STOP, "enough"))
         assert poll(watching).why == "enough"
+
+
+def test_requests_of_several_kinds_are_all_delivered(tmp_path):
+    kinds = [request_lib.PROFILE, request_lib.SAVE]
+    with watchdog.Watchdog(tmp_path) as watching:
+        watching.poll()
+        for rounds, kind in enumerate(kinds, 1):
+            watching.ask(request_lib.Request(kind, "it is time"))
+            harness.wait_until(lambda n=rounds: watching._sync_point._round == n)
+        # Both rounds have agreed on the next poll, which delivers one request.
+        assert [watching.poll().kind for _ in kinds] == kinds
+        with watching._sync_point._changed:
+            for kind in kinds:
+                watching.ask(request_lib.Request(kind, "it is time"))
+        assert [poll(watching).kind for _ in kinds] == kinds[::-1]
 
 
 def test_a_save_at_the_same_step_does_not_undo_a_stop(tmp_path):
@@ -373,6 +385,8 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
             time.sleep(choose.random() * 0.002)
             if asks and step in (20, 60, 110):
                 watching.ask(request_lib.Request(request_lib.SAVE, f"at {step}"))
+            if asks and step == 60:
+                watching.ask(request_lib.Request(request_lib.PROFILE, "why", steps=2))
             request = watching.poll()
             if request is not None:
                 requests.append((step, request.kind))
@@ -397,6 +411,8 @@ def test_two_processes_agree_over_a_network_that_loses_calls(
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             left, right = pool.map(train, watches, (True, False))
     assert left == right and left[-1][1] == request_lib.STOP and len(left) >= 3
+    # It is asked for together with a save, and neither gets lost.
+    assert [kind for _, kind in left].count(request_lib.PROFILE) == 1
 
 
 def test_only_training_and_evaluation_can_stall():

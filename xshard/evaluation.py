@@ -13,7 +13,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.metrics import deferred
+from xshard.metrics import deferred, spans
 from xshard.pod import host_collectives
 from xshard.stored import replica_state
 
@@ -145,13 +145,15 @@ class Evaluation:
             # the sums of earlier ones.
             queue: deferred.Queue[dict[str, jax.Array]] = deferred.Queue()
             for number, batch in enumerate(split_batches):
-                sums = self._step(state, batch, np.int32(number))
-                deferred.to_host(sums.values())
-                for due in queue.push(sums):
-                    _add(totals, due)
+                with spans.Span(spans.STEP):
+                    sums = self._step(state, batch, np.int32(number))
+                    deferred.to_host(sums.values())
+                    for due in queue.push(sums):
+                        _add(totals, due)
                 yield None
-            for due in queue.flush():
-                _add(totals, due)
+            with spans.Span(spans.STEP):
+                for due in queue.flush():
+                    _add(totals, due)
             results |= self._metrics(split, totals)
         yield results
 
@@ -276,6 +278,7 @@ def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
         args = [state, mesh_lib.put_whole(mesh, batch)]
         if key is not None:
             args.append(jax.device_put(key, mesh_lib.sharding(mesh)))
-        return jax.device_get(compiled(*args))
+        with spans.Span(spans.STEP):
+            return jax.device_get(compiled(*args))
 
     return predict

@@ -14,7 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import cache_key, clusters, compilation_cache_interface, distributed
+from jax._src import (
+    cache_key,
+    clusters,
+    compilation_cache_interface,
+    distributed,
+    profiler,
+)
 from jax._src import compilation_cache as private_cache
 from jax._src import core as core_lib
 from jax.experimental import topologies
@@ -289,3 +295,13 @@ def topology_devices(topology: str, **options: Any) -> list[jax.Device]:
         platform="tpu", topology_name=topology, **options
     )
     return list(description.devices)
+
+
+def forget_trace() -> None:
+    """Ends a trace that `jax.profiler.stop_trace` could not write.
+
+    JAX otherwise takes it as still running, and refuses the next one. It can go when
+    `stop_trace` resets its state after an error, too.
+    """
+    with profiler._profile_state.lock:
+        profiler._profile_state.reset()

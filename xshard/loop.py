@@ -6,6 +6,7 @@ uninterrupted one: everything that determines the next step is in the checkpoint
 """
 
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
 from xshard.learners import state as learner_state
 from xshard.metrics import clock as clock_lib
-from xshard.metrics import deferred, overview, writers
+from xshard.metrics import deferred, overview, spans, writers
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
@@ -32,6 +33,7 @@ from xshard.run import (
     ending,
     nonfinite,
     preflight,
+    profiles,
     replication,
     resuming,
     roll_backs,
@@ -85,6 +87,7 @@ class Run:
       predict: the compiled prediction, from host to host.
       clock: the clock of this process.
       terminal: the output to stdout.
+      tracer: traces steps, if a user asks for it.
       step: the number of steps made; -1 before there is a state.
     """
 
@@ -214,6 +217,16 @@ class Run:
         self._evaluations = callbacks.Evaluations(
             self.experiment.callbacks, metrics, decisions.gather
         )
+        self.tracer = profiles.Tracer(
+            self.workdir.path, self.terminal.say, self.set_phase
+        )
+        self._spans = spans.File(
+            directory=self.workdir.path,
+            index=jax.process_index(),
+            host=socket.gethostname(),
+            parts=self.clock.parts,
+            say=self.terminal.say,
+        )
         # Open from the first step to the results.
         self._resources = contextlib.ExitStack()
 
@@ -242,6 +255,9 @@ class Run:
             stack.enter_context(self.checkpoints.opened())
             if self._watch is not None:
                 self._watch.publish()
+                self.tracer.watch_file(self._watch)
+                self._watch.in_each_tick(self._spans.flush)
+                stack.enter_context(self._spans.opened())
             stack.enter_context(self._resources)
             yield
 
@@ -337,6 +353,7 @@ class Run:
                 self._log.write_ahead(self.roll_backs.row(step))
             state = self.roll_backs.with_update_scale(step, state)
 
+            self._trace(step, newest)
             if is_first:
                 self.set_phase(status.READING)
             with self.clock.waiting(newest):
@@ -349,7 +366,8 @@ class Run:
                 self.terminal.say(f"step {step}: batches of {size} examples from here")
             if is_first or has_grown:
                 self.set_phase("compiling")
-            stepped = self.train_step(state, batch)
+            with spans.Span(spans.STEP):
+                stepped = self.train_step(state, batch)
             state = stepped.state
             metrics = stepped.metrics
             self.step = step
@@ -397,6 +415,7 @@ class Run:
                 next_due = self._schedule.next_due(step)
             # Raises if the last save in the background has failed.
             self.checkpoints.check()
+        self._end_trace(newest)
         self._flush(state)
         self.terminal.close()
         return state, self._stop
@@ -428,7 +447,9 @@ class Run:
     def set_phase(self, phase: str, **more: int) -> None:
         """Publishes what the run does now in its status."""
         if self._watch is not None:
-            self._watch.set_phase(phase, seconds=self.clock.seconds, **more)
+            self._watch.set_phase(
+                phase, seconds=self.clock.seconds, parts=self.clock.parts, **more
+            )
 
     def _begin(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a first state, and opens the log.
@@ -469,6 +490,7 @@ class Run:
             )
         # The log drops rows after the checkpoint, because the run repeats their steps.
         self._resources.enter_context(self._log.opened(start))
+        self._resources.callback(self.tracer.cut_short)
         self.checkpoints.check_rows(begin, self._log)
         return begin
 
@@ -542,7 +564,8 @@ class Run:
         for fetched in steps:
             # One program computes all results of a step, so waiting for one of them is
             # enough.
-            fetched.newest.block_until_ready()
+            with spans.Span(spans.STEP):
+                fetched.newest.block_until_ready()
             # Replicas are compared first: a flipped bit may also be non-finite, and
             # then a roll-back must not skip the data.
             if fetched.fingerprints is not None:
@@ -572,8 +595,29 @@ class Run:
             return
         if request.kind == request_lib.STOP:
             self._stop = request
+        elif request.kind == request_lib.PROFILE:
+            self.tracer.ask(self.step + 1, request.steps)
         else:
             self._is_save_requested = True
+
+    def _trace(self, step: int, newest: jax.Array | None) -> None:
+        """Begins or ends a trace, if that is due before a step."""
+        if not self.tracer.is_busy:
+            return
+        try:
+            with self.clock.phase(clock_lib.TRACE):
+                self.tracer.before_step(step, newest)
+        except profiles.ProfileError as e:
+            # A run does not end because of a trace.
+            self.terminal.say(f"the trace failed: {e}")
+
+    def _end_trace(self, newest: jax.Array | None) -> None:
+        """Ends a trace, if there is one, at the end of training."""
+        try:
+            with self.clock.phase(clock_lib.TRACE):
+                self.tracer.end(newest)
+        except profiles.ProfileError as e:
+            self.terminal.say(f"the trace failed: {e}")
 
     def _request_save(self) -> None:
         """Requests a save by this process's clock.
@@ -590,7 +634,9 @@ class Run:
         metrics = self.evaluate(state)
         if metrics is not None:
             self._log.write_evaluation(step, metrics)
-            self._evaluations.add(step, metrics)
+            # A process whose callbacks are slow keeps the others waiting.
+            with self.clock.phase(clock_lib.EVALUATION):
+                self._evaluations.add(step, metrics)
 
     def _sample(
         self, step: int, state: state_lib.TrainState, *, is_last: bool = False
@@ -668,6 +714,9 @@ def run(
             kept = current.checkpoints.kept()
             ending.fail(current.step, str(e), kept, current.workdir)
             return exit_codes.NONFINITE
+        except jax.errors.JaxRuntimeError as e:
+            profiles.note_memory(current.workdir.path, e)
+            raise
     store = current.checkpoints.manager.store
     if stop is not None:
         return ending.stopped(stop, int(state.step), store, command)

@@ -207,6 +207,9 @@ class _Stops:
     def publish(self):
         pass
 
+    def in_each_tick(self, action):
+        pass
+
 
 def _run(program, output):
     """Ends this process, which was forked, with the exit code of a program."""

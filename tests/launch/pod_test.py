@@ -3,6 +3,7 @@ resume to the same bits.
 """
 
 import contextlib
+import gzip
 import json
 import os
 import random
@@ -94,6 +95,29 @@ def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(
     )
     code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output
+    harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
+
+
+@pytest.mark.sample(3, of="ends")
+def test_a_file_makes_all_processes_trace_the_same_steps(tmp_path, uninterrupted):
+    file = tmp_path / "run" / "PROFILE"
+    with slowed(tmp_path) as process:
+        file.write_text("2")
+        line = harness.read_until(process, "traced steps")
+        assert f"on {COUNT} processes: " in line and not file.exists()
+    code, output = harness.finish(process)
+    assert code == 0, output
+    (folder,) = tmp_path.glob("run/profile/plugins/profile/*")
+    steps = []
+    for index in range(COUNT):
+        with gzip.open(folder / f"process_{index}.trace.json.gz") as trace:
+            events = json.load(trace)["traceEvents"]
+        named = [event for event in events if event.get("name") == "train"]
+        steps.append({int(event["args"]["step_num"]) for event in named})
+    first = min(steps[0])
+    assert steps == [{first, first + 1}] * COUNT
+    assert folder.name == f"steps_{first}_to_{first + 1}"
+    assert not list(folder.glob("../../../.*"))
     harness.assert_same_end(tmp_path / "run", uninterrupted, 100)
 
 

@@ -39,6 +39,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
+from xshard.metrics import spans
 from xshard.pod import host_collectives
 
 # Every process receives the reports of all others, so error texts and lists of paths
@@ -495,7 +496,7 @@ class Manager:
         threading.Thread(
             target=self._save_in_background,
             args=(saving, request, plan, copy),
-            name="checkpoint",
+            name=spans.BACKGROUND,
             daemon=True,
         ).start()
         copy.make(leaves)
@@ -511,7 +512,9 @@ class Manager:
     ) -> None:
         """Runs `_write_and_commit`, and leaves its end to `_join_save`."""
         try:
-            saving.end.set_result(self._write_and_commit(request, plan, copy))
+            with spans.Span(spans.WRITE):
+                nonfinite = self._write_and_commit(request, plan, copy)
+            saving.end.set_result(nonfinite)
         except BaseException as e:
             saving.end.set_exception(e)
         finally:
@@ -723,7 +726,8 @@ class Manager:
         step, end = self._saving
         # If Ctrl-C interrupts this wait, the save is still known, and the next call
         # waits for it.
-        error = end.exception()
+        with spans.Span(spans.SAVE):
+            error = end.exception()
         self._saving = None
         if error is not None:
             raise store_lib.CheckpointError(

@@ -22,15 +22,19 @@ norms.jsonl      the norms of all parameters after some steps, if the run logs t
 results.json     the final evaluation, and whether the run ended with finite values;
                  see `xshard.files.results`
 status.json      the current activity of each process; see `xshard.pod.status`
+spans/           what each process spends its time with; see `xshard.metrics.spans`
 attempts.jsonl   the last status of the first process, for each earlier start; see
                  `xshard.pod.attempts`
 compiled/        compiled programs; see `xshard.files.compile_cache`
 eval/            the output of `--mode=eval`; see `xshard.modes.continuous_eval`
-profile/         the output of `--mode=profile`; see `xshard.modes.profiling`
+profile/         traces of steps, and the memory of the devices when it ran out; see
+                 `xshard.run.profiles`
 logs/            the printed output of all processes except the first, one file each
 set_aside/       the files that --restart_from_scratch moved away, in one folder per run
 STOP             created by a person; the run saves and stops, and does not start until
                  the file is removed
+PROFILE          created by a person, with a number of steps or empty; the run traces
+                 its next steps, and removes the file
 """
 
 import contextlib
@@ -55,9 +59,12 @@ SET_ASIDE = "set_aside"
 # A user creates this file: the run saves and stops, and does not train until it is
 # removed.
 STOP_FILE = "STOP"
+# A user creates this file: the run traces its next steps and removes it.
+PROFILE_FILE = "PROFILE"
+PROFILES = "profile"
 _LOCK = ".lock"
 # The entries that stay in place when a run is set aside.
-_STAYS = {SET_ASIDE, _LOCK, "logs", "launch.log", STOP_FILE}
+_STAYS = {SET_ASIDE, _LOCK, "logs", "launch.log", STOP_FILE, PROFILE_FILE}
 
 
 class NewestCheckpoint(NamedTuple):

@@ -11,6 +11,7 @@ data        the host waits for a batch while the devices are idle. A wait during
 checkpoint  the host saves. It has waited for all earlier steps first, which counts as
             training. Writing in the background does not count.
 evaluation  the same for an evaluation, including its compilation.
+trace       the host begins or writes a profile of some steps.
 training    the rest.
 
 With several processes each has its own clock. They differ little, since the processes
@@ -25,12 +26,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from xshard.metrics import spans
+
 START = "start"
 DATA = "data"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
+TRACE = "trace"
 TRAINING = "training"
-PHASES = (START, DATA, CHECKPOINT, EVALUATION, TRAINING)
+PHASES = (START, DATA, CHECKPOINT, EVALUATION, TRACE, TRAINING)
+# The time of the host in none of the parts of `spans`.
+OTHER = "other"
 # Several times as long as a round trip to another thread.
 _SHORT_SECONDS = 1e-3
 
@@ -113,6 +119,15 @@ class Clock:
         # it took, in seconds.
         self._was_idle = False
         self._last_wait = 0.0
+        # What `parts` counts from the first step on: the track of the thread, and the
+        # seconds by then.
+        self._track: spans.Track | None = None
+        self._begun = 0.0
+        self._before: dict[str, float] = {}
+        # The time of the host outside of all parts until the last wait for data began;
+        # and how much of that time delayed the devices.
+        self._outside = 0.0
+        self._delaying = 0.0
         # Starts its thread when the first task is submitted.
         self._idle_watcher = concurrent.futures.ThreadPoolExecutor(1, "idle")
 
@@ -124,15 +139,46 @@ class Clock:
     def started(self) -> None:
         """Ends the phase 'start'."""
         self._enter(TRAINING)
+        if self._track is None:
+            self._track = spans.current_track()
+            self._begun = self._now()
+            self._before = self._counted_parts(self._track)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the time in the context as this phase, not as the enclosing one."""
         outer = self._enter(name)
         try:
-            yield
+            with spans.Span(name):
+                yield
         finally:
             self._enter(outer)
+
+    def parts(self) -> dict[str, float]:
+        """Returns the seconds since the first step in each part of `spans`; empty
+        before it.
+
+        A wait for data, and the time of the host in no part ('other'), count only as
+        far as the devices were idle; the rest is 'step'. Then what one process needs
+        more than the others is what they wait for.
+        """
+        if self._track is None:
+            return {}
+        counted = self._counted_parts(self._track)
+        parts = {}
+        for name, seconds in counted.items():
+            parts[name] = max(0.0, seconds - self._before[name])
+        own = sum(parts.values()) - parts[spans.STEP] - parts[spans.WRITE]
+        parts[spans.STEP] = max(0.0, self._now() - self._begun - own)
+        return parts
+
+    def _counted_parts(self, track: spans.Track) -> dict[str, float]:
+        """Returns the seconds of each part as they are counted; 'step' is the rest."""
+        parts = dict(track.seconds)
+        parts[spans.DATA] = self.seconds()[DATA]
+        parts[OTHER] = self._delaying
+        parts[spans.WRITE] = spans.background_seconds()
+        return parts
 
     @contextlib.contextmanager
     def waiting(self, newest: Any) -> Iterator[None]:
@@ -150,17 +196,25 @@ class Clock:
           newest: a `jax.Array` computed by the most recently dispatched step; None
             before the first step of a run and after a roll-back, when nothing counts.
         """
+        outside = self._now() - spans.current_track().covered
         if newest is None:
             self._was_idle = False
-            yield
+            self._outside = outside
+            with spans.Span(spans.DATA):
+                yield
             return
         begin = self._now()
-        is_idle_from_begin = self._was_idle and newest.is_ready()
+        is_idle = newest.is_ready()
+        if is_idle:
+            self._delaying += outside - self._outside
+        self._outside = outside
+        is_idle_from_begin = self._was_idle and is_idle
         becomes_idle = None
         is_measured = self._was_idle and self._last_wait > _SHORT_SECONDS
         if is_measured and not is_idle_from_begin:
             becomes_idle = self._idle_watcher.submit(self._time_when_ready, newest)
-        yield
+        with spans.Span(spans.DATA):
+            yield
         is_idle = newest.is_ready()
         end = self._now()
         if is_idle_from_begin:

@@ -1,6 +1,7 @@
-"""Profiles chosen steps of a run, for xprof and Perfetto: `--mode=profile`."""
+"""Profiles chosen steps of a run, for xprof and Perfetto: `--mode=profile`.
 
-import pathlib
+`xshard.run.profiles` does the same in a run that trains.
+"""
 
 import jax
 import ml_collections
@@ -9,8 +10,7 @@ from xshard import errors, loop
 from xshard.metrics import terminal
 from xshard.pod import exit_codes, request
 from xshard.pod import watchdog as watchdog_lib
-
-FOLDER = "profile"
+from xshard.run import profiles
 
 
 def run(
@@ -40,54 +40,32 @@ def run(
     """
     first, end = _range(steps)
     current = loop.Run(config, directory, watch=watch, show=show)
-    traces = current.workdir.path / FOLDER
-    if jax.process_count() > 1:
-        # JAX names a trace's files after the host, which several processes may share.
-        traces /= f"process_{jax.process_index()}"
+    tracer = current.tracer
     state = current.resume_or_init().state
     start = int(state.step)
-    current.terminal.say(
-        f"steps {start + first + 1} to {start + end} will be traced into {traces}"
-    )
+    current.terminal.say(f"steps {start + first + 1} to {start + end} will be traced")
+    tracer.ask(start + first + 1, end - first)
     values = None
-    for number in range(end):
-        if number == first:
-            # Waits for the earlier steps, so that the trace contains only the chosen
-            # ones.
-            jax.block_until_ready((state, values))
-            jax.profiler.start_trace(str(traces))
-        with jax.profiler.StepTraceAnnotation("train", step_num=start + number):
-            batch = current.batches.batch_for_step(
-                start + number + 1, current.predict, state
-            )
+    try:
+        for step in range(start + 1, start + end + 1):
+            tracer.before_step(step, (state, values))
+            batch = current.batches.batch_for_step(step, current.predict, state)
             state, values, *_ = current.train_step(state, batch)
-        # Keeps few steps in flight, as the training loop does, so that the trace
-        # resembles a run.
-        if number % 2:
-            jax.block_until_ready(values)
-        if watch is not None:
-            asked = watch.poll()
-            if asked is not None and asked.kind == request.STOP:
-                print(f"{asked.why}: stopped; no trace was written")
-                return asked.code
-    jax.block_until_ready((state, values))
-    jax.profiler.stop_trace()
-    _check_written(traces)
-    print(f"to view it: xprof --logdir {traces} (pip install xprof)")
+            # Keeps few steps in flight, as the training loop does, so that the trace
+            # resembles a run.
+            if (step - start) % 2 == 0:
+                jax.block_until_ready(values)
+            if watch is not None:
+                asked = watch.poll()
+                if asked is not None and asked.kind == request.STOP:
+                    print(f"{asked.why}: stopped")
+                    return asked.code
+        tracer.end((state, values))
+    except profiles.ProfileError as e:
+        raise errors.UserError(str(e)) from e
+    finally:
+        tracer.cut_short()
     return exit_codes.DONE
-
-
-def _check_written(traces: pathlib.Path) -> None:
-    """Raises UserError unless there is a trace with content.
-
-    JAX reports no error if it cannot write the trace, for example to a full disk.
-    """
-    found = traces.glob("plugins/profile/*/*.xplane.pb")
-    if not any(path.stat().st_size for path in found):
-        raise errors.UserError(
-            f"JAX wrote no trace into {traces}, or an empty one. Is the disk full, or "
-            "the folder not writable?"
-        )
 
 
 def _range(steps: str) -> tuple[int, int]:

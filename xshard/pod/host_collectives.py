@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from xshard import errors, jax_internals
+from xshard.metrics import spans
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
@@ -116,9 +117,10 @@ class Exchange:
             )
         name = f"xshard/{self._series}/{self._num_exchanges}"
         try:
-            client.key_value_set(f"{name}/{self.index}", text)
-            client.wait_at_barrier(name, round(1000 * self._seconds))
-            texts = _values(client, name)
+            with spans.Span(spans.AGREE):
+                client.key_value_set(f"{name}/{self.index}", text)
+                client.wait_at_barrier(name, round(1000 * self._seconds))
+                texts = _values(client, name)
         except jax.errors.JaxRuntimeError as e:
             raise LostError(self._missing_message(client, name, e)) from e
         if self.index == 0 and self._num_exchanges:

@@ -1,25 +1,30 @@
-"""Requests to a run while it trains: to save its state, and maybe to stop."""
+"""Requests to a run while it trains: to save its state, to stop, to trace steps."""
 
 from typing import NamedTuple
 
 from xshard.pod import exit_codes
 
+PROFILE = "profile"
 SAVE = "save"
 STOP = "stop"
+# The most urgent first: of several requests this one is acted on first.
+BY_URGENCY = (STOP, SAVE, PROFILE)
 
 
 class Request(NamedTuple):
     """An action that all processes take at the same step.
 
     Attributes:
-      kind: 'save', or 'stop', which saves too.
+      kind: 'save'; 'stop', which saves too; or 'profile'.
       why: the reason, for the user.
       code: the exit code of a stop.
+      steps: the number of steps that a profile traces.
     """
 
     kind: str
     why: str
     code: int = exit_codes.PREEMPTED
+    steps: int = 0
 
 
 BY_CLOCK = Request(SAVE, "checkpoint.every_minutes have passed")

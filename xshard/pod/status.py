@@ -2,6 +2,7 @@
 state of the run that follows from it.
 """
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -41,6 +42,7 @@ UNKNOWN = "unknown"
 # running.
 _SILENT_SECONDS = 10.0
 _RATE_ROWS = 60
+_RECENT_SECONDS = 60.0
 
 
 class _Row(NamedTuple):
@@ -57,6 +59,10 @@ class _Row(NamedTuple):
     time: float
     host: str
     pid: int
+    # An earlier version wrote none.
+    parts: dict[str, float] | None = None
+    recent_parts: dict[str, float] | None = None
+    recent_seconds: float = 0.0
 
 
 class Status:
@@ -75,7 +81,12 @@ class Status:
         }
         self._begun = time.time() - clock.age()
         self._seconds: Callable[[], dict[str, float]] = dict
+        self._parts: Callable[[], dict[str, float]] = dict
         self._rate = clock.Rate(_RATE_ROWS)
+        # The seconds in each part at the times of the last rows.
+        self._recent: collections.deque[tuple[float, dict[str, float]]] = (
+            collections.deque()
+        )
 
     def set_phase(
         self,
@@ -84,6 +95,7 @@ class Status:
         step: int | None = None,
         steps: int | None = None,
         seconds: Callable[[], dict[str, float]] | None = None,
+        parts: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """Sets the phase, and what else is given.
 
@@ -94,6 +106,7 @@ class Status:
           step: the step that it begins.
           steps: the number of steps of the run.
           seconds: returns the seconds spent in each phase of `xshard.metrics.clock`.
+          parts: returns those spent in each part of `xshard.metrics.spans`.
         """
         changed = dict(self._changing)
         changed["doing"] = phase
@@ -105,6 +118,8 @@ class Status:
             changed["steps"] = steps
         if seconds is not None:
             self._seconds = seconds
+        if parts is not None:
+            self._parts = parts
         if phase == TRAINING:
             changed["trained"] += 1
         self._changing = changed
@@ -128,10 +143,26 @@ class Status:
           rate: the steps per second over the last rows; None if unknown.
           time: the time now, in seconds since 1970.
           host, pid: where the process runs.
+          parts: the seconds since the first step in each part, as `clock.Clock.parts`
+            returns them.
+          recent_parts, recent_seconds: the same of the last minute, and its length.
         """
         changing = self._changing
         if changing["step"] is not None:
             self._rate.add(time.monotonic(), changing["step"])
+        now = time.monotonic()
+        parts = self._parts()
+        if parts:
+            self._recent.append((now, parts))
+            while self._recent[0][0] < now - _RECENT_SECONDS:
+                self._recent.popleft()
+        recent_parts: dict[str, float] = {}
+        recent_seconds = 0.0
+        if self._recent:
+            begin, before = self._recent[0]
+            recent_seconds = now - begin
+            for name, value in parts.items():
+                recent_parts[name] = value - before[name]
         return {
             **changing,
             "begun": self._begun,
@@ -140,7 +171,14 @@ class Status:
             "time": time.time(),
             "host": self._host,
             "pid": os.getpid(),
+            "parts": _rounded(parts),
+            "recent_parts": _rounded(recent_parts),
+            "recent_seconds": round(recent_seconds, 3),
         }
+
+
+def _rounded(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in parts.items()}
 
 
 def last_phase(exit_code: int) -> str:

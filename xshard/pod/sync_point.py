@@ -4,8 +4,9 @@ it.
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from xshard.metrics import spans
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
 
@@ -31,14 +32,15 @@ class SyncPoint:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._num_polls = 0
-        self._requested: request_lib.Request | None = None
+        # The requests of this process that no round has taken up, by their kind.
+        self._requested: dict[str, request_lib.Request] = {}
         # The poll at which the training waits until the processes have agreed; None if
         # no round is open.
         self._posted: int | None = None
         self._decided: dict[int, request_lib.Request] = {}
         # Only the talking thread uses these.
         self._round = 0
-        self._posted_text = ""
+        self._posted_request: request_lib.Request | None = None
         self.is_stopping = False
 
     # For the training.
@@ -47,8 +49,10 @@ class SyncPoint:
         """Returns the request to act on at this poll, if any."""
         with self._lock:
             self._num_polls += 1
-            while self._posted is not None and self._num_polls >= self._posted:
-                self._changed.wait()
+            if self._posted is not None:
+                with spans.Span(spans.AGREE):
+                    while self._posted is not None and self._num_polls >= self._posted:
+                        self._changed.wait()
             return self._decided.pop(self._num_polls, None)
 
     # For anyone.
@@ -56,10 +60,11 @@ class SyncPoint:
     def ask(self, request: request_lib.Request) -> None:
         """Asks all processes to act on a request, at the next poll that all can still
         reach.
+
+        A request replaces an earlier one of its kind that no process has taken up.
         """
         with self._changed:
-            if self._requested is None or request.kind == request_lib.STOP:
-                self._requested = request
+            self._requested[request.kind] = request
         self._nudge.set()
 
     def nudge(self) -> None:
@@ -77,7 +82,7 @@ class SyncPoint:
 
     def is_due(self) -> bool:
         """Returns whether a request is pending, on this process or another."""
-        if self._requested is not None or self._posted is not None:
+        if self._requested or self._posted is not None:
             return True
         return bool(self._board.read(f"round {self._round}"))
 
@@ -93,31 +98,44 @@ class SyncPoint:
             # the first post, so it stands.
             if self._posted is None:
                 self._posted = self._num_polls + 1
-                self._posted_text = json.dumps([self._posted, self._requested])
-                self._requested = None
+                self._posted_request = _most_urgent(self._requested.values())
+            text = json.dumps([self._posted, self._posted_request])
         polls = []
         requests = []
         topic = f"round {self._round}"
-        for text in self._board.gather(topic, self._posted_text, meanwhile):
-            poll, requested = json.loads(text)
+        for each in self._board.gather(topic, text, meanwhile):
+            poll, requested = json.loads(each)
             polls.append(poll)
             if requested is not None:
                 requests.append(request_lib.Request(*requested))
         self._round += 1
-        # A stop takes precedence over a save, because it saves too. Among equals the
-        # lowest process index wins.
-        requests.sort(key=lambda request: request.kind != request_lib.STOP)
-        agreed = requests[0]
-        if agreed.kind == request_lib.STOP:
-            self.is_stopping = True
+        # Among equals the lowest process index wins. The others had the same purpose.
+        agreed = _most_urgent(requests)
+        assert agreed is not None, "a round begins with a request"
+        with self._changed:
+            self._requested.pop(agreed.kind, None)
+            if agreed.kind == request_lib.STOP:
+                # A stop saves, too, and no step follows that could be traced.
+                self._requested.clear()
+                self.is_stopping = True
         return agreed, max(polls)
 
     def decide(self, request: request_lib.Request, poll: int) -> None:
         """Releases the training, and delivers the request at the agreed poll."""
         with self._changed:
-            # A save that is agreed on after a stop, for the same poll, must not replace
-            # the stop.
-            if request.kind == request_lib.STOP or poll not in self._decided:
-                self._decided[poll] = request
+            if request.kind != request_lib.STOP:
+                # A poll delivers one request. Two rounds may agree on the same poll,
+                # and then do so on all processes.
+                while poll in self._decided:
+                    poll += 1
+            self._decided[poll] = request
             self._posted = None
             self._changed.notify_all()
+
+
+def _most_urgent(
+    requests: Iterable[request_lib.Request],
+) -> request_lib.Request | None:
+    """Returns the first of the most urgent requests; None if there are none."""
+    urgency = request_lib.BY_URGENCY.index
+    return min(requests, key=lambda request: urgency(request.kind), default=None)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 import jax
@@ -103,6 +103,8 @@ class Watchdog:
         self._status = status.Status(self._hosts[self._index])
         # Whether the directory belongs to this run, so that the status may be written.
         self._is_published = False
+        # What the talking thread also does in each tick.
+        self._in_each_tick: list[Callable[[], None]] = []
         # When the next exchange with the other processes is due.
         self._due = 0.0
         # Held by the thread that ends this process, so that no other thread reports a
@@ -149,6 +151,14 @@ class Watchdog:
         reach.
         """
         self._sync_point.ask(request)
+
+    def in_each_tick(self, action: Callable[[], None]) -> None:
+        """Adds what the talking thread does about twice a second, in little time.
+
+        Args:
+          action: looks whether something is to be asked for.
+        """
+        self._in_each_tick.append(action)
 
     def set_phase(self, phase: str, **more: Any) -> None:
         """Sets the phase of this process, as `Status.set_phase` does, and counts as
@@ -279,6 +289,8 @@ class Watchdog:
             self._sync_point.wait(_TICK_SECONDS)
             try:
                 self._check_stop_requests()
+                for action in self._in_each_tick:
+                    action()
                 self._exchange_status()
                 if self._sync_point.is_due():
                     self._agree()

@@ -1,0 +1,401 @@
+"""Profiles of a run: traces of some of its steps for xprof and Perfetto, and the memory
+of its devices when it runs out.
+
+All processes trace the same steps. Their traces are files of one folder, as xprof and
+TensorBoard show several hosts:
+
+    WORKDIR/profile/plugins/profile/steps_16_to_18/process_0.xplane.pb
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from xshard import jax_internals
+from xshard.files import disk, workdir
+from xshard.metrics import formatting
+from xshard.pod import host_collectives
+from xshard.pod import request as request_lib
+from xshard.pod import watchdog as watchdog_lib
+
+STEPS = 3
+# A trace is in memory until it is written, and viewers do not open one of gigabytes.
+_MOST_STEPS = 100
+# The free space that a trace needs. Traces of a few steps have some megabytes, those of
+# many devices and long steps more than a hundred.
+_ROOM_BYTES = 256 << 20
+# The longest content of the file that asks for a trace.
+_MOST_BYTES = 100
+# How long the processes wait for the one that writes its trace last.
+_WRITE_SECONDS = 1800.0
+# What the names of JAX's files end with: for xprof, and for Perfetto.
+_KINDS = ("xplane.pb", "trace.json.gz")
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class ProfileError(Exception):
+    """A trace that could not be made or written; the message says where and why."""
+
+
+class Tracer:
+    """Traces steps of a run, the same ones on all processes.
+
+    Every process creates one and makes the same calls. Between traces, `before_step`
+    costs next to nothing.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        say: Callable[[str], None],
+        set_phase: Callable[[str], None],
+    ):
+        """Prepares traces; writes nothing.
+
+        Args:
+          directory: the work directory.
+          say: prints a line.
+          set_phase: tells what the run does.
+        """
+        self._file = directory / workdir.PROFILE_FILE
+        self._folder = directory / workdir.PROFILES
+        self._say = say
+        self._set_phase = set_phase
+        self._index = jax.process_index()
+        self._exchange = host_collectives.Exchange("the trace of steps", _WRITE_SECONDS)
+        # The traced steps: from the first one until before the end. None: no trace is
+        # asked for.
+        self._steps: range | None = None
+        self._is_tracing = False
+        self._annotation: Any = None
+        # The last step that has begun.
+        self._last = 0
+        # Whether the processes are told of the file; only the thread that looks sets
+        # it, and only the training clears it.
+        self._is_asked = False
+        self._was_empty = False
+        # A file that could not be removed is not answered again.
+        self._answered: tuple[int, int] | None = None
+
+    # The file that asks for a trace.
+
+    def watch_file(self, watch: watchdog_lib.Watchdog) -> None:
+        """Looks for the file PROFILE from now on, on process 0."""
+        if self._index == 0:
+            watch.in_each_tick(lambda: self._look(watch.ask))
+
+    def _look(self, ask: Callable[[request_lib.Request], None]) -> None:
+        if self._is_asked:
+            return
+        # If a shared disk does not answer for a moment, the next look finds the file.
+        try:
+            with self._file.open("rb") as file:
+                content = file.read(_MOST_BYTES)
+                info = os.fstat(file.fileno())
+        except OSError:
+            return
+        if (info.st_mtime_ns, info.st_ino) == self._answered:
+            return
+        if not content and not self._was_empty:
+            # A shell creates the file before the command writes into it.
+            self._was_empty = True
+            return
+        self._was_empty = False
+        self._answered = (info.st_mtime_ns, info.st_ino)
+        text = content.decode(errors="replace").strip()
+        steps = STEPS
+        if text.isdecimal():
+            steps = int(text)
+        is_valid = text.isdecimal() or not text
+        if not is_valid or not 1 <= steps <= _MOST_STEPS:
+            self._say(
+                f"{self._file} holds {text!r}: nothing is traced, and the file is "
+                "removed. Leave it empty, or give it the number of steps to trace, 1 "
+                f"to {_MOST_STEPS}: echo 5 > {self._file}"
+            )
+            self._remove_file()
+            return
+        self._is_asked = True
+        why = f"there is a file {self._file}"
+        ask(request_lib.Request(request_lib.PROFILE, why, steps=steps))
+
+    def _remove_file(self) -> None:
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as e:
+            self._say(
+                f"{self._file} could not be removed ({e.strerror}): remove it, and "
+                "create it again to trace more steps."
+            )
+
+    # For the training.
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether a trace is asked for, or under way."""
+        return self._steps is not None
+
+    def ask(self, first: int, steps: int) -> None:
+        """Asks for a trace of some steps, on all processes.
+
+        It is ignored while a trace is under way.
+        """
+        if self._steps is None:
+            self._steps = range(first, first + steps)
+
+    def before_step(self, step: int, newest: Any) -> None:
+        """Begins or ends a trace, if that is due.
+
+        Args:
+          step: the step that comes next.
+          newest: an array, or a tree of arrays, computed by the step before.
+
+        Raises:
+          ProfileError: as `end` does.
+        """
+        if self._steps is None:
+            return
+        self._end_annotation()
+        if self._is_tracing and step >= self._steps.stop:
+            self.end(newest)
+        elif not self._is_tracing and step >= self._steps.start:
+            self._begin(step, newest)
+        if self._is_tracing:
+            self._last = step
+            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._annotation.__enter__()
+
+    def end(self, newest: Any) -> None:
+        """Ends and writes the trace, if there is one, on all processes together.
+
+        It has the steps that have begun so far.
+
+        Args:
+          newest: as for `before_step`.
+
+        Raises:
+          ProfileError: on all processes, if one could not write its trace.
+        """
+        steps = self._steps
+        if steps is None:
+            return
+        if not self._is_tracing:
+            self._forget()
+            self._say("no step is left to trace: the run is at its end")
+            return
+        jax.block_until_ready(newest)
+        self._set_phase("writing a trace")
+        folder = self._run_folder(steps.start)
+        nbytes = 0
+        problem = ""
+        try:
+            nbytes = self._write(folder)
+        except ProfileError as e:
+            problem = str(e)
+        written = self._exchange.gather([nbytes, problem])
+        self._forget()
+        problems = [problem for _, problem in written if problem]
+        if len(problems) < len(written) and problems:
+            problems.append(f"the traces of the other processes are in {folder}")
+        if problems:
+            raise ProfileError("; ".join(problems))
+        total = sum(nbytes for nbytes, _ in written)
+        self._say(
+            f"traced {_named(steps.start, self._last)} on {_processes(len(written))}: "
+            f"{formatting.scaled(total, 'B')} in {folder}\n"
+            f"to view it: xprof --logdir {self._folder} (pip install xprof); or open "
+            "the .trace.json.gz of a process in ui.perfetto.dev"
+        )
+
+    def cut_short(self) -> None:
+        """Ends a trace that an error or a roll-back interrupts, if there is one.
+
+        It writes the trace of this process without waiting for the others.
+        """
+        steps = self._steps
+        if steps is None:
+            return
+        folder = self._run_folder(steps.start)
+        try:
+            if self._is_tracing:
+                self._write(folder)
+                self._say(
+                    "the trace was cut short: it has "
+                    f"{_named(steps.start, self._last)}, in {folder}"
+                )
+        except ProfileError as e:
+            self._say(f"the trace is lost: {e}")
+        self._forget()
+
+    def _begin(self, step: int, newest: Any) -> None:
+        assert self._steps is not None
+        # If it begins late, as after a roll-back, it has as many steps.
+        self._steps = range(step, step + len(self._steps))
+        # Waits for the earlier steps, so that the trace contains only the chosen ones.
+        jax.block_until_ready(newest)
+        if self._is_asked:
+            self._remove_file()
+        problem = ""
+        try:
+            self._start()
+            self._is_tracing = True
+        except ProfileError as e:
+            problem = str(e)
+        problems = list(filter(None, self._exchange.gather(problem)))
+        if not problems:
+            return
+        if self._is_tracing:
+            with contextlib.suppress(ProfileError):
+                self._stop()
+            self._remove_new()
+        self._forget()
+        raise ProfileError("; ".join(problems))
+
+    def _forget(self) -> None:
+        """Ends what belongs to one trace."""
+        self._end_annotation()
+        self._steps = None
+        self._is_tracing = False
+        self._is_asked = False
+
+    def _end_annotation(self) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    # The trace of this process.
+
+    def _start(self) -> None:
+        self._remove_new()
+        folder = self._folder
+        try:
+            folder.mkdir(exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as e:
+            raise self._error(f"{folder} cannot be written: {e.strerror}") from e
+        if free < _ROOM_BYTES:
+            raise self._error(
+                f"{folder} has {formatting.scaled(free, 'B')} of free space; a trace "
+                f"may need {formatting.scaled(_ROOM_BYTES, 'B')}"
+            )
+        try:
+            jax.profiler.start_trace(str(self._new_folder()))
+        except RuntimeError as e:
+            # Another part of the program may be tracing.
+            raise self._error(str(e).splitlines()[0]) from e
+
+    def _write(self, folder: pathlib.Path) -> int:
+        """Writes the trace into a folder; returns the size of its files in bytes."""
+        self._is_tracing = False
+        try:
+            self._stop()
+            return self._move_files(folder)
+        finally:
+            self._remove_new()
+
+    def _stop(self) -> None:
+        self._end_annotation()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as e:
+            jax_internals.forget_trace()
+            raise self._error(str(e).splitlines()[0]) from e
+
+    def _move_files(self, folder: pathlib.Path) -> int:
+        """Moves JAX's files, which have the host's name, to those of this process."""
+        nbytes = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind in _KINDS:
+                paths = list(self._new_folder().glob(f"plugins/profile/*/*.{kind}"))
+                # JAX does not report every trace that it could not write.
+                if not paths or not paths[0].stat().st_size:
+                    raise self._error(
+                        f"JAX wrote no trace into {folder}, or an empty one. Is the "
+                        "disk full, or the folder not writable?"
+                    )
+                nbytes += paths[0].stat().st_size
+                disk.sync(paths[0])
+                paths[0].replace(folder / f"process_{self._index}.{kind}")
+            if self._index == 0:
+                self._remove_files_of_more_processes(folder)
+        except OSError as e:
+            raise self._error(
+                f"{folder} could not be written: {e.strerror or e}"
+            ) from e
+        return nbytes
+
+    def _remove_files_of_more_processes(self, folder: pathlib.Path) -> None:
+        """Removes what an earlier start of the run traced on more processes."""
+        for path in folder.glob("process_*"):
+            index = path.name.removeprefix("process_").partition(".")[0]
+            if index.isdecimal() and int(index) >= self._exchange.count:
+                path.unlink()
+
+    def _run_folder(self, first: int) -> pathlib.Path:
+        """Returns the folder of the steps that have been traced, from the first on."""
+        name = f"steps_{first}_to_{self._last}"
+        return self._folder / "plugins" / "profile" / name
+
+    def _new_folder(self) -> pathlib.Path:
+        """Returns the folder that JAX writes into.
+
+        The names of its files do not tell the processes of one host apart.
+        """
+        return self._folder / f".process_{self._index}.new"
+
+    def _remove_new(self) -> None:
+        shutil.rmtree(self._new_folder(), ignore_errors=True)
+
+    def _error(self, text: str) -> ProfileError:
+        if self._exchange.count > 1:
+            text = f"process {self._index}: {text}"
+        return ProfileError(text)
+
+
+def note_memory(directory: pathlib.Path, e: Exception) -> None:
+    """Writes the memory of this process's devices after an error, if it ran out.
+
+    A line on standard error says where it is. No error of writing replaces the one that
+    ended the run.
+
+    Args:
+      directory: the work directory.
+      e: the error that ends the run.
+    """
+    is_jax = isinstance(e, jax.errors.JaxRuntimeError)
+    if not is_jax or not str(e).startswith(_OUT_OF_MEMORY):
+        return
+    path = directory / workdir.PROFILES / f"memory_process_{jax.process_index()}.prof"
+    try:
+        # The error holds the arrays that were in use.
+        content = jax.profiler.device_memory_profile()
+        path.parent.mkdir(exist_ok=True)
+        disk.replace(path, content)
+    except (OSError, RuntimeError) as e:
+        text = f"the memory in use could not be written to {path}: {e}"
+    else:
+        text = (
+            f"the memory of the devices ran out: {path} has what was in use, by the "
+            f"line that allocated it. To view it: pprof -top {path}"
+        )
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _named(first: int, last: int) -> str:
+    if first == last:
+        return f"step {first}"
+    return f"steps {first} to {last}"
+
+
+def _processes(count: int) -> str:
+    if count == 1:
+        return "1 process"
+    return f"{count} processes"
