@@ -37,8 +37,8 @@ def timed(side: str, size: models.Size) -> tuple[float, float]:
     """Returns the seconds to trace and lower a step, and the seconds to compile it."""
     loss, params = models.make(size, jnp.float32)
     init, local = sides.SIDES[side](loss)
-    state = jax.eval_shape(lambda: init(params()))
     x = jnp.ones((jax.device_count(), size.width))
+    state = jax.eval_shape(lambda: init(params(), x[:1]))
     begin = time.perf_counter()
     lowered = sides.jitted(local).lower(state, x)
     middle = time.perf_counter()

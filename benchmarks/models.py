@@ -1,5 +1,5 @@
 """The models that are timed: perceptrons of two sizes, and an experiment that trains
-one.
+one; a transformer and a convolutional network, in each precision.
 """
 
 import functools
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import measure
+from experiments.lm import model as lm_model
 from tests import toy
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -57,6 +58,67 @@ def make(
         return jnp.mean((network.apply(params, x).astype(jnp.float32) - 1) ** 2)
 
     return loss, lambda: network.init(jax.random.key(0), jnp.ones((1, size.width)))
+
+
+class Network(NamedTuple):
+    """A network whose step is timed in several precisions.
+
+    Attributes:
+      outputs: a Haiku function of an input.
+      input: returns the input of a step.
+    """
+
+    outputs: Callable[[jax.Array], jax.Array]
+    input: Callable[[], jax.Array]
+
+
+def networks() -> dict[str, Network]:
+    """Returns the networks that are timed in several precisions, by name.
+
+    They are smaller on a CPU, where half precision is slow.
+    """
+    if jax.default_backend() == "cpu":
+        layers, width, length, rows, channels, side = 2, 64, 64, 8, 8, 16
+    else:
+        layers, width, length, rows, channels, side = 12, 1024, 1024, 16, 256, 64
+
+    def transformer(text: jax.Array) -> jax.Array:
+        return lm_model.Transformer(layers, width, width // 64, 4 * width, remat=False)(
+            text
+        )
+
+    def convolutions(images: jax.Array) -> jax.Array:
+        x = images
+        for number in range(8):
+            x = x + jax.nn.relu(hk.Conv2D(channels, 3, name=f"conv_{number}")(x))
+        return jnp.mean(x, axis=(1, 2))
+
+    def text() -> jax.Array:
+        return jax.random.randint(jax.random.key(1), (rows, length), 0, lm_model.BYTES)
+
+    def images() -> jax.Array:
+        shape = (4 * rows, side, side, channels)
+        return jax.random.normal(jax.random.key(1), shape)
+
+    return {
+        "transformer": Network(transformer, text),
+        "convolutions": Network(convolutions, images),
+    }
+
+
+def made(
+    network: Network, dtype: Any
+) -> tuple[Callable[[Any, jax.Array], jax.Array], Callable[[], Any]]:
+    """Returns a network's loss, as `make` does, and its parameters' initializer."""
+    transformed = hk.without_apply_rng(hk.transform(network.outputs))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(dtype)
+        params = jax.tree.map(lambda a: a.astype(dtype), params)
+        return jnp.mean((transformed.apply(params, x).astype(jnp.float32) - 1) ** 2)
+
+    return loss, lambda: transformed.init(jax.random.key(0), network.input()[:1])
 
 
 class Wide(toy.Toy):

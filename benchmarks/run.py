@@ -65,6 +65,16 @@ def _step(quick: bool, accelerator: bool) -> Commands:
     ]
 
 
+def _precision(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["precision", *(("--rounds=3",) if quick else ())]]
+
+
+def _memory(quick: bool, accelerator: bool) -> Commands:
+    del accelerator
+    return [["memory", *(("--rounds=1",) if quick else ())]]
+
+
 def _loop(quick: bool, accelerator: bool) -> Commands:
     del accelerator
     small = ("--rounds=1", "--steps=300", "--size=1 ms", "--arrays=10")
@@ -103,6 +113,8 @@ def _dry_run(quick: bool, accelerator: bool) -> Commands:
 
 PARTS = {
     "step": Part(_step, "20 ms model on 8 devices"),
+    "precision": Part(_precision),
+    "memory": Part(_memory),
     "loop": Part(_loop, "the loop's steps of 20 ms and a model of 500 arrays"),
     "fingerprint": Part(_fingerprint, "fingerprints of the 20 ms model"),
     "start": Part(_start),

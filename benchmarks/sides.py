@@ -4,11 +4,13 @@ gradients over all devices.
 The sides differ in who writes the step, and in the dynamic loss scale: none, by hand,
 `jmp.DynamicLossScale`, or `flax.training.dynamic_scale.DynamicScale`, each used as its
 documentation shows. A side takes a loss and returns two functions. The first maps
-parameters to the first state. The second maps a state and a device's part of a batch to
-the next state and the loss, on each device.
+parameters and an input to the first state. The second maps a state and a device's part
+of a batch to the next state and the loss, on each device. `Timed` compiles and times a
+side.
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ import xshard
 
 Local = Callable[[Any, jax.Array], Any]
 Loss = Callable[[Any, jax.Array], jax.Array]
-Side = tuple[Callable[[Any], Any], Local]
+Side = tuple[Callable[[Any, jax.Array], Any], Local]
 
 # The learning rate is so low that even the widest model, which is not tuned, stays
 # finite in float16.
@@ -31,6 +33,8 @@ ADAM = optax.adamw(1e-5)
 # the steps to be timed.
 FIRST_SCALE = 2.0**10
 PERIOD = 2000
+# The approximate time of one side's turn.
+_TURN_SECONDS = 0.05
 
 
 def by_rules(loss: Loss, scale: bool) -> Side:
@@ -47,8 +51,8 @@ def by_rules(loss: Loss, scale: bool) -> Side:
 
     rules = hk.transform_with_state(step)
 
-    def init(params: Any) -> Any:
-        return params, rules.init(None, params, jnp.ones((1, _width(params))))[1]
+    def init(params: Any, x: jax.Array) -> Any:
+        return params, rules.init(None, params, x)[1]
 
     def local(state: Any, x: jax.Array) -> Any:
         (value, params), rule_state = rules.apply({}, state[1], None, state[0], x)
@@ -92,11 +96,10 @@ def by_hand(loss: Loss, conditional: bool) -> Side:
             )
         return (new, new_scale, new_good), jax.lax.pmean(value / scale, "replica")
 
-    return lambda params: (
-        _with_adam(params),
-        jnp.float32(FIRST_SCALE),
-        jnp.int32(0),
-    ), local
+    def init(params: Any, x: jax.Array) -> Any:
+        return _with_adam(params, x), jnp.float32(FIRST_SCALE), jnp.int32(0)
+
+    return init, local
 
 
 def with_jmp(loss: Loss) -> Side:
@@ -114,9 +117,9 @@ def with_jmp(loss: Loss) -> Side:
             scale.unscale(value), "replica"
         )
 
-    def init(params: Any) -> Any:
+    def init(params: Any, x: jax.Array) -> Any:
         scale = jmp.DynamicLossScale(jnp.float32(FIRST_SCALE), jnp.int32(0), PERIOD)
-        return _with_adam(params), scale
+        return _with_adam(params, x), scale
 
     return init, local
 
@@ -132,13 +135,13 @@ def with_flax(loss: Loss) -> Side:
         new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
         return (new, scale), jax.lax.pmean(value, "replica")
 
-    def init(params: Any) -> Any:
+    def init(params: Any, x: jax.Array) -> Any:
         scale = dynamic_scale.DynamicScale(
             fin_steps=jnp.int32(0),
             scale=jnp.float32(FIRST_SCALE),
             growth_interval=PERIOD,
         )
-        return _with_adam(params), scale
+        return _with_adam(params, x), scale
 
     return init, local
 
@@ -154,17 +157,14 @@ SIDES: dict[str, Callable[[Loss], Side]] = {
 }
 
 
-def _with_adam(params: Any) -> Any:
+def _with_adam(params: Any, x: jax.Array) -> Any:
+    del x
     return params, ADAM.init(params)
 
 
 def _adam(grads: Any, state: Any) -> Any:
     updates, adam = ADAM.update(grads, state[1], state[0])
     return optax.apply_updates(state[0], updates), adam
-
-
-def _width(params: Any) -> int:
-    return next(iter(params.values()))["w"].shape[0]
 
 
 def jitted(local: Local) -> Any:
@@ -177,3 +177,56 @@ def jitted(local: Local) -> Any:
 def mesh() -> jax.sharding.Mesh:
     """Returns a mesh with all devices as replicas."""
     return jax.sharding.Mesh(jax.devices(), "replica")
+
+
+class Timed:
+    """A step with its state, compiled and executed a few times.
+
+    Attributes:
+      count: the number of steps of a turn.
+      loss: the loss of the last step.
+    """
+
+    def __init__(self, name: str, loss: Loss, params: Callable[[], Any], x: jax.Array):
+        """Compiles the step, and chooses the number of steps of a turn.
+
+        Args:
+          name: the name of a side.
+          loss: a function of parameters and input.
+          params: returns the first parameters.
+          x: the input of all devices together.
+        """
+        init, local = SIDES[name](loss)
+        everywhere = jax.sharding.NamedSharding(mesh(), jax.P())
+        # Created in its final place, because a copy that is moved there would count as
+        # the step's memory.
+        create = jax.jit(lambda: init(params(), x[:1]), out_shardings=everywhere)
+        self._state = create()
+        self._x = jax.device_put(
+            x, jax.sharding.NamedSharding(mesh(), jax.P("replica"))
+        )
+        # Compiled by the first call, because jmp's scale cannot be lowered ahead of
+        # time.
+        self._step = jitted(local)
+        self._wait_for_each = jax.default_backend() == "cpu"
+        seconds = min(self.steps(1) for _ in range(3))
+        self.count = max(3, round(_TURN_SECONDS / seconds))
+
+    def steps(self, count: int) -> float:
+        """Returns the seconds per step of this many steps."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self._state, self.loss = self._step(self._state, self._x)
+            # XLA's CPU collectives deadlock with many steps in flight. On other
+            # backends a wait would add to the time.
+            if self._wait_for_each:
+                jax.block_until_ready(self.loss)
+        jax.block_until_ready((self._state, self.loss))
+        return (time.perf_counter() - begin) / count
+
+    def turn(self) -> float:
+        """Returns the seconds per step of a turn, after one step that refills the
+        caches.
+        """
+        self.steps(1)
+        return self.steps(self.count)

@@ -10,7 +10,6 @@ bfloat16 on accelerators.
 """
 
 import importlib.util
-import time
 from collections.abc import Iterator
 
 import jax
@@ -40,52 +39,7 @@ _MEMORY = flags.DEFINE_enum(
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
-# The approximate time of one side's turn.
-_TURN_SECONDS = 0.05
 _NO_FLAX = "flax is not installed: pip install '.[bench]'"
-
-
-class Side:
-    """A step with its state, compiled and executed a few times."""
-
-    def __init__(self, name: str, size: models.Size):
-        """Compiles the step, and chooses the number of steps of a turn."""
-        loss, params = models.make(size, _PRECISION.value)
-        init, local = sides_lib.SIDES[name](loss)
-        everywhere = jax.sharding.NamedSharding(sides_lib.mesh(), jax.P())
-        # Created in its final place, because a copy that is moved there would count as
-        # the step's memory.
-        self._state = jax.jit(lambda: init(params()), out_shardings=everywhere)()
-        batch = -(-size.batch // jax.device_count()) * jax.device_count()
-        x = jax.random.normal(jax.random.key(1), (batch, size.width))
-        self._x = jax.device_put(
-            x, jax.sharding.NamedSharding(sides_lib.mesh(), jax.P("replica"))
-        )
-        # Compiled by the first call, because jmp's scale cannot be lowered ahead of
-        # time.
-        self._step = sides_lib.jitted(local)
-        self._wait_for_each = jax.default_backend() == "cpu"
-        seconds = min(self.steps(1) for _ in range(3))
-        self.count = max(3, round(_TURN_SECONDS / seconds))
-
-    def steps(self, count: int) -> float:
-        """Returns the seconds per step of this many steps."""
-        begin = time.perf_counter()
-        for _ in range(count):
-            self._state, self.loss = self._step(self._state, self._x)
-            # XLA's CPU collectives deadlock with many steps in flight. On other
-            # backends a wait would add to the time.
-            if self._wait_for_each:
-                jax.block_until_ready(self.loss)
-        jax.block_until_ready((self._state, self.loss))
-        return (time.perf_counter() - begin) / count
-
-    def turn(self) -> float:
-        """Returns the seconds per step of a turn, after one step that refills the
-        caches.
-        """
-        self.steps(1)
-        return self.steps(self.count)
 
 
 def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
@@ -95,7 +49,7 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
         for side in sides_lib.SIDES
         if side != "flax" or importlib.util.find_spec("flax")
     ]
-    sides = {side: Side(side, size) for side in names}
+    sides = {side: _timed(side, size) for side in names}
     rtol = 1e-4 if _PRECISION.value == "float32" else 0.02
     for side in names:
         # The times are comparable only if all sides do the same work.
@@ -143,7 +97,7 @@ def memory(side: str, name: str, size: models.Size) -> measure.Row:
     only.
     """
     what = f"peak memory a device: {side}{_where(name)}"
-    Side(side, size).steps(3)
+    _timed(side, size).steps(3)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [
         each["peak_bytes_in_use"] / 1e6 for each in stats if "peak_bytes_in_use" in each
@@ -153,6 +107,14 @@ def memory(side: str, name: str, size: models.Size) -> measure.Row:
             what, missing=f"the {jax.default_backend()} backend does not say"
         )
     return measure.figure(what, [max(peaks)], "MB")
+
+
+def _timed(side: str, size: models.Size) -> sides_lib.Timed:
+    """Returns a side for the perceptron of a size."""
+    loss, params = models.make(size, _PRECISION.value)
+    batch = -(-size.batch // jax.device_count()) * jax.device_count()
+    x = jax.random.normal(jax.random.key(1), (batch, size.width))
+    return sides_lib.Timed(side, loss, params, x)
 
 
 def _where(name: str) -> str:

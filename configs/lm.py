@@ -9,6 +9,7 @@ Command: python -m xshard.main --config=configs/lm.py --workdir=runs/lm
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 import xshard
 
@@ -40,9 +41,11 @@ def get_config() -> ml_collections.ConfigDict:
         "width": 512,
         "heads": 8,
         "feed_forward": 1408,
-        # Whether to recompute a layer's activations for its gradient, instead of
-        # keeping them.
-        "remat": False,
+        # Which of a layer's activations are computed again for its gradient, instead of
+        # kept: True, all; or a policy such as 'dots_saveable': see
+        # `xshard.remat_policy`. The reference has the type of both, so that a flag may
+        # give either.
+        "remat": config_dict.FieldReference(False, field_type=object),
         # 'auto': the backend's kernel, if it has one for these shapes; 'xla': XLA's,
         # which writes all scores to memory.
         "attention": "auto",

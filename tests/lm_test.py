@@ -19,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step
 from xshard.data import batches
-from xshard.dryrun import collectives
+from xshard.dryrun import collectives, plan_search
 
 FLOAT32 = "params=float32,compute=float32,output=float32"
 
@@ -288,18 +288,74 @@ def test_half_precision_outputs_are_close_to_float32(network, dtype):
     assert not np.array_equal(outputs, exact)
 
 
-def test_remat_computes_the_same_gradients(network):
+OFFLOAD = "offload_dot_with_no_batch_dims"
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        True,
+        "dots_saveable",
+        OFFLOAD,
+        "save_only_these_names(attention, gate_up)",
+        "save_and_offload_only_these_names(qkv; gate_up)",
+    ],
+)
+def test_remat_computes_the_same_gradients(network, remat):
     _, params, tokens = network
     values = []
-    for remat in (False, True):
-        apply = transformer(remat=remat).apply
+    for policy in (False, remat):
+        apply = transformer(remat=policy).apply
         loss = lambda p: jnp.mean(jax.nn.logsumexp(apply(p, tokens), -1))
         values.append(jax.jit(jax.value_and_grad(loss))(params))
-        assert ("remat" in str(jax.make_jaxpr(loss)(params))) == remat
+        assert ("remat" in str(jax.make_jaxpr(loss)(params))) == bool(policy)
     # The float32 sums are the same, but XLA may fuse them differently.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *values
     )
+
+
+def test_a_policy_decides_what_a_layer_keeps_and_where(network):
+    _, params, tokens = network
+    # So many rows that activations are larger than the gradients of a loop.
+    tokens = jnp.tile(tokens, (4, 8))
+    on_device, on_host = {}, {}
+    for remat in (True, "dots_saveable", OFFLOAD, "save_only_these_names(gate_up)"):
+        apply = transformer(remat=remat).apply
+        loss = lambda p: jnp.mean(jax.nn.logsumexp(apply(p, tokens), -1))
+        program = jax.make_jaxpr(jax.grad(loss))(params)
+        on_device[remat] = plan_search.stacked_bytes(program)
+        on_host[remat] = str(program).count("f32<host>[")
+    # The products have gradients of their own, in which JAX's policies see no dots.
+    assert on_device["dots_saveable"] > 2 * on_device[True]
+    gate_up = on_device["save_only_these_names(gate_up)"]
+    assert on_device[True] < gate_up < on_device["dots_saveable"]
+    assert on_device[OFFLOAD] == on_device[True]
+    assert on_host[OFFLOAD] and not on_host[True] and not on_host["dots_saveable"]
+
+
+@pytest.mark.parametrize(
+    "remat, rule",
+    [
+        ("dots", "must be True, False, everything_saveable"),
+        ("save_only_these_names(qvk)", "names qvk; the values that the network names"),
+        ("save_and_offload_only_these_names(qkv)", "_only_these_names(a; b)"),
+        (3, "must be True, False"),
+    ],
+)
+def test_a_wrong_policy_is_refused_by_name(network, remat, rule):
+    _, params, tokens = network
+    with pytest.raises(xshard.UserError) as e:
+        transformer(remat=remat).apply(params, tokens)
+    assert f"remat={remat!r}" in str(e.value) and rule in str(e.value)
+
+
+def test_a_flag_gives_remat_a_boolean_or_a_name():
+    config = lm_tiny.get_config()
+    assert config.to_dict()["model"]["remat"] is False
+    # A boolean's type would refuse a name.
+    assert config.model.get_type("remat") is object
+    config.model.remat = "dots_saveable"
 
 
 def test_the_gradient_of_a_product_equals_einsum_s():

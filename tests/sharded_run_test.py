@@ -3,13 +3,15 @@ replicated and back.
 """
 
 import dataclasses
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from tests import toy, turns
 from tests.optimizers import harness
-from xshard import checkpoint, loop, mesh, step
+from xshard import checkpoint, errors, loop, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
@@ -318,3 +320,72 @@ def test_a_quarter_of_the_gradients_is_sent_between_slices():
 def test_an_evaluation_does_not_gather_slots():
     the_mesh, operations = compiled("eval", shard_update=True)
     assert kinds(the_mesh, operations) == [("all-reduce", ("replica",))]
+
+
+HOST = {"slots_memory": "pinned_host"}
+
+
+def memories(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 1}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"experiment": "tests.toy.Averaged"},
+        {"shard_update": True, "group_assignment": HALVES},
+        {**HELD, "experiment": "tests.toy.Averaged", "slices": 2},
+        {**DIVIDED, "experiment": "tests.toy.Divided", "group_assignment": PAIRS},
+        {**TURNS, "shard_params": False},
+    ],
+    ids=str,
+)
+def test_slots_on_the_host_change_no_bits(tmp_path, shape):
+    # Fingerprints, evaluations, checkpoints and averages all read such a state.
+    _, whole = train(tmp_path / "device", **shape)
+    train(tmp_path / "host", steps=5, **shape, **HOST)
+    # A run may change where its slots lie, in both directions.
+    _, state = train(tmp_path / "host", steps=8, **shape, **HOST)
+    _, again = train(tmp_path / "host", **shape)
+    harness.assert_equal(again, whole)
+    for learner in state_lib.learners(state).values():
+        assert memories(learner.opt_state) == {"pinned_host"}
+        assert memories(learner.params) == {"device"}
+    for learner in state_lib.learners(again).values():
+        assert memories(learner.opt_state) == {"device"}
+
+
+def test_a_step_reuses_the_host_memory_of_its_slots():
+    the_config = config(**HOST, fingerprint_every_steps=0)
+    experiment = toy.Wide(the_config)
+    the_mesh, batch = mesh.make_mesh(), experiment.train_data()
+    rows = {name: x[:16] for name, x in batch.items()}
+    state = state_lib.init(experiment, the_mesh, 0, batch)
+    train_step = jax.jit(step.make_train_step(experiment, the_mesh), donate_argnums=0)
+    places = lambda state: {
+        path: x.addressable_shards[0].data.unsafe_buffer_pointer()
+        for path, x in jax.tree_util.tree_leaves_with_path(state.experiment.opt_state)
+        if x.ndim > 1
+    }
+    before = places(state)
+    state, _ = train_step(state, rows)
+    assert places(state) == before
+    train_step(state, rows)
+    # The second step's state lies as the first one's, so it is compiled once.
+    assert train_step._cache_size() == 1
+
+
+def test_slots_on_the_host_are_refused_by_name_where_they_cannot_be(tmp_path):
+    with pytest.raises(errors.UserError, match="cannot be used with logical_replicas"):
+        loop.Run(config(**HOST, logical_replicas=8), str(tmp_path)).train()
+    with pytest.raises(errors.UserError, match="must be 'device' or 'pinned_host'"):
+        loop.Run(config(slots_memory="host"), str(tmp_path))
+    device = types.SimpleNamespace(
+        device_kind="abacus",
+        platform="wood",
+        addressable_memories=lambda: [types.SimpleNamespace(kind="beads")],
+    )
+    bare = types.SimpleNamespace(devices=np.array([device], object))
+    with pytest.raises(errors.UserError, match=r"abacus \(wood\) has beads"):
+        mesh.check_memory(bare, "pinned_host", "slots_memory='pinned_host'")

@@ -10,6 +10,7 @@ from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica
 from .learners.learner import Learner
 from .learners.lora import lora
+from .learners.remat import remat_policy
 from .learners.state import LearnerState
 from .mesh import make_mesh
 from .optimizers.base import Optimizer, OptimizerWrapper
@@ -66,5 +67,6 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "per_replica",
+    "remat_policy",
     "vmap_replicas",
 ]

@@ -19,6 +19,10 @@ STOP = "stop"
 SKIP = "skip"
 WARN = "warn"
 ROLL_BACK = "roll_back"
+DEVICE = "device"
+PINNED_HOST = "pinned_host"
+# Where slots lie between steps, by JAX's kinds of memory.
+SLOTS_MEMORY = (DEVICE, PINNED_HOST)
 # The reactions to a loss or gradients that are not finite.
 ON_NONFINITE = (STOP, SKIP, WARN, ROLL_BACK)
 # The reactions to replicas that hold different copies of an array that must be equal on
@@ -310,6 +314,10 @@ _on_nonfinite = _must_be(
     "'roll_back', which restores a checkpoint and skips the data since; or 'warn', "
     "which logs a warning and continues",
 )
+_slots_memory = _must_be(
+    lambda x: x in SLOTS_MEMORY,
+    "'device' or 'pinned_host', the host's memory",
+)
 _on_divergence = _must_be(
     lambda x: x in ON_DIVERGENCE,
     "'stop' or 'roll_back', which repeats steps",
@@ -548,6 +556,15 @@ KEYS = (
         "Whether each replica also holds only its shard of the parameters between "
         "steps.",
         may_change=True,
+    ),
+    Key(
+        "slots_memory",
+        DEVICE,
+        "Where the slots of the update rule lie between updates: 'device', or "
+        "'pinned_host', the host's memory.",
+        _slots_memory,
+        may_change=True,
+        is_optional=True,
     ),
     Key(
         "writers",

@@ -296,6 +296,29 @@ def sharding(mesh: AnyMesh, *spec: Any) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, jax.P(*spec))
 
 
+def check_memory(mesh: AnyMesh, kind: str, key: str) -> None:
+    """Checks that the devices of a mesh have a kind of memory.
+
+    Args:
+      mesh: the mesh. One without devices, for tracing only, has every kind.
+      kind: JAX's name of the kind, such as 'pinned_host'.
+      key: the key and the value of the config that ask for it.
+
+    Raises:
+      UserError: if a device does not have it.
+    """
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kind not in kinds:
+        raise errors.UserError(
+            f"{key} needs a backend with the memory {kind!r}; {device.device_kind} "
+            f"({device.platform}) has {', '.join(kinds) or 'none that it names'}. "
+            "Leave it out here."
+        )
+
+
 def axes_of(spec: Iterable[Any]) -> list[str]:
     """Returns the mesh axes that occur in an array's spec."""
     axes: list[str] = []

@@ -8,6 +8,10 @@ replicas after it, ordered slice by slice.
 If a learner's rule shards its update, each slot is sharded over `replica` along one of
 its dimensions, and so is each parameter held in shards. A slot without a dimension that
 the replicas divide is whole on each of them.
+
+With `slots_memory` slots lie in the host's memory between steps. Every program takes
+them to the devices with `on_devices` before anything reads them, and XLA leaves out
+those that nothing reads.
 """
 
 import dataclasses
@@ -18,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xshard import config as config_lib
 from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -500,7 +505,84 @@ def _specs_by_rules(
 def _shardings(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
-    """Returns the sharding of each leaf."""
-    return jax.tree.map(
+    """Returns the sharding of each leaf, and with it the memory that it lies in."""
+    shardings = jax.tree.map(
         lambda spec: mesh_lib.sharding(mesh, *spec), specs(experiment, mesh, state)
     )
+    kind = _slots_memory(experiment, mesh)
+    if kind == config_lib.DEVICE:
+        return shardings
+    return _map_slots(mesh, lambda _, x: x.with_memory_kind(kind), state, shardings)
+
+
+def on_devices(state: TrainState) -> TrainState:
+    """Returns a traced state with all arrays in the devices' memory."""
+    is_on_host = lambda x: jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x,
+        state,
+    )
+
+
+def as_stored(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> TrainState:
+    """Returns a traced state with its slots in the memory of the run's config."""
+    if _slots_memory(experiment, mesh) == config_lib.DEVICE:
+        return state
+    return _map_slots(
+        mesh, lambda x, _: jax.device_put(x, jax.memory.Space.Host), state, state
+    )
+
+
+def _slots_memory(experiment: experiment_lib.Experiment, mesh: Any) -> str:
+    """Returns the kind of memory in which a run's slots lie between steps.
+
+    Raises:
+      UserError: if the devices or the run do not support it.
+    """
+    kind = experiment.config.get("slots_memory", config_lib.DEVICE)
+    if kind == config_lib.DEVICE:
+        return kind
+    key = f"slots_memory={kind!r}"
+    if experiment.config.get("logical_replicas", 0):
+        raise errors.UserError(
+            f"{key} cannot be used with logical_replicas="
+            f"{experiment.config.logical_replicas}: their step is several programs, "
+            "which pass the slots on. Leave out one of the two."
+        )
+    mesh_lib.check_memory(mesh, kind, key)
+    return kind
+
+
+def _map_slots(
+    mesh: jax.sharding.Mesh,
+    f: Callable[[Any, Any], Any],
+    state: TrainState,
+    tree: TrainState,
+) -> TrainState:
+    """Returns a tree like the state with `f(array, leaf)` for each slot of a rule.
+
+    Numbers, such as counts and loss scales, stay as they are, and so do random keys:
+    they take no memory, and the forward pass may need them.
+
+    Args:
+      mesh: the run's mesh.
+      f: a function of an array of the state, or its shape, and a leaf of `tree`.
+      state: the state, or its shapes.
+      tree: a tree of the state's structure.
+    """
+    group_dims = len(mesh_lib.group_axes(mesh))
+    of_state = learners(state)
+
+    def of_slot(x: Any, leaf: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if x.ndim == group_dims or is_key:
+            return leaf
+        return f(x, leaf)
+
+    def of_learner(name: str, learner: LearnerState) -> LearnerState:
+        opt_state = jax.tree.map(of_slot, of_state[name].opt_state, learner.opt_state)
+        return learner.replace(opt_state=opt_state)
+
+    return map_learners(of_learner, tree)

@@ -112,6 +112,7 @@ def make_watched_step(
     def train_step(state: TrainState, batch: Batch) -> Stepped:
         if not updates_in_shards(mesh, state):
             return analyzed_step(state, batch)
+        state = state_lib.on_devices(state)
         fingerprints_before = None
         if every_steps:
             # Under `jax.vmap` no replica sees the part of an array that its device
@@ -133,7 +134,10 @@ def make_watched_step(
             axis_names=mesh_lib.BATCH,
         )
         stepped = on_replicas(state, batch)
-        return stepped._replace(fingerprints_before=fingerprints_before)
+        return stepped._replace(
+            state=state_lib.as_stored(experiment, mesh, stepped.state),
+            fingerprints_before=fingerprints_before,
+        )
 
     return train_step
 
@@ -149,8 +153,11 @@ def make_analyzed_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
+        state = state_lib.on_devices(state)
         replica_step = step_of_replica(experiment, mesh, state)
-        return replica_step.on(mesh)(state, batch)
+        stepped = replica_step.on(mesh)(state, batch)
+        stored = state_lib.as_stored(experiment, mesh, stepped.state)
+        return stepped._replace(state=stored)
 
     return train_step
 
@@ -258,6 +265,7 @@ def make_eval_step(
     def eval_step(
         state: TrainState, batch: Batch, number: Any = 0
     ) -> dict[str, jax.Array]:
+        state = state_lib.on_devices(state)
         evaluation = evaluation_of_replica(experiment, mesh, state)
         return evaluation.on(mesh)(state, batch, number)
 
@@ -334,6 +342,8 @@ def make_predict(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
+        state = state_lib.on_devices(state)
+
         def local_predict(
             stored: TrainState, batch: Batch, keys: tuple[jax.Array, ...]
         ) -> Any:

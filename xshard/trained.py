@@ -92,6 +92,8 @@ def load(
     directory, step = place_lib.split(str(place))
     run = workdir.Workdir(directory)
     config = config_of(run)
+    # Nothing is updated here, and these devices may have no other memory.
+    config.slots_memory = config_lib.DEVICE
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)

@@ -17,12 +17,21 @@ from collections.abc import Callable
 import haiku as hk
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+import xshard
 from experiments.lm import attention as attention_lib
 
 BYTES = 256
 _EPSILON = 1e-6
 _ROTARY_BASE = 10_000.0
+# The activations of a layer that a policy of `remat` can name: the products before the
+# nonlinearities, and what is added to the residual stream.
+QKV = "qkv"
+ATTENTION = "attention"
+GATE_UP = "gate_up"
+DOWN = "down"
+NAMES = (QKV, ATTENTION, GATE_UP, DOWN)
 
 
 class Transformer(hk.Module):
@@ -41,7 +50,7 @@ class Transformer(hk.Module):
         heads: int,
         feed_forward: int,
         *,
-        remat: bool,
+        remat: bool | str,
         attention: str = attention_lib.AUTO,
         vocabulary: int = BYTES,
     ):
@@ -52,8 +61,8 @@ class Transformer(hk.Module):
           width: the size of the residual stream.
           heads: the number of attention heads, each of width / heads.
           feed_forward: the hidden size of the feed-forward layer.
-          remat: whether to recompute a layer's activations for its gradient instead of
-            keeping them.
+          remat: which activations of a layer are computed again for its gradient: the
+            value of `xshard.remat_policy`, which may name those of `NAMES`.
           attention: the `kind` of `attention.attend`.
           vocabulary: the number of bytes, or of tokens.
         """
@@ -93,8 +102,9 @@ class Transformer(hk.Module):
         def layer(x: jax.Array) -> jax.Array:
             return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
 
-        if self._remat:
-            layer = hk.remat(layer)
+        if self._remat is not False:
+            policy = xshard.remat_policy(self._remat, names=NAMES)
+            layer = hk.remat(layer, policy=policy)
         x = hk.layer_stack(self._layers, name="layers")(layer)(x)
         x = RMSNorm("norm")(x)
         head = hk.get_parameter(
@@ -136,20 +146,21 @@ class Layer(hk.Module):
         # Query, key and value are one product, so that the gradient of its input is one
         # sum over 'model', not three.
         weights = _weights("qkv", (width, 3, heads, size), width)
-        qkv = _product("btd,dkhe->btkhe", x, weights)
+        qkv = checkpoint_name(_product("btd,dkhe->btkhe", x, weights), QKV)
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
         mixed = attend(rotary(query), rotary(key), value)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
-        return _product("bthe,hed->btd", mixed, out)
+        return checkpoint_name(_product("bthe,hed->btd", mixed, out), ATTENTION)
 
     def _feed_forward_layer(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         hidden = self._feed_forward
         weights = _weights("gate_up", (width, 2, hidden), width)
-        gate_up = _product("btd,dkf->btkf", x, weights)
+        gate_up = checkpoint_name(_product("btd,dkf->btkf", x, weights), GATE_UP)
         gate, up = (jnp.squeeze(part, 2) for part in jnp.split(gate_up, 2, axis=2))
         down = _weights("down", (hidden, width), hidden, self._out_scale)
-        return _product("btf,fd->btd", jax.nn.silu(gate) * up, down)
+        out = _product("btf,fd->btd", jax.nn.silu(gate) * up, down)
+        return checkpoint_name(out, DOWN)
 
 
 class RMSNorm(hk.Module):

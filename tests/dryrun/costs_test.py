@@ -83,7 +83,7 @@ def scan(start="0", bound="10"):
 def test_a_loop_body_is_counted_once_per_iteration(start, bound, rounds):
     program = scan(start, bound)
     assert program.times()["body"] == rounds and program.unknown_loops() == 0
-    flops, hbm_bytes, cycles = costs.of(program)
+    flops, hbm_bytes, cycles, _ = costs.of(program)
     assert flops == rounds * 2 * 4 * 8 * 8
     # Each round moves the counter and a slice of the weights. The batch and the
     # counter's start value move once. The rest stays on the chip.
@@ -185,7 +185,7 @@ def test_a_matrix_product_counts_flops_and_bytes():
     )
     flops = 2 * 3 * 4 * 8 * 5
     hbm_bytes = 4 * (3 * 4 * 8 + 3 * 8 * 5 + 3 * 4 * 5)
-    assert costs.of(program) == (flops, hbm_bytes, 0)
+    assert costs.of(program) == (flops, hbm_bytes, 0, 0)
 
 
 def test_an_in_place_update_moves_only_the_updated_part():
@@ -196,6 +196,22 @@ def test_an_in_place_update_moves_only_the_updated_part():
         "%y = f32[100,8]{1,0} dynamic-update-slice(%x, %u, %i, %i)\n"
     )
     assert costs.of(program).hbm_bytes == 2 * 4 * 8 + 2 * 4
+
+
+def test_a_copy_to_the_host_counts_the_part_that_moves():
+    program = hlo.parse(
+        "%x = f32[100,8]{1,0:S(5)} parameter(0)\n"
+        "%u = f32[1,8]{1,0:S(1)} parameter(1)\n"
+        "%i = s32[] parameter(2)\n"
+        "%start = ((f32[100,8]{1,0:S(5)}, f32[1,8]{1,0:S(1)}, s32[], s32[]), "
+        "f32[100,8]{1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%x, %u, %i)\n"
+        "%done = f32[100,8]{1,0:S(5)} dynamic-update-slice-done(%start)\n"
+        "%back = (f32[100,8]{1,0}, f32[100,8]{1,0:S(5)}, u32[]{:S(2)}) "
+        "copy-start(%done)\n"
+        "%near = (f32[100,8]{1,0:S(1)}, f32[100,8]{1,0}, u32[]{:S(2)}) "
+        "copy-start(%back)\n"
+    )
+    assert costs.of(program).host_bytes == 4 * 8 + 4 * 100 * 8
 
 
 def test_the_more_expensive_branch_of_a_conditional_counts():
@@ -267,7 +283,7 @@ def test_causal_attention_counts_half_of_its_scores(phase, products):
     # The kernel reads the block numbers, queries, keys and positions, and writes a sum
     # and the result. The rest is on the chip.
     moved = 1 + 2 * (2 * 2 * 8 * 4) + 4 * 8 * 128 + 4 * 8 * 128 + 2 * 2 * 8 * 4
-    assert costs.of(program) == (flops, moved, 0)
+    assert costs.of(program) == (flops, moved, 0, 0)
     ours, theirs = sorted(costs.kernels(program), key=lambda row: row["kernel"])
     assert ours == {
         "kernel": f"splash_mha_{phase}",
@@ -286,7 +302,7 @@ def test_causal_attention_counts_half_of_its_scores(phase, products):
 @pytest.mark.parametrize("scope", ["layer", "not_causal"])
 def test_attention_with_another_mask_is_not_counted(scope):
     program = calls(scope=scope)
-    assert costs.of(program) == (0, 0, 0)
+    assert costs.of(program) == (0, 0, 0, 0)
     assert {row["flops"] for row in costs.kernels(program)} == {None}
 
 

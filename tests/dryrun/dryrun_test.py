@@ -131,6 +131,8 @@ class Compiled:
             generated_code_size_in_bytes=2**10,
             argument_size_in_bytes=2**22,
             peak_memory_in_bytes=3 * 2**22,
+            host_argument_size_in_bytes=0,
+            host_temp_size_in_bytes=0,
         )
 
 
@@ -436,6 +438,26 @@ def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch
     # The step reads and writes the parameters and the moments.
     assert limits["memory"]["amount"] >= 2 * 3 * 4 * 85450
     assert result["unknown_loops"] == 0 and result["estimated_cycles"] > 1000
+
+
+@needs_libtpu
+def test_what_lies_on_the_host_is_counted_by_itself():
+    flags = ("--config.model.hidden=1024", "--config.batch_size=4096", "--json")
+    results = []
+    for memory in ("device", "pinned_host"):
+        code, out, err = run(*DIGITS, *flags, f"--config.slots_memory={memory}")
+        assert code == 0, err
+        results.append(json.loads(out))
+    device, host = (result["memory"] for result in results)
+    # The count and the loss scale stay on the device. TPUs pad small arrays.
+    slots = device["optimizer_state"] - host["optimizer_state"]
+    assert host["optimizer_state"] < 100 and "host" not in device
+    assert slots <= host["host"] < 1.2 * slots + 2**20
+    assert host["peak"] < device["peak"] + slots
+    *_, bound = results[1]["bounds"]
+    # There and back.
+    assert bound["name"] == "host" and bound["amount"] >= 1.9 * slots
+    assert bound["seconds"] is None
 
 
 @pytest.mark.sample(0.4)

@@ -61,13 +61,14 @@ def test_all_plans_keep_the_batch_and_none_is_repeated():
         "reduction.shard_update": True,
         "reduction.shard_params": False,
         "reduction.reduce_dtype": "float32",
+        "slots_memory": "device",
         "model.remat": True,
     }
     assert len({tuple(one.values.values()) for one in plans}) == len(plans)
     # The model axis has 9 possible sizes. Each leaves 4 x model_parallel examples a
     # replica, so n + 3 numbers of micro-batches. There are 3 ways to shard the state, 2
-    # reduce dtypes, and remat is on or off.
-    assert len(plans) == sum(n + 3 for n in range(9)) * 12
+    # reduce dtypes, 2 memories for slots, and 4 policies of remat.
+    assert len(plans) == sum(n + 3 for n in range(9)) * 48
     for one in plans:
         replicas = 256 // one.values["model_parallel"]
         assert 1024 % (replicas * one.values["micro_batches"]) == 0
@@ -79,7 +80,7 @@ def test_only_settings_that_apply_are_varied():
     assert {one.values["model_parallel"] for one in plans} == {1}
     assert {one.values["micro_batches"] for one in plans} == {1, 2, 4, 8}
     assert "reduction.slice_dtype" not in plans[0].values
-    assert len(plans) == 4 * 3 * 2
+    assert len(plans) == 4 * 3 * 2 * 2
     config.slices = 2
     plans = plan_search.enumerate_plans(config, 32, has_model_axis=False)
     dtypes = {one.values["reduction.slice_dtype"] for one in plans}
@@ -98,6 +99,7 @@ def test_micro_batches_divide_a_logical_replicas_examples():
     config.logical_replicas = 64
     plans = plan_search.enumerate_plans(config, 16, has_model_axis=False)
     assert {one.values["micro_batches"] for one in plans} == {1, 2}
+    assert "slots_memory" not in plans[0].values
 
 
 def test_plans_rank_by_bound_then_cycles_then_memory():
@@ -135,6 +137,28 @@ def test_the_next_plan_is_the_nearest_to_the_best():
     assert plan_search.distance(plans[0].values, other.values) == 2 + 2
 
 
+def test_of_equally_fast_plans_that_with_least_on_the_host_is_best():
+    plans = [plan_search.Plan({}) for _ in range(2)]
+    for one, peak in zip(plans, (2, 1), strict=True):
+        one.fit(result(1.0, peak))
+    plans[1].result["bounds"].append({"name": "host", "seconds": None, "amount": 5})
+    assert plan_search.fitting(plans) == plans
+
+
+def test_remat_is_varied_by_the_type_of_its_key():
+    config = digits.get_config()
+    values = {}
+    for kind, value in ((bool, True), (str, "dots_saveable")):
+        config.model.remat = value
+        plans = plan_search.enumerate_plans(config, 16, has_model_axis=False)
+        values[kind] = {one.values["model.remat"] for one in plans}
+        del config.model.remat
+    assert values[bool] == {True, False}
+    # A flag gives a key of this type no boolean.
+    assert all(isinstance(value, str) for value in values[str])
+    assert "offload_dot_with_no_batch_dims" in values[str]
+
+
 def test_each_way_to_shard_the_state_is_tried():
     plans = plans_of(lm_tiny.get_config(), 4)
     ways = set()
@@ -165,6 +189,8 @@ def test_if_the_config_does_not_fit_the_plan_that_needs_least_is_next(outcome):
         ({"micro_batches": 8}, False),
         ({"micro_batches": 2, "reduction.shard_update": False}, False),
         ({"micro_batches": 2, "model_parallel": 2}, False),
+        ({"model.remat": "dots_with_no_batch_dims_saveable"}, True),
+        ({"model.remat": "offload_dot_with_no_batch_dims"}, False),
     ],
 )
 def test_a_plan_that_needs_more_than_a_failed_plan_is_recognized(values, more):
@@ -202,8 +228,9 @@ def test_plans_that_cannot_fit_are_pruned_with_a_reason(monkeypatch):
     screened(monkeypatch, plans, config, prepare, kept=1000)
     # Each layout of the state on a chip is prepared once.
     shardings = [(False, False), (True, False), (True, True)]
+    # Once with its slots on the device, and once with them on the host.
     assert sorted(asked) == [
-        (n, *sharding) for n in (1, 2, 4) for sharding in shardings
+        (n, *sharding) for n in (1, 2, 4) for sharding in shardings for _ in range(2)
     ]
     why = lambda **values: with_values(plans, **values).reason
     state = "state and sums of gradients need more than the 1000 B"
@@ -275,7 +302,9 @@ def test_a_search_finds_the_best_plan_with_few_compilations():
     def seconds(values):
         models = (values["model_parallel"] - 4) ** 2
         micros = (values["micro_batches"] - 2) ** 2
-        switches = values["model.remat"] + (not values["reduction.shard_update"])
+        switches = (values["model.remat"] is not False) + (
+            not values["reduction.shard_update"]
+        )
         return 1.0 + models + micros + switches
 
     plans, compiled = searched(24, seconds)
@@ -341,7 +370,7 @@ def test_an_interrupted_search_prints_its_results_so_far(monkeypatch, capsys):
     code = plan_search.run(digits.get_config(), "v5e:4x4", (), 5, as_json=False)
     out, err = capsys.readouterr()
     assert code == 130 and len(stopped) == 1
-    assert "1  3 s" in out and "1 fitting, 23 not compiled" in out
+    assert "1  3 s" in out and "1 fitting, 47 not compiled" in out
     assert "1 of 5: model_parallel=1" in err and "interrupted" in err
 
 
@@ -378,7 +407,7 @@ def test_a_search_without_a_possible_plan_is_one_message(monkeypatch):
 
     monkeypatch.setattr(analysis, "prepare", refuse)
     message = error_message(digits.get_config())
-    assert "none of 24 plans is possible: 24 refused: libtpu is not" in message
+    assert "none of 48 plans is possible: 48 refused: libtpu is not" in message
     monkeypatch.setattr(analysis, "prepare", lambda *_: prepared({"parameters": 1}))
     monkeypatch.setattr(plan_search.MemoryScreen, "_kept", lambda *_: 0)
     monkeypatch.setattr(plan_search, "search", lambda *_: None)
@@ -414,8 +443,8 @@ def test_the_plan_command_prints_the_plans_with_the_best_first():
     assert code == 0, err
     plans = json.loads(out)["plans"]
     # A replica has two rows, so one or two micro-batches. There are 3 ways to shard the
-    # state, and 2 reduce dtypes.
-    assert len(plans) == 2 * 3 * 2
+    # state, 2 reduce dtypes, and 2 memories for slots.
+    assert len(plans) == 2 * 3 * 2 * 2
     best, second, *others = plans
     assert best["outcome"] == second["outcome"] == plan_search.FITS
     assert {one["outcome"] for one in others} == {plan_search.WAITING}

@@ -189,7 +189,7 @@ class _LocalShards:
 
     Attributes:
       target: the array.
-      devices: this process's devices that hold a shard.
+      places: this process's devices that hold a shard, each with the kind of memory.
       indices: the parts of the stored array to read, each once.
       parts: the parts that have been read, by index.
     """
@@ -197,7 +197,11 @@ class _LocalShards:
     def __init__(self, target: ArrayTarget):
         self.target = target
         shards = target.sharding.addressable_devices_indices_map(target.shape)
-        self.devices = list(shards)
+        kind = target.sharding.memory_kind
+        self.places = [
+            jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+            for device in shards
+        ]
         # The shard of each device, and the part of the stored array that it needs.
         self._shards = [(s, target.stored_index(s)) for s in shards.values()]
         # A part that several devices need is read once.
@@ -210,14 +214,14 @@ class _LocalShards:
         return len(self.parts) == len(self.indices)
 
     def on_host(self) -> list[np.ndarray]:
-        """Returns the shard of each of `devices`, in that order."""
+        """Returns the shard of each of `places`, in that order."""
         values = []
         for shard, index in self._shards:
             values.append(self.target.to_shard(self.parts[index], shard))
         return values
 
     def join(self, shards: list[jax.Array]) -> jax.Array:
-        """Combines the shards on `devices` into one array."""
+        """Combines the shards on `places` into one array."""
         array = jax.make_array_from_single_device_arrays(
             self.target.shape, self.target.sharding, shards
         )
@@ -232,8 +236,8 @@ def _place(arrays: list[_LocalShards]) -> dict[str, jax.Array]:
     them by path.
     """
     values = [array.on_host() for array in arrays]
-    devices = [array.devices for array in arrays]
-    shards = jax.device_put(values, devices)
+    places = [array.places for array in arrays]
+    shards = jax.device_put(values, places)
     placed = {}
     for array, shards_of_array in zip(arrays, shards, strict=True):
         placed[array.target.path] = array.join(shards_of_array)

@@ -237,6 +237,9 @@ def analyze(
     dcn = sum(row["sent"] for row in rows if row["between_slices"])
     cost = costs.total(costs.of(program) for program in programs)
     limits = bounds(chip, cost, ici, dcn)
+    if cost.host_bytes:
+        # The rates of the bus between the chips and their host are not published.
+        limits.append(_bound("host", cost.host_bytes, None))
     bound = max(limits, key=lambda limit: limit.seconds or 0.0)
     seconds = bound.seconds or 0.0
     # For comparison only: XLA counts loops once, and vector memory as main memory.
@@ -266,24 +269,31 @@ def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
     workspace = 0
     peak = 0
     code = 0
+    host = 0
     for stage in stages:
         memory: Any = stage.program.memory_analysis()
         # The compiler's peak includes the program's arguments, but not other live
         # arrays.
         besides = max(0, shard_bytes(stage.live) - memory.argument_size_in_bytes)
-        stage_peak = besides + memory.peak_memory_in_bytes
+        # What it calls peak, and temporary, includes what lies on the host.
+        on_host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+        stage_peak = besides + memory.peak_memory_in_bytes - on_host
         if stage_peak > peak:
-            workspace = memory.temp_size_in_bytes
+            workspace = memory.temp_size_in_bytes - memory.host_temp_size_in_bytes
             peak = stage_peak
+        host = max(host, on_host)
         code += memory.generated_code_size_in_bytes
-    return {"workspace": workspace, "program": code, "peak": peak, "fits": True}
+    sizes = {"workspace": workspace, "program": code, "peak": peak}
+    if host:
+        sizes["host"] = host
+    return {**sizes, "fits": True}
 
 
 class Bound(NamedTuple):
     """A lower bound on a step's time by one resource.
 
     Attributes:
-      name: the resource: 'compute', 'memory', 'ICI' or 'DCN'.
+      name: the resource: 'compute', 'memory', 'ICI', 'DCN' or 'host'.
       amount: a chip's use of it in a step: FLOPs, or bytes.
       rate: the peak per second; None: not published.
       seconds: amount / rate; None: unknown.
@@ -323,8 +333,15 @@ def _bound(name: str, amount: int, rate: float | None) -> Bound:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of shapes with shardings."""
-    return sum(map(_leaf_bytes, jax.tree.leaves(tree)))
+    """Returns the bytes that one device holds of a tree of shapes with shardings.
+
+    Arrays in the host's memory do not count.
+    """
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        if leaf.sharding.memory_kind != config_lib.PINNED_HOST:
+            total += _leaf_bytes(leaf)
+    return total
 
 
 def largest(tree: Any, count: int) -> list[tuple[str, int]]:

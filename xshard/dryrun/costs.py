@@ -61,15 +61,17 @@ class Cost(NamedTuple):
       cycles: TensorCore cycles, as the TPU compiler estimates them for each fused
         operation, summed. The estimate does not include collectives, custom calls and
         concurrent copies.
+      host_bytes: bytes moved between the host's memory and the chip.
     """
 
     flops: int = 0
     hbm_bytes: int = 0
     cycles: int = 0
+    host_bytes: int = 0
 
     def times(self, runs: int) -> "Cost":
         """Returns the cost of so many runs."""
-        return Cost(runs * self.flops, runs * self.hbm_bytes, runs * self.cycles)
+        return Cost(*(runs * amount for amount in self))
 
 
 def of(program: hlo.Program) -> Cost:
@@ -86,6 +88,7 @@ def total(costs: Iterable[Cost]) -> Cost:
         flops=sum(cost.flops for cost in costs),
         hbm_bytes=sum(cost.hbm_bytes for cost in costs),
         cycles=sum(cost.cycles for cost in costs),
+        host_bytes=sum(cost.host_bytes for cost in costs),
     )
 
 
@@ -128,6 +131,7 @@ class _Counter:
             flops=self._flops(name, instruction),
             hbm_bytes=self._traffic(name, instruction),
             cycles=int(estimated[1]) if estimated else 0,
+            host_bytes=instruction.host_bytes,
         )
 
     def _producer(self, name: str, operand: str) -> hlo.Instruction | None:

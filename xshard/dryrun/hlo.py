@@ -35,6 +35,9 @@ _WHILE = re.compile(r"condition=%([^\s,]+), body=%([^\s,]+)")
 _KNOWN_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # The attributes of a kernel, which span several lines.
 _OVER_LINES = re.compile(r'=\{\n(?:"[^\n]*\n)+\}')
+# The memory space of the host, and that of synchronization flags.
+_HOST_SPACE = 5
+_FLAG_SPACE = 2
 # Instructions that pass a number on unchanged.
 _SAME = ("copy", "bitcast", "convert", "copy-start", "copy-done")
 
@@ -100,6 +103,24 @@ class Instruction:
     def hbm_bytes(self) -> int:
         """The total size of its arrays in the device's main memory, in bytes."""
         return sum(array.bytes for array in self.arrays if array.space == 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that an asynchronous copy moves to or from the host's memory.
+
+        The result of its start has the array on the host, whole even if it is sliced,
+        and the part of it that is on the device.
+        """
+        if not self.opcode.endswith("-start"):
+            return 0
+        arrays = [array for array in self.arrays if array.shape]
+        if all(array.space != _HOST_SPACE for array in arrays):
+            return 0
+        on_device = []
+        for array in arrays:
+            if array.space not in (_HOST_SPACE, _FLAG_SPACE):
+                on_device.append(array.bytes)
+        return sum(on_device)
 
     @property
     def bodies(self) -> list[str]:

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from xshard import cli, errors, jax_internals
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
@@ -40,6 +42,13 @@ _SHARD_UPDATE = "reduction.shard_update"
 _SHARD_PARAMS = "reduction.shard_params"
 _REDUCE_DTYPE = "reduction.reduce_dtype"
 _SLICE_DTYPE = "reduction.slice_dtype"
+_SLOTS_MEMORY = "slots_memory"
+# The policies that are tried where an experiment takes the name of one, besides True
+# and False: one that keeps the products, and one that moves them to the host.
+_OFFLOAD = "offload_dot_with_no_batch_dims"
+_POLICIES = ("dots_with_no_batch_dims_saveable", _OFFLOAD)
+# The distance of two plans of which one uses the host's memory.
+_TO_HOST = 4
 # The outcomes of a plan. The framework, the experiment or the compiler may refuse one.
 WAITING = "not compiled"
 COMPILING = "being compiled"
@@ -89,12 +98,15 @@ class Plan:
         self.end(FITS)
 
     @property
-    def rank(self) -> tuple[float, int, int]:
-        """The rank, smaller for a better plan: the bound, then the compiler's estimate,
-        then the memory.
+    def rank(self) -> tuple[float, int, int, int]:
+        """The rank, smaller for a better plan: the bound, then what goes to the host
+        and back, the compiler's estimate, and the memory.
         """
+        # Going to the host takes time, but no rate is published that would bound it.
+        amounts = {bound["name"]: bound["amount"] for bound in self.result["bounds"]}
         return (
             self.result["seconds"],
+            amounts.get("host", 0),
             self.result["estimated_cycles"],
             self.result["memory"]["peak"],
         )
@@ -131,9 +143,12 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
     }
     if config.slices > 1:
         wanted[_SLICE_DTYPE] = ("float32", "bfloat16", "int8")
+    # Slots may lie elsewhere where they may lie in shards.
+    if _SHARD_UPDATE in flat and not config.get("logical_replicas"):
+        wanted[_SLOTS_MEMORY] = config_lib.SLOTS_MEMORY
     for name, value in flat.items():
         if is_remat(name, value):
-            wanted[name] = (False, True)
+            wanted[name] = _remat_values(config, name)
     switches = {name: values for name, values in wanted.items() if name in flat}
     # The number of slices may come from --slices, and is then not in the config file.
     slices = {"slices": config.slices} if config.slices > 1 else {}
@@ -164,15 +179,26 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
 
 
 def is_remat(name: str, value: Any) -> bool:
-    """Returns whether a key of an experiment's config switches recomputation: a boolean
-    called 'remat'.
+    """Returns whether a key of an experiment's config says what is recomputed: one
+    called 'remat', a boolean or the name of a policy.
     """
-    return name.rpartition(".")[2] == "remat" and isinstance(value, bool)
+    return name.rpartition(".")[2] == "remat" and isinstance(value, bool | str)
+
+
+def _remat_values(config: Any, name: str) -> tuple[Any, ...]:
+    """Returns the values of a key that says what is recomputed: those of its type."""
+    folder, _, key = name.rpartition(".")
+    kind = (config[folder] if folder else config).get_type(key)
+    if kind is bool:
+        return False, True
+    if kind is str:
+        return "everything_saveable", "nothing_saveable", *_POLICIES
+    return False, True, *_POLICIES
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Returns the distance of two plans: the doublings between their numbers, plus one
-    for each other difference.
+    for each other difference, and more if only one of them uses the host's memory.
     """
     models = _doublings(one[MODEL], other[MODEL])
     micros = _doublings(one[MICRO], other[MICRO])
@@ -180,9 +206,19 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     sizes = _doublings(one[MODEL] / one[MICRO], other[MODEL] / other[MICRO])
     total = models + min(micros, sizes)
     for name in one:
-        if name not in (MODEL, MICRO) and one[name] != other[name]:
+        if name in (MODEL, MICRO) or one[name] == other[name]:
+            continue
+        # A plan on the host is tried late, since going there costs time of which the
+        # bounds do not know.
+        if _is_on_host(one[name]) != _is_on_host(other[name]):
+            total += _TO_HOST
+        else:
             total += 1
     return total
+
+
+def _is_on_host(value: Any) -> bool:
+    return value in (config_lib.PINNED_HOST, _OFFLOAD)
 
 
 def _doublings(x: float, y: float) -> float:
@@ -202,7 +238,15 @@ def needs_more(values: dict[str, Any], failed: dict[str, Any]) -> bool:
     # One micro-batch keeps no sums of gradients, so it may need less memory.
     if values[MICRO] == 1 < failed[MICRO]:
         return False
-    return all(failed[name] or not values[name] for name in remats)
+    return all(_keeps_more(values[name], failed[name]) for name in remats)
+
+
+def _keeps_more(remat: Any, other: Any) -> bool:
+    """Returns whether one value of a key 'remat' keeps all that another keeps."""
+    if remat == other or remat is False:
+        return True
+    # What is on the host needs no memory of the device.
+    return other is True and remat != _OFFLOAD
 
 
 # The memory of a plan, before it is compiled.
@@ -294,7 +338,7 @@ class MemoryScreen:
 
 def stacked_bytes(program: Any) -> int:
     """Returns the bytes of the largest stacked outputs of a scan in a program: arrays
-    kept for a gradient, or gradients.
+    kept for a gradient, or gradients. Those on the host do not count.
 
     Args:
       program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
@@ -305,7 +349,8 @@ def stacked_bytes(program: Any) -> int:
             _, num_carried = jax_internals.scan_counts(eqn)
             size = 0
             for stacked in eqn.outvars[num_carried:]:
-                size += stacked.aval.size * stacked.aval.dtype.itemsize
+                if stacked.aval.memory_space != jax.memory.Space.Host:
+                    size += stacked.aval.size * stacked.aval.dtype.itemsize
             most = max(most, size)
     return most
 
@@ -594,6 +639,7 @@ def _row(number: int, plan: Plan) -> dict[str, str]:
         "peak": summary.size(result["memory"]["peak"]),
         "ICI": formatting_lib.scaled(amounts["ICI"], "B"),
         "DCN": formatting_lib.scaled(amounts["DCN"], "B"),
+        "host": formatting_lib.scaled(amounts.get("host", 0), "B"),
         "cycles": formatting_lib.scaled(result["estimated_cycles"], ""),
         "is": "the config" if plan.is_own else "",
     }

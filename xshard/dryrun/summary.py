@@ -6,7 +6,11 @@ from xshard import torus
 from xshard.metrics import chips
 from xshard.metrics import formatting as formatting_lib
 
-_NAMES = {"workspace": "activations and workspace", "program": "the program itself"}
+_NAMES = {
+    "workspace": "activations and workspace",
+    "program": "the program itself",
+    "host": "on the host, for a chip",
+}
 
 
 def show(result: dict[str, Any]) -> str:
@@ -89,6 +93,8 @@ def _memory_rows(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str,
             "size": size(num_bytes),
             "share": f"{100 * num_bytes / chip['hbm']:.2f} %",
         }
+        if name == "host":
+            row["share"] = ""
         rows.append(row)
     return rows
 

@@ -112,6 +112,12 @@ def current() -> RunContext:
     return context
 
 
+def current_mesh() -> mesh_lib.AnyMesh | None:
+    """Returns the mesh of the run whose step is being traced; None outside a run."""
+    context = _CURRENT.get()
+    return None if context is None else context.mesh
+
+
 def next_equal_key() -> jax.Array | None:
     """Returns the next random key that is equal on all replicas of a group.
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from xshard import checkpoint, data, errors, evaluation
+from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -69,6 +70,8 @@ class Replayer:
         """
         self._workdir = workdir.Workdir(directory)
         self.config = trained_lib.config_of(self._workdir)
+        # Where slots lie changes no value, and these devices may have no other memory.
+        self.config.slots_memory = config_lib.DEVICE
         self.mesh = experiment_lib.mesh_of(self.config)
         self.experiment = experiment_lib.load(self.config.experiment)(self.config)
         self._batches = preflight.train_batches(self.experiment, self.mesh)

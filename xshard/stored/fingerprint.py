@@ -124,6 +124,8 @@ def program(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def fingerprints(state: state_lib.TrainState) -> Fingerprints:
+        state = state_lib.on_devices(state)
+
         def on_replica(local_state: state_lib.TrainState) -> Fingerprints:
             due = is_due(local_state.step, every_steps)
             of_group = of_replica(experiment, mesh, state, local_state, due, each=each)
