@@ -77,6 +77,12 @@ _INIT_RENAME = flags.DEFINE_multi_string(
     "OLD=NEW: a path that begins with OLD in the --init_from source begins with NEW in "
     "this run. Repeat the flag or separate pairs with commas.",
 )
+_INIT_MAP = flags.DEFINE_string(
+    "init_map",
+    "",
+    "With --init_from=FILE.safetensors, or FILE.safetensors.index.json: a map from the "
+    "arrays of another program to this run's. See docs/trained_models.md.",
+)
 _INIT_GROUP = flags.DEFINE_integer(
     "init_group",
     0,
@@ -192,6 +198,8 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError(
             "--init_rename is for --init_from, whose paths it renames."
         )
+    if _INIT_MAP.value and _INIT_FROM.value is None:
+        raise errors.UserError("--init_map is for --init_from, whose arrays it maps.")
     timeouts = startup.Timeouts(
         start=_START.value,
         heartbeat=_HEARTBEAT.value,
@@ -266,6 +274,7 @@ def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
             select=_INIT_SELECT.value,
             group=_INIT_GROUP.value,
             rename=checkpoint.renames(_INIT_RENAME.value),
+            map_path=_INIT_MAP.value,
         )
     return loop.run(
         config,

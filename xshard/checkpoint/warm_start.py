@@ -15,7 +15,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.files import tensors
+from xshard.files import tensors, weight_map
 from xshard.learners import lora as lora_lib
 from xshard.metrics import formatting
 
@@ -50,12 +50,15 @@ class Source(NamedTuple):
       rename: pairs (prefix in the checkpoint, prefix in the state). A prefix consists
         of whole names. The first pair whose prefix matches applies; an empty prefix
         matches every path.
+      map_path: the file of a map (see `xshard.files.weight_map`), by which the arrays
+        of another program's .safetensors file become this run's; empty for none.
     """
 
     place: str
     select: str = BY_DEFAULT
     group: int = 0
     rename: Sequence[tuple[str, str]] = ()
+    map_path: str = ""
 
 
 class _Offer(NamedTuple):
@@ -164,8 +167,13 @@ def _selected(source: Source, paths: Iterable[str]) -> list[str]:
 
 def _open(source: Source, leaves: Iterable[str]) -> _Offer:
     """Opens the checkpoint or the file, and applies the renamings."""
-    if source.place.endswith(tensors.SUFFIX):
+    if tensors.is_path(source.place):
         return _open_file(source, leaves)
+    if source.map_path:
+        raise format_lib.CheckpointError(
+            f"--init_map={source.map_path} is for a .safetensors file or an index of "
+            f"such; --init_from={source.place} is neither."
+        )
     attempt = place_lib.find(source.place)
     metas = metadata_files.read_array_metas(attempt)
     names = _renamed(source, attempt, metas, leaves)
@@ -179,7 +187,10 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
 
 
 def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
-    file = tensors.File(source.place)
+    file: weight_map.Arrays = tensors.open_path(source.place)
+    if source.map_path:
+        rules = weight_map.read(source.map_path)
+        file = weight_map.Mapped(file, rules, source.map_path)
     names = _renamed(source, source.place, file.shapes, leaves)
     metas = {}
     for path, name in names.items():
@@ -200,7 +211,7 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
     )
 
 
-def _read_from_file(file: tensors.File, target: reader.ArrayTarget) -> jax.Array:
+def _read_from_file(file: weight_map.Arrays, target: reader.ArrayTarget) -> jax.Array:
     def read_shard(shard: Any) -> Any:
         slices = arrays_lib.as_slices(target.stored_index(shard))
         return target.to_shard(file.read(target.path, slices), shard)

@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
+        "--map",
+        default="",
+        metavar="FILE",
+        help="write the arrays under the names and in the forms of another program",
+    )
+    parser.add_argument(
         "--raw",
         action="store_true",
         help=(
@@ -84,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         merge_lora=not options.separate_lora,
         overwrite=options.overwrite,
         raw=options.raw,
+        map_path=options.map,
     )
     print(description)
     return 0

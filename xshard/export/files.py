@@ -13,7 +13,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.export import program
-from xshard.files import disk, tensors
+from xshard.files import disk, tensors, weight_map
 from xshard.metrics import formatting
 
 PROGRAM = ".stablehlo"
@@ -30,6 +30,7 @@ def write(
     merge_lora: bool = True,
     overwrite: bool = False,
     raw: bool = False,
+    map_path: str = "",
 ) -> str:
     """Writes a trained model to a file.
 
@@ -55,6 +56,8 @@ def write(
       overwrite: whether to replace an existing file.
       raw: whether the arrays are those that train, also if the run evaluates others,
         such as averages. The prediction uses those that the run evaluates.
+      map_path: the file of a map (see `xshard.files.weight_map`), by which the arrays
+        of a .safetensors file get the names and forms of another program.
 
     Returns:
       A description of what was written.
@@ -77,12 +80,17 @@ def write(
         note = ", low-rank matrices merged"
     arrays = _arrays(state, select)
     what = f"{path}: step {int(trained.state.step)}{note}{_nonfinite(arrays)}"
+    if map_path:
+        _check_map(path, trained, map_path)
+        arrays = weight_map.to_theirs(arrays, weight_map.read(map_path), map_path)
     if path.suffix == tensors.SUFFIX:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         if groups == 1:
             # The arrays then have no dimension of groups.
             groups = 0
-        tensors.write(path, arrays, {checkpoint.GROUPS: str(groups)})
+        # Programs that read the hub's files ask for the format.
+        notes = {"format": "pt"} if map_path else {checkpoint.GROUPS: str(groups)}
+        tensors.write(path, arrays, notes)
         size = sum(x.nbytes for x in arrays.values())
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}{whose}"
     arrays_given = arrays if arguments else {}
@@ -117,6 +125,21 @@ def _check(path: pathlib.Path, overwrite: bool) -> None:
         raise errors.UserError(
             f"--to={path} already exists: give another name, delete it, or add "
             "--overwrite."
+        )
+
+
+def _check_map(path: pathlib.Path, trained: trained_lib.Trained, map_path: str) -> None:
+    """Raises UserError if a map cannot be used."""
+    if path.suffix != tensors.SUFFIX:
+        raise errors.UserError(
+            f"--map={map_path} is for the arrays of a {tensors.SUFFIX} file; "
+            f"--to={path} is none."
+        )
+    groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
+    if groups > 1:
+        raise errors.UserError(
+            f"--map={map_path} is for one model, and this run has {groups} groups: "
+            "export without a map, and take a group by --init_group in another run."
         )
 
 

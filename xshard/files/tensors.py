@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from xshard import errors
-from xshard.files import disk
+from xshard.files import disk, jsonfile
 
 WRITE_ELSEWHERE = "Nothing was exported: give another file, or make room."
 SUFFIX = ".safetensors"
+# An index of the files that a model is divided into.
+INDEX_SUFFIX = ".safetensors.index.json"
 # The names of types in the format, and those of NumPy and ml_dtypes.
 _TYPES = {
     "BOOL": "bool",
@@ -81,6 +83,63 @@ class File:
         if not index:
             return np.asarray(self._file.get_tensor(name))
         return np.asarray(self._file.get_slice(name)[index])
+
+
+class Files:
+    """The files of a model, by their index: the same interface as `File`.
+
+    The index is the hub's: `{"weight_map": {name of an array: name of its file}}`.
+    """
+
+    def __init__(self, path: str):
+        """Opens the index and all files.
+
+        Raises:
+          UserError: if one cannot be read, or lacks an array of the index.
+        """
+        index = jsonfile.read_if_exists(pathlib.Path(path))
+        if index is None:
+            raise errors.UserError(f"There is no file {path}.")
+        self.path = path
+        self.metadata: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._files: dict[str, File] = {}
+        try:
+            names = jsonfile.parse(index.get("weight_map"), dict[str, str])
+        except ValueError as e:
+            raise errors.UserError(
+                f"{path} is no index of {SUFFIX} files: weight_map: {e}."
+            ) from e
+        opened: dict[str, File] = {}
+        for name, file_name in names.items():
+            if file_name not in opened:
+                beside = pathlib.Path(path).with_name(pathlib.Path(file_name).name)
+                opened[file_name] = File(str(beside))
+            file = opened[file_name]
+            if name not in file.shapes:
+                raise errors.UserError(
+                    f"{file.path} lacks '{name}', which {path} says it has."
+                )
+            self._files[name] = file
+            self.shapes[name] = file.shapes[name]
+            self.dtypes[name] = file.dtypes[name]
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of an array, as `File.read` does."""
+        return self._files[name].read(name, index)
+
+
+def is_path(path: str) -> bool:
+    """Returns whether a path is that of a file, or of an index of files."""
+    return path.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def open_path(path: str) -> File | Files:
+    """Opens a file, or the files of an index."""
+    if path.endswith(INDEX_SUFFIX):
+        return Files(path)
+    return File(path)
 
 
 def write(

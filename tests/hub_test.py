@@ -1,0 +1,227 @@
+"""Tests of weights in the form of the hub: a model of GPT-2's architecture, against a
+reference in NumPy.
+"""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+import xshard
+from configs import lm_tiny
+from xshard import checkpoint, errors, export, loop
+from xshard.files import tensors, weight_map
+
+MAP = "experiments/lm/gpt2_map.json"
+LAYERS, WIDTH, HEADS, LENGTH = 2, 16, 2, 8
+
+
+def hub_arrays():
+    """Returns arrays as the hub has them for GPT-2."""
+    rng = np.random.default_rng(0)
+    shapes = {"wte.weight": (256, WIDTH), "wpe.weight": (LENGTH, WIDTH)}
+    for layer in range(LAYERS):
+        of_layer = {
+            "ln_1.weight": (WIDTH,),
+            "ln_1.bias": (WIDTH,),
+            "attn.c_attn.weight": (WIDTH, 3 * WIDTH),
+            "attn.c_attn.bias": (3 * WIDTH,),
+            "attn.c_proj.weight": (WIDTH, WIDTH),
+            "attn.c_proj.bias": (WIDTH,),
+            "ln_2.weight": (WIDTH,),
+            "ln_2.bias": (WIDTH,),
+            "mlp.c_fc.weight": (WIDTH, 4 * WIDTH),
+            "mlp.c_fc.bias": (4 * WIDTH,),
+            "mlp.c_proj.weight": (4 * WIDTH, WIDTH),
+            "mlp.c_proj.bias": (WIDTH,),
+        }
+        shapes |= {f"h.{layer}.{name}": shape for name, shape in of_layer.items()}
+    shapes |= {"ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    return {
+        name: rng.normal(0, 0.3, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def reference(arrays, tokens):
+    """Returns GPT-2's logits for one row of tokens, in float64."""
+    arrays = {name: x.astype(np.float64) for name, x in arrays.items()}
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        return x * arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ arrays[f"{name}.weight"] + arrays[f"{name}.bias"]
+
+    x = arrays["wte.weight"][tokens] + arrays["wpe.weight"][: len(tokens)]
+    for layer in range(LAYERS):
+        h = f"h.{layer}"
+        query, key, value = np.split(
+            linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn"), 3, axis=-1
+        )
+        mixed = []
+        for head in np.split(np.arange(WIDTH), HEADS):
+            scores = query[:, head] @ key[:, head].T / math.sqrt(len(head))
+            scores[np.triu_indices(len(tokens), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            mixed.append(weights @ value[:, head])
+        x = x + linear(np.concatenate(mixed, -1), f"{h}.attn.c_proj")
+        hidden = linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        inner = math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)
+        hidden = 0.5 * hidden * (1 + np.tanh(inner))
+        x = x + linear(hidden, f"{h}.mlp.c_proj")
+    return norm(x, "ln_f") @ arrays["wte.weight"].T
+
+
+def make_config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 80)
+    config = lm_tiny.get_config()
+    config.experiment = "experiments.lm.gpt2.LanguageModel"
+    config.steps = 1
+    config.batch_size = 8
+    config.eval_batch_size = 8
+    config.eval_every_steps = 0
+    config.precision = "params=float32,compute=float32,output=float32"
+    config.loss_scale.kind = "none"
+    # Nothing is trained, so that the result is what was read.
+    config.optimizer.learning_rate = 0.0
+    config.text.update({"length": LENGTH, "files": (str(text), str(text))})
+    config.model.update(
+        {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "feed_forward": 4 * WIDTH}
+    )
+    config.sample.length = 2
+    return config.lock()
+
+
+def save(arrays, folder, *, files=1):
+    """Writes arrays as the hub does, in some files with an index; returns its path."""
+    if files == 1:
+        safetensors.save_file(arrays, folder / "model.safetensors")
+        return folder / "model.safetensors"
+    names = list(arrays)
+    weights = {}
+    for number in range(files):
+        file = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        chosen = {name: arrays[name] for name in names[number::files]}
+        safetensors.save_file(chosen, folder / file)
+        weights |= dict.fromkeys(chosen, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    return index
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(tmp_path, files):
+    arrays = hub_arrays()
+    # Files also have what a map leaves out.
+    extra = {"lm_head.weight": arrays["wte.weight"]}
+    place = save(arrays | extra, tmp_path, files=files)
+    source = checkpoint.Source(str(place), map_path=MAP)
+    run = tmp_path / "run"
+    assert loop.run(make_config(tmp_path), str(run), "", init=source) == 0
+    trained = xshard.load(str(run))
+    tokens = np.arange(3, 3 + LENGTH, dtype=np.uint8)
+    logits = trained.predict({"text": np.append(tokens, 0)[None].astype(np.uint8)})
+    # Sums of float32 beside float64.
+    expected = reference(arrays, tokens)
+    np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
+    export.write(trained, tmp_path / "back.safetensors", map_path=MAP)
+    back = safetensors.load_file(tmp_path / "back.safetensors")
+    assert back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+        assert back[name].dtype == array.dtype
+
+
+def test_each_array_that_does_not_fit_is_named(tmp_path):
+    arrays = hub_arrays()
+    rules = weight_map.read(MAP)
+
+    def mapped(changed):
+        path = save(changed, tmp_path)
+        return weight_map.Mapped(tensors.open_path(str(path)), rules, MAP)
+
+    with pytest.raises(errors.UserError, match="no rule matches h.0.new, rotary.x"):
+        mapped(arrays | {"rotary.x": np.zeros(2), "h.0.new": np.zeros(2)})
+    lacking = {k: x for k, x in arrays.items() if k not in ("h.0.ln_1.bias",)}
+    with pytest.raises(errors.UserError, match=r"offset' stacks \[1\], which has gaps"):
+        mapped(lacking)
+    without = {k: x for k, x in arrays.items() if not k.startswith("ln_f.")}
+    with pytest.raises(errors.UserError, match=r"matches none: 'ln_f.weight'.*'ln_f"):
+        mapped(without)
+    odd = arrays | {"h.1.attn.c_attn.bias": np.zeros(7, np.float32)}
+    with pytest.raises(
+        errors.UserError, match="c_attn.bias' .*the arrays to stack dif"
+    ):
+        mapped(odd)
+    # The shapes here are compared with the run's.
+    wide = arrays | {"wte.weight": np.zeros((300, WIDTH), np.float32)}
+    source = checkpoint.Source(str(save(wide, tmp_path)), map_path=MAP)
+    with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*300.* in it"):
+        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(errors.UserError, match="no rule has 'ours' for params/other"):
+        weight_map.to_theirs({"params/other": np.zeros(2)}, rules, MAP)
+    part = {"params/gpt2/layers/q/b": np.zeros((2, 4), np.float32)}
+    with pytest.raises(errors.UserError, match="c_attn.bias' lacks 2 of its parts"):
+        weight_map.to_theirs(part, rules, MAP)
+
+
+def test_reshaped_and_transposed_arrays_come_back(tmp_path):
+    rules = [
+        weight_map.Rule(
+            "q.{i}.weight",
+            "params/l_{i}/w",
+            reshape=([6, 4], [2, 3, 4]),
+            transpose=[2, 0, 1],
+        )
+    ]
+    theirs = {"q.7.weight": np.arange(24, dtype=np.float16).reshape(6, 4)}
+    path = save(theirs, tmp_path)
+    mapped = weight_map.Mapped(tensors.open_path(str(path)), rules, "map")
+    assert mapped.shapes == {"params/l_7/w": (4, 2, 3)}
+    part = mapped.read("params/l_7/w", (slice(1, 3), slice(0, 2), slice(0, 3)))
+    whole = theirs["q.7.weight"].reshape(2, 3, 4).transpose(2, 0, 1)
+    np.testing.assert_array_equal(part, whole[1:3])
+    back = weight_map.to_theirs({"params/l_7/w": whole}, rules, "map")
+    np.testing.assert_array_equal(back["q.7.weight"], theirs["q.7.weight"])
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        ({"theirs": "a"}, "needs either 'ours' or 'ignore'"),
+        ({"theirs": "a", "ours": ["b", "c"]}, "'split' exactly if"),
+        ({"theirs": "a.{x}", "ours": "b"}, "must have these {names} in 'b': x"),
+        ({"theirs": "a", "ours": "b", "stack": "x"}, "stacks 'x', which is no"),
+        ({"theirs": "a", "ours": "b", "transpose": [0, 2]}, "no permutation"),
+        ({"theirs": "a", "ours": "b", "reshape": [[2, 3], [5]]}, "of another size"),
+        ({"theirs": "a", "ours": 3}, "rules/0/ours"),
+        ({"theirs": "a", "ours": "b", "scale": 2}, "scale"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused(tmp_path, rule, message):
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps({"rules": [rule]}))
+    with pytest.raises(errors.UserError, match=message):
+        weight_map.read(str(file))
+
+
+def test_a_map_is_for_files_and_for_one_model(tmp_path):
+    source = checkpoint.Source(str(tmp_path / "other"), map_path=MAP)
+    with pytest.raises(errors.UserError, match="is for a .safetensors file"):
+        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+    with pytest.raises(errors.UserError, match="There is no map nowhere.json"):
+        weight_map.read("nowhere.json")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(errors.UserError, match="gone.safetensors cannot be read"):
+        tensors.open_path(str(index))
+    assert jax.device_count() == 8

@@ -1,0 +1,404 @@
+"""Arrays of other programs under the names and in the forms that they have here.
+
+A map is a JSON file of rules, each of which holds in both directions:
+
+    {"rules": [
+      {"theirs": "wte.weight", "ours": "params/gpt2/wte"},
+      {"theirs": "h.{layer}.attn.c_attn.weight", "split": 1, "stack": "layer",
+       "ours": ["params/gpt2/q/w", "params/gpt2/k/w", "params/gpt2/v/w"]},
+      {"theirs": "lm_head.weight", "ignore": "the embedding, transposed"}
+    ]}
+
+A `{name}` in a pattern stands for a part of a name without dots and slashes. From their
+array to ours, a rule splits it into equal parts along a dimension (`split`), each for
+one of several paths; then gives it another shape (`reshape`, a pair of theirs and
+ours); permutes its dimensions (`transpose`); and stacks the arrays of all values of one
+`{name}`, which are 0, 1, 2 and so on, along a new first dimension (`stack`).
+"""
+
+import functools
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from xshard import errors
+from xshard.files import jsonfile
+
+# The most names that a message lists.
+_SHOWN = 8
+
+
+class Rule(NamedTuple):
+    """A rule of a map, as its file has it.
+
+    Attributes:
+      theirs: the pattern of their names.
+      ours: our path, or several paths of the parts of a split array.
+      split: the dimension along which their array is split.
+      reshape: the shape of a part, and our shape before it is transposed.
+      transpose: for each of our dimensions, that of the reshaped part.
+      stack: the name in `theirs` whose arrays are stacked.
+      ignore: why these arrays of theirs are left out.
+    """
+
+    theirs: str
+    ours: str | list[str] = ""
+    split: int | None = None
+    reshape: tuple[list[int], list[int]] | None = None
+    transpose: list[int] | None = None
+    stack: str = ""
+    ignore: str = ""
+
+
+class _Map(NamedTuple):
+    rules: list[Rule]
+
+
+class Arrays(Protocol):
+    """Named arrays that can be read in part, such as `xshard.files.tensors.File`."""
+
+    path: str
+    metadata: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of an array."""
+
+
+def read(path: str) -> list[Rule]:
+    """Reads the rules of a map.
+
+    Raises:
+      UserError: if there is no such file, or a rule is none.
+    """
+    file = pathlib.Path(path)
+    content = jsonfile.read_if_exists(file)
+    if content is None:
+        raise errors.UserError(f"There is no map {path}.")
+    try:
+        rules = jsonfile.parse(content, _Map).rules
+        for number, rule in enumerate(rules, 1):
+            _check_rule(f"rule {number}, of {rule.theirs!r},", rule)
+    except ValueError as e:
+        raise errors.UserError(f"{path} is not a map of arrays: {e}.") from e
+    return rules
+
+
+def _check_rule(what: str, rule: Rule) -> None:
+    """Raises ValueError unless a rule can hold in both directions."""
+    if bool(rule.ours) == bool(rule.ignore):
+        raise ValueError(f"{what} needs either 'ours' or 'ignore'")
+    if rule.ignore:
+        return
+    paths = _paths(rule)
+    if (rule.split is None) != (len(paths) == 1):
+        raise ValueError(f"{what} has 'split' exactly if 'ours' lists several paths")
+    fields = _fields(rule.theirs)
+    if rule.stack and rule.stack not in fields:
+        raise ValueError(f"{what} stacks {rule.stack!r}, which is no {{name}} in it")
+    wanted = fields - {rule.stack}
+    for path in paths:
+        if _fields(path) != wanted:
+            names = ", ".join(sorted(wanted)) or "none"
+            raise ValueError(f"{what} must have these {{names}} in {path!r}: {names}")
+    order = rule.transpose or []
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"{what} transposes by {order}, no permutation")
+    if rule.reshape is not None:
+        theirs, ours = rule.reshape
+        if np.prod(theirs) != np.prod(ours):
+            raise ValueError(f"{what} reshapes {theirs} to {ours}, of another size")
+
+
+class _Source(NamedTuple):
+    """Where an array of ours comes from.
+
+    Attributes:
+      rule: the rule.
+      part: the number of the part of a split array.
+      names: the names of their arrays: several if they are stacked.
+    """
+
+    rule: Rule
+    part: int
+    names: list[str]
+
+
+class Mapped:
+    """Arrays of theirs, as ours: the same interface as `tensors.File`.
+
+    Attributes:
+      path: where the arrays are.
+      metadata: the writer's notes.
+      shapes: the shapes of our arrays, by path.
+      dtypes: the names of their types, by path.
+    """
+
+    def __init__(self, arrays: Arrays, rules: list[Rule], map_path: str):
+        """Finds the rule of each array; reads none.
+
+        Args:
+          arrays: their arrays.
+          rules: the rules.
+          map_path: the file of the rules, for messages.
+
+        Raises:
+          UserError: with each array that no rule matches or that does not fit its rule.
+        """
+        self.path = arrays.path
+        self.metadata = arrays.metadata
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._arrays = arrays
+        self._sources = _sources(arrays.shapes, rules, arrays.path, map_path)
+        problems = []
+        for path, source in self._sources.items():
+            shapes = {arrays.shapes[name] for name in source.names}
+            types = {arrays.dtypes[name] for name in source.names}
+            try:
+                if len(shapes) > 1 or len(types) > 1:
+                    raise ValueError(f"the arrays to stack differ: {shapes}, {types}")
+                self.shapes[path] = _shape(source, shapes.pop())
+            except ValueError as e:
+                problems.append(f"'{source.names[0]}' for '{path}': {e}")
+            self.dtypes[path] = arrays.dtypes[source.names[0]]
+        if problems:
+            raise errors.UserError(
+                f"Arrays of {arrays.path} do not fit the rules of {map_path}: "
+                f"{_listed(problems, '; ')}."
+            )
+        # A state in shards is read shard by shard, often of one array.
+        self._whole = functools.lru_cache(maxsize=1)(self._read_whole)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of an array of ours.
+
+        Args:
+          name: its path.
+          index: a slice for each dimension.
+        """
+        return self._whole(name)[index]
+
+    def _read_whole(self, path: str) -> np.ndarray:
+        source = self._sources[path]
+        arrays = []
+        for name in source.names:
+            whole = tuple(slice(0, size) for size in self._arrays.shapes[name])
+            array = self._arrays.read(name, whole)
+            if source.rule.split is not None:
+                count = len(_paths(source.rule))
+                parts = np.split(array, count, axis=source.rule.split)
+                array = parts[source.part]
+            arrays.append(_to_ours(source.rule, array))
+        if source.rule.stack:
+            return np.stack(arrays)
+        return arrays[0]
+
+
+def to_theirs(
+    arrays: Mapping[str, np.ndarray], rules: list[Rule], map_path: str
+) -> dict[str, np.ndarray]:
+    """Returns arrays of ours as theirs, by name: the inverse of `Mapped`.
+
+    Raises:
+      UserError: with each array that no rule matches or that does not fit its rule.
+    """
+    # The parts of each array of theirs, by its name, and the rule.
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    rule_of: dict[str, Rule] = {}
+    unmatched = []
+    problems = []
+    for path, array in arrays.items():
+        found = _find(path, rules)
+        if found is None:
+            unmatched.append(path)
+            continue
+        rule, part, values = found
+        try:
+            layers: list[Any] = [array]
+            if rule.stack:
+                layers = list(array)
+            for layer, ours in enumerate(layers):
+                if rule.stack:
+                    values = {**values, rule.stack: str(layer)}
+                name = _fill(rule.theirs, values)
+                rule_of[name] = rule
+                parts.setdefault(name, {})[part] = _to_form_of_theirs(rule, ours)
+        except (ValueError, TypeError) as e:
+            problems.append(f"'{path}' of shape {array.shape}: {e}")
+    theirs = {}
+    for name, of_name in parts.items():
+        rule = rule_of[name]
+        count = len(_paths(rule))
+        if len(of_name) < count:
+            problems.append(f"'{name}' lacks {count - len(of_name)} of its parts")
+        elif rule.split is None:
+            theirs[name] = of_name[0]
+        else:
+            in_order = [of_name[part] for part in range(count)]
+            theirs[name] = np.concatenate(in_order, axis=rule.split)
+    if unmatched:
+        problems.append(f"no rule has 'ours' for {_listed(unmatched, ', ')}")
+    if problems:
+        raise errors.UserError(
+            f"The arrays cannot be written by {map_path}: {_listed(problems, '; ')}. "
+            "Add rules, or leave arrays out by --select."
+        )
+    return theirs
+
+
+def _sources(
+    names: Iterable[str], rules: list[Rule], where: str, map_path: str
+) -> dict[str, _Source]:
+    """Returns where each array of ours comes from, by path."""
+    unmatched = []
+    # For each of our paths: the rule, the part, and their names by number of a layer.
+    found: dict[str, tuple[Rule, int, dict[int, str]]] = {}
+    problems = []
+    used: set[int] = set()
+    for name in names:
+        matched = None
+        for number, rule in enumerate(rules):
+            values = _match(rule.theirs, name)
+            if values is not None:
+                matched = (number, rule, values)
+                break
+        if matched is None:
+            unmatched.append(name)
+            continue
+        number, rule, values = matched
+        used.add(number)
+        if rule.ignore:
+            continue
+        layer = 0
+        if rule.stack:
+            if not values[rule.stack].isdecimal():
+                problems.append(f"'{name}' has no number for {{{rule.stack}}}")
+                continue
+            layer = int(values[rule.stack])
+        for part, pattern in enumerate(_paths(rule)):
+            path = _fill(pattern, values)
+            _, _, layers = found.setdefault(path, (rule, part, {}))
+            if layer in layers:
+                problems.append(f"'{layers[layer]}' and '{name}' both are '{path}'")
+            layers[layer] = name
+    sources = {}
+    for path, (rule, part, layers) in found.items():
+        if sorted(layers) != list(range(len(layers))):
+            problems.append(f"'{path}' stacks {sorted(layers)}, which has gaps")
+        in_order = [layers[layer] for layer in sorted(layers)]
+        sources[path] = _Source(rule, part, in_order)
+    for number, rule in enumerate(rules):
+        if number not in used and not rule.ignore:
+            problems.append(f"rule {number + 1} matches none: '{rule.theirs}'")
+    if unmatched:
+        problems.append(f"no rule matches {_listed(unmatched, ', ')}")
+    if problems:
+        raise errors.UserError(
+            f"{where} cannot be read by {map_path}: {_listed(problems, '; ')}. Correct "
+            "the rules, or add rules with 'ignore' for what is to be left out."
+        )
+    return sources
+
+
+def _shape(source: _Source, theirs: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of an array of ours, or raises ValueError."""
+    rule = source.rule
+    shape = theirs
+    if rule.split is not None:
+        count = len(_paths(rule))
+        if rule.split >= len(shape) or shape[rule.split] % count:
+            raise ValueError(
+                f"{shape} has no dimension {rule.split} of {count} equal parts"
+            )
+        sizes = list(shape)
+        sizes[rule.split] //= count
+        shape = tuple(sizes)
+    # An array of no memory shows what becomes of the shape.
+    ours = _to_ours(rule, np.broadcast_to(np.float32(0), shape)).shape
+    if rule.stack:
+        return (len(source.names), *ours)
+    return tuple(ours)
+
+
+def _to_ours(rule: Rule, array: np.ndarray) -> np.ndarray:
+    if rule.reshape is not None:
+        theirs, ours = rule.reshape
+        if list(array.shape) != theirs:
+            raise ValueError(f"{array.shape} is not {theirs}, which is reshaped")
+        array = array.reshape(ours)
+    if rule.transpose is not None:
+        if len(rule.transpose) != array.ndim:
+            raise ValueError(f"{array.shape} is not transposed by {rule.transpose}")
+        array = array.transpose(rule.transpose)
+    return array
+
+
+def _to_form_of_theirs(rule: Rule, array: np.ndarray) -> np.ndarray:
+    """Inverts `_to_ours`."""
+    if rule.transpose is not None:
+        if len(rule.transpose) != array.ndim:
+            raise ValueError(f"{array.shape} is not transposed by {rule.transpose}")
+        array = array.transpose(np.argsort(rule.transpose))
+    if rule.reshape is not None:
+        theirs, ours = rule.reshape
+        if list(array.shape) != ours:
+            raise ValueError(f"{array.shape} is not {ours}, which is reshaped")
+        array = array.reshape(theirs)
+    return array
+
+
+def _find(path: str, rules: list[Rule]) -> tuple[Rule, int, dict[str, str]] | None:
+    """Returns the rule of a path of ours, the number of the part, and the {names}."""
+    for rule in rules:
+        if rule.ignore:
+            continue
+        for part, pattern in enumerate(_paths(rule)):
+            values = _match(pattern, path)
+            if values is not None:
+                return rule, part, values
+    return None
+
+
+def _paths(rule: Rule) -> list[str]:
+    return [rule.ours] if isinstance(rule.ours, str) else rule.ours
+
+
+def _fields(pattern: str) -> set[str]:
+    return set(re.findall(r"{(\w+)}", pattern))
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"{(\w+)}", pattern)
+    expression = re.escape(parts[0])
+    seen: set[str] = set()
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        if name in seen:
+            expression += f"(?P={name})"
+        else:
+            expression += f"(?P<{name}>[^./]+)"
+        seen.add(name)
+        expression += re.escape(text)
+    return re.compile(expression)
+
+
+def _match(pattern: str, name: str) -> dict[str, str] | None:
+    """Returns the values of a pattern's {names} in a name, if it matches."""
+    matched = _compiled(pattern).fullmatch(name)
+    return matched.groupdict() if matched else None
+
+
+def _fill(pattern: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"{(\w+)}", lambda field: values[field[1]], pattern)
+
+
+def _listed(texts: list[str], separator: str) -> str:
+    shown = separator.join(texts[:_SHOWN])
+    if len(texts) > _SHOWN:
+        return f"{shown}{separator}and {len(texts) - _SHOWN} more"
+    return shown
