@@ -111,12 +111,21 @@ def _dry_run(quick: bool, accelerator: bool) -> Commands:
     ]
 
 
+def _norms(quick: bool, accelerator: bool) -> Commands:
+    small = ("--rounds=3", "--steps=5", "--size=1 ms") if quick else ()
+    commands = [["norms", *small]]
+    if not accelerator:
+        commands.append(["norms", "--devices=8", *small])
+    return commands
+
+
 PARTS = {
     "step": Part(_step, "20 ms model on 8 devices"),
     "precision": Part(_precision),
     "memory": Part(_memory),
     "loop": Part(_loop, "the loop's steps of 20 ms and a model of 500 arrays"),
     "fingerprint": Part(_fingerprint, "fingerprints of the 20 ms model"),
+    "norms": Part(_norms, "norms of the 20 ms model"),
     "start": Part(_start),
     "compile": Part(_compile, "compilation with 100, 300 and 1000 leaves"),
     "dry_run": Part(_dry_run, "dry run for a v5p:8x8x16, nor with a loss scale"),

@@ -263,7 +263,7 @@ class OwnApply(toy.Wide):
 def test_norms_by_array_need_the_gradients():
     experiment, the_mesh = make(OwnApply, log_norms_every_steps=5)
     with pytest.raises(errors.UserError, match="steps=5 cannot .* Rule"):
-        state_lib.abstract_state(experiment, the_mesh, 0, experiment.train_data())
+        run(experiment, the_mesh, 1)
 
 
 @pytest.mark.parametrize("shard_update", [False, True])

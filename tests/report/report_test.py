@@ -390,3 +390,18 @@ def test_the_largest_and_smallest_numbers_are_shown(tmp_path):
         samples.write(tmp_path / str(seed), content, seed=seed) for seed in range(2)
     ]
     assert "values are not finite" in words(report(tmp_path, *paths))
+
+
+def test_the_noise_scale_is_shown_beside_the_batch_size(tmp_path):
+    noisy = samples.rows(steps=100)
+    for row in noisy:
+        if "loss" in row:
+            row["noise_scale"] = 1234.0
+    noisy[-1]["noise_scale"] = None
+    folder = samples.write(tmp_path / "one", noisy)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "batch_size": 96}))
+    page = report(tmp_path, folder)
+    assert "Batches above 1200 examples bring little" in words(page)
+    assert "1 values are unknown, as the mean gradient is too small" in words(page)
+    assert '"name": "batch size"' in page and '"y": [96.0, 96.0]' in page

@@ -124,8 +124,8 @@ def sizes_of(batch: Any, *, replicas: int, micro_batches: int) -> Sizes:
     if parts == 1:
         raise errors.UserError(
             f"{KEY} needs batches of two sizes, but this run has one replica and one "
-            "micro-batch: use several devices, set micro_batches to 2 or more, or set "
-            f"{KEY} to 0."
+            "micro-batch: use several devices, set micro_batches to 2 or more, or "
+            f"start a run with {KEY}=0."
         )
     shapes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     if len(shapes) != 1 or shapes <= {(), (0,)}:

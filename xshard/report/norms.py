@@ -88,17 +88,17 @@ def _spread_rows(path: pathlib.Path, notes: list[str]) -> list[rows_lib.Row]:
 
 def _map(name: str, by_path: dict[str, dict[int, dict[str, float]]]) -> NormMap:
     steps = sorted({step for of_path in by_path.values() for step in of_path})
-    # The norm of a module is that of all its parameters together, so squares are added.
+    # The norm of a module is that of all its parameters together.
     names = _names(list(by_path))
     of_names: dict[str, dict[str, np.ndarray]] = {}
     for path, of_path in by_path.items():
         sums = of_names.setdefault(names[path], {})
         for kind in norms_lib.KINDS:
             norms = [of_path.get(step, {}).get(kind, np.nan) for step in steps]
-            sums[kind] = sums.get(kind, 0.0) + np.square(norms)
+            sums[kind] = np.hypot(sums.get(kind, 0.0), norms)
     values = {}
     for kind in norms_lib.KINDS:
-        values[kind] = np.sqrt([sums[kind] for sums in of_names.values()])
+        values[kind] = np.stack([sums[kind] for sums in of_names.values()])
     parameter = values["parameter"]
     is_known = parameter > 0
     values[norms_lib.RATIO] = np.full_like(parameter, np.nan)
