@@ -15,6 +15,7 @@ from tests.optimizers import harness
 from xshard import checkpoint, errors, export, loop
 from xshard.files import tensors
 from xshard.learners import lora as lora_lib
+from xshard.learners import networks
 from xshard.optimizers import gathering, trees
 
 RANK = 2
@@ -99,6 +100,19 @@ def test_a_network_adds_the_products_that_a_merge_adds(select):
         assert params["layers/inner"]["w_lora_a"].shape == (3, 8, RANK)
 
 
+def test_a_pair_of_functions_adds_the_same_products():
+    adaptation = xshard.lora(RANK, alpha=3.0, select="first/|kernel")
+    x = jax.random.normal(jax.random.key(1), (4, 5))
+    pair = networks.of(hk.transform_with_state(stacked), adaptation)
+    base, net_state, requested = pair.init(jax.random.key(0), x)
+    params, _ = adaptation.extend(jax.random.key(0), base, requested)
+    params = drawn(params)
+    got, _ = pair.apply(params, net_state, None, x)
+    want, _ = networks.of(stacked, adaptation).apply(params, net_state, None, x)
+    # The two compute the same sums, compiled differently.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_network_s_own_getter_sees_whole_adapted_arrays():
     seen = {}
 
@@ -138,6 +152,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_only_the_matrices_are_trained_and_a_run_resumes_to_the_same_bits(
     tmp_path, changes
@@ -252,3 +267,8 @@ def test_a_new_output_layer_is_trained_as_it_is():
     assert set(adaptation.trained(extended)) == trained
     with pytest.raises(errors.UserError, match="near it"):
         xshard.lora(RANK, 2.0, select="", train="haed").trained(extended)
+
+
+def test_what_is_no_adaptation_is_refused():
+    with pytest.raises(errors.UserError, match=r"lora is 3: give .* xshard\.lora"):
+        xshard.Learner(stacked, None, config(), lora=3)

@@ -54,6 +54,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_a_pair_trains_as_the_haiku_function_that_it_was_made_of(tmp_path, changes):
     ends = []
@@ -216,7 +217,8 @@ def _mistakes():
             r"given \['~/n'\]: return the same ones",
         ),
         ((good, good, good), "a tuple of 3"),
-        ("net", "is 'net'"),
+        ("net", "is of type str"),
+        (jax.tree_util.Partial(jnp.dot, jnp.ones(2)), "as docs/.* flax and equinox"),
     ]
 
 

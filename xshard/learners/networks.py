@@ -66,8 +66,12 @@ def of(network: Any, lora: lora_lib.Lora | None) -> Network:
       lora: the network's low-rank adaptation, if any.
 
     Raises:
-      UserError: if it is neither.
+      UserError: if it is neither, or `lora` is no adaptation.
     """
+    if lora is not None and not isinstance(lora, lora_lib.Lora):
+        raise errors.UserError(
+            f"lora is {lora!r}: give the result of xshard.lora, or None."
+        )
     if isinstance(network, tuple):
         if len(network) != 2 or not all(callable(part) for part in network):
             raise errors.UserError(
@@ -76,10 +80,15 @@ def of(network: Any, lora: lora_lib.Lora | None) -> Network:
             )
         init, apply = network
         return _Pair(init, apply, lora)
-    if not callable(network):
+    # Models of flax and equinox can be called as a Haiku function is, but with what
+    # makes their parameters, or with the parameters inside.
+    is_model = hasattr(network, "apply") or not jax.tree_util.all_leaves([network])
+    if is_model or not callable(network):
         raise errors.UserError(
-            f"The network of a learner is {network!r}: give a Haiku function, or a "
-            "pair of functions (init, apply)."
+            f"The network of a learner is of type {type(network).__name__}: give a "
+            "Haiku function, or a pair of functions (init, apply), as "
+            "docs/beyond_a_classifier.md#networks-of-other-libraries shows for models "
+            "of flax and equinox."
         )
     return _Haiku(network, lora)
 
