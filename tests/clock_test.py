@@ -79,6 +79,7 @@ def test_each_second_is_in_one_phase(now):
         "training": 11,
         "evaluation": 6,
         "checkpoint": 3,
+        "trace": 0,
         "data": 0,
     }
     assert timer.seconds() == expected
@@ -104,8 +105,13 @@ def test_an_evaluation_before_the_first_step_is_not_counted_as_start(now):
     with timer.waiting(None):
         now.pass_(1)
     assert timer.seconds() == {
-        "start": 1, "evaluation": 2, "training": 0, "data": 0, "checkpoint": 0
-    }  # fmt: skip
+        "start": 1,
+        "evaluation": 2,
+        "training": 0,
+        "data": 0,
+        "checkpoint": 0,
+        "trace": 0,
+    }
 
 
 @pytest.mark.parametrize("ends,counted", [("before", 4), ("after", 0)])

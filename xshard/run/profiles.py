@@ -11,7 +11,6 @@ import contextlib
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -362,8 +361,8 @@ class Tracer:
 def note_memory(directory: pathlib.Path, e: Exception) -> None:
     """Writes the memory of this process's devices after an error, if it ran out.
 
-    A line on standard error says where it is. No error of writing replaces the one that
-    ended the run.
+    A note on the error, which its traceback shows, says where it is. No error of
+    writing replaces the one that ended the run.
 
     Args:
       directory: the work directory.
@@ -374,19 +373,17 @@ def note_memory(directory: pathlib.Path, e: Exception) -> None:
         return
     path = directory / workdir.PROFILES / f"memory_process_{jax.process_index()}.prof"
     try:
-        # The error holds the arrays that were in use.
+        # The error keeps the arrays alive that were in use.
         content = jax.profiler.device_memory_profile()
         path.parent.mkdir(exist_ok=True)
         disk.replace(path, content)
-    except (OSError, RuntimeError) as e:
-        text = f"the memory in use could not be written to {path}: {e}"
-    else:
-        text = (
-            f"the memory of the devices ran out: {path} has what was in use, by the "
-            f"line that allocated it. To view it: pprof -top {path}"
-        )
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+    except (OSError, RuntimeError) as failure:
+        e.add_note(f"what was in memory could not be written to {path}: {failure}")
+        return
+    e.add_note(
+        f"{path} has what was in the memory of the devices, by the line that allocated "
+        f"it. To view it: pprof -top {path}"
+    )
 
 
 def _named(first: int, last: int) -> str:
