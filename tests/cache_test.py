@@ -126,6 +126,20 @@ def test_a_shared_cache_may_be_in_a_bucket(hits, monkeypatch):
         assert any("lambda" in name for name in store.names())
 
 
+def test_a_bucket_that_does_not_answer_does_not_hold_up_the_run(monkeypatch):
+    # Nothing listens there.
+    url = f"http://127.0.0.1:{harness.free_port()}"
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+    store = checkpoint.Store("gs://bucket/compiled/", is_optional=True)
+    lines = []
+    # The usual retries would take longer than a test may.
+    with cache(store, lines.append, is_shared=True):
+        assert jax.config.jax_compilation_cache_dir is None
+    (line,) = lines
+    assert "compiled programs are not cached for a restart" in line
+    assert "gs://bucket/compiled" in line
+
+
 def test_several_cpu_devices_need_programs_in_order(tmp_path):
     lines = []
     name, value = compile_cache.IN_ORDER_FLAG

@@ -1,9 +1,11 @@
-"""Tests of the rows that MLflow stores, by its own client and server."""
+"""Tests of the rows that MLflow stores, by its own client and server, or a stand-in."""
 
 import contextlib
 import importlib.util
 import subprocess
 import sys
+import threading
+import types
 import urllib.request
 
 import pytest
@@ -11,11 +13,138 @@ import pytest
 from tests import toy
 from tests.launch import harness
 from xshard import errors, loop
-from xshard.metrics import writers
+from xshard.metrics import mlflow_run, writers
 
-pytestmark = pytest.mark.skipif(
+needs_mlflow = pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed"
 )
+
+
+class Error(Exception):
+    pass
+
+
+class Service:
+    """A stand-in for MLflow: what it has stored, as (name, value, time, step).
+
+    Attributes:
+      is_away: whether it refuses all requests.
+      refused: is set when it has refused one.
+    """
+
+    def __init__(self):
+        self.stored = []
+        self.is_away = False
+        self.refused = threading.Event()
+        self.ended = 0
+
+    def log_batch(self, run_id, metrics=(), params=(), synchronous=None):
+        assert run_id == "an ID" and synchronous
+        assert len(metrics) <= 1000
+        if self.is_away:
+            self.refused.set()
+            raise Error("away")
+        self.stored += [tuple(metric) for metric in metrics]
+
+    def set_terminated(self, run_id):
+        print("an address")
+        self.ended += 1
+
+
+@pytest.fixture
+def service(monkeypatch):
+    found = Service()
+    run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="an ID"))
+    stand_in = types.SimpleNamespace(
+        is_tracking_uri_set=lambda: True,
+        start_run=lambda run_id, **_: run,
+        end_run=lambda status: print("an address"),
+        MlflowClient=lambda: found,
+        exceptions=types.SimpleNamespace(MlflowException=Error),
+        entities=types.SimpleNamespace(
+            Param=lambda name, value: (name, value), Metric=lambda *values: values
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", stand_in)
+    # Nothing is sent again unless a test closes the writer.
+    monkeypatch.setattr(mlflow_run, "_PAUSE_SECONDS", 600)
+    return found
+
+
+def opened(directory, history=()):
+    part = writers.Part(directory, len(history), {"a": 1}, lambda: iter(history))
+    return writers.KNOWN["mlflow"](part)
+
+
+def row(step, time, **values):
+    return {"step": step, "perf/time": time, **values}
+
+
+def test_a_number_has_a_name_that_mlflow_allows(tmp_path, service, capsys):
+    names = ["a@b", "a#b", "/c//d", "..", "x" * 300, "grad norm: e.f-g"]
+    writer = opened(tmp_path)
+    writer.write({"step": 1, "perf/time": 2.0} | dict.fromkeys(names, 1.0))
+    writer.write({"step": 2, "perf/time": 3.0, "a#b": 4.0})
+    writer.close()
+    wanted = ["perf/time", "a_b", "a_b_2", "c/d", "__", "x" * 240, "grad norm: e.f-g"]
+    assert [name for name, *_ in service.stored] == [*wanted, "perf/time", "a_b_2"]
+    assert service.stored[-1] == ("a_b_2", 4.0, 3000, 2)
+    assert service.ended == 1
+    # A run with --quiet prints its results only.
+    assert capsys.readouterr().out == ""
+
+
+def test_large_rows_are_sent_in_parts(tmp_path, service):
+    writer = opened(tmp_path)
+    writer.write({"step": 1, "perf/time": 2.0} | {f"a{i}": i for i in range(2500)})
+    writer.close()
+    assert len(service.stored) == 2501
+
+
+def test_a_killed_part_has_recorded_what_is_stored(tmp_path, service):
+    before = [row(1, 10.0, loss=1.0), row(2, 20.0, loss=2.0)]
+    writer = opened(tmp_path)
+    for each in before:
+        writer.write(each)
+    harness.wait_until(lambda: len(service.stored) == 4 and not writer._waiting)
+    # The part is not closed. The next one resumes after step 1 and repeats step 2, at
+    # another time.
+    writer = opened(tmp_path, before[:1])
+    writer.write(row(2, 30.0, loss=2.0))
+    writer.write(row(3, 40.0, loss=3.0))
+    writer.close()
+    losses = [(step, time) for name, _, time, step in service.stored if name == "loss"]
+    assert losses == [(1, 10000), (2, 20000), (3, 40000)]
+
+
+def test_a_server_that_is_away_keeps_no_run_from_ending(tmp_path, service, capsys):
+    writer = opened(tmp_path)
+    service.is_away = True
+    writer.write(row(1, 10.0, loss=1.0))
+    assert service.refused.wait(60)
+    writer.write(row(2, 20.0, loss=2.0))
+    writer.close()
+    error = capsys.readouterr().err
+    assert "MLflow does not store rows (away); the run goes on." in error
+    assert "MLflow has not stored all rows (away); a resumed run sends them." in error
+    assert service.stored == [] and service.ended == 0
+    service.is_away = False
+    opened(tmp_path, [row(1, 10.0, loss=1.0), row(2, 20.0, loss=2.0)]).close()
+    assert [step for name, _, _, step in service.stored if name == "loss"] == [1, 2]
+
+
+def test_a_server_that_returns_gets_all_rows_in_order(tmp_path, service, monkeypatch):
+    monkeypatch.setattr(mlflow_run, "_PAUSE_SECONDS", 0)
+    writer = opened(tmp_path)
+    service.is_away = True
+    for step in range(1, 6):
+        writer.write(row(step, 10.0 * step, loss=float(step)))
+    assert service.refused.wait(60)
+    service.is_away = False
+    harness.wait_until(lambda: not writer._waiting)
+    writer.close()
+    losses = [value for name, value, _, _ in service.stored if name == "loss"]
+    assert losses == [1, 2, 3, 4, 5]
 
 
 @contextlib.contextmanager
@@ -50,6 +179,7 @@ def make_config(**changes):
     return config.lock()
 
 
+@needs_mlflow
 @pytest.mark.long
 def test_all_parts_of_a_run_are_one_run_of_mlflow(tmp_path, monkeypatch, capsys):
     import mlflow
@@ -79,6 +209,7 @@ def test_all_parts_of_a_run_are_one_run_of_mlflow(tmp_path, monkeypatch, capsys)
     assert [x.step for x in errors_of] == [6, 12, 16]
 
 
+@needs_mlflow
 @pytest.mark.long
 def test_rows_that_were_not_stored_are_sent_by_the_next_part(
     tmp_path, monkeypatch, capsys
@@ -87,7 +218,8 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     port = harness.free_port()
-    rows = [{"step": step, "loss": float(step)} for step in range(1, 4)]
+    # The server itself would refuse such a name.
+    rows = [row(step, step, loss=float(step), **{"top@5": 1.0}) for step in (1, 2, 3)]
 
     def part(count):
         return writers.Part(tmp_path / "run", count, {}, lambda: iter(rows[:count]))
@@ -96,7 +228,7 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
         mlflow.set_tracking_uri(url)
         (writer,) = writers.open_all(["mlflow"], part(0))
         writer.write(rows[0])
-        writer._operations[0].wait()
+        harness.wait_until(lambda: not writer._waiting)
     # The server is gone while the run trains on.
     writer.write(rows[1])
     writer.close()
@@ -108,9 +240,12 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
         client = mlflow.MlflowClient()
         (found,) = mlflow.search_runs(output_format="list")
         history = client.get_metric_history(found.info.run_id, "loss")
-    assert {(x.step, x.value) for x in history} == {(1, 1.0), (2, 2.0), (3, 3.0)}
+        others = client.get_metric_history(found.info.run_id, "top_5")
+    assert sorted((x.step, x.value) for x in history) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert sorted(x.step for x in others) == [1, 2, 3]
 
 
+@needs_mlflow
 def test_without_a_server_s_address_the_run_says_so(tmp_path, monkeypatch):
     import mlflow
 

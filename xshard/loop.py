@@ -266,7 +266,7 @@ class Run:
         shared = self.config.get("compiled", {}).get("directory", "")
         own = self.workdir.path / compile_cache.FOLDER
         return compile_cache.enabled(
-            checkpoint.Store(shared or own),
+            checkpoint.Store(shared or own, is_optional=True),
             self.terminal.say,
             flags=self.provenance.flags,
             chip=self.provenance.chip,

@@ -343,3 +343,13 @@ def test_a_mix_refuses_the_state_of_another_iterator():
         rows.set_state({"next": 3})
     with pytest.raises(errors.UserError, match="a mix of 3 datasets"):
         rows.set_state({**state, "datasets": [*state["datasets"], {}]})
+
+
+def test_a_mix_refuses_another_table(monkeypatch):
+    begun = start(1, scheduled)
+    read(begun, 4)
+    states = saved(begun)
+    # The first rows, which identify the data, come from the same datasets.
+    monkeypatch.setitem(globals(), "TABLE", [*TABLE[:2], (9, [1, 2])])
+    with pytest.raises(errors.UserError, match=r"\[9, \[1.0, 1.0\]\].*now has"):
+        restored(states, 1, make=scheduled)

@@ -30,6 +30,8 @@ from xshard.files import disk
 
 # Retries of requests to object stores. The delay between tries grows up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
+# For objects that a run can do without, which must not hold it up.
+_FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
 # The time between two looks at whether a deletion has ended grows from the first to the
 # second.
 _FIRST_PAUSE_SECONDS = 0.001
@@ -71,12 +73,18 @@ class Store:
     the service fails. A failure is never reported as an absent object.
     """
 
-    def __init__(self, url: str | os.PathLike[str]):
+    def __init__(self, url: str | os.PathLike[str], *, is_optional: bool = False):
         """Opens a folder, which need not exist.
+
+        Args:
+          url: the folder.
+          is_optional: whether a run can do without its objects. A failing service is
+            then asked again for some seconds only, instead of a quarter of an hour.
 
         Raises:
           CheckpointError: if the URL does not name a supported store.
         """
+        self._retries = _FEW_RETRIES if is_optional else RETRIES
         self._spec, self.url = _parse(os.fspath(url))
         # None: the store is not on a disk.
         self.path = None
@@ -289,7 +297,7 @@ class Store:
 
     def _kv(self) -> Any:
         if self._objects is None:
-            self._objects = self._opened(self._spec, make_context())
+            self._objects = self._opened(self._spec, make_context(self._retries))
         return self._objects
 
     def _opened(self, spec: Mapping[str, Any], context: ts.Context) -> Any:
@@ -391,13 +399,13 @@ class Database:
         return self._array
 
 
-def make_context() -> ts.Context:
+def make_context(retries: Mapping[str, Any] = RETRIES) -> ts.Context:
     """Creates a tensorstore context, for databases that are used together."""
     return ts.Context(
         {
             "file_io_concurrency": {"limit": 64},
-            "gcs_request_retries": RETRIES,
-            "s3_request_retries": RETRIES,
+            "gcs_request_retries": dict(retries),
+            "s3_request_retries": dict(retries),
             # This cache holds the nodes of the databases' trees, the only data that is
             # read more than once.
             "cache_pool": {"total_bytes_limit": 100 << 20},

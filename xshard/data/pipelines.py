@@ -80,7 +80,7 @@ class Mix:
     It is the last stage of a stream. Each row is drawn from one dataset, in an order
     that follows from its number and that of the stream: nothing random, so that each
     batch and each stretch of steps has its proportions within a row or two. The state
-    is the number of rows and the datasets' states.
+    is the number of rows, the datasets' states and the table, which is fixed for a run.
 
     Attributes:
       datasets: the datasets.
@@ -113,6 +113,10 @@ class Mix:
         """
         self.datasets = datasets
         _check_mix(table, len(datasets))
+        # As JSON has it in a checkpoint.
+        self._table = []
+        for steps, weights in table:
+            self._table.append([steps, [float(weight) for weight in weights]])
         self._begins = [stream.rows_until(steps) for steps, _ in table]
         self._bounds = [_bounds(weights) for _, weights in table]
         # Streams take their rows from different places of the order, so that a batch
@@ -120,7 +124,8 @@ class Mix:
         self._shift = _TURN * stream.index // stream.count
 
     def __iter__(self) -> "_Mixed":
-        return _Mixed([iter(dataset) for dataset in self.datasets], self.source)
+        iterators = [iter(dataset) for dataset in self.datasets]
+        return _Mixed(iterators, self.source, self._table)
 
     def source(self, row: int) -> int:
         """Returns the number of the dataset that a row comes from."""
@@ -132,9 +137,15 @@ class Mix:
 class _Mixed(Iterator[Any]):
     """The iterator over a `Mix`."""
 
-    def __init__(self, iterators: Sequence[Any], source: Callable[[int], int]):
+    def __init__(
+        self,
+        iterators: Sequence[Any],
+        source: Callable[[int], int],
+        table: list[Any],
+    ):
         self._iterators = iterators
         self._source = source
+        self._table = table
         self._count = 0
 
     def __next__(self) -> Any:
@@ -144,10 +155,11 @@ class _Mixed(Iterator[Any]):
 
     def get_state(self) -> dict[str, Any]:
         states = [iterator.get_state() for iterator in self._iterators]
-        return {"rows": self._count, "datasets": states}
+        return {"rows": self._count, "datasets": states, "table": self._table}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or state.keys() != {"rows", "datasets"}:
+        names = {"rows", "datasets", "table"}
+        if not isinstance(state, Mapping) or state.keys() != names:
             raise errors.UserError(
                 "The checkpoint's position in the training data is "
                 f"{str(state)[:200]}, which no pipelines.Mix wrote. Restore the "
@@ -160,6 +172,14 @@ class _Mixed(Iterator[Any]):
                 f"datasets, but there are now {len(self._iterators)}. A resume would "
                 "not continue the same run: restore them, or start a new run in "
                 "another directory with --init_from."
+            )
+        # The first rows, which identify the data, may be the same by both tables.
+        if state["table"] != self._table:
+            raise errors.UserError(
+                f"The checkpoint was written with a mix by the table {state['table']}; "
+                f"the run now has {self._table}. A resume would not continue the same "
+                "run: restore the table, or start a new run in another directory with "
+                "--init_from."
             )
         self._count = state["rows"]
         for iterator, inner in zip(self._iterators, state["datasets"], strict=True):

@@ -1,20 +1,44 @@
 """A writer that logs to MLflow."""
 
+import collections
+import contextlib
+import io
 import math
 import pathlib
+import posixpath
+import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard import config as config_lib
 from xshard import errors
 from xshard.metrics import rows, sent_rows
 
-# MLflow refuses larger requests, and longer values of parameters.
+# MLflow refuses larger requests, and longer names and values of parameters.
 _MOST_METRICS = 1000
 _MOST_PARAMS = 100
+_LONGEST_NAME = 250
 _LONGEST_PARAM = 6000
+# The pause after rows that could not be stored.
+_PAUSE_SECONDS = 10
+# The end of a run waits this long for the next answer of the server. A run that is
+# preempted has little time.
+_LONGEST_WAIT_SECONDS = 20
+
+
+class _Waiting(NamedTuple):
+    """Metrics of a row that are to be sent.
+
+    Attributes:
+      metrics: the metrics.
+      row: the place of the row in `SentRows`, if these are its last metrics, or None.
+    """
+
+    metrics: list[Any]
+    row: tuple[int, ...] | None
 
 
 class MlflowRun:
@@ -22,8 +46,11 @@ class MlflowRun:
 
     Its name is the work directory's name, and its parameters are the config's keys.
     MLflow finds the server and the experiment itself: MLFLOW_TRACKING_URI,
-    MLFLOW_EXPERIMENT_NAME. Its client sends rows in the background. See `SentRows` for
-    how parts of a run share one. Samples are not sent.
+    MLFLOW_EXPERIMENT_NAME. See `SentRows` for how parts of a run share one. Samples are
+    not sent.
+
+    A thread sends the rows, in their order. MLflow's own asynchronous logging does not
+    tell which rows are stored before all of them are, and keeps all of them until then.
     """
 
     def __init__(
@@ -49,34 +76,42 @@ class MlflowRun:
         if not mlflow.is_tracking_uri_set():
             raise errors.UserError(
                 "writers has 'mlflow', but no server is named: set "
-                "MLFLOW_TRACKING_URI, as in http://localhost:5000 or "
-                "sqlite:////home/me/mlflow.db."
+                "MLFLOW_TRACKING_URI, as in http://localhost:5000."
             )
         self._mlflow = mlflow
         self._sent = sent_rows.SentRows(directory / "mlflow" / "xshard.json")
         is_first = not self._sent.id
         try:
-            run = mlflow.start_run(
-                run_id=self._sent.id or None,
-                run_name=directory.name,
-                log_system_metrics=False,
-            )
             # MLflow allows one active run in a process, and a run that rolls back opens
             # its writers again. So this one is only known by its ID.
-            mlflow.end_run("RUNNING")
+            with _silence():
+                run = mlflow.start_run(
+                    run_id=self._sent.id or None,
+                    run_name=directory.name,
+                    log_system_metrics=False,
+                )
+                mlflow.end_run("RUNNING")
             self._client = mlflow.MlflowClient()
             self._sent.id = run.info.run_id
             if is_first:
                 self._log_params(config)
-        except mlflow.exceptions.MlflowException as e:
+        # A store other than a server may need packages that mlflow-skinny lacks.
+        except (mlflow.exceptions.MlflowException, ImportError) as e:
             raise errors.UserError(
                 "writers has 'mlflow', but MLflow cannot start at "
                 f"{mlflow.get_tracking_uri()}: {e}"
             ) from e
         # The ID is recorded now, so that it survives if this part is killed.
         self._sent.record()
-        # What is being sent.
-        self._operations: list[Any] = []
+        # MLflow's name of each number.
+        self._names: dict[str, str] = {}
+        self._waiting: collections.deque[_Waiting] = collections.deque()
+        # Why the server has not stored the first of them; empty if it has not refused.
+        self._failure = ""
+        self._is_closed = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._send_all, daemon=True)
+        self._thread.start()
         for row in history():
             self.write(row)
 
@@ -87,48 +122,152 @@ class MlflowRun:
             params.append(self._mlflow.entities.Param(name, text))
         for begin in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(
-                self._sent.id, params=params[begin : begin + _MOST_PARAMS]
+                self._sent.id,
+                params=params[begin : begin + _MOST_PARAMS],
+                synchronous=True,
             )
 
     def write(self, row: rows.Row) -> None:
         """Sends a row of numbers, unless it has been sent."""
-        if not self._sent.is_new(row):
-            return
         now = int(1000 * row.get("perf/time", time.time()))
         metrics = []
         for name, value in rows.flat(row).items():
             # MLflow has no place for what is not finite.
             is_number = isinstance(value, int | float) and math.isfinite(value)
             if is_number and name != "step":
-                metrics.append(
-                    self._mlflow.entities.Metric(name, value, now, row["step"])
+                # A number's name depends on the rows before, so each part names them
+                # all.
+                entity = self._mlflow.entities.Metric(
+                    self._name(name), value, now, row["step"]
                 )
-        for begin in range(0, len(metrics), _MOST_METRICS):
-            operation = self._client.log_batch(
-                self._sent.id,
-                metrics=metrics[begin : begin + _MOST_METRICS],
-                synchronous=False,
-            )
-            self._operations.append(operation)
+                metrics.append(entity)
+        if not self._sent.is_new(row):
+            return
+        with self._change:
+            for begin in range(0, len(metrics), _MOST_METRICS):
+                some = metrics[begin : begin + _MOST_METRICS]
+                is_end = begin + _MOST_METRICS >= len(metrics)
+                place = None
+                if is_end:
+                    place = self._sent.last
+                self._waiting.append(_Waiting(some, place))
+            self._change.notify_all()
+
+    def _name(self, name: str) -> str:
+        """Returns MLflow's name of a number."""
+        if name in self._names:
+            return self._names[name]
+        # MLflow allows no other characters, and no names that are not those of files.
+        base = re.sub(r"[^\w.\- :/]", "_", name)
+        base = posixpath.normpath(base.replace("..", "__")).strip("/")
+        base = base[: _LONGEST_NAME - 10]
+        if base in ("", "."):
+            base = "_"
+        taken = set(self._names.values())
+        unique = base
+        number = 2
+        while unique in taken:
+            unique = f"{base}_{number}"
+            number += 1
+        self._names[name] = unique
+        return unique
+
+    def _send_all(self) -> None:
+        """Sends what waits until the writer is closed; the body of a thread."""
+        while True:
+            with self._change:
+                while not self._waiting and not self._is_closed:
+                    self._change.wait()
+                if self._is_closed:
+                    return
+                batch = self._first()
+            metrics = []
+            for waiting in batch:
+                metrics += waiting.metrics
+            failure = ""
+            try:
+                self._client.log_batch(self._sent.id, metrics=metrics, synchronous=True)
+            except self._mlflow.exceptions.MlflowException as e:
+                failure = str(e)
+            with self._change:
+                # The writer may have been closed meanwhile, and another one have begun
+                # to send the same rows.
+                if self._is_closed:
+                    return
+                if failure:
+                    self._pause(failure)
+                else:
+                    self._stored(batch)
+
+    def _first(self) -> list[_Waiting]:
+        """Returns the first of what waits, up to the size of a request."""
+        batch: list[_Waiting] = []
+        count = 0
+        for waiting in self._waiting:
+            count += len(waiting.metrics)
+            if batch and count > _MOST_METRICS:
+                break
+            batch.append(waiting)
+        return batch
+
+    def _stored(self, batch: list[_Waiting]) -> None:
+        self._failure = ""
+        for waiting in batch:
+            self._waiting.popleft()
+            if waiting.row is not None:
+                # What a note lacks is sent again, at the same time and so as the same.
+                with contextlib.suppress(OSError):
+                    self._sent.record(waiting.row)
+        self._change.notify_all()
+
+    def _pause(self, failure: str) -> None:
+        if not self._failure:
+            _say(f"MLflow does not store rows ({failure}); the run goes on.")
+        self._failure = failure
+        self._change.notify_all()
+        self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
 
     def flush(self) -> None:
-        """Does nothing: MLflow's client sends the rows in the background."""
+        """Does nothing: a thread sends the rows."""
 
     def close(self) -> None:
         """Waits until all rows are stored.
 
-        If some cannot be, a line on stderr says so, and the next part sends them.
+        If the server does not answer, a line on stderr says so, and the next part sends
+        them.
         """
-        try:
-            for operation in self._operations:
-                operation.wait()
-            self._client.set_terminated(self._sent.id)
-        except self._mlflow.exceptions.MlflowException as e:
-            print(
-                f"MLflow has not stored all rows ({e}); the same command again sends "
-                "them.",
-                file=sys.stderr,
-                flush=True,
+        with self._change:
+            failure = self._wait()
+            self._is_closed = True
+            self._change.notify_all()
+        if not failure:
+            self._thread.join()
+            try:
+                with _silence():
+                    self._client.set_terminated(self._sent.id)
+            except self._mlflow.exceptions.MlflowException as e:
+                failure = str(e)
+        if failure:
+            _say(
+                f"MLflow has not stored all rows ({failure}); a resumed run sends them."
             )
-            return
-        self._sent.record()
+
+    def _wait(self) -> str:
+        """Waits until all rows are stored; returns why they are not."""
+        while self._waiting:
+            if self._failure:
+                return self._failure
+            count = len(self._waiting)
+            self._change.wait(_LONGEST_WAIT_SECONDS)
+            if len(self._waiting) == count and not self._failure:
+                return f"no answer for {_LONGEST_WAIT_SECONDS} seconds"
+        return ""
+
+
+def _silence() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which nothing is printed: MLflow prints addresses."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

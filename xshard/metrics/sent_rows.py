@@ -15,7 +15,9 @@ class SentRows:
     the next part sends them.
 
     Attributes:
-      id: the service's ID of its run; empty until `record` is given one.
+      id: the service's ID of its run; empty until there is one.
+      last: the last row that was counted: its step, and its rank among the rows of the
+        step.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -29,8 +31,7 @@ class SentRows:
             path.parent.mkdir(parents=True, exist_ok=True)
             note = jsonfile.read_if_exists(path) or {}
         self.id: str = note.get("id", "")
-        # The last row that was sent: its step, and its rank among the rows of the step.
-        self._last = tuple(note.get("sent", (0, 0)))
+        self.last: tuple[int, ...] = tuple(note.get("sent", (0, 0)))
         # Rows of norms come in an order of their own. The step of the last one.
         self._last_norms = note.get("sent_norms", 0)
 
@@ -41,17 +42,24 @@ class SentRows:
             self._last_norms = max(self._last_norms, row["step"])
             return is_new
         place = (row["step"], _rank(row))
-        if place <= self._last:
+        if place <= self.last:
             return False
-        self._last = place
+        self.last = place
         return True
 
-    def record(self) -> None:
-        """Writes the ID, and that all rows counted so far have been sent."""
+    def record(self, last: tuple[int, ...] | None = None) -> None:
+        """Writes the ID, and the last row that has been sent.
+
+        Args:
+          last: that row, as `last` was when it was counted; None: all rows counted so
+            far have been sent.
+        """
+        if last is None:
+            last = self.last
         with disk.writing(self._path):
             note = {
                 "id": self.id,
-                "sent": list(self._last),
+                "sent": list(last),
                 "sent_norms": self._last_norms,
             }
             content = jsonfile.dumps(note).encode()
