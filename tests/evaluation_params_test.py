@@ -60,6 +60,22 @@ class Doubled(toy.Wide):
         return xshard.CrossShardOptimizer(rule)
 
 
+class Rescaled(Normalized):
+    """Evaluates twice its first layer, which doubles what its batch norm gets."""
+
+    def optimizer(self):
+        def double_first(state, params):
+            double = lambda x: 2 * x
+            return {**params, "first": jax.tree.map(double, params["first"])}
+
+        rule = xshard.OptaxOptimizer(optax.sgd(0.02), evaluation_params=double_first)
+        rule = xshard.CrossShardOptimizer(rule, **self.config.reduction)
+        # It skips some steps.
+        return xshard.MixedPrecisionLossScaleOptimizer(
+            rule, xshard.DynamicLossScale(increment_period=5)
+        )
+
+
 class Unused(Free):
     """Leaves its rule's parameters for evaluation unused, as in the low tier."""
 
@@ -213,6 +229,46 @@ def test_the_statistics_of_a_batch_norm_are_averaged_with_the_parameters(tmp_pat
         np.testing.assert_array_equal(found, averages[f"statistics/{path}"])
         assert not np.array_equal(found, x)
     assert floats == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reduction": {"shard_params": True, "shard_update": True}},
+        {"reduction": {"arithmetic": "exact"}, "logical_replicas": 8},
+        {"group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7))},
+    ],
+    ids=str,
+)
+def test_statistics_are_estimated_for_the_evaluated_parameters(tmp_path, changes):
+    config = make_config(
+        "Rescaled", estimate_statistics=True, overflow_above=2.0, **changes
+    )
+    assert loop.run(config, str(tmp_path), "") == 0
+    state = rows.final_state(tmp_path, config).experiment
+    steps = np.max(state.global_step)
+    assert 0 < steps < config.steps
+    (slots,) = (x for x in state.opt_state.values() if any("stat" in y for y in x))
+    # The mean of inputs twice as large is twice as large, and the variance four times.
+    for kind, factor in (("mean", 2), ("var", 4)):
+        for name in ("average", "hidden"):
+            path = f"norm/~/{kind}_ema/{name}"
+            trained = trees.leaves_by_path(state.net_state)[path]
+            assert np.all(trained != 0)
+            # The mean is a sum of numbers that cancel.
+            np.testing.assert_allclose(
+                slots[f"statistics/{path}"], factor * trained, rtol=1e-4, atol=1e-5
+            )
+    # The norm divides by what they estimate.
+    results = rows.results(tmp_path)["eval"]
+    np.testing.assert_allclose(results["error"], results["raw/error"], rtol=1e-3)
+
+
+def test_nothing_to_estimate_is_refused(tmp_path):
+    config = make_config("Free", estimate_statistics=True)
+    with pytest.raises(errors.UserError, match="estimate_statistics=True has no eff"):
+        loop.run(config, str(tmp_path / "run"), "")
 
 
 def test_a_function_of_one_s_own_is_used(tmp_path):

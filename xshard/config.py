@@ -411,6 +411,14 @@ KEYS = (
         may_change=True,
     ),
     Key(
+        "estimate_statistics",
+        False,
+        "Whether each step also estimates the network's floating-point state, such as "
+        "the statistics of a batch norm, for the parameters that the run evaluates if "
+        "these are not those that train, by another forward pass.",
+        is_optional=True,
+    ),
+    Key(
         "gather_once",
         False,
         "With shard_params: whether to gather parameters once per step, for all "

@@ -66,7 +66,7 @@ class _Update(NamedTuple):
       nonfinite: the number of non-finite gradient elements for each parameter, equal
         on all replicas of a group.
       lowered: whether the update lowered a loss scale.
-      rate: by how much averages of the network's state move; None without averages.
+      rate: by how much averages of the parameters move; None without averages.
     """
 
     params: Any
@@ -113,8 +113,8 @@ class Learner:
           optimizer: returns the update rule, which must contain a `CrossShardOptimizer`
             over 'replica' (and 'slice', with several slices).
           config: the run's config. The learner reads its keys precision, micro_batches,
-            gather_once, aggregation_method, on_nonfinite, log_norms_every_steps and
-            noise_scale_steps.
+            gather_once, aggregation_method, estimate_statistics, on_nonfinite,
+            log_norms_every_steps and noise_scale_steps.
           clip_gradients: transforms a replica's gradients before they are reduced. A
             gradient that it replaces with None leaves its parameter unchanged.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match
@@ -137,6 +137,8 @@ class Learner:
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
         self._aggregation_method = gradients.method(config.aggregation_method)
+        # Configs made before these keys existed lack them.
+        self._estimates = config.get("estimate_statistics", False)
         self._norms_every = config.get("log_norms_every_steps", 0)
         self._noise_scale_steps = config.get(noise_scale.KEY, 0)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
@@ -161,9 +163,9 @@ class Learner:
         meta = hk.transform(self._describe).apply({}, None, params, requested)
         init_optimizer = hk.transform_with_state(self._init_optimizer).init
         _, opt_state = init_optimizer(key, params, meta)
-        if meta.averages_module is not None:
+        if meta.statistics_module is not None:
             first = jax.tree.map(trees.widen, _floats(net_state))
-            opt_state = _with_statistics(opt_state, meta.averages_module, first)
+            opt_state = _with_statistics(opt_state, meta.statistics_module, first)
         state = state_lib.LearnerState(
             params=params,
             net_state=net_state,
@@ -304,9 +306,14 @@ class Learner:
                 given=(state.params, state.global_step),
             )
         applied = new["global_step"] != state.global_step
+        estimated = None
+        if self._estimates and state.meta.statistics_module is not None:
+            estimated = self._estimate_statistics(
+                state, loss, batch, jax.random.fold_in(key, 1)
+            )
         # Averaged together, in one collective.
-        net_state, metrics, local_sq_norms = mean_over_replicas(
-            (update.net_state, update.metrics, update.local_sq_norms)
+        net_state, metrics, local_sq_norms, estimated = mean_over_replicas(
+            (update.net_state, update.metrics, update.local_sq_norms, estimated)
         )
         observed = state_lib.observe(
             applied, update.lowered, metrics["loss"], update.nonfinite > 0
@@ -315,8 +322,12 @@ class Learner:
         net_state = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old), net_state, state.net_state
         )
-        if update.rate is not None:
-            new["opt_state"] = self._move_statistics(
+        if estimated is not None:
+            new["opt_state"] = _move_statistics(
+                new["opt_state"], state, estimated, jnp.where(applied, 1.0, 0.0)
+            )
+        elif update.rate is not None:
+            new["opt_state"] = _move_statistics(
                 new["opt_state"], state, net_state, jnp.where(applied, update.rate, 0)
             )
         sq_norms = dict(local_sq_norms)
@@ -383,7 +394,9 @@ class Learner:
 
         If a rule has other parameters than those that train, such as averages, it has
         those: see `Optimizer.evaluation_params`. With averages, the floating-point
-        arrays of the network's state are averages, too. Otherwise it is the same state.
+        arrays of the network's state are averages, too; with the config's
+        `estimate_statistics`, they are those of a network that trains with these
+        parameters. Without such a rule it is the same state.
 
         Args:
           state: the learner's state.
@@ -394,8 +407,8 @@ class Learner:
         transformed = hk.transform_with_state(self._evaluation_params)
         params, _ = transformed.apply({}, state.opt_state, None, state)
         net_state = state.net_state
-        if state.meta.averages_module is not None:
-            rule_state = state.opt_state[state.meta.averages_module]
+        if state.meta.statistics_module is not None:
+            rule_state = state.opt_state.get(state.meta.statistics_module, {})
             net_state = moving_average.statistics(rule_state, net_state)
         return state.replace(params=params, net_state=net_state)
 
@@ -425,21 +438,40 @@ class Learner:
         validation.evaluation_params(where, params, state.params)
         return params
 
-    def _move_statistics(
-        self, opt_state: Any, old: state_lib.LearnerState, net_state: Any, rate: Any
+    def _estimate_statistics(
+        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> Any:
-        """Returns a rule's state with averages that moved towards a network's state."""
-        name = old.meta.averages_module
-        assert name is not None
-        averages = {}
-        for path, x in _floats(net_state).items():
-            average = old.opt_state[name].get(moving_average.statistics_name(path))
-            if average is None:
-                # A step of an earlier version, which kept none, is repeated as it was.
-                continue
-            change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
-            averages[path] = average - change
-        return _with_statistics(opt_state, name, averages)
+        """Returns the network's state after a pass with the evaluated parameters.
+
+        It is the replica's own. Nothing else of the loss is used, so XLA removes it.
+
+        Args:
+          state: the state before the update.
+          loss: as for `update`.
+          batch: the replica's part of the batch.
+          key: the replica's own key.
+        """
+        parts = self._micro_batches
+        if parts > 1:
+            # The whole batch may not fit into the memory.
+            first = lambda x: x.reshape(parts, -1, *x.shape[1:])[0]
+            batch = jax.tree.map(first, batch)
+        evaluated = self.for_evaluation(state)
+        gatherer = self._gatherer(state.meta)
+
+        def net_state_after() -> Any:
+            shards = gatherer.select_shards(evaluated.params)
+            whole = gatherer.gather(shards)
+            with run_context.with_shards(whole, shards):
+                params = trees.replace(evaluated.params, whole)
+                returned = loss(evaluated.replace(params=params), batch, key)
+            checked = validation.learner_loss(loss, returned, state.net_state)
+            return checked[1]
+
+        # The loss may use Haiku's random keys and state, as in `value`.
+        transformed = hk.transform_with_state(net_state_after)
+        net_state, _ = transformed.apply({}, state.opt_state, key)
+        return net_state
 
     def value(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
@@ -461,10 +493,9 @@ class Learner:
         """
         opt = self._bound_optimizer({})
         run = run_context.current()
-        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
         meta = state_lib.LearnerMeta(
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
-            averages_module=averaging[0].module_name if averaging else None,
+            statistics_module=self._statistics_module(opt, params),
             evaluation_rule=self._evaluation_rule(opt, params),
             lora_scale=self._lora.scale if self._lora else None,
         )
@@ -478,6 +509,14 @@ class Learner:
                     meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
                 )
         return meta
+
+    def _statistics_module(self, opt: base.Optimizer, params: Any) -> str | None:
+        """Returns the module that keeps the network's state for evaluation."""
+        for rule in _rules_with_evaluation_params(opt, params):
+            averages = isinstance(rule, moving_average.MovingAverageOptimizer)
+            if averages or self._estimates:
+                return rule.module_name
+        return None
 
     def _evaluation_rule(self, opt: base.Optimizer, params: Any) -> str | None:
         """Returns the name of the rule that has other parameters for evaluation."""
@@ -659,15 +698,40 @@ def _floats(net_state: Any) -> dict[str, jax.Array]:
     return {path: x for path, x in leaves.items() if is_float(x)}
 
 
+def _move_statistics(
+    opt_state: Any, old: state_lib.LearnerState, net_state: Any, rate: Any
+) -> Any:
+    """Returns a rule's state in which the network's state for evaluation has moved.
+
+    Args:
+      opt_state: the new state of all rules.
+      old: the learner's state before the update.
+      net_state: the network's state towards which it moves.
+      rate: by how much: a scalar, 0 for not at all and 1 for the whole way.
+    """
+    name = old.meta.statistics_module
+    assert name is not None
+    before = old.opt_state.get(name, {})
+    averages = {}
+    for path, x in _floats(net_state).items():
+        average = before.get(moving_average.statistics_name(path))
+        if average is None:
+            # A step of an earlier version, which kept none, is repeated as it was.
+            continue
+        change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
+        averages[path] = average - change
+    return _with_statistics(opt_state, name, averages)
+
+
 def _with_statistics(opt_state: Any, name: str, averages: Mapping[str, Any]) -> Any:
     """Returns a rule's state with averages of the network's state, by path.
 
     Args:
       opt_state: the state of all rules.
-      name: the name of the module that keeps averages.
+      name: the name of the module that keeps them.
       averages: the averages.
     """
-    module = dict(opt_state[name])
+    module = dict(opt_state.get(name, {}))
     for path, average in averages.items():
         module[moving_average.statistics_name(path)] = average
     return {**opt_state, name: module}

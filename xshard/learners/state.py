@@ -28,8 +28,8 @@ class LearnerMeta:
 
     Attributes:
       shards_update: whether slots are sharded over the replicas.
-      averages_module: the module name under which the rules keep averages of the
-        parameters; None without averages.
+      statistics_module: the name of the module whose state has the network's
+        floating-point state for evaluation; None if that of training is used.
       evaluation_rule: the name of the rule that has other parameters for evaluation;
         None if the parameters that train are evaluated.
       param_layouts: the layouts of parameters and slots if parameters are also held in
@@ -41,7 +41,7 @@ class LearnerMeta:
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
-    averages_module: str | None = dataclasses.field(default=None, compare=False)
+    statistics_module: str | None = dataclasses.field(default=None, compare=False)
     evaluation_rule: str | None = dataclasses.field(default=None, compare=False)
     param_layouts: layouts.Layouts = dataclasses.field(
         default_factory=dict, compare=False

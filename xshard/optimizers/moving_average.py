@@ -197,7 +197,9 @@ def statistics(state: Mapping[str, Any], net_state: Any) -> Any:
     """
 
     def average(path: tuple[Any, ...], x: Any) -> Any:
-        return state.get(statistics_name(trees.path_name(path)), x)
+        # Networks need the type that they created their state with.
+        name = statistics_name(trees.path_name(path))
+        return state[name].astype(x.dtype) if name in state else x
 
     return jax.tree_util.tree_map_with_path(average, net_state)
 

@@ -102,6 +102,7 @@ def programs(
     with cross_shard.recording() as rules:
         traced_step = analyzed_step.trace(state, batch)
     _check_reduction(experiment, rules)
+    _check_statistics(experiment, state)
     replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
     replica_analysis.check_rules(experiment, mesh, state, batch, traced_step)
     if updates_in_shards:
@@ -248,17 +249,14 @@ def _note_of_evaluation(
             f"evaluations, samples, exports and xshard.load use the parameters{whose} "
             f"of {rule}.evaluation_params; 'raw/...' are those that train"
         )
-        leaves = trees.leaves_by_path(learner.net_state)
-        floats = [
-            path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        if floats and learner.meta.averages_module is None:
+        floats = _floats(learner.net_state)
+        if floats and learner.meta.statistics_module is None:
             yield (
                 f"warning: they are evaluated with the network's state{whose} of the "
                 f"parameters that train, such as {floats[0]}. If that is the "
-                "statistics of a batch norm, the evaluation may be far too low: use a "
-                "layer norm, or a MovingAverageOptimizer, which averages the "
-                "statistics, too."
+                "statistics of a batch norm, the evaluation may be far too low: set "
+                "estimate_statistics=True, which estimates those of the evaluated "
+                "parameters by another forward pass in each step, or use a layer norm."
             )
 
 
@@ -332,6 +330,35 @@ def _check_reduction(
             "would happen: pass it on, as in CrossShardOptimizer(rule, "
             f"**self.config.reduction), or leave it at {defaults[key]!r}."
         )
+
+
+def _check_statistics(
+    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+) -> None:
+    """Raises UserError if `estimate_statistics` is set, but there are none to estimate.
+
+    Args:
+      experiment: the experiment.
+      state: the shapes of the run's state.
+    """
+    if not experiment.config.get("estimate_statistics", False):
+        return
+    for learner in state_lib.learners(state).values():
+        if learner.meta.statistics_module is not None and _floats(learner.net_state):
+            return
+    raise errors.UserError(
+        "estimate_statistics=True has no effect: no learner has both a rule with other "
+        "parameters for evaluation, such as a MovingAverageOptimizer, and a network "
+        "with floating-point state, such as the statistics of a batch norm. Leave it "
+        "out."
+    )
+
+
+def _floats(net_state: Any) -> list[str]:
+    """Returns the paths of the floating-point arrays of a network's state."""
+    leaves = trees.leaves_by_path(net_state)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return [path for path, x in leaves.items() if is_float(x)]
 
 
 class _PredictedError(BaseException):

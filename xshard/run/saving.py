@@ -402,7 +402,7 @@ def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState
       before: the state before some of its arrays were replaced. Averages that were
         replaced, too, are kept.
     """
-    name = state.meta.averages_module
+    name = state.meta.statistics_module
     if name is None:
         return state
     slots = dict(state.opt_state[name])
@@ -430,7 +430,7 @@ def _begin_statistics(
     targets = state_lib.learners(target)
 
     def begin(name: str, learner: LearnerState) -> LearnerState:
-        module = learner.meta.averages_module
+        module = learner.meta.statistics_module
         if module is None:
             return learner
         slots = dict(learner.opt_state[module])

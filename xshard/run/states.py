@@ -136,7 +136,7 @@ def _without_unsaved_statistics(
     """
 
     def without(name: str, learner: LearnerState) -> LearnerState:
-        module = learner.meta.averages_module
+        module = learner.meta.statistics_module
         if module is None:
             return learner
         beginning = trees.join(name, f"opt_state/{module}/")
