@@ -1,4 +1,4 @@
-"""An experiment with one slow process: in its data, its evaluation or its disk."""
+"""Experiments with one slow process: in its data, its evaluation or its disk."""
 
 import time
 
@@ -10,24 +10,30 @@ from xshard.checkpoint import writer
 _SECONDS = 0.1
 
 
-class Slow(toy.Toy):
-    """Is slow on process 1, in the part that the config names as `slow`."""
-
-    def _is_slow(self, part):
-        return self.config.slow == part and jax.process_index() == 1
+class Data(toy.Toy):
+    """Has slow data on process 1."""
 
     def train_batches(self, part):
         batches = super().train_batches(part)
-        return _Slow(batches) if self._is_slow("data") else batches
+        if jax.process_index() == 1:
+            return _Slow(batches)
+        return batches
+
+
+class Evaluation(toy.Toy):
+    """Evaluates slowly on process 1."""
 
     def summarize(self, sums, count):
-        if self._is_slow("evaluation"):
+        if jax.process_index() == 1:
             time.sleep(5 * _SECONDS)
         return super().summarize(sums, count)
 
+
+class Write(toy.Toy):
+    """Stands in for a run with a slow disk on process 1."""
+
     def optimizer(self):
-        if self._is_slow("write"):
-            # Stands in for a slow disk.
+        if jax.process_index() == 1:
             writer.write_part = _slow_write
         return super().optimizer()
 

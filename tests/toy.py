@@ -228,7 +228,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.poisoned = ()
     config.loss_scale = "none"
     config.overflow_at = 12
-    config.slow = ""
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4
     config.fingerprint_every_steps = 1

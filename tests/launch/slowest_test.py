@@ -106,8 +106,7 @@ def test_one_slow_process_of_two_is_named(tmp_path, part):
     command = [
         *harness.TOY,
         f"--workdir={tmp_path}",
-        "--config.experiment=tests.slow.Slow",
-        f"--config.slow={part}",
+        f"--config.experiment=tests.slow.{part.capitalize()}",
         "--config.steps=40",
         "--config.eval_every_steps=4",
         "--config.checkpoint.every_steps=4",

@@ -28,7 +28,7 @@ STEPS = 3
 _MOST_STEPS = 100
 # The free space that a trace needs. Traces of a few steps have some megabytes, those of
 # many devices and long steps more than a hundred.
-_ROOM_BYTES = 256 << 20
+_ROOM_BYTES = 250_000_000
 # The longest content of the file that asks for a trace.
 _MOST_BYTES = 100
 # How long the processes wait for the one that writes its trace last.
