@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import export as jax_export
+from safetensors import numpy as safetensors
 
 import xshard
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import errors, export, loop
+from xshard import checkpoint, errors, export, loop
 from xshard.learners import learner
 from xshard.optimizers import trees
 from xshard.pod import request
@@ -149,6 +151,13 @@ def expected_by_optax(trained):
     return expected
 
 
+def predict_by_hand(params):
+    """Returns the outputs for `BATCH` with parameters by path."""
+    w = [params[f"mlp/~/linear_{i}/w"] for i in (0, 1)]
+    b = [params[f"mlp/~/linear_{i}/b"] for i in (0, 1)]
+    return (np.maximum(BATCH["x"] @ w[0] + b[0], 0) @ w[1] + b[1])[:, 0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -176,9 +185,7 @@ def test_a_schedule_free_rule_is_evaluated_at_its_averages(tmp_path, capsys, cha
     if "group_assignment" in changes:
         return
     # The prediction and the samples use them.
-    w = [expected[f"mlp/~/linear_{i}/w"] for i in (0, 1)]
-    b = [expected[f"mlp/~/linear_{i}/b"] for i in (0, 1)]
-    outputs = (np.maximum(BATCH["x"] @ w[0] + b[0], 0) @ w[1] + b[1])[:, 0]
+    outputs = predict_by_hand(expected)
     np.testing.assert_allclose(trained.predict(BATCH), outputs, rtol=1e-5, atol=1e-6)
     shown = rows.results(tmp_path)["samples"].split()[-2:]
     np.testing.assert_allclose(np.array(shown, float), outputs, atol=1e-5)
@@ -190,15 +197,80 @@ def test_a_schedule_free_rule_is_evaluated_at_its_averages(tmp_path, capsys, cha
     assert results["raw/error"] != results["error"]
 
 
+FREE = optax.contrib.schedule_free_sgd
+ONE_OF_TWO = {"m": {"w": True, "b": False}}
+NESTED = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(FREE)(learning_rate=0.1),
+    "MultiSteps": lambda: optax.MultiSteps(FREE(0.1), 2),
+    "named_chain": lambda: optax.named_chain(("a", optax.clip(1.0)), ("b", FREE(0.1))),
+    "masked": lambda: optax.masked(FREE(0.1), ONE_OF_TWO),
+    "partition": lambda: optax.partition(
+        {True: FREE(0.1), False: FREE(0.2, b1=0.5)}, ONE_OF_TWO
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_schedule_free_rule_is_found_within_others(name):
+    params = {"m": {"w": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}}
+
+    def step(params):
+        rule = xshard.OptaxOptimizer(NESTED[name](), name="opt")
+        loss = lambda params: sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+        _, new = rule.minimize(loss, params)
+        return new, rule.evaluation_params(new)
+
+    step = hk.transform_with_state(step)
+    _, state = step.init(None, params)
+    # The parameters are y. From the same gradients, z and x follow from the definition.
+    z = x = y = params
+    for count in range(1, 5):
+        before = y
+        (y, found), state = step.apply({}, state, None, before)
+        if name == "MultiSteps" and count % 2:
+            continue
+        number = count // 2 if name == "MultiSteps" else count
+        for leaf, rate, b1 in (("w", 0.1, 0.9), ("b", 0.2, 0.5)):
+            if name != "partition":
+                rate = 0.1
+                b1 = 0.9
+            if name == "masked" and leaf == "b":
+                # What a mask leaves out is no average.
+                np.testing.assert_array_equal(found["m"]["b"], y["m"]["b"])
+                continue
+            gradient = 2 * before["m"][leaf]
+            if name == "named_chain":
+                gradient = jnp.clip(gradient, -1, 1)
+            z = {"m": {**z["m"], leaf: z["m"][leaf] - rate * gradient}}
+            mean = x["m"][leaf] + (z["m"][leaf] - x["m"][leaf]) / number
+            x = {"m": {**x["m"], leaf: mean}}
+            # x is a difference of y and z in float32.
+            np.testing.assert_allclose(found["m"][leaf], mean, rtol=1e-5)
+            expected = b1 * mean + (1 - b1) * z["m"][leaf]
+            np.testing.assert_allclose(y["m"][leaf], expected, rtol=1e-5)
+
+
+def test_a_new_run_begins_to_average_at_the_parameters_that_it_takes(tmp_path):
+    assert loop.run(make_config("Free"), str(tmp_path / "first"), "") == 0
+    source = checkpoint.Source(str(tmp_path / "first"))
+    run = loop.Run(make_config("Free", steps=24), str(tmp_path / "second"), source)
+    state = run.resume_or_init().state
+    taken = rows.final_state(tmp_path / "first", make_config("Free"))
+    harness.assert_equal(state.experiment.params, taken.experiment.params)
+    values = run.evaluate(state)
+    # Without rounding they would be equal.
+    assert values["error"] == pytest.approx(values["raw/error"], rel=1e-5)
+    # A step donates its state, so no two of its arrays may share a buffer.
+    assert loop.run(make_config("Free", steps=24), str(tmp_path / "2"), "", source) == 0
+
+
 def test_exports_have_them_unless_told_otherwise(tmp_path):
     assert loop.run(make_config("Free"), str(tmp_path / "run"), "") == 0
     trained = xshard.load(str(tmp_path / "run"))
     said = export.write(trained, tmp_path / "a.safetensors")
-    assert said.endswith("those that the run evaluates")
+    assert said.endswith("; those that the run evaluates")
     said = export.write(trained, tmp_path / "b.safetensors", raw=True)
-    assert "evaluates" not in said
-    from safetensors import numpy as safetensors
-
+    assert said.endswith("; those that train, not those that the run evaluates")
     evaluated = safetensors.load_file(tmp_path / "a.safetensors")
     raw = safetensors.load_file(tmp_path / "b.safetensors")
     params = trees.leaves_by_path(trained.params)
@@ -229,6 +301,28 @@ def test_the_statistics_of_a_batch_norm_are_averaged_with_the_parameters(tmp_pat
         np.testing.assert_array_equal(found, averages[f"statistics/{path}"])
         assert not np.array_equal(found, x)
     assert floats == 4
+
+
+def test_exported_predictions_are_those_of_the_chosen_parameters(tmp_path):
+    assert loop.run(make_config("Free"), str(tmp_path / "run"), "") == 0
+    trained = xshard.load(str(tmp_path / "run"))
+    expected = {
+        False: trained.predict(BATCH),
+        True: predict_by_hand(trees.leaves_by_path(trained.state.experiment.params)),
+    }
+    assert not np.allclose(expected[False], expected[True], rtol=1e-3)
+    for raw, outputs in expected.items():
+        path = tmp_path / f"{raw}.stablehlo"
+        export.write(trained, path, raw=raw)
+        program = jax_export.deserialize(bytearray(path.read_bytes()))
+        batch = {"x": BATCH["x"]}
+        np.testing.assert_allclose(program.call(batch), outputs, rtol=1e-5)
+        # The arrays that a program takes are those that a file of arrays has.
+        export.write(trained, tmp_path / f"{raw}.safetensors", raw=raw)
+        export.write(trained, path, raw=raw, arguments=True, overwrite=True)
+        program = jax_export.deserialize(bytearray(path.read_bytes()))
+        arrays = safetensors.load_file(tmp_path / f"{raw}.safetensors")
+        np.testing.assert_allclose(program.call(arrays, batch), outputs, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

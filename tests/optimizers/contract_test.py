@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,8 @@ import optax
 import pytest
 
 from tests.optimizers import harness, table
+from xshard.optimizers import base
+from xshard.optimizers import optax as optax_optimizer
 
 STEPS = 4
 
@@ -187,3 +190,42 @@ def test_a_skipped_step_changes_only_the_loss_scale(run):
         float(s["dynamic_loss_scale"]["current_loss_scale"]) for s in (state, new_state)
     ]
     assert scales == [2**16, 2**15]
+
+
+def averages_of(history):
+    """Returns the moving averages of parameters, of which the first are the first."""
+    average = history[0]
+    for count, params in enumerate(history[1:], start=1):
+        rate = max(1 - table.DECAY, 9 / (10 + count))
+        average = jax.tree.map(
+            lambda a, p, rate=rate: a - rate * (a - p), average, params
+        )
+    return average
+
+
+def test_each_rule_has_its_parameters_for_evaluation_and_no_others(run):
+    name, run = run
+    (_, params, _), state = run.outputs[-1]
+
+    def evaluated(params):
+        opt = table.make_optimizer(name)()
+        defined = [rule.has_evaluation_params(params) for rule in base.all_rules(opt)]
+        (of_optax,) = base.rules_of_type(opt, optax_optimizer.OptaxOptimizer)
+        return opt.evaluation_params(params), sum(defined), of_optax.state(params)
+
+    transformed = hk.transform_with_state(evaluated)
+    (found, count, inner), _ = transformed.apply({}, state, None, params)
+    if name in table.WRAPPED:
+        history = [run.inputs[0][0], *(output[0][1] for output in run.outputs)]
+        expected = averages_of(history)
+    elif "schedule_free" in name:
+        expected = optax.contrib.schedule_free_eval_params(inner, params)
+    else:
+        assert count == 0
+        harness.assert_equal(found, params)
+        return
+    assert count == 1
+    # Under jit XLA fuses operations, which changes the rounding.
+    harness.assert_close(found, expected, rtol=1e-10)
+    moved = map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(params))
+    assert not all(moved)

@@ -76,8 +76,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+# The decay of the averages of `WRAPPED`.
+DECAY = 0.9
+
+
 def _averaged(opt: Any) -> base.Optimizer:
-    return moving_average.MovingAverageOptimizer(opt, 0.9, "count")
+    return moving_average.MovingAverageOptimizer(opt, DECAY, "count")
 
 
 # Wrappers of xshard around one of these optimizers: its name, the place of the wrapper,

@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "--raw",
         action="store_true",
         help=(
-            "write the parameters that train, also if the run evaluates others, such "
-            "as averages"
+            "use the parameters that train, also if the run evaluates others, such as "
+            "averages"
         ),
     )
     parser.add_argument(

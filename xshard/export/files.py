@@ -54,8 +54,8 @@ def write(
       merge_lora: whether to add the products of low-rank matrices (see `xshard.lora`)
         to the parameters, if there are any. If not, they are arrays of their own.
       overwrite: whether to replace an existing file.
-      raw: whether the arrays are those that train, also if the run evaluates others,
-        such as averages. The prediction uses those that the run evaluates.
+      raw: whether the arrays and the prediction are those of the parameters that
+        train, also if the run evaluates others, such as averages.
       map_path: the file of a map (see `xshard.files.weight_map`), by which the arrays
         of a .safetensors file get the names and forms of another program.
 
@@ -68,15 +68,18 @@ def write(
     """
     path = pathlib.Path(to)
     _check(path, overwrite)
-    state = trained.state if raw else trained.for_evaluation()
+    state = trained.for_evaluation()
     whose = ""
     if state is not trained.state:
         whose = "; those that the run evaluates"
+        if raw:
+            state = state_lib.map_learners(
+                lambda name, learner: learner.as_it_is(), trained.state
+            )
+            whose = "; those that train, not those that the run evaluates"
     note = ""
     if merge_lora and trained_lib.has_lora(state):
         state = trained_lib.with_merged_lora(state)
-        evaluated = trained_lib.with_merged_lora(trained.for_evaluation())
-        trained = trained._replace(state=evaluated)
         note = ", low-rank matrices merged"
     arrays = _arrays(state, select)
     what = f"{path}: step {int(trained.state.step)}{note}{_nonfinite(arrays)}"
@@ -94,7 +97,8 @@ def write(
         size = sum(x.nbytes for x in arrays.values())
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}{whose}"
     arrays_given = arrays if arguments else {}
-    exported, names = program.export(trained, batch, batch_size, arrays_given)
+    chosen = trained._replace(state=state)
+    exported, names = program.export(chosen, batch, batch_size, arrays_given)
     content = bytes(exported.serialize())
     with disk.writing(path, tensors.WRITE_ELSEWHERE):
         disk.replace(path, content)
@@ -102,6 +106,7 @@ def write(
     return (
         f"{what}, predict of {', '.join(names) or 'no array'} -> {outputs}, for "
         f"{', '.join(exported.platforms)}; {formatting.scaled(len(content), 'B')}"
+        f"{whose}"
     )
 
 

@@ -410,7 +410,9 @@ class Learner:
         if state.meta.statistics_module is not None:
             rule_state = state.opt_state.get(state.meta.statistics_module, {})
             net_state = moving_average.statistics(rule_state, net_state)
-        return state.replace(params=params, net_state=net_state)
+        evaluated = state.replace(params=params, net_state=net_state)
+        # To take them for those that train would compute others from them.
+        return evaluated.as_it_is()
 
     def _evaluation_params(self, state: state_lib.LearnerState) -> Any:
         """Returns the rule's parameters for evaluation, checked: a Haiku function."""
@@ -498,6 +500,7 @@ class Learner:
             statistics_module=self._statistics_module(opt, params),
             evaluation_rule=self._evaluation_rule(opt, params),
             lora_scale=self._lora.scale if self._lora else None,
+            slots_from_params=_slots_from_params(opt, params),
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
@@ -689,6 +692,15 @@ def _rules_with_evaluation_params(
 ) -> list[base.Optimizer]:
     """Returns the rules that themselves define parameters for evaluation."""
     return [rule for rule in base.all_rules(opt) if rule.has_evaluation_params(params)]
+
+
+def _slots_from_params(opt: base.Optimizer, params: Any) -> tuple[tuple[str, str], ...]:
+    """Returns the module and name of each slot that begins as a parameter's copy."""
+    slots = []
+    for rule in base.all_rules(opt):
+        for name in rule.slots_from_params(params):
+            slots.append((rule.module_name, name))
+    return tuple(slots)
 
 
 def _floats(net_state: Any) -> dict[str, jax.Array]:

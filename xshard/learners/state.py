@@ -32,6 +32,8 @@ class LearnerMeta:
         floating-point state for evaluation; None if that of training is used.
       evaluation_rule: the name of the rule that has other parameters for evaluation;
         None if the parameters that train are evaluated.
+      slots_from_params: the slots that begin as copies of the parameters: pairs of a
+        module's name and what precedes a parameter's path in the names of its state.
       param_layouts: the layouts of parameters and slots if parameters are also held in
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
@@ -43,6 +45,9 @@ class LearnerMeta:
     shards_update: bool = dataclasses.field(default=False, compare=False)
     statistics_module: str | None = dataclasses.field(default=None, compare=False)
     evaluation_rule: str | None = dataclasses.field(default=None, compare=False)
+    slots_from_params: tuple[tuple[str, str], ...] = dataclasses.field(
+        default=(), compare=False
+    )
     param_layouts: layouts.Layouts = dataclasses.field(
         default_factory=dict, compare=False
     )
@@ -77,6 +82,13 @@ class LearnerState:
     def replace(self, **changes: Any) -> "LearnerState":
         """Returns the state with new values for some attributes."""
         return dataclasses.replace(self, **changes)
+
+    def as_it_is(self) -> "LearnerState":
+        """Returns the state with its parameters as those to evaluate.
+
+        JAX does not tell it from the other one: give a jitted function one of both.
+        """
+        return self.replace(meta=dataclasses.replace(self.meta, evaluation_rule=None))
 
 
 jax.tree_util.register_dataclass(

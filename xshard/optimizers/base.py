@@ -352,6 +352,20 @@ class Optimizer(hk.Module):
         """
         return params
 
+    def slots_from_params(self, params: trees.Params) -> list[str]:
+        """Returns the slots of this rule itself that begin as copies of parameters.
+
+        A run that takes its parameters from another run begins them anew.
+
+        Args:
+          params: the parameters, or their shapes.
+
+        Returns:
+          What precedes a parameter's path in the names of this rule's state.
+        """
+        del params
+        return []
+
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Returns how this rule itself shards parameters and slots over the replicas.
 

@@ -120,6 +120,11 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         """Implements `Optimizer.evaluation_params`: the averages."""
         return averages(slots_lib.state_of(self), params)
 
+    def slots_from_params(self, params: trees.Params) -> list[str]:
+        """Implements `Optimizer.slots_from_params`."""
+        del params
+        return [SLOT]
+
     def rate(self) -> jax.Array:
         """Returns by how much averages move towards new values after this update.
 

@@ -189,6 +189,17 @@ class OptaxOptimizer(base.Optimizer):
                 )
         return trees.rebuild(params, leaves)
 
+    def slots_from_params(self, params: trees.Params) -> list[str]:
+        """Implements `Optimizer.slots_from_params`: z of schedule-free rules."""
+        wide = jax.tree.map(trees.widen, trees.as_arrays(params))
+        shapes = self._state_shapes(wide)
+        places = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_schedule_free)
+        return [
+            trees.join(trees.path_name(path), "z")
+            for path, node in places
+            if _is_schedule_free(node)
+        ]
+
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`.
 
@@ -476,5 +487,9 @@ def _missing_arguments(e: Exception) -> tuple[str, str] | None:
 
 def _schedule_free_states(state: Any) -> list[Any]:
     """The states of `optax.contrib.schedule_free` in optax's state."""
-    is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
-    return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
+    nodes = jax.tree.leaves(state, is_leaf=_is_schedule_free)
+    return [node for node in nodes if _is_schedule_free(node)]
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)

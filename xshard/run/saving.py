@@ -208,7 +208,7 @@ class Checkpoints:
             return state
         before = state_lib.learners(state)
         return state_lib.map_learners(
-            lambda name, learner: _restart_averages(learner, before[name]),
+            lambda name, learner: _restart_copies(learner, before[name]),
             checkpoint.init_from(source, state),
         )
 
@@ -394,28 +394,31 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: number(value) for name, value in metrics.items()}
 
 
-def _restart_averages(state: LearnerState, before: LearnerState) -> LearnerState:
-    """Restarts averages of parameters at the parameters' values.
+def _restart_copies(state: LearnerState, before: LearnerState) -> LearnerState:
+    """Begins slots that are copies of parameters, such as averages, anew.
+
+    So do averages of the network's state.
 
     Args:
       state: the state of a learner after parameters were taken from elsewhere.
-      before: the state before some of its arrays were replaced. Averages that were
+      before: the state before some of its arrays were replaced. Slots that were
         replaced, too, are kept.
     """
-    name = state.meta.statistics_module
-    if name is None:
-        return state
-    slots = dict(state.opt_state[name])
-    slots_before = before.opt_state[name]
+    opt_state = {module: dict(slots) for module, slots in state.opt_state.items()}
+
+    def restart(module: str, key: str, x: jax.Array) -> None:
+        first = before.opt_state.get(module, {}).get(key)
+        if first is not None and opt_state[module][key] is first:
+            opt_state[module][key] = _copied(x, first)
+
     for path, param in trees.leaves_by_path(state.params).items():
-        key = f"{moving_average.SLOT}/{path}"
-        if key in slots and slots[key] is slots_before[key]:
-            slots[key] = _first_average(param, slots_before[key])
-    for path, x in trees.leaves_by_path(state.net_state).items():
-        key = moving_average.statistics_name(path)
-        if key in slots and slots[key] is slots_before[key]:
-            slots[key] = _first_average(x, slots_before[key])
-    return state.replace(opt_state={**state.opt_state, name: slots})
+        for module, slot in state.meta.slots_from_params:
+            restart(module, trees.join(slot, path), param)
+    if state.meta.statistics_module is not None:
+        for path, x in trees.leaves_by_path(state.net_state).items():
+            key = moving_average.statistics_name(path)
+            restart(state.meta.statistics_module, key, x)
+    return state.replace(opt_state=opt_state)
 
 
 def _begin_statistics(
@@ -438,20 +441,20 @@ def _begin_statistics(
         for path, x in trees.leaves_by_path(learner.net_state).items():
             key = moving_average.statistics_name(path)
             if key in wanted and key not in slots:
-                slots[key] = _first_average(x, wanted[key])
+                slots[key] = _copied(x, wanted[key])
         return learner.replace(opt_state={**learner.opt_state, module: slots})
 
     return state_lib.map_learners(begin, state)
 
 
-def _first_average(x: jax.Array, slot: Any) -> jax.Array:
-    """Returns an array as an average of it begins.
+def _copied(x: jax.Array, slot: Any) -> jax.Array:
+    """Returns an array as a slot that begins with its values.
 
     It is a copy, because a step that donates the state may not get one buffer twice.
 
     Args:
       x: the array.
-      slot: an array, or shapes, with the average's type and sharding.
+      slot: an array, or shapes, with the slot's type and sharding.
     """
     copy = lambda x: jnp.array(x, slot.dtype, copy=True)
     return jax.jit(copy, out_shardings=slot.sharding)(x)
