@@ -158,6 +158,7 @@ def predict_by_hand(params):
     return (np.maximum(BATCH["x"] @ w[0] + b[0], 0) @ w[1] + b[1])[:, 0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -210,6 +211,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NESTED)
 def test_a_schedule_free_rule_is_found_within_others(name):
     params = {"m": {"w": jnp.array([1.0, -2.0]), "b": jnp.array([3.0])}}
@@ -325,6 +327,7 @@ def test_exported_predictions_are_those_of_the_chosen_parameters(tmp_path):
         np.testing.assert_allclose(program.call(arrays, batch), outputs, rtol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -24,7 +24,7 @@ from xshard.metrics import log, terminal, writers
 from xshard.metrics import rows as rows_lib
 from xshard.pod import exit_codes, host_collectives, request
 from xshard.pod import watchdog as watchdog_lib
-from xshard.run import saving, states
+from xshard.run import preflight, saving, states
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each
@@ -76,6 +76,9 @@ class ContinuousEvaluator:
         )
         host_collectives.check_equal_data({"evaluation": self._evaluation.summary})
         self._evaluation.check(self._checkpoints.target, config.checkpoint)
+        self._notes = [
+            *preflight.evaluation_notes(experiment, self._checkpoints.target)
+        ]
         self._watch = watch
         self._sleep = sleep
         self._terminal = terminal.Terminal(config.steps, show)
@@ -157,6 +160,8 @@ class ContinuousEvaluator:
         # refused must leave no trace.
         for change in self._run.check(self._config):
             self._say(f"differs from the run: {change}")
+        for note in self._notes:
+            self._say(note)
         self._run_id = self._run.run_id()
         self._check_owner()
         self._resources.enter_context(self._output.opened(self._config))

@@ -218,11 +218,11 @@ def warnings(
             "warning: no code has read these keys of the config so far: "
             f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
-    yield from _note_of_evaluation(experiment, state)
+    yield from evaluation_notes(experiment, state)
     yield from _note_of_whole_arrays(experiment, state)
 
 
-def _note_of_evaluation(
+def evaluation_notes(
     experiment: experiment_lib.Experiment, state: state_lib.TrainState
 ) -> Iterator[str]:
     """Yields lines about learners that evaluate other parameters than those that train.
