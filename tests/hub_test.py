@@ -4,6 +4,7 @@ reference in NumPy.
 
 import json
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -169,6 +170,27 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(errors.UserError, match="no rule has 'ours' for params/other"):
         weight_map.to_theirs({"params/other": np.zeros(2)}, rules, MAP)
+    two = [weight_map.Rule("w", "params/a"), weight_map.Rule("w", "params/b")]
+    pair = {"params/a": np.zeros(2), "params/b": np.ones(2)}
+    with pytest.raises(errors.UserError, match="'w' is that of another array, too"):
+        weight_map.to_theirs(pair, two, MAP)
+    uneven = {
+        f"params/gpt2/layers/{name}/b": np.zeros((2, size), np.float32)
+        for name, size in (("q", 8), ("k", 4), ("v", 4))
+    }
+    with pytest.raises(
+        errors.UserError, match="parts of 'h.0.attn.c_attn.bias' differ"
+    ):
+        weight_map.to_theirs(uneven, rules, MAP)
+    # An array of theirs with a rule, but for which this run has no parameter.
+    more = tmp_path / "more.json"
+    content = json.loads(pathlib.Path(MAP).read_text())
+    content["rules"].append({"theirs": "wqe.weight", "ours": "params/gpt2/wqe"})
+    more.write_text(json.dumps(content))
+    place = save(arrays | {"wqe.weight": np.zeros(2, np.float32)}, tmp_path)
+    source = checkpoint.Source(str(place), map_path=str(more))
+    with pytest.raises(errors.UserError, match="does not have: params/gpt2/wqe"):
+        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     part = {"params/gpt2/layers/q/b": np.zeros((2, 4), np.float32)}
     with pytest.raises(errors.UserError, match="c_attn.bias' lacks 2 of its parts"):
         weight_map.to_theirs(part, rules, MAP)
@@ -204,6 +226,7 @@ def test_reshaped_and_transposed_arrays_come_back(tmp_path):
         ({"theirs": "a", "ours": "b", "transpose": [0, 2]}, "no permutation"),
         ({"theirs": "a", "ours": "b", "reshape": [[2, 3], [5]]}, "of another size"),
         ({"theirs": "a", "ours": 3}, "rules/0/ours"),
+        ({"theirs": "a", "ours": ["b", "c"], "split": -1}, "which is below 0"),
         ({"theirs": "a", "ours": "b", "scale": 2}, "scale"),
     ],
 )

@@ -187,10 +187,23 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
 
 
 def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
-    file: weight_map.Arrays = tensors.open_path(source.place)
+    opened = tensors.open_path(source.place)
+    file: weight_map.Arrays = opened
     if source.map_path:
+        if opened.unsupported:
+            raise format_lib.CheckpointError(
+                f"{source.place} has arrays of types that are not supported: "
+                f"{formatting.listed(opened.unsupported, _SHOWN)}."
+            )
         rules = weight_map.read(source.map_path)
-        file = weight_map.Mapped(file, rules, source.map_path)
+        file = weight_map.Mapped(opened, rules, source.map_path)
+        homeless = [x for x in _selected(source, file.shapes) if x not in set(leaves)]
+        if homeless:
+            raise format_lib.CheckpointError(
+                f"{source.map_path} gives arrays of {source.place} paths that this run "
+                f"does not have: {formatting.listed(homeless, _SHOWN)}. Nothing is "
+                "taken in part: correct 'ours', or 'ignore' them."
+            )
     names = _renamed(source, source.place, file.shapes, leaves)
     metas = {}
     for path, name in names.items():

@@ -44,6 +44,7 @@ class File:
       metadata: the writer's notes, text by name.
       shapes: the shapes of its arrays, by name. Arrays of unsupported types, such as
         8-bit floats, are left out.
+      unsupported: the names of those.
       dtypes: the names of the arrays' types, such as 'bfloat16', by name.
     """
 
@@ -65,12 +66,15 @@ class File:
         self.metadata: dict[str, str] = self._file.metadata() or {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self.unsupported: list[str] = []
         names = self._file.keys()
         for name in names:
             array = self._file.get_slice(name)
             if array.get_dtype() in _TYPES:
                 self.shapes[name] = tuple(array.get_shape())
                 self.dtypes[name] = _TYPES[array.get_dtype()]
+            else:
+                self.unsupported.append(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array.
@@ -104,6 +108,7 @@ class Files:
         self.metadata: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self.unsupported: list[str] = []
         self._files: dict[str, File] = {}
         try:
             names = jsonfile.parse(index.get("weight_map"), dict[str, str])
@@ -117,6 +122,9 @@ class Files:
                 beside = pathlib.Path(path).with_name(pathlib.Path(file_name).name)
                 opened[file_name] = File(str(beside))
             file = opened[file_name]
+            if name in file.unsupported:
+                self.unsupported.append(name)
+                continue
             if name not in file.shapes:
                 raise errors.UserError(
                     f"{file.path} lacks '{name}', which {path} says it has."

@@ -97,6 +97,8 @@ def _check_rule(what: str, rule: Rule) -> None:
     paths = _paths(rule)
     if (rule.split is None) != (len(paths) == 1):
         raise ValueError(f"{what} has 'split' exactly if 'ours' lists several paths")
+    if rule.split is not None and rule.split < 0:
+        raise ValueError(f"{what} splits dimension {rule.split}, which is below 0")
     fields = _fields(rule.theirs)
     if rule.stack and rule.stack not in fields:
         raise ValueError(f"{what} stacks {rule.stack!r}, which is no {{name}} in it")
@@ -226,8 +228,11 @@ def to_theirs(
                 if rule.stack:
                     values = {**values, rule.stack: str(layer)}
                 name = _fill(rule.theirs, values)
+                of_name = parts.setdefault(name, {})
+                if part in of_name or rule_of.get(name, rule) is not rule:
+                    raise ValueError(f"'{name}' is that of another array, too")
                 rule_of[name] = rule
-                parts.setdefault(name, {})[part] = _to_form_of_theirs(rule, ours)
+                of_name[part] = _to_form_of_theirs(rule, ours)
         except (ValueError, TypeError) as e:
             problems.append(f"'{path}' of shape {array.shape}: {e}")
     theirs = {}
@@ -240,6 +245,10 @@ def to_theirs(
             theirs[name] = of_name[0]
         else:
             in_order = [of_name[part] for part in range(count)]
+            forms = {(x.shape, x.dtype.name) for x in in_order}
+            if len(forms) > 1:
+                problems.append(f"the parts of '{name}' differ: {sorted(forms)}")
+                continue
             theirs[name] = np.concatenate(in_order, axis=rule.split)
     if unmatched:
         problems.append(f"no rule has 'ours' for {_listed(unmatched, ', ')}")
@@ -369,12 +378,12 @@ def _paths(rule: Rule) -> list[str]:
 
 
 def _fields(pattern: str) -> set[str]:
-    return set(re.findall(r"{(\w+)}", pattern))
+    return set(re.findall(r"{([A-Za-z_]\w*)}", pattern))
 
 
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"{(\w+)}", pattern)
+    parts = re.split(r"{([A-Za-z_]\w*)}", pattern)
     expression = re.escape(parts[0])
     seen: set[str] = set()
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -394,7 +403,7 @@ def _match(pattern: str, name: str) -> dict[str, str] | None:
 
 
 def _fill(pattern: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"{(\w+)}", lambda field: values[field[1]], pattern)
+    return re.sub(r"{([A-Za-z_]\w*)}", lambda field: values[field[1]], pattern)
 
 
 def _listed(texts: list[str], separator: str) -> str:
