@@ -273,6 +273,9 @@ def _batch_sizes(lines: Sequence[Line], runs: Sequence[runs_lib.Run]) -> list[Li
     for line in lines:
         (index,) = line.runs
         size = runs[index].config.get("batch_size")
+        # The first line of a run is that of its training.
+        if index in of_runs:
+            continue
         if size is not None and jsonfile.is_number(size):
             # A batch may grow; rows then say so.
             grown = runs[index].config.get("batch_schedule") or ()
