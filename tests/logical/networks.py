@@ -161,8 +161,9 @@ def fingerprint(config, devices):
     step = preflight.jitted_step(experiment, mesh)
     state = state_lib.init(experiment, mesh, config.seed, batches.example)
     for _ in range(_STEPS + 1):
-        # The fingerprints are of the state before the step.
-        state, _, _, before = step(state, next(batches))
+        stepped = step(state, next(batches))
+        state = stepped.state
+        before = stepped.fingerprints_before
     return {kind: hashing.text(value) for kind, value in before.values.items()}
 
 

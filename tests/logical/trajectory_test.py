@@ -134,10 +134,12 @@ def trajectory(devices, of=None, **changes):
     state = state_lib.init(experiment, mesh, of.seed, batches.example)
     states, logged, skips = [digest(state)], [], 0
     for _ in range(_STEPS):
-        state, metrics, _, before = step(state, next(batches))
+        stepped = step(state, next(batches))
+        state = stepped.state
         states.append(digest(state))
-        logged.append(digest((metrics, before.values)))
-        skips += int(np.sum(metrics.get("skipped", 0)))
+        before = stepped.fingerprints_before
+        logged.append(digest((stepped.metrics, before.values)))
+        skips += int(np.sum(stepped.metrics.get("skipped", 0)))
     values = evaluation.Evaluation(experiment, mesh, of.eval_batch_size)(state)
     return states, logged, values, skips
 
