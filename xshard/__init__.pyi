@@ -25,6 +25,7 @@ from .optimizers.loss_scale import (
 )
 from .optimizers.moving_average import MovingAverageOptimizer
 from .optimizers.optax import OptaxOptimizer
+from .optimizers.outer import OuterOptimizer
 from .optimizers.replica_map import equal_on_replicas, per_replica, vmap_replicas
 from .samples import Histogram, Image
 from .state import TrainState, abstract_state, init
@@ -49,6 +50,7 @@ __all__ = [
     "OptaxOptimizer",
     "Optimizer",
     "OptimizerWrapper",
+    "OuterOptimizer",
     "PerExample",
     "PerReplica",
     "Reduction",

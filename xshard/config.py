@@ -197,6 +197,39 @@ def check(config: ml_collections.ConfigDict) -> None:
     for key in KEYS:
         if key.name in values and key.check is not None:
             key.check(key.name, values[key.name])
+    _check_outer(config, values)
+
+
+def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -> None:
+    """Raises UserError if keys of the outer rule have no effect, or do not fit."""
+    if not separates_slices(config):
+        for key in KEYS:
+            is_set = values.get(key.name, key.default) != key.default
+            if key.name.startswith("outer.") and is_set:
+                raise errors.UserError(
+                    f"{key.name}={values[key.name]!r} has no effect without "
+                    "outer.every_steps: set that to the number of steps between "
+                    "exchanges, such as 50."
+                )
+        return
+    if values["group_assignment"]:
+        raise errors.UserError(
+            f"outer.every_steps={values['outer.every_steps']} cannot be used with "
+            "group_assignment: each group is a model of its own, and an outer rule "
+            "makes one model of all. Leave group_assignment empty, and set slices."
+        )
+    dtype = values.get("reduction.slice_dtype", "float32")
+    if dtype != "float32":
+        raise errors.UserError(
+            f"reduction.slice_dtype={dtype!r} has no effect with outer.every_steps: "
+            "no gradients are sent between slices. Set outer.dtype instead."
+        )
+
+
+def separates_slices(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether each slice of a run trains on its own between exchanges."""
+    outer = config.get("outer", {})
+    return bool(outer.get("every_steps", 0))
 
 
 def may_change(name: str) -> bool:
@@ -278,6 +311,7 @@ def _is_table(value: Any) -> bool:
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
 _count = _must_be(lambda x: _is_int(x) and x >= 1, "an integer of at least 1")
+_count_or_zero = _must_be(lambda x: _is_int(x) and x >= 0, "an integer of at least 0")
 _count_or_never = _must_be(
     lambda x: _is_int(x) and x >= 0, "an integer of at least 0; 0 is never"
 )
@@ -292,6 +326,10 @@ _minutes = _must_be(
     lambda x: _is_number(x) and x >= 0, "a number of at least 0; 0 is never"
 )
 _gigabytes = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
+_positive = _must_be(lambda x: _is_number(x) and 0 < x < math.inf, "a number above 0")
+_fraction = _must_be(
+    lambda x: _is_number(x) and 0 <= x < 1, "a number of at least 0 and below 1"
+)
 _factor_to_lower = _must_be(
     lambda x: _is_number(x) and 0 < x <= 1, "a number above 0, at most 1"
 )
@@ -505,8 +543,8 @@ KEYS = (
     Key(
         "slices",
         1,
-        "Slices (or machines) connected by a slower network.",
-        _count,
+        "Slices (or machines) connected by a slower network; 0: one for each process.",
+        _count_or_zero,
         may_change=True,
     ),
     Key(
@@ -572,6 +610,64 @@ KEYS = (
         "'pinned_host', the host's memory.",
         _slots_memory,
         may_change=True,
+        is_optional=True,
+    ),
+    Key(
+        "outer.every_steps",
+        0,
+        "The number of steps for which each slice trains on its own, before they all "
+        "exchange parameters (`OuterOptimizer`); 0: they reduce gradients each step.",
+        _count_or_never,
+        is_optional=True,
+    ),
+    Key(
+        "outer.learning_rate",
+        0.7,
+        "The learning rate of the outer rule, SGD with Nesterov's momentum.",
+        _positive,
+        is_optional=True,
+    ),
+    Key(
+        "outer.momentum",
+        0.9,
+        "The momentum of the outer rule.",
+        _fraction,
+        is_optional=True,
+    ),
+    Key(
+        "outer.dtype",
+        "float32",
+        "The dtype that slices send: 'float32', 'bfloat16', or 'int8' or 'int4', which "
+        "carry the rounding error to the next exchange.",
+        is_optional=True,
+    ),
+    Key(
+        "outer.fragments",
+        1,
+        "The number of parts of the parameters, which are exchanged in turn.",
+        _count,
+        is_optional=True,
+    ),
+    Key(
+        "outer.delay_steps",
+        0,
+        "The number of steps that slices train on before they take over the result of "
+        "an exchange.",
+        _count_or_never,
+        is_optional=True,
+    ),
+    Key(
+        "outer.mixing",
+        0.5,
+        "With a delay: the fraction of its own parameters that a slice keeps then.",
+        _fraction,
+        is_optional=True,
+    ),
+    Key(
+        "outer.weights",
+        "equal",
+        "The weights of slices in an exchange: 'equal', or 'applied_steps', the number "
+        "of steps that were not skipped.",
         is_optional=True,
     ),
     Key(

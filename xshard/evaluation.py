@@ -8,6 +8,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from xshard import config as config_lib
 from xshard import data, errors, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -167,6 +168,11 @@ class Evaluation:
         """
         count = totals.pop("count")
         has_groups = count.ndim > 0
+        if has_groups and config_lib.separates_slices(self._experiment.config):
+            # Slices evaluate the same parameters, each with its own state of networks.
+            totals = {name: np.mean(x, axis=0) for name, x in totals.items()}
+            count = count[0]
+            has_groups = False
         sums_by_kind: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
         for name, total in totals.items():
             kind = _kind(name)

@@ -356,10 +356,32 @@ def mesh_of(
     """Makes the mesh that a config describes: see `xshard.mesh.make_mesh`."""
     return mesh_lib.make_mesh(
         config.group_assignment or None,
-        slices=config.slices,
+        slices=num_slices(config),
+        separate_slices=config_lib.separates_slices(config),
         model=config.model_parallel,
         devices=devices,
     )
+
+
+def num_slices(config: ml_collections.ConfigDict) -> int:
+    """Returns the number of slices of a run on the present processes."""
+    return int(config.slices) or jax.process_count()
+
+
+def num_models(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> int:
+    """Returns the number of models that a run trains: one, or one for each group.
+
+    Slices that train apart under an outer rule are groups of the mesh, but train one
+    model.
+    """
+    if config_lib.separates_slices(config):
+        return 1
+    return mesh_lib.num_groups(mesh)
+
+
+def examples_per_step(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> int:
+    """Returns the number of examples of a training step, of all models."""
+    return int(config.batch_size) * num_models(config, mesh)
 
 
 def load(path: str) -> type[Experiment]:

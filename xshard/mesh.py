@@ -40,6 +40,7 @@ def make_mesh(
     group_assignment: Sequence[Sequence[int]] | None = None,
     *,
     slices: int = 1,
+    separate_slices: bool = False,
     model: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
@@ -55,6 +56,8 @@ def make_mesh(
       group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; by
         default all replicas are one group.
       slices: the number of slices, or of machines, that a slower network connects.
+      separate_slices: whether each slice trains on its own, under an outer rule. Such
+        slices are the groups of the mesh.
       model: the number of devices that share one replica's parameters.
       devices: the devices, all by default. TPU devices are laid out by their
         coordinates, others in this order.
@@ -92,7 +95,16 @@ def make_mesh(
         )
     _check_slices(slices, replicas_per_group, devices)
     shape = (len(groups), slices, replicas_per_group // slices, model)
-    return jax.sharding.Mesh(_lay_out(devices, shape), AXES, axis_types=_AXIS_TYPES)
+    layout = _lay_out(devices, shape)
+    if separate_slices:
+        # A network's collectives over slices and replicas then stay within a slice.
+        if len(groups) > 1:
+            raise errors.UserError(
+                "separate_slices cannot be used with groups, which are models of "
+                f"their own; received {_shortened(groups)}."
+            )
+        layout = layout.swapaxes(0, 1)
+    return jax.sharding.Mesh(layout, AXES, axis_types=_AXIS_TYPES)
 
 
 def of_one_device(mesh: jax.sharding.Mesh, device: jax.Device) -> jax.sharding.Mesh:
@@ -247,8 +259,9 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return one_step, one_step
     slices = _hardware_slices(list(mesh.devices.flat))
-    has_other_axes = num_groups(mesh) > 1 or mesh.shape[MODEL] > 1
-    if has_other_axes or len(slices) != num_slices(mesh):
+    # Slices that train apart are groups.
+    num_parts = num_groups(mesh) * num_slices(mesh)
+    if mesh.shape[MODEL] > 1 or len(slices) != num_parts:
         return one_step, one_step
     # All slices have one shape and one layout, so the first one decides.
     chips = torus.box(slices[0])

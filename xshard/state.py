@@ -148,7 +148,11 @@ def _create(
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, jnp.arange(groups))
+    numbers = jnp.arange(groups)
+    if config_lib.separates_slices(experiment.config):
+        # Slices of one model begin with the same parameters.
+        numbers = jnp.zeros_like(numbers)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, numbers)
     # A single group has no dimension. There `jax.vmap` only binds the name of the axis.
     group_dim = 0 if groups > 1 else None
     init_groups = jax.vmap(
@@ -180,7 +184,10 @@ def _init_group(
     An array that is equal on all replicas is created once, and any other for each of
     them.
     """
-    rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
+    replicas = mesh_lib.num_replicas(mesh)
+    if config_lib.separates_slices(experiment.config):
+        replicas *= mesh_lib.num_groups(mesh)
+    rows = max(1, experiment.config.batch_size // replicas)
     batch = {}
     for name, array in example.items():
         row = jnp.asarray(array[:1])

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xshard import config as config_lib
 from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -349,7 +350,12 @@ def make_predict(
         ) -> Any:
             local = _local(stored, grouped)
             with _method_context(experiment, mesh, state, local.experiment) as inner:
-                return experiment.predict(inner, batch, *keys)
+                outputs = experiment.predict(inner, batch, *keys)
+            if grouped and config_lib.separates_slices(experiment.config):
+                # Slices differ in the state of their networks, so the first decides.
+                of_slices = lax.all_gather(outputs, mesh_lib.GROUP)
+                outputs = jax.tree.map(lambda x: x[0], of_slices)
+            return outputs
 
         state_specs = state_lib.specs(
             experiment, mesh, state, manual=True, whole_slots=True

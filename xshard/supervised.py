@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_collections
 from jax import lax
 
+from xshard import config as config_lib
 from xshard import errors, experiment, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import learner
@@ -223,7 +224,7 @@ class Supervised(experiment.Experiment):
             of_trained, _ = self.learner.apply(state, key, batch, is_training=False)
             for name, value in self._values(of_trained, batch).items():
                 values[f"raw/{name}"] = value
-        if lax.axis_size(mesh_lib.GROUP) > 1:
+        if self._has_ensemble():
             ensemble = self._ensemble_of_groups(outputs)
             for name, value in self._values(ensemble, batch).items():
                 values[f"ensemble/{name}"] = value
@@ -248,7 +249,7 @@ class Supervised(experiment.Experiment):
         """
         evaluated = self.for_evaluation(state)
         outputs, _ = self.learner.apply(evaluated, key, batch, is_training=False)
-        if lax.axis_size(mesh_lib.GROUP) == 1:
+        if not self._has_ensemble():
             return outputs
         return self._ensemble_of_groups(outputs)
 
@@ -260,6 +261,13 @@ class Supervised(experiment.Experiment):
         return validation.evaluation(
             self.evaluate, returned, rows, allows_arrays=allows_arrays
         )
+
+    def _has_ensemble(self) -> bool:
+        """Returns whether there are several groups, each with a model of its own."""
+        # Under an outer rule the groups of the mesh are slices of one model.
+        if config_lib.separates_slices(self.config):
+            return False
+        return lax.axis_size(mesh_lib.GROUP) > 1
 
     def _ensemble_of_groups(self, outputs: Any) -> Any:
         return self.ensemble(lax.all_gather(outputs, mesh_lib.GROUP))

@@ -14,6 +14,8 @@ from xshard.optimizers import layouts as layouts_lib
 
 REPLICAS = 8
 MESH_AXIS = "replica"
+# An axis of size 1, for rules over an axis of groups or slices.
+GROUP_AXIS = "group"
 
 
 _COMPILED: list[str] = []
@@ -77,8 +79,9 @@ def transform_step(
 
 
 def mesh(replicas: int = REPLICAS) -> jax.sharding.Mesh:
-    """Returns a mesh with the one axis `MESH_AXIS`."""
-    return jax.sharding.Mesh(np.array(jax.devices()[:replicas]), (MESH_AXIS,))
+    """Returns a mesh with `replicas` devices along `MESH_AXIS`."""
+    devices = np.array(jax.devices()[:replicas]).reshape(1, replicas)
+    return jax.sharding.Mesh(devices, (GROUP_AXIS, MESH_AXIS))
 
 
 def one_device(step: hk.TransformedWithState) -> Callable[..., Any]:

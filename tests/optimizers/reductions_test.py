@@ -15,7 +15,7 @@ import pytest
 
 import xshard
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, int8, loss_scale
+from xshard.optimizers import base, cross_shard, integer_sums, loss_scale
 from xshard.optimizers import layouts as layouts_lib
 
 MESH = (2, 4)
@@ -269,7 +269,7 @@ def test_int8_does_not_hide_nonfinite_values(bad):
     # XLA's maximum of a large array may lose NaN on the CPU.
     size = 1 << 14
     run = jax.shard_map(
-        lambda x: int8.all_reduce([x[0]], [jnp.zeros(size)], "replica"),
+        lambda x: integer_sums.all_reduce([x[0]], [jnp.zeros(size)], "replica"),
         mesh=harness.mesh(2),
         in_specs=jax.P("replica"),
         out_specs=jax.P(),
@@ -284,9 +284,9 @@ def test_int8_does_not_hide_nonfinite_values(bad):
 
 
 def test_zeros_stay_zero_in_int8():
-    codes, scales = int8.quantize(jnp.zeros((3, 5)))
+    codes, scales = integer_sums.quantize(jnp.zeros((3, 5)))
     np.testing.assert_array_equal(
-        int8.dequantize(codes, scales, (3, 5)), np.zeros((3, 5))
+        integer_sums.dequantize(codes, scales, (3, 5)), np.zeros((3, 5))
     )
 
 

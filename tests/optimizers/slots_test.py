@@ -275,7 +275,7 @@ def test_slot_names_and_slots_are_the_same_before_and_after_an_update(name):
             opt.minimize(lambda p: harness.loss(p, x), params)
         arrays = {
             key
-            for module in ("opt", "MovingAverageOptimizer")
+            for module in ("opt", "MovingAverageOptimizer", "OuterOptimizer")
             for key in state.get(module, {})
         }
         result = {}

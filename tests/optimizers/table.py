@@ -9,7 +9,14 @@ import optax
 from optax import contrib
 
 from tests.optimizers import harness
-from xshard.optimizers import back_off, base, cross_shard, loss_scale, moving_average
+from xshard.optimizers import (
+    back_off,
+    base,
+    cross_shard,
+    loss_scale,
+    moving_average,
+    outer,
+)
 from xshard.optimizers import optax as optax_optimizer
 
 # Each optimizer has a step size that moves the parameters of the harness visibly.
@@ -84,11 +91,20 @@ def _averaged(opt: Any) -> base.Optimizer:
     return moving_average.MovingAverageOptimizer(opt, DECAY, "count")
 
 
+def _outer(opt: Any) -> base.Optimizer:
+    # Of one slice, which it moves to where the slice is.
+    return outer.OuterOptimizer(
+        opt, optax.sgd(1.0), every_steps=2, axis_name=harness.GROUP_AXIS
+    )
+
+
 # Wrappers of xshard around one of these optimizers: its name, the place of the wrapper,
 # and its constructor.
 WRAPPED: dict[str, tuple[str, str, Callable[[Any], base.Optimizer]]] = {
     "MovingAverageOptimizer inside": ("adam", "inside", _averaged),
     "MovingAverageOptimizer outside": ("adam", "outside", _averaged),
+    "OuterOptimizer inside": ("adam", "inside", _outer),
+    "OuterOptimizer outside": ("adam", "outside", _outer),
 }
 NAMES = sorted({*OPTIMIZERS, *WRAPPED})
 

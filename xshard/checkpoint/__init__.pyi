@@ -5,7 +5,7 @@ from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
 from .manager import Committed, Manager, NonfiniteError
-from .reader import Restored
+from .reader import Restored, num_groups
 from .retention import Keep, Saved
 from .store import CheckpointError, Store
 from .warm_start import (
@@ -40,6 +40,7 @@ __all__ = [
     "init_from",
     "is_finite",
     "newest_entry",
+    "num_groups",
     "read_catalog",
     "read_owner",
     "renames",

@@ -909,6 +909,8 @@ class Manager:
         self,
         target: Any,
         step: int | None = None,
+        *,
+        takes_one_group: bool = False,
     ) -> reader.Restored:
         """Restores a checkpoint.
 
@@ -918,6 +920,8 @@ class Manager:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
             function from the stored shapes by path to such a tree.
           step: the step; by default the newest checkpoint that is not damaged.
+          takes_one_group: whether a target with another number of groups than the
+            checkpoint gets the first group's arrays for each of its groups.
 
         Raises:
           CheckpointError: if there is no checkpoint, if all are damaged, or if the
@@ -933,6 +937,7 @@ class Manager:
                 self._owner,
                 self._budget_bytes,
                 self._log,
+                takes_one_group,
             )
             restored, damage = agreement.read(self._exchange, attempt, read_once)
             if restored is not None:

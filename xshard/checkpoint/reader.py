@@ -2,7 +2,8 @@
 shards of its own devices.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +70,59 @@ class ArrayTarget(NamedTuple):
         return stored
 
 
+class Groups(NamedTuple):
+    """The numbers of groups in the checkpoint and in the state.
+
+    Attributes:
+      stored: the number of groups in the checkpoint; 0: its arrays have no dimension of
+        groups.
+      wanted: likewise in the state.
+      chosen: the index of the group to take.
+    """
+
+    stored: int
+    wanted: int
+    chosen: int
+
+    def differ(self, path: str) -> bool:
+        """Returns whether a leaf has another leading dimension of groups in the state
+        than in the checkpoint.
+        """
+        return self.stored != self.wanted and path not in ("step", "rng")
+
+    def group_of(self, path: str) -> int | None:
+        """Returns the group to select of a stored array; None for the whole array."""
+        if self.differ(path) and self.stored:
+            return self.chosen
+        return None
+
+    def repeats(self, path: str) -> bool:
+        """Returns whether to repeat what is stored for each group of the state."""
+        return self.differ(path) and self.wanted > 0
+
+    def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
+        """Returns the shape in the checkpoint that fits a shape in the state."""
+        if not self.differ(path):
+            return shape
+        of_one_group = shape[1:] if self.wanted else shape
+        return (self.stored, *of_one_group) if self.stored else of_one_group
+
+
+def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Returns the number of groups in a run's state, the first dimension of every array
+    but the step and the key; 0 if they have no such dimension.
+
+    Args:
+      shapes: the shapes of the state's arrays, by path.
+    """
+    for path, shape in shapes.items():
+        # A state may have several learners, each with a global_step. It is a scalar
+        # unless there are groups.
+        if path.rpartition("/")[2] == "global_step" and len(shape) == 1:
+            return int(shape[0])
+    return 0
+
+
 class Restored(NamedTuple):
     """The content of a checkpoint.
 
@@ -87,12 +141,17 @@ class Restored(NamedTuple):
     folder: str
 
 
+def _num_groups(metas: arrays_lib.ArrayMetas) -> int:
+    return num_groups({path: meta.shape for path, meta in metas.items()})
+
+
 def restore(
     attempt: format_lib.SaveAttempt,
     target: Any,
     owner: format_lib.Owner | None,
     budget_bytes: int,
     say: Callable[[str], None],
+    takes_one_group: bool = False,
 ) -> Restored:
     """Reads a checkpoint of a run into the structure, types and shardings of `target`.
 
@@ -104,6 +163,8 @@ def restore(
       budget_bytes: the most bytes that may be read at a time, beyond the restored
         arrays themselves.
       say: called with progress messages.
+      takes_one_group: whether a target with another number of groups than the
+        checkpoint gets the first group's arrays for each of its groups.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
@@ -126,13 +187,26 @@ def restore(
         target = target(shapes)
     leaves = leaves_lib.flatten(target)
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
-    _check_same(attempt, stored, wanted)
+    groups = Groups(stored=0, wanted=0, chosen=0)
+    if takes_one_group:
+        groups = Groups(_num_groups(stored), _num_groups(wanted), chosen=0)
+    in_checkpoint = {}
+    for path, meta_of_leaf in wanted.items():
+        shape = groups.stored_shape(path, meta_of_leaf.shape)
+        in_checkpoint[path] = dataclasses.replace(meta_of_leaf, shape=shape)
+    _check_same(attempt, stored, in_checkpoint)
 
     targets = []
     for path, leaf in leaves.items():
-        targets.append(
-            ArrayTarget(path, stored[path], stored[path].shape, leaf.sharding)
+        target_of_leaf = ArrayTarget(
+            path=path,
+            meta=stored[path],
+            shape=wanted[path].shape,
+            sharding=leaf.sharding,
+            group=groups.group_of(path),
+            repeat=groups.repeats(path),
         )
+        targets.append(target_of_leaf)
     arrays = read_onto_devices(attempt, targets, say, budget_bytes)
     return Restored(
         state=jax.tree.unflatten(jax.tree.structure(target), arrays),

@@ -4,7 +4,7 @@ what a pattern selects.
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from xshard.checkpoint import place as place_lib
 from xshard.files import tensors, weight_map
 from xshard.learners import lora as lora_lib
 from xshard.metrics import formatting
+from xshard.optimizers import outer
 
 # The parameters of every network. With several networks, paths begin with the network's
 # name, as in 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots
@@ -177,6 +178,11 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
     attempt = place_lib.find(source.place)
     metas = metadata_files.read_array_metas(attempt)
     names = _renamed(source, attempt, metas, leaves)
+    for path, name in names.items():
+        exchanged = _exchanged(name, metas)
+        # An array is read once, as the parameter or as the slot.
+        if exchanged != name and not _selected(source, [exchanged]):
+            names[path] = exchanged
     return _Offer(
         where=attempt,
         names=names,
@@ -184,6 +190,22 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
         num_groups=_num_groups(metas),
         read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
     )
+
+
+def _exchanged(name: str, metas: arrays_lib.ArrayMetas) -> str:
+    """Returns the name of a parameter's value at the last exchange of its slices.
+
+    It is the given name if the array is no parameter, or if its run has no outer rule.
+    """
+    if not re.search(PARAMS, name):
+        return name
+    before, _, path = f"/{name}".partition("/params/")
+    slot = re.escape(f"{before}/opt_state/".removeprefix("/"))
+    pattern = f"{slot}[^/]+/{outer.EXCHANGED}/{re.escape(path)}"
+    for stored in metas:
+        if re.fullmatch(pattern, stored):
+            return stored
+    return name
 
 
 def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
@@ -309,7 +331,7 @@ def _targets(
             f"--init_select='{source.select}' matches none of the paths of this run, "
             f"such as {', '.join(list(leaves)[:_SHOWN])}."
         )
-    groups = _Groups(offer.num_groups, _num_groups(leaves), source.group)
+    groups = reader.Groups(offer.num_groups, _num_groups(leaves), source.group)
     targets = {}
     problems = []
     for path in paths:
@@ -356,61 +378,20 @@ def _check_merged(
             )
 
 
-class _Groups(NamedTuple):
-    """The numbers of groups in the checkpoint and in the state.
-
-    Attributes:
-      stored: the number of groups in the checkpoint; 0: its arrays have no dimension of
-        groups.
-      wanted: likewise in the state.
-      chosen: the index of the group to take.
-    """
-
-    stored: int
-    wanted: int
-    chosen: int
-
-    def differ(self, path: str) -> bool:
-        """Returns whether a leaf has another leading dimension of groups in the state
-        than in the checkpoint.
-        """
-        return self.stored != self.wanted and path not in ("step", "rng")
-
-    def stored_shape(self, path: str, shape: arrays_lib.Shape) -> arrays_lib.Shape:
-        """Returns the shape in the checkpoint that fits a shape in the state."""
-        if not self.differ(path):
-            return shape
-        of_one_group = shape[1:] if self.wanted else shape
-        return (self.stored, *of_one_group) if self.stored else of_one_group
-
-
-def _num_groups(leaves: dict[str, Any]) -> int:
-    """Returns the number of groups in a run's state, the first dimension of every array
-    but the step and the key; 0 if they have no such dimension.
-    """
-    for path, leaf in leaves.items():
-        # A state may have several learners, each with a global_step. It is a scalar
-        # unless there are groups.
-        if path.rpartition("/")[2] == "global_step" and len(leaf.shape) == 1:
-            return int(leaf.shape[0])
-    return 0
+def _num_groups(arrays: Mapping[str, Any]) -> int:
+    """Returns the number of groups of a state's arrays, or of their metadata."""
+    return reader.num_groups({path: x.shape for path, x in arrays.items()})
 
 
 def _target(
-    path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: _Groups
+    path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: reader.Groups
 ) -> reader.ArrayTarget:
     """Returns how to create a leaf of the state from the stored array."""
-    group = None
-    repeat = False
-    if groups.differ(path):
-        repeat = groups.wanted > 0
-        if groups.stored:
-            group = groups.chosen
-            if not 0 <= group < groups.stored:
-                raise format_lib.CheckpointError(
-                    f"--init_group={group}: the checkpoint has groups 0 to "
-                    f"{groups.stored - 1}."
-                )
+    group = groups.group_of(path)
+    if group is not None and not 0 <= group < groups.stored:
+        raise format_lib.CheckpointError(
+            f"--init_group={group}: the checkpoint has groups 0 to {groups.stored - 1}."
+        )
     data, _ = leaves_lib.key_data(leaf)
     return reader.ArrayTarget(
         path=path,
@@ -418,7 +399,7 @@ def _target(
         shape=tuple(data.shape),
         sharding=leaf.sharding,
         group=group,
-        repeat=repeat,
+        repeat=groups.repeats(path),
     )
 
 
@@ -426,7 +407,7 @@ def _problem(
     path: str,
     stored: arrays_lib.ArrayMeta | None,
     wanted: arrays_lib.ArrayMeta,
-    groups: _Groups,
+    groups: reader.Groups,
 ) -> str:
     """Explains why an array of the checkpoint cannot be taken; returns an empty text if
     it can.

@@ -47,6 +47,7 @@ class TrainBatches:
         batch_size: int | batch_sizes.BatchSizes,
         seed: int,
         micro_batches: int = 1,
+        separate_slices: bool = False,
     ):
         """Checks the sizes and creates the iterator.
 
@@ -60,6 +61,8 @@ class TrainBatches:
           seed: the seed of the order.
           micro_batches: the number of parts that each replica computes one after the
             other.
+          separate_slices: whether the groups of the mesh are slices that train one
+            model apart. They divide each batch.
 
         Raises:
           ValueError: if the replicas and micro-batches do not divide the batch, or the
@@ -70,17 +73,22 @@ class TrainBatches:
             batch_size = batch_sizes.BatchSizes(batch_size)
         self.sizes = batch_size
         batch_size = self.sizes.first
-        check_train_batch(batch_size, replica_mesh, micro_batches)
         groups = mesh_lib.num_groups(mesh)
+        check_train_batch(
+            batch_size, replica_mesh, micro_batches, separate_slices=separate_slices
+        )
+        group_size = size_of_group(batch_size, mesh, separate_slices)
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
-        self._rows = rows_lib.Rows(batch_size, self._sharding, replicas, groups)
+        self._rows = rows_lib.Rows(group_size, self._sharding, replicas, groups)
         self._skips: Mapping[int, int] = {}
         # The names, shapes and dtypes of the last batch that passed the checks.
         self._checked_kind: list[Any] | None = None
 
         local_rows = self._rows.local_rows
         rows_of_groups = []
-        for group in range(groups):
+        # The rows of slices that divide a batch are numbered through.
+        models = 1 if separate_slices else groups
+        for group in range(models):
             rows_of_group = local_rows[local_rows // batch_size == group]
             rows_of_groups.append(rows_of_group - group * batch_size)
         part = data.Part(
@@ -305,11 +313,28 @@ class EvalBatches:
             yield self._rows.to_devices({**batch, "_mask": local_rows < size})
 
 
+def size_of_group(
+    batch_size: int, mesh: mesh_lib.AnyMesh, separate_slices: bool
+) -> int:
+    """Returns the number of rows of a training batch that a group of the mesh computes.
+
+    Args:
+      batch_size: the number of examples of one model's batch.
+      mesh: the run's mesh.
+      separate_slices: as for `TrainBatches`.
+    """
+    if not separate_slices:
+        return batch_size
+    return batch_size // mesh_lib.num_groups(mesh)
+
+
 def train_shapes(
     example: data.Arrays,
     mesh: jax.sharding.Mesh,
     batch_size: int,
     replicas: logical.Replicas | None = None,
+    *,
+    separate_slices: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and shardings of a batch of `TrainBatches`.
 
@@ -318,8 +343,11 @@ def train_shapes(
       mesh: the run's mesh.
       batch_size: the number of examples of one model's batch.
       replicas: the logical replicas, if there are any.
+      separate_slices: as for `TrainBatches`.
     """
-    rows = batch_size if replicas is None else replicas.rows(batch_size)
+    rows = size_of_group(batch_size, mesh, separate_slices)
+    if replicas is not None:
+        rows = replicas.rows(rows)
     sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
     return shapes(example, rows * mesh_lib.num_groups(mesh), sharding)
 
@@ -355,13 +383,22 @@ def shapes_of(
 
 
 def check_train_batch(
-    batch_size: int, mesh: mesh_lib.AnyMesh, micro_batches: int
+    batch_size: int,
+    mesh: mesh_lib.AnyMesh,
+    micro_batches: int,
+    *,
+    separate_slices: bool = False,
 ) -> None:
-    """Raises ValueError unless replicas x micro_batches divides a batch."""
+    """Raises ValueError unless replicas x micro_batches divides a batch.
+
+    The replicas of slices that train one model apart are those of all slices.
+    """
     parts = mesh_lib.num_replicas(mesh) * micro_batches
-    check_batch_size(
-        "batch_size", batch_size, parts, f"replicas x micro_batches = {parts}"
-    )
+    what = "replicas x micro_batches"
+    if separate_slices:
+        parts *= mesh_lib.num_groups(mesh)
+        what = f"slices x {what}"
+    check_batch_size("batch_size", batch_size, parts, f"{what} = {parts}")
 
 
 def check_batch_size(key: str, value: int, parts: int, what: str) -> None:

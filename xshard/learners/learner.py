@@ -30,6 +30,7 @@ from xshard.optimizers import (
     inspection,
     layouts,
     moving_average,
+    outer,
     phases,
     replica_map,
     trees,
@@ -114,7 +115,7 @@ class Learner:
             over 'replica' (and 'slice', with several slices).
           config: the run's config. The learner reads its keys precision, micro_batches,
             gather_once, aggregation_method, estimate_statistics, on_nonfinite,
-            log_norms_every_steps and noise_scale_steps.
+            log_norms_every_steps, noise_scale_steps and outer.
           clip_gradients: transforms a replica's gradients before they are reduced. A
             gradient that it replaces with None leaves its parameter unchanged.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match
@@ -142,6 +143,9 @@ class Learner:
         self._norms_every = config.get("log_norms_every_steps", 0)
         self._noise_scale_steps = config.get(noise_scale.KEY, 0)
         self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
+        self._outer = None
+        if config_lib.separates_slices(config):
+            self._outer = config.outer
         self._transformed_update = hk.transform_with_state(self._update)
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
@@ -495,10 +499,12 @@ class Learner:
         """
         opt = self._bound_optimizer({})
         run = run_context.current()
+        outer_rules = base.rules_of_type(opt, outer.OuterOptimizer)
         meta = state_lib.LearnerMeta(
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
             statistics_module=self._statistics_module(opt, params),
             evaluation_rule=self._evaluation_rule(opt, params),
+            outer_module=outer_rules[0].module_name if outer_rules else None,
             lora_scale=self._lora.scale if self._lora else None,
             slots_from_params=_slots_from_params(opt, params),
         )
@@ -544,6 +550,17 @@ class Learner:
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)
+        if self._outer is not None:
+            opt = inspection.with_outer_rule(where, opt, self._outer)
+        for outer_rule in base.rules_of_type(opt, outer.OuterOptimizer):
+            if self._outer is None:
+                raise errors.UserError(
+                    f"{where} returned an outer rule ({outer_rule.name}), but the run "
+                    "does not let slices train apart: set config.outer.every_steps="
+                    f"{outer_rule.every_steps}."
+                )
+            is_logical = not isinstance(run.mesh, jax.sharding.Mesh)
+            outer_rule.bind(mesh_lib.GROUP, is_logical=is_logical)
         return opt
 
     def _init_optimizer(self, params: Any, meta: state_lib.LearnerMeta) -> None:

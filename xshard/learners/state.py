@@ -32,6 +32,7 @@ class LearnerMeta:
         floating-point state for evaluation; None if that of training is used.
       evaluation_rule: the name of the rule that has other parameters for evaluation;
         None if the parameters that train are evaluated.
+      outer_module: the module name of the outer rule; None without one.
       slots_from_params: the slots that begin as copies of the parameters: pairs of a
         module's name and what precedes a parameter's path in the names of its state.
       param_layouts: the layouts of parameters and slots if parameters are also held in
@@ -45,6 +46,7 @@ class LearnerMeta:
     shards_update: bool = dataclasses.field(default=False, compare=False)
     statistics_module: str | None = dataclasses.field(default=None, compare=False)
     evaluation_rule: str | None = dataclasses.field(default=None, compare=False)
+    outer_module: str | None = dataclasses.field(default=None, compare=False)
     slots_from_params: tuple[tuple[str, str], ...] = dataclasses.field(
         default=(), compare=False
     )

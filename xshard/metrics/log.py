@@ -264,7 +264,7 @@ class Log:
     ) -> rows_lib.Row:
         # A row during which the batch grew counts all of its steps as the last one.
         size = self._sizes.at(step)
-        examples = size * mesh_lib.num_groups(self._mesh)
+        examples = size * experiment_lib.num_models(self._config, self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
         flops = self._flops(size)
         if flops is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard.metrics import formatting
 
@@ -61,8 +62,15 @@ def begin(
         f"{formatting.scaled(all_bytes, 'B')}; "
         f"{formatting.scaled(device_bytes, 'B')} on each device"
     )
+    outer = []
+    if config_lib.separates_slices(config):
+        outer.append(
+            f"{mesh_lib.num_groups(mesh)} slice(s), each a group of the mesh with "
+            "parameters of its own, train one model: they exchange every "
+            f"{config.outer.every_steps} steps"
+        )
     changed = [f"changed since the run was started: {change}" for change in changes]
-    return "\n".join([title, head, *lines, total, *changed])
+    return "\n".join([title, head, *lines, total, *outer, *changed])
 
 
 def plan(start: int, steps: int, store: Any, end: str = "") -> str:

@@ -17,10 +17,14 @@ from xshard import jax_internals
 from xshard.optimizers import trees
 
 
-def size(axis_name: str) -> int:
+def size(axis_name: str, rule: str = "CrossShardOptimizer") -> int:
     """The number of replicas along an axis.
 
     It is 1 while state is created, and where no axis is mapped.
+
+    Args:
+      axis_name: the axis.
+      rule: the name of the rule that reduces over it, for messages.
 
     Raises:
       ValueError: if axes of devices are mapped, but not this one.
@@ -35,8 +39,8 @@ def size(axis_name: str) -> int:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual:
         raise ValueError(
-            f"CrossShardOptimizer reduces over the axis {axis_name!r}, but the mapped "
-            f"axes here are {manual}; pass axis_name=, or map {axis_name!r}."
+            f"{rule} reduces over the axis {axis_name!r}, but the mapped axes here are "
+            f"{manual}; pass axis_name=, or map {axis_name!r}."
         )
     # JAX has no public function that lists the axes that vmap or pmap map.
     names = jax_internals.mapped_axis_names()
@@ -45,19 +49,20 @@ def size(axis_name: str) -> int:
         # seeds.
         logging.log_first_n(
             logging.WARNING,
-            "CrossShardOptimizer reduces over the axis %r, which is not mapped here: "
-            "assuming one replica. These axes are mapped: %s. If the replicas are "
-            "along one of them, pass axis_name=, or their gradients are not summed.",
+            "%s reduces over the axis %r, which is not mapped here: assuming one "
+            "replica. These axes are mapped: %s. If the replicas are along one of "
+            "them, pass axis_name=, or nothing is reduced over them.",
             1,
+            rule,
             axis_name,
             names,
         )
     else:
         logging.log_first_n(
             logging.WARNING,
-            "CrossShardOptimizer is used where no axis %r is mapped: assuming one "
-            "replica.",
+            "%s is used where no axis %r is mapped: assuming one replica.",
             1,
+            rule,
             axis_name,
         )
     return 1

@@ -1,4 +1,4 @@
-"""The interface of every update rule, and the three phases through which rules compose.
+"""The interface of every update rule, and the phases through which rules compose.
 
 A wrapper may override any of the phases:
 
@@ -7,6 +7,8 @@ A wrapper may override any of the phases:
 2. `vote` decides whether to apply this step. It sees the aggregated gradients, so all
    replicas of a group decide alike.
 3. `update` computes new parameters and slots from the gradients.
+4. `exchange` may combine the new parameters with those of other replicas. It runs in
+   every step, skipped or not, and does nothing in most rules.
 
 Where each replica updates its copy of all arrays, `update` is local, and it alone is
 conditional. In a sharded update the sums that `aggregate` returns are global arrays, of
@@ -15,8 +17,8 @@ them, so a rule declares nothing. The new parameters are gathered at the end. `u
 may then contain collectives, such as those of a norm. It therefore always runs, and its
 result is selected afterwards.
 
-No collective is conditional. Groups may skip different steps, and a collective that
-only some devices reach never returns.
+No collective is conditional on a vote. Groups may skip different steps, and a
+collective that only some devices reach never returns.
 
 Names and meanings follow `tf.compat.v1.train.Optimizer`.
 """
@@ -217,7 +219,7 @@ class Optimizer(hk.Module):
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        """Aggregates, votes and updates.
+        """Aggregates, votes, updates and exchanges.
 
         Args:
           grads: a tree with the structure of `params`, as `compute_gradients` or
@@ -236,7 +238,7 @@ class Optimizer(hk.Module):
         Raises:
           ValueError: if the gradients do not have the parameters' structure and shapes,
             or if this rule holds another rule but does not call that rule's own
-            `aggregate` or `vote`.
+            `aggregate`, `vote` or `exchange`.
         """
         done = self.apply(grads, params, global_step, name)
         if global_step is None:
@@ -327,6 +329,27 @@ class Optimizer(hk.Module):
         raise NotImplementedError(
             f"{type(self).__name__} does not implement update(grads, params)."
         )
+
+    def exchange(
+        self, before: trees.Params, after: trees.Params, applied: Any
+    ) -> trees.Params:
+        """Phase 4: returns the parameters with which the next step begins.
+
+        By default these are `after`. A rule that exchanges parameters with other
+        replicas in some steps does so here, at the same steps on all of them. State
+        that it writes here is kept if the step is skipped.
+
+        Args:
+          before: the parameters before the update, in dicts. With a sharded update they
+            are global arrays, as for `update`.
+          after: those after it, equal to `before` if the step is skipped.
+          applied: whether the step is applied: True, or a boolean scalar.
+
+        Returns:
+          Parameters with the structure, shapes and dtypes of `after`.
+        """
+        del before, applied
+        return after
 
     def has_evaluation_params(self, params: trees.Params) -> bool:
         """Returns whether this rule itself defines `evaluation_params`.
@@ -469,6 +492,12 @@ class OptimizerWrapper(Optimizer):
         """Forwards to the wrapped rule."""
         return self.opt.update(grads, params)
 
+    def exchange(
+        self, before: trees.Params, after: trees.Params, applied: Any
+    ) -> trees.Params:
+        """Forwards to the wrapped rule."""
+        return self.opt.exchange(before, after, applied)
+
     def evaluation_params(self, params: trees.Params) -> trees.Params:
         """Forwards `Optimizer.evaluation_params`."""
         return self.opt.evaluation_params(params)
@@ -529,12 +558,14 @@ def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
     forwarding = {
         Optimizer.aggregate,
         Optimizer.vote,
+        Optimizer.exchange,
         OptimizerWrapper.aggregate,
         OptimizerWrapper.vote,
+        OptimizerWrapper.exchange,
     }
     required = []
     for rule in rules[1:]:
-        for phase in ("aggregate", "vote"):
+        for phase in ("aggregate", "vote", "exchange"):
             if getattr(type(rule), phase) not in forwarding:
                 required.append((rule, phase))
     return required

@@ -16,7 +16,7 @@ from xshard import errors, mesh
 from xshard.optimizers import (
     axes,
     base,
-    int8,
+    integer_sums,
     layouts,
     replica_map,
     shards,
@@ -436,7 +436,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             add = lambda x: shards.summed(psum, x, self.slice_dtype)
             return jax.tree.map(add, sums), rounding_errors
 
-        sums, rounding_errors = int8.all_reduce_tree(
+        sums, rounding_errors = integer_sums.all_reduce_tree(
             sums, rounding_errors, self.slice_axis_name
         )
 

@@ -6,10 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from xshard import errors
 from xshard import mesh as mesh_lib
-from xshard.optimizers import base, cross_shard, loss_scale, phases, skips, slots, trees
+from xshard.optimizers import (
+    base,
+    cross_shard,
+    loss_scale,
+    moving_average,
+    outer,
+    phases,
+    skips,
+    slots,
+    trees,
+)
 from xshard.optimizers import optax as optax_optimizer
 
 # The metric names of the norms of gradients and of parameters.
@@ -165,6 +176,56 @@ def check_shows_gradients(opt: base.Optimizer, key: str) -> None:
             "apply_gradients, so that the gradients it sums are not known. Implement "
             "update instead, or set the key to 0."
         )
+
+
+def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optimizer:
+    """The rule within an `OuterOptimizer`, unless it has one already.
+
+    Args:
+      where: what returned the rule, for messages.
+      opt: the rule.
+      options: `config.outer` of the run.
+
+    Raises:
+      UserError: if the rule cannot be used with an outer rule, or has one of another
+        number of steps.
+    """
+    averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
+    if averaging:
+        raise errors.UserError(
+            f"{where} returned {averaging[0].name}, which cannot be used with "
+            f"outer.every_steps={options.every_steps}: each slice would keep another "
+            "average. An evaluation uses the parameters of the last exchange, which "
+            "are a mean over slices already. Leave the averages out."
+        )
+    if _overrides_apply_gradients(opt):
+        raise errors.UserError(
+            f"outer.every_steps={options.every_steps} cannot be used with "
+            f"{type(opt).__name__}, which overrides apply_gradients: an outer rule "
+            "would not call the override. Implement vote and update instead."
+        )
+    own = base.rules_of_type(opt, outer.OuterOptimizer)
+    if own:
+        if own[0].every_steps != options.every_steps:
+            raise errors.UserError(
+                f"{where} returned an outer rule of every_steps="
+                f"{own[0].every_steps}, and config.outer.every_steps="
+                f"{options.every_steps}: give it every_steps="
+                "self.config.outer.every_steps."
+            )
+        return opt
+    sgd = optax.sgd(options.learning_rate, momentum=options.momentum, nesterov=True)
+    return outer.OuterOptimizer(
+        opt,
+        sgd,
+        every_steps=options.every_steps,
+        axis_name=mesh_lib.GROUP,
+        dtype=options.dtype,
+        fragments=options.fragments,
+        delay_steps=options.delay_steps,
+        mixing=options.mixing,
+        weights=options.weights,
+    )
 
 
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:

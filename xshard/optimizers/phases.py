@@ -1,4 +1,4 @@
-"""The three phases of a step, on each replica's copies or on global arrays in shards.
+"""The phases of a step, on each replica's copies or on global arrays in shards.
 
 Both forms begin alike: the rules aggregate and vote, and a skipped step restores the
 state that losses and `aggregate` wrote. They differ in the update:
@@ -80,8 +80,8 @@ class Step:
 
         Args:
           rules: the outermost rule, then all rules that it holds.
-          required_phases: pairs of a rule and the name of its phase ('aggregate' or
-            'vote') that the step must call.
+          required_phases: pairs of a rule and the name of its phase ('aggregate',
+            'vote' or 'exchange') that the step must call.
         """
         self._rule = rules[0]
         self._rules = rules
@@ -126,6 +126,7 @@ class Step:
             # it.
             keep = lambda _, old: old
             new = hk.cond(applied, update, keep, grads, params)
+        new = self._exchange(params, new, applied)
         return Applied(
             params=new,
             applied=applied,
@@ -164,6 +165,14 @@ class Step:
             new_shards[path] = skips.select(applied, updated[path], old_shards[path])
         skips.restore_unless_applied(applied, skips.writes_since(state_before))
 
+        with shards.in_effect(partition):
+            exchanged = self._exchange(
+                trees.replace(params, trained_shards),
+                trees.replace(params, new_shards),
+                applied,
+            )
+        exchanged = trees.leaves_by_path(exchanged)
+        new_shards = {path: exchanged[path] for path in trained}
         new_shards = partition.map(constrain, new_shards)
         return Applied(
             params=trees.replace(params, partition.gather_global(new_shards)),
@@ -188,7 +197,7 @@ class Step:
           The aggregated gradients, and whether to apply them.
         """
         state_before = skips.current_state()
-        with self._requiring_phases():
+        with self._requiring_phases("aggregate", "vote"):
             grads = self._rule.aggregate(grads)
             writes = skips.writes_since(state_before)
             applied = self._rule.vote(grads)
@@ -206,9 +215,21 @@ class Step:
         _check_updated(self._rule, params, new)
         return new
 
+    def _exchange(
+        self, before: trees.Params, after: trees.Params, applied: Any
+    ) -> trees.Params:
+        """Runs the fourth phase, and checks its result."""
+        with self._requiring_phases("exchange"):
+            new = self._rule.exchange(before, after, applied)
+        if new is not after:
+            _check_updated(self._rule, after, new)
+        return new
+
     @contextlib.contextmanager
-    def _requiring_phases(self) -> Iterator[None]:
-        """Raises ValueError unless its body calls the required phases."""
+    def _requiring_phases(self, *phases: str) -> Iterator[None]:
+        """Raises ValueError unless its body calls those of the required phases that
+        have these names.
+        """
         called: set[tuple[int, str]] = set()
 
         def note(method: Any, args: Any, kwargs: Any, context: hk.MethodContext) -> Any:
@@ -218,14 +239,14 @@ class Step:
         with hk.intercept_methods(note):
             yield
         for rule, phase in self._required_phases:
-            if (id(rule), phase) in called:
+            if phase not in phases or (id(rule), phase) in called:
                 continue
             holder = type(self._rule).__name__
             raise ValueError(
                 f"{holder} holds {rule.name}, but its own {phase} does not call that "
                 f"of {rule.name}, which would have no effect. Derive {holder} from "
                 f"OptimizerWrapper, which forwards {phase} to `opt`, or call it in its "
-                f"{phase}(grads)."
+                f"own {phase}."
             )
 
     def _check_equal(self, state_before: skips.State, done: Applied) -> None:

@@ -306,6 +306,13 @@ def in_effect(partition: Partition) -> Iterator[None]:
         _IN_EFFECT.reset(token)
 
 
+def current() -> Partition | None:
+    """Returns how the global arrays of the rules being called lie; None if they are
+    whole.
+    """
+    return _IN_EFFECT.get()
+
+
 def holds_for_all(test: Callable[[jax.Array], jax.Array], arrays: Any) -> jax.Array:
     """Returns whether a test holds for all arrays of a tree.
 

@@ -82,9 +82,11 @@ def current_state() -> State:
     # before the loop. So only the modules' names are taken from there.
     modules = _AnyModule()
     state = {}
-    for module in hk.get_current_state():
-        for name, array in modules.read(module).items():
-            state[module, name] = array
+    for module, arrays in hk.get_current_state().items():
+        # These include the arrays of modules within it, whose names begin with its own.
+        current = modules.read(module)
+        for name in arrays:
+            state[module, name] = current[name]
     return state
 
 

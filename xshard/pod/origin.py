@@ -146,6 +146,8 @@ def set_up_backends(config: Any, cpu_devices: int) -> None:
     # the cuts. It has as many threads as cores or devices, whichever is more, unless
     # NPROC replaces the number of cores.
     groups = len(config.get("group_assignment") or ()) or 1
+    if config_lib.separates_slices(config):
+        groups = config["slices"] or 1
     threads = max(2, config["logical_replicas"] * groups)
     os.environ["NPROC"] = str(min(threads, _MAX_THREADS))
     if platform.machine() in _X86:

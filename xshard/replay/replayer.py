@@ -238,7 +238,7 @@ class Replayer:
             if step > last:
                 continue
             try:
-                resuming.check_replicas(saved, saved.target, step)
+                resuming.check_replicas(self.experiment, saved, saved.target, step)
                 restored = saved.restore_state(step)
             except checkpoint.CheckpointError:
                 # The checkpoint is damaged, or was deleted meanwhile. An earlier one
@@ -274,7 +274,8 @@ class Replayer:
         if not experiment_lib.overrides(self.experiment, "train_data"):
             return []
         examples = self.experiment.train_data()
-        numbers = data.order(examples, self.config.seed, mesh_lib.num_groups(self.mesh))
+        models = experiment_lib.num_models(self.config, self.mesh)
+        numbers = data.order(examples, self.config.seed, models)
         # Batches that roll-backs passed over count too.
         num_skipped = 0
         for first_step, count in self._skips.items():

@@ -63,6 +63,7 @@ def train_batches(
         batch_size=batch_sizes.BatchSizes.of(config),
         seed=config.seed,
         micro_batches=config.micro_batches,
+        separate_slices=config_lib.separates_slices(config),
     )
 
 

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from xshard import checkpoint, errors
+from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
 from xshard.metrics import formatting
 from xshard.pod import host_collectives
+from xshard.run import slices
 from xshard.stored import replica_state
 
 
@@ -175,13 +177,17 @@ def _or_begin_again(directory: workdir.Workdir) -> str:
 
 
 def check_replicas(
-    manager: checkpoint.Manager, target: state_lib.TrainState, step: int
+    experiment: experiment_lib.Experiment,
+    manager: checkpoint.Manager,
+    target: state_lib.TrainState,
+    step: int,
 ) -> None:
     """Checks that a checkpoint's per-replica state is of as many replicas as there are.
 
     Process 0 calls it.
 
     Args:
+      experiment: the run's experiment.
       manager: the run's checkpoints.
       target: the shapes of the run's state.
       step: the step of the checkpoint.
@@ -193,6 +199,9 @@ def check_replicas(
         stored = manager.shapes(step)
     except checkpoint.CheckpointError:
         # The restore reports a damaged checkpoint, and takes an older one.
+        return
+    if slices.differ(experiment, target, stored):
+        slices.check(target)
         return
     replica_state.check_count(target, target.step.sharding.mesh, stored)
 

@@ -70,6 +70,7 @@ class Checkpoints:
             "config": config_values,
             "origin": provenance._asdict(),
         }
+        self._experiment = experiment
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
         self._must_be_finite = states.must_be_finite(config)
@@ -107,7 +108,9 @@ class Checkpoints:
             self._check_newest(latest)
         if latest is not None:
             self.manager.on_process_0(
-                lambda: resuming.check_replicas(self.manager, target, latest)
+                lambda: resuming.check_replicas(
+                    self._experiment, self.manager, target, latest
+                )
             )
         elif source is not None:
             checkpoint.check_init(source, target)

@@ -20,6 +20,7 @@ from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.learners.state import LearnerState
 from xshard.optimizers import moving_average, trees
+from xshard.run import slices
 from xshard.stored import replica_state
 
 
@@ -100,21 +101,43 @@ class StateManager(checkpoint.Manager):
         Raises:
           CheckpointError: as `restore` does.
         """
+        # Set once the checkpoint is known.
+        stored_shapes: dict[str, Any] = {}
 
         def target(stored: replica_state.Shapes) -> state_lib.TrainState:
+            stored_shapes.clear()
+            stored_shapes.update(stored)
             shapes = self.target
             if fits:
                 shapes = replica_state.fit(shapes, self._mesh, stored)
             return _without_unsaved_statistics(shapes, stored)
 
-        restored = self.restore(target, step)
+        restored = self.restore(
+            target,
+            step,
+            takes_one_group=config_lib.separates_slices(self._experiment.config),
+        )
         if has_fewer_statistics(restored.state, self.target):
             log(
                 f"step {restored.step} was saved without averages of the network's "
                 "state, by an earlier version: its averages of the parameters are "
                 "evaluated with the state of those that train"
             )
-        return restored
+        if not slices.differ(self._experiment, self.target, stored_shapes):
+            return restored
+        log(
+            slices.describe(
+                before=checkpoint.num_groups(stored_shapes) or 1,
+                now=mesh_lib.num_groups(self._mesh),
+                state=restored.state,
+                every=self._experiment.config.outer.every_steps,
+            )
+        )
+        # What was noted of the saved state does not hold of this one.
+        metadata = {**restored.metadata, "watched": None, "fingerprint": None}
+        return restored._replace(
+            state=slices.continued(restored.state), metadata=metadata
+        )
 
 
 def has_fewer_statistics(

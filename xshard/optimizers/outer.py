@@ -1,0 +1,660 @@
+"""The outer rule: slices train apart, and exchange their parameters now and then.
+
+Each slice trains by an inner rule of its own for some steps. Then the slices reduce the
+difference between their parameters and those of the last exchange, and an outer rule
+moves all of them by its mean. So a slow network between slices is used once in many
+steps.
+
+Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
+Models", 2023, https://arxiv.org/abs/2311.08105; for fragments and delays, Douillard et
+al., "Streaming DiLoCo with overlapping communication", 2025,
+https://arxiv.org/abs/2501.18512.
+"""
+
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from xshard import errors, mesh
+from xshard.optimizers import (
+    axes,
+    base,
+    cross_shard,
+    integer_sums,
+    replica_map,
+    shards,
+    skips,
+    slots,
+    trees,
+)
+from xshard.optimizers import optax as optax_optimizer
+
+# The slots of a parameter: its value at the last exchange, and the error of rounding
+# what its slice sent.
+EXCHANGED = "exchanged"
+RESIDUAL = "residual"
+
+_STEPS = "steps"
+# The number of steps that a slice has applied since it last sent each fragment.
+APPLIED = "applied_steps"
+_BITS = {"int8": 8, "int4": 4}
+_DTYPES = ("float32", "bfloat16", *_BITS)
+_WEIGHTS = ("equal", "applied_steps")
+
+
+class OuterOptimizer(base.OptimizerWrapper):
+    """Lets slices train by `opt` on their own, and moves all of them every few steps.
+
+    After each `every_steps` steps, each slice subtracts its parameters from those of
+    the last exchange. The mean of these differences over `axis_name` is the gradient of
+    the rule `outer`, which moves the parameters of the last exchange. All slices go on
+    from there. Slots, loss scales and the state of networks stay a slice's own.
+
+    A skipped step counts as a step, so the exchange is after the same step on all
+    slices, whichever of them skip. It nests with `CrossShardOptimizer`, which reduces
+    in each step over the replicas of a slice, and with
+    `MixedPrecisionLossScaleOptimizer`, in any order.
+
+    Parameters and state differ along `axis_name`, so do not return them from
+    `jax.shard_map` as equal on it: give them a leading dimension, as for groups. A run
+    does that if `config.outer.every_steps` is set; it needs no rule of the
+    experiment's.
+
+    State: `exchanged/<path>` for each trained parameter, its value at the last
+    exchange, in float32 or wider, equal on all slices; `steps`, an int32 scalar; the
+    state of `outer`; with the weights 'applied_steps', `applied_steps`, int32 of shape
+    (fragments,); with an integer `dtype`, `residual/<path>` in float32, the slice's own
+    errors of rounding.
+
+    >>> def step(params, x):
+    ...     inner = xshard.OptaxOptimizer(optax.sgd(0.5), name='inner')
+    ...     opt = OuterOptimizer(inner, optax.sgd(1.0), every_steps=2)
+    ...     loss = lambda p: jnp.sum((p['linear']['w'] - x) ** 2) / 2
+    ...     return opt.minimize(loss, params)[1]
+    >>> step = hk.transform_with_state(step)
+    >>> params = {'linear': {'w': jnp.zeros(())}}
+    >>> _, state = step.init(None, params, 0.0)
+    >>> stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)
+    >>> apply = lambda params, state, x: step.apply({}, state, None, params, x)
+    >>> apply = jax.vmap(apply, axis_name='slice')
+    >>> params, state = stack((params, state))
+    >>> for _ in range(2):
+    ...     params, state = apply(params, state, jnp.array([1.0, 3.0]))
+    ...     print(params['linear']['w'])
+    [0.5 1.5]
+    [1.5 1.5]
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        outer: Any = None,
+        *,
+        every_steps: int,
+        axis_name: str = "slice",
+        dtype: str = "float32",
+        fragments: int = 1,
+        delay_steps: int = 0,
+        mixing: float = 0.5,
+        weights: str = "equal",
+        name: str = "OuterOptimizer",
+    ):
+        """Wraps an optimizer.
+
+        Args:
+          opt: the inner rule: an `Optimizer` or an optax transformation.
+          outer: the outer rule, an optax transformation; by default stochastic gradient
+            descent with Nesterov's momentum of 0.9 at a learning rate of 0.7, as in
+            DiLoCo.
+          every_steps: the number of steps between exchanges, at least 1.
+          axis_name: the mapped axis of the slices.
+          dtype: the type in which differences are sent: 'float32' (or wider, if a
+            parameter is), 'bfloat16', or 'int8' or 'int4', of which each slice adds the
+            error of rounding to what it sends next.
+          fragments: the number of parts of the parameters, which are exchanged in turn,
+            each every `every_steps` steps, to send less at a time. An array is never
+            divided.
+          delay_steps: for how many steps slices train on before they take over the
+            result of an exchange, less than `every_steps`. The parameters after a step
+            are then sent during the next one.
+          mixing: with a delay, the fraction of its own parameters that a slice keeps
+            when it takes over the result.
+          weights: the weights of slices in the mean: 'equal', or 'applied_steps', the
+            number of steps that a slice has applied since it last sent.
+          name: the module's name.
+
+        Raises:
+          ValueError: for an invalid argument, or an `opt` that already reduces over
+            this axis.
+        """
+        super().__init__(name=name)
+        self.opt = optax_optimizer.as_optimizer(opt)
+        self.every_steps = _check_count("every_steps", every_steps)
+        self.axis_name = _check_axis(axis_name)
+        self.dtype = _check_choice("dtype", dtype, _DTYPES)
+        self.fragments = _check_count("fragments", fragments)
+        self.delay_steps = _check_delay(delay_steps, self.every_steps)
+        self.mixing = _check_fraction(mixing)
+        self.weights = _check_choice("weights", weights, _WEIGHTS)
+        if self.fragments > self.every_steps:
+            raise errors.UserError(
+                f"fragments={fragments} must be at most every_steps={every_steps}: at "
+                "most one fragment is exchanged after a step."
+            )
+        if outer is None:
+            outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        if isinstance(outer, base.Optimizer):
+            raise errors.UserError(
+                "outer must be an optax transformation, such as optax.sgd(0.7); "
+                f"received the rule {outer.name}."
+            )
+        # Each fragment is a tree of its own, with counts of its own.
+        self.outers = []
+        for index in range(self.fragments):
+            suffix = f"_{index}" if self.fragments > 1 else ""
+            self.outers.append(
+                optax_optimizer.OptaxOptimizer(outer, name=f"outer{suffix}")
+            )
+        self._is_logical = False
+        self._check_inner()
+
+    def bind(self, axis_name: str, *, is_logical: bool) -> None:
+        """Sets what a run decides: called by its `Learner`.
+
+        Args:
+          axis_name: the mapped axis of the slices.
+          is_logical: whether the replicas of a slice are logical ones. They share
+            devices, each of which sends all parameters.
+        """
+        self.axis_name = axis_name
+        self._is_logical = is_logical
+
+    def _check_inner(self) -> None:
+        inner = base.rules_of_type(self.opt, OuterOptimizer)
+        if inner:
+            raise ValueError(
+                f"opt already has an outer rule ({inner[0].name}): their steps would "
+                "be counted twice. Use one OuterOptimizer."
+            )
+        for rule in base.rules_of_type(self.opt, cross_shard.CrossShardOptimizer):
+            if self.axis_name in (rule.axis_name, rule.slice_axis_name):
+                raise ValueError(
+                    f"opt already reduces over the axis {self.axis_name!r} in each "
+                    f"step ({rule.name}), and with group_assignment within groups of "
+                    "it: there is nothing left for an outer rule to do. Give "
+                    "OuterOptimizer the axis of slices, and CrossShardOptimizer only "
+                    "that of the replicas of a slice."
+                )
+
+    def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
+        """Implements `Optimizer.update`; creates the state of exchanges."""
+        if hk.running_init():
+            self._create_state(grads, params)
+        return self.opt.update(grads, params)
+
+    def _create_state(self, grads: trees.Gradients, params: trees.Params) -> None:
+        hk.get_state(_STEPS, [], jnp.int32, jnp.zeros)
+        if self.weights == "applied_steps":
+            hk.get_state(APPLIED, [self.fragments], jnp.int32, jnp.zeros)
+        leaves = trees.leaves_by_path(params)
+        trained = {path: leaves[path] for path in trees.present(grads)}
+        for path, x in trained.items():
+            if self.dtype != "float32" and jnp.iscomplexobj(x):
+                raise errors.UserError(
+                    f"The parameter '{path}' is complex, which dtype={self.dtype!r} "
+                    "cannot represent: leave dtype 'float32', with which it is sent "
+                    "in its own type."
+                )
+            slots.create(f"{EXCHANGED}/{path}", trees.widen(x))
+            if self.dtype in _BITS:
+                zeros = jnp.zeros(x.shape, jnp.float32)
+                slots.create(f"{RESIDUAL}/{path}", zeros)
+        for outer, paths in zip(self.outers, self._divide(trained), strict=True):
+            part = {path: trained[path] for path in paths}
+            outer.update(trees.rebuild(params, part), params)
+
+    def exchange(
+        self, before: trees.Params, after: trees.Params, applied: Any
+    ) -> trees.Params:
+        """Implements `Optimizer.exchange`."""
+        after = self.opt.exchange(before, after, applied)
+        if hk.running_init():
+            return after
+        step = hk.get_state(_STEPS) + 1
+        hk.set_state(_STEPS, step)
+        if self.weights == "applied_steps":
+            counts = hk.get_state(APPLIED)
+            hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
+        params = trees.leaves_by_path(after)
+        sent = params
+        sent_after = step
+        if self.delay_steps:
+            # The parameters from before this step are sent, so that this does not wait
+            # for the step's gradients.
+            sent = trees.leaves_by_path(before)
+            sent_after = step - 1
+        for index, paths in enumerate(self._divide(self._slots_named(EXCHANGED))):
+            # Fragments are exchanged in turn.
+            offset = index * self.every_steps // self.fragments
+            is_sent = self._is_due(sent_after, offset)
+            self._send(index, is_sent, {path: sent[path] for path in paths}, after)
+            is_taken = self._is_due(step - self.delay_steps, offset)
+            own = {path: params[path] for path in paths}
+            params |= hk.cond(is_taken, self._take, lambda own: own, own)
+        return trees.rebuild(after, params)
+
+    def _is_due(self, step: jax.Array, offset: int) -> jax.Array:
+        """Whether a fragment is exchanged after a step."""
+        return (step > 0) & ((step - offset) % self.every_steps == 0)
+
+    def _divide(self, arrays: Mapping[str, Any]) -> list[list[str]]:
+        """The paths of each fragment, about equally large.
+
+        Args:
+          arrays: the arrays of all trained parameters, by path.
+        """
+        if len(arrays) < self.fragments:
+            raise errors.UserError(
+                f"fragments={self.fragments} must be at most the number of trained "
+                f"arrays, which are never divided: {len(arrays)}."
+            )
+        fragments: list[list[str]] = [[] for _ in range(self.fragments)]
+        sizes = [0] * self.fragments
+        by_size = sorted(arrays, key=lambda path: (-arrays[path].size, path))
+        for path in by_size:
+            smallest = sizes.index(min(sizes))
+            fragments[smallest].append(path)
+            sizes[smallest] += arrays[path].size
+        return fragments
+
+    def _take(self, own: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """A slice's parameters after it takes over the result of an exchange."""
+        taken = {}
+        for path, param in own.items():
+            exchanged = hk.get_state(f"{EXCHANGED}/{path}")
+            if self.delay_steps:
+                kept = self.mixing * param.astype(exchanged.dtype)
+                exchanged = kept + (1 - self.mixing) * exchanged
+            taken[path] = exchanged.astype(param.dtype)
+        return taken
+
+    def _send(
+        self,
+        index: int,
+        is_due: jax.Array,
+        params: dict[str, jax.Array],
+        all_params: trees.Params,
+    ) -> None:
+        """Exchanges a fragment, if it is due, and moves it by the outer rule.
+
+        Args:
+          index: the number of the fragment.
+          is_due: whether it is due, a boolean scalar that is equal on all slices.
+          params: the slice's parameters in the fragment, by path.
+          all_params: all parameters, in dicts.
+        """
+        weight = None
+        if self.weights == "applied_steps":
+            # In units of a round, of which the errors of rounding are, too.
+            count = hk.get_state(APPLIED)[index].astype(jnp.float32)
+            weight = count / self.every_steps
+
+        def exchange(params: dict[str, jax.Array]) -> None:
+            self._move(index, self._mean(params, weight), all_params)
+
+        if replica_map.is_current() and self.axis_name != mesh.GROUP:
+            raise errors.UserError(
+                f"{self.name} exchanges over the axis {self.axis_name!r}, which "
+                "xshard.vmap_replicas maps: there, replicas may differ only along an "
+                f"axis called {mesh.GROUP!r}. Give the axis of slices this name."
+            )
+        if not replica_map.is_current():
+            # All slices take the same branch, since they count the same steps.
+            hk.cond(is_due, exchange, lambda params: None, params)
+            return
+        # Here `jax.vmap` maps the slices, which makes of a branch a selection. So only
+        # what each replica calls by itself is in a branch, which has the collectives.
+        mean = self._mean(params, weight, is_due)
+        state_before = skips.current_state()
+        self._move(index, mean, all_params)
+        writes = skips.writes_since(state_before)
+        skips.restore_unless_applied(is_due, writes)
+
+    def _move(
+        self, index: int, mean: dict[str, jax.Array], all_params: trees.Params
+    ) -> None:
+        """Moves the parameters of a fragment's last exchange by the outer rule.
+
+        Args:
+          index: the number of the fragment.
+          mean: the mean difference of each of its parameters, by path.
+          all_params: all parameters, in dicts.
+        """
+        old = {path: hk.get_state(f"{EXCHANGED}/{path}") for path in mean}
+        new = self.outers[index].update(
+            trees.rebuild(all_params, mean), trees.replace(all_params, old)
+        )
+        leaves = trees.leaves_by_path(new)
+        for path in mean:
+            hk.set_state(f"{EXCHANGED}/{path}", leaves[path])
+        if self.weights == "applied_steps":
+            counts = hk.get_state(APPLIED)
+            hk.set_state(APPLIED, counts.at[index].set(0))
+
+    def _mean(
+        self,
+        params: dict[str, jax.Array],
+        weight: jax.Array | None,
+        is_due: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """The mean over slices of the differences to the last exchange, by path.
+
+        Args:
+          params: the slice's parameters.
+          weight: the slice's weight, a float32 scalar; None if all are equal.
+          is_due: whether to exchange anything; None stands for True.
+        """
+        differences = {}
+        errors_of_rounding = {}
+        for path, param in params.items():
+            exchanged = hk.get_state(f"{EXCHANGED}/{path}")
+            differences[path] = exchanged - param.astype(exchanged.dtype)
+            if self.dtype in _BITS:
+                errors_of_rounding[path] = hk.get_state(f"{RESIDUAL}/{path}")
+        if axes.size(self.axis_name, type(self).__name__) == 1:
+            return differences
+
+        partition = shards.current()
+        specs = {path: jax.P() for path in params}
+        if partition is not None:
+            for path in params:
+                specs[path] = partition.spec(partition.layouts[path], manual=True)
+        specs_of_errors = {path: specs[path] for path in errors_of_rounding}
+        # In shards, each replica sends its shard as it is.
+        parts_axis = None
+        if partition is None:
+            parts_axis = self._axis_of_parts(differences)
+
+        def exchange(operands: Any) -> Any:
+            results = self._mean_on_replica(*operands, parts_axis=parts_axis)
+            if partition is None:
+                return results
+            # All arrays are sent in one message, so the program does not show that
+            # those without shards are equal on all replicas.
+            declare = lambda layout, x: (
+                replica_map.equal_on_replicas(x) if layout.dim is None else x
+            )
+            return tuple(partition.map(declare, arrays) for arrays in results)
+
+        def on_replica(is_due: Any, *operands: Any) -> Any:
+            if is_due is None:
+                return exchange(operands)
+            differences, errors_of_rounding, _ = operands
+            zeros = jax.tree.map(jnp.zeros_like, differences)
+            keep = lambda operands: (zeros, errors_of_rounding)
+            return lax.cond(is_due, exchange, keep, operands)
+
+        mean, errors_of_rounding = replica_map.per_replica(
+            on_replica,
+            in_specs=(jax.P(), specs, specs_of_errors, jax.P()),
+            out_specs=(specs, specs_of_errors),
+        )(is_due, differences, errors_of_rounding, weight)
+        for path, x in errors_of_rounding.items():
+            hk.set_state(f"{RESIDUAL}/{path}", x)
+        return mean
+
+    def _axis_of_parts(self, arrays: Mapping[str, jax.Array]) -> str | None:
+        """The axis of the replicas of a slice that each send a part of the arrays.
+
+        None if each of them sends all.
+        """
+        if self._is_logical or any(x.dtype != jnp.float32 for x in arrays.values()):
+            return None
+        for rule in base.rules_of_type(self.opt, cross_shard.CrossShardOptimizer):
+            # Only replicas of one group have equal parameters. JAX's check of varying
+            # values cannot infer that what they gather is equal.
+            if rule.group_assignment is None and axes.size(rule.axis_name) > 1:
+                return None if axes.is_tracked(rule.axis_name) else rule.axis_name
+        return None
+
+    def _mean_on_replica(
+        self,
+        differences: dict[str, jax.Array],
+        errors_of_rounding: dict[str, jax.Array],
+        weight: jax.Array | None,
+        *,
+        parts_axis: str | None,
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Reduces differences over the slices, on one replica.
+
+        Args:
+          differences: the differences, by path.
+          errors_of_rounding: the errors of what the slice sent last, by path.
+          weight: as for `_mean`.
+          parts_axis: the axis of the replicas that each send a part; None if this
+            replica sends all.
+
+        Returns:
+          The means, and the new errors of rounding.
+        """
+        total_weight: Any = axes.size(self.axis_name)
+        if weight is not None:
+            weighted = lambda x: x * weight.astype(x.dtype)
+            differences = jax.tree.map(weighted, differences)
+            total_weight = lax.psum(weight, self.axis_name)
+            # If no slice has applied a step, all differences are 0.
+            total_weight = jnp.where(total_weight == 0, 1, total_weight)
+
+        is_narrow = all(x.dtype == jnp.float32 for x in differences.values())
+        if self.dtype == "float32" and not is_narrow:
+            totals = {path: self._sum(x) for path, x in differences.items()}
+        else:
+            # One vector, since many small messages would cost more.
+            vector = _join(differences)
+            if errors_of_rounding:
+                vector += _join(errors_of_rounding)
+            total, sent = self._sum_vector(vector, parts_axis)
+            totals = _split(total, differences)
+            if errors_of_rounding:
+                errors_of_rounding = _split(_finite(vector - sent), errors_of_rounding)
+        means = {
+            path: x / jnp.asarray(total_weight, x.dtype) for path, x in totals.items()
+        }
+        # JAX may track that sums do not vary along the axis, as state does.
+        return axes.mark_varying((means, errors_of_rounding), self.axis_name)
+
+    def _sum_vector(
+        self, vector: jax.Array, parts_axis: str | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sums a float32 vector over the slices.
+
+        Args:
+          vector: the slice's summand.
+          parts_axis: as for `_mean_on_replica`.
+
+        Returns:
+          The sum, and the summand as it was sent.
+        """
+        size = vector.size
+        count = 1
+        if parts_axis is not None:
+            count = axes.size(parts_axis)
+        blocks = count * integer_sums.BLOCK
+        vector = jnp.pad(vector, (0, -size % blocks))
+        bits = _BITS.get(self.dtype, 0)
+        message: tuple[jax.Array, ...] = (vector,)
+        sent = vector
+        if bits:
+            message = integer_sums.quantize(vector, bits)
+            sent = integer_sums.dequantize(*message, vector.shape, bits)
+        elif self.dtype == "bfloat16":
+            rounded = vector.astype(jnp.bfloat16)
+            # As integers, since XLA for CPUs would send float32.
+            message = (lax.bitcast_convert_type(rounded, jnp.uint16),)
+            sent = rounded.astype(jnp.float32)
+
+        if parts_axis is not None:
+            number = lax.axis_index(parts_axis)
+            part = lambda x: x.reshape(count, -1, *x.shape[1:])[number]
+            message = jax.tree.map(part, message)
+        if self.dtype == "float32":
+            (total,) = map(self._sum, message)
+        else:
+            # Every slice adds the same numbers in the same order.
+            received = lax.all_gather(message, self.axis_name)
+            if bits:
+                codes, scales = received
+                summands = integer_sums.values(codes, scales, bits)
+            else:
+                (codes,) = received
+                summands = lax.bitcast_convert_type(codes, jnp.bfloat16)
+            summands = summands.astype(jnp.float32)
+            total = jnp.ravel(jnp.sum(summands, axis=0))
+        if parts_axis is not None:
+            total = lax.all_gather(total, parts_axis, tiled=True)
+        return total[:size], sent[:size]
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the slices."""
+        if self._is_logical:
+            # In one order, on any devices.
+            return jnp.sum(lax.all_gather(x, self.axis_name), axis=0)
+        return lax.psum(x, self.axis_name)
+
+    def _slots_named(self, name: str) -> dict[str, jax.Array]:
+        """The state arrays of a slot, by the paths of their parameters."""
+        prefix = f"{name}/"
+        arrays = {}
+        for key, x in slots.state_of(self).items():
+            if key.startswith(prefix):
+                arrays[key.removeprefix(prefix)] = x
+        return arrays
+
+    def evaluation_params(self, params: trees.Params) -> trees.Params:
+        """Implements `Optimizer.evaluation_params`: those of the last exchange."""
+        return exchanged(slots.state_of(self), params)
+
+    def slots_from_params(self, params: trees.Params) -> list[str]:
+        """Implements `Optimizer.slots_from_params`."""
+        del params
+        return [EXCHANGED]
+
+    def get_slot(self, var: str, name: str) -> Any:
+        """Implements `Optimizer.get_slot`, with the slots of exchanges.
+
+        These are 'exchanged' and, with an integer `dtype`, 'residual'.
+        """
+        if name in (EXCHANGED, RESIDUAL):
+            return self._slots_named(name).get(var)
+        return self.opt.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Implements `Optimizer.get_slot_names`."""
+        names = set(self.opt.get_slot_names())
+        names |= {name for name in (EXCHANGED, RESIDUAL) if self._slots_named(name)}
+        return sorted(names)
+
+    def state_by_name(self) -> dict[str, Any]:
+        """Implements `Optimizer.state_by_name`, and includes the outer rule's state."""
+        arrays = super().state_by_name()
+        for outer in self.outers:
+            arrays |= outer.state_by_name()
+        return arrays
+
+
+def exchanged(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
+    """The parameters of the last exchange, in the types of the parameters.
+
+    Args:
+      state: the state of an `OuterOptimizer`: the entry of the Haiku state under its
+        `module_name`.
+      params: the parameters. One that is not trained is returned itself.
+    """
+
+    def of_leaf(path: tuple[Any, ...], param: Any) -> Any:
+        name = f"{EXCHANGED}/{trees.path_name(path)}"
+        if name in state:
+            return state[name].astype(param.dtype)
+        return param
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def _join(arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """One float32 vector of arrays, each of them padded to whole blocks.
+
+    Arrays that share a block would share its scale. A replica may hold one of them
+    whole, as others do, and its shard of another.
+    """
+    parts = []
+    for x in arrays.values():
+        padding = -x.size % integer_sums.BLOCK
+        parts.append(jnp.pad(jnp.ravel(x).astype(jnp.float32), (0, padding)))
+    return jnp.concatenate(parts)
+
+
+def _split(vector: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Inverts `_join`, given arrays of the same shapes and types."""
+    arrays = {}
+    begin = 0
+    for path, x in like.items():
+        part = vector[begin : begin + x.size]
+        arrays[path] = part.reshape(x.shape).astype(x.dtype)
+        begin += x.size + -x.size % integer_sums.BLOCK
+    return arrays
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """The array, with 0 for what is not finite, which would spoil all later sums."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _check_count(argument: str, value: Any) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        raise errors.UserError(
+            f"{argument} must be an integer of at least 1; received {value!r}."
+        )
+    return int(value)
+
+
+def _check_axis(value: Any) -> str:
+    if not isinstance(value, str):
+        raise errors.UserError(
+            f"axis_name must be the name of one axis; received {value!r}."
+        )
+    return value
+
+
+def _check_choice(argument: str, value: Any, allowed: Collection[str]) -> str:
+    if value not in allowed:
+        raise errors.UserError(
+            f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
+        )
+    return str(value)
+
+
+def _check_delay(value: Any, every_steps: int) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value < every_steps:
+        raise errors.UserError(
+            "delay_steps must be an integer of at least 0 and below every_steps="
+            f"{every_steps}; received {value!r}."
+        )
+    return int(value)
+
+
+def _check_fraction(value: Any) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1:
+        raise errors.UserError(
+            "mixing must be a number of at least 0 and below 1, the fraction of its "
+            f"own parameters that a slice keeps; received {value!r}."
+        )
+    return float(value)
