@@ -5,7 +5,7 @@ their configs.
 import re
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launch import engine, sweep
 
@@ -86,6 +86,9 @@ def _warning(job: engine.Job) -> str:
             "logical_replicas in it, the results of the run change with the number of "
             "its hosts."
         )
+    outer = config.get("outer")
+    if isinstance(outer, dict) and outer.get("every_steps"):
+        return _warning_of_slices(job, config, outer["every_steps"])
     logical_replicas = config.get("logical_replicas", 0)
     if not logical_replicas:
         raise engine.LaunchError(
@@ -107,3 +110,22 @@ def _warning(job: engine.Job) -> str:
             "than a run that loses none."
         )
     return ""
+
+
+def _warning_of_slices(
+    job: engine.Job, config: dict[str, Any], every_steps: int
+) -> str:
+    """Returns the warning about a job whose slices train apart; raises LaunchError if
+    their number does not follow the number of hosts.
+    """
+    slices = config.get("slices")
+    if slices:
+        raise engine.LaunchError(
+            f"{job.elastic} changes the number of hosts, and the config of {job.name} "
+            f"has slices={slices}: add --config.slices=0, with which each process is a "
+            "slice."
+        )
+    return (
+        "--elastic: with other slices than before, the run goes on from the last "
+        f"exchange, so up to {every_steps} steps of each slice do not count."
+    )
