@@ -344,6 +344,10 @@ BAD = {
         ["--topology=v5e:3x5", "no such slice", "4x8"],
     ),
     "slices": ([*TOY, "--slices=0"], ["--slices=0", "positive"]),
+    "a slice for each process": (
+        [*TOY, "--config.slices=0"],
+        ["slices=0 is one slice for each process", "--slices=2"],
+    ),
     "many slices": ([*TOY, "--slices=512"], ["--slices=512", "at most 511 slices"]),
     "flag": ([*TOY, "--topologie=v5e:2x2"], ["topologie", "topology", "--help"]),
     "key": (
@@ -438,6 +442,26 @@ def test_a_real_step_is_compiled_for_an_absent_pod(slices, tmp_path, monkeypatch
     # The step reads and writes the parameters and the moments.
     assert limits["memory"]["amount"] >= 2 * 3 * 4 * 85450
     assert result["unknown_loops"] == 0 and result["estimated_cycles"] > 1000
+
+
+@needs_libtpu
+def test_an_exchange_of_slices_counts_as_its_part_of_a_step():
+    code, out, err = run(*TOY, "--json", "--slices=2", "--config.outer.every_steps=10")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["exchange_every_steps"] == 10
+    (between,) = [row for row in result["collectives"] if row["between_slices"]]
+    assert between["is_conditional"] and between["over"] == "group"
+    # Each of the network's 4 small arrays is padded to a block of 256 numbers, and each
+    # of 4 replicas sends its part of them. Of two slices, each sends half of its part,
+    # and half of the sums.
+    sent = between["sent"]
+    assert sent == 4 * 256 * 4 / 4
+    limits = {limit["name"]: limit["amount"] for limit in result["bounds"]}
+    assert limits["DCN"] == round(sent / 10)
+    assert f"sends {summary.size(sent)} to other slices in 10 steps" in " ".join(
+        summary.show(result).split()
+    )
 
 
 @needs_libtpu

@@ -92,6 +92,11 @@ def test_only_settings_that_apply_are_varied():
     config.micro_batches = 3
     plans = plan_search.enumerate_plans(config, 32, has_model_axis=False)
     assert plans[0].values["micro_batches"] == 3
+    # Slices that train apart send no gradients to each other.
+    plans = plans_of(digits.get_config(), slices=2, **{"outer.every_steps": 50})
+    assert "reduction.slice_dtype" not in plans[0].values
+    dtypes = {one.values["outer.dtype"] for one in plans}
+    assert dtypes == {"float32", "bfloat16", "int8", "int4"}
 
 
 def test_micro_batches_divide_a_logical_replicas_examples():

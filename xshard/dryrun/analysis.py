@@ -19,7 +19,6 @@ import jax
 from xshard import cli, errors, jax_internals, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives, costs, hlo, summary
@@ -125,13 +124,23 @@ def prepare(config: Any, topology: str) -> Prepared:
     _check(config)
     mesh = experiment_lib.mesh_of(config, _devices(topology, chip, config.slices))
     replicas = logical.of_config(config, mesh)
+    separate_slices = config_lib.separates_slices(config)
     batches.check_train_batch(
-        config.batch_size, logical.mesh_of(config, mesh), config.micro_batches
+        config.batch_size,
+        logical.mesh_of(config, mesh),
+        config.micro_batches,
+        separate_slices=separate_slices,
     )
     experiment = experiment_lib.load(config.experiment)(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
-    batch = batches.train_shapes(example, mesh, config.batch_size, replicas)
+    batch = batches.train_shapes(
+        example,
+        mesh,
+        config.batch_size,
+        replicas,
+        separate_slices=separate_slices,
+    )
     learners = []
     others = []
     for part in jax.tree.leaves(state.experiment, is_leaf=is_learner):
@@ -144,7 +153,8 @@ def prepare(config: Any, topology: str) -> Prepared:
         "slices": config.slices,
         "chips": mesh.devices.size,
         "mesh": dict(mesh.shape),
-        "examples": config.batch_size * mesh_lib.num_groups(mesh),
+        "examples": experiment_lib.examples_per_step(config, mesh),
+        "exchange_every_steps": exchange_every_steps(config),
         "chip": dataclasses.asdict(chip),
         "memory": {
             "parameters": shard_bytes([learner.params for learner in learners]),
@@ -157,9 +167,23 @@ def prepare(config: Any, topology: str) -> Prepared:
     return Prepared(chip, mesh, experiment, state, batch, result)
 
 
+def exchange_every_steps(config: Any) -> int:
+    """Returns the number of steps between exchanges of slices that train apart; 0 if
+    they do not.
+    """
+    if not config_lib.separates_slices(config):
+        return 0
+    return int(config.outer.every_steps)
+
+
 def _check(config: Any) -> None:
     """Raises UserError if a config is invalid, or there is no compiler for it."""
     config_lib.check(config)
+    if not config.slices:
+        raise errors.UserError(
+            "slices=0 is one slice for each process, and a dry run has one process: "
+            "give the number of slices, such as --slices=2."
+        )
     if config.slices > _MOST_SLICES:
         raise errors.UserError(
             f"--slices={config.slices}: libtpu compiles for at most {_MOST_SLICES} "
@@ -232,9 +256,18 @@ def analyze(
         found += collectives.in_program(program)
         kernels += costs.kernels(program)
     rows = collectives.rows(mesh, found)
-    # What a chip sends within its slice, and to other slices.
-    ici = sum(row["sent"] for row in rows if not row["between_slices"])
-    dcn = sum(row["sent"] for row in rows if row["between_slices"])
+    # What a chip sends within its slice, and to other slices, in a step on average.
+    every = result.get("exchange_every_steps") or 1
+    ici = 0
+    dcn = 0
+    for row in rows:
+        amount = row["sent"]
+        if row["is_conditional"]:
+            amount /= every
+        if row["between_slices"]:
+            dcn += round(amount)
+        else:
+            ici += round(amount)
     cost = costs.total(costs.of(program) for program in programs)
     limits = bounds(chip, cost, ici, dcn)
     if cost.host_bytes:

@@ -75,6 +75,8 @@ class Collective:
         target.
       times: how often a run of the program performs it: more than once in a loop.
       between_slices: whether it uses the hosts' network between slices.
+      is_conditional: whether it is in a branch. In a training step only the exchange of
+        an outer rule is.
     """
 
     kind: str
@@ -84,6 +86,7 @@ class Collective:
     groups: _Groups
     times: int = 1
     between_slices: bool = False
+    is_conditional: bool = False
 
 
 def of(compiled: jax.stages.Compiled) -> list[Collective]:
@@ -101,12 +104,19 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 def in_program(program: hlo.Program) -> list[Collective]:
     """Returns the collectives of a parsed program."""
     times = program.times()
+    conditional = program.conditional()
     found = []
     for name, computation in program.computations.items():
         if not times[name]:
             continue
         for collective in _in_computation(name, computation):
-            found.append(dataclasses.replace(collective, times=times[name]))
+            found.append(
+                dataclasses.replace(
+                    collective,
+                    times=times[name],
+                    is_conditional=name in conditional,
+                )
+            )
     return found
 
 
@@ -413,10 +423,16 @@ def rows(
     for collective in collectives:
         over = _show_axes(mesh, collective)
         dtypes = " ".join(collective.dtypes)
-        key = collective.kind, over, dtypes, collective.between_slices
+        key = (
+            collective.kind,
+            over,
+            dtypes,
+            collective.between_slices,
+            collective.is_conditional,
+        )
         alike[key].append(collective)
     table = []
-    for (kind, over, dtypes, between_slices), members in alike.items():
+    for (kind, over, dtypes, between_slices, is_conditional), members in alike.items():
         count = 0
         num_arrays = 0
         num_bytes = 0
@@ -437,6 +453,7 @@ def rows(
             "bytes": num_bytes,
             "sent": sent_bytes,
             "between_slices": between_slices,
+            "is_conditional": is_conditional,
             "hops": max(lengths) if lengths else None,
             "mean_hops": statistics.fmean(lengths) if lengths else None,
         }

@@ -219,6 +219,25 @@ class Program:
         run(self.entry, self.runs)
         return times
 
+    def conditional(self) -> set[str]:
+        """Returns the computations that run only in a branch of a conditional."""
+        always: set[str] = set()
+
+        def run(name: str) -> None:
+            if name not in self.computations or name in always:
+                return
+            always.add(name)
+            for instruction in self.computations[name].instructions.values():
+                loop = self.loop(name, instruction)
+                if loop is not None:
+                    run(loop.body)
+                if instruction.opcode != "conditional":
+                    for called in instruction.bodies:
+                        run(called)
+
+        run(self.entry)
+        return set(self.computations) - always
+
     def unknown_loops(self) -> int:
         """Returns the number of loops of unknown length."""
         count = 0

@@ -49,6 +49,7 @@ _OFFLOAD = "offload_dot_with_no_batch_dims"
 _POLICIES = ("dots_with_no_batch_dims_saveable", _OFFLOAD)
 # The distance of two plans of which one uses the host's memory.
 _TO_HOST = 4
+_OUTER_DTYPE = "outer.dtype"
 # The outcomes of a plan. The framework, the experiment or the compiler may refuse one.
 WAITING = "not compiled"
 COMPILING = "being compiled"
@@ -141,7 +142,9 @@ def enumerate_plans(config: Any, num_chips: int, *, has_model_axis: bool) -> lis
         _SHARD_PARAMS: (False, True),
         _REDUCE_DTYPE: ("float32", "bfloat16"),
     }
-    if config.slices > 1:
+    if config_lib.separates_slices(config):
+        wanted[_OUTER_DTYPE] = ("float32", "bfloat16", "int8", "int4")
+    elif config.slices > 1:
         wanted[_SLICE_DTYPE] = ("float32", "bfloat16", "int8")
     # Slots may lie elsewhere where they may lie in shards.
     if _SHARD_UPDATE in flat and not config.get("logical_replicas"):

@@ -36,6 +36,7 @@ def show(result: dict[str, Any]) -> str:
         f"collectives of a step\n{formatting_lib.table(_collective_rows(result))}",
         *_kernels(result),
         *result["warnings"],
+        *_exchanges(result),
         f"a step takes at least\n{formatting_lib.table(times)}",
         f"A step takes at least {seconds}, at most {rate} examples a second: "
         f"{result['dominated_by']} dominates. Bounds, not predictions.",
@@ -99,6 +100,23 @@ def _memory_rows(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str,
     return rows
 
 
+def _exchanges(result: dict[str, Any]) -> list[str]:
+    """Returns a sentence about what an outer rule sends, if there is one."""
+    every = result.get("exchange_every_steps")
+    if not every:
+        return []
+    rows = [row for row in result["collectives"] if row["is_conditional"]]
+    between = sum(row["sent"] for row in rows if row["between_slices"])
+    within = sum(row["sent"] for row in rows if not row["between_slices"])
+    return [
+        f"Slices train apart: a chip sends {size(between)} to other slices in "
+        f"{every} steps, {size(between / every)} a step on average, and "
+        f"{size(within)} within its slice for that. In the table the collectives of an "
+        f"exchange count as if it were made in this step; the bounds count 1/{every} "
+        "of them."
+    ]
+
+
 def _collective_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for row in result["collectives"]:
@@ -108,13 +126,19 @@ def _collective_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             "network": "DCN" if row["between_slices"] else "ICI",
             "hops": _show_hops(row),
             "types": row["types"],
-            "times": row["count"],
+            "times": _show_times(row, result.get("exchange_every_steps")),
             "arrays": row["arrays"],
             "gives": size(row["bytes"]),
             "a chip sends": size(row["sent"]),
         }
         rows.append(shown)
     return rows
+
+
+def _show_times(row: dict[str, Any], every: int | None) -> str:
+    if every and row["is_conditional"]:
+        return f"{row['count']} in {every} steps"
+    return f"{row['count']}"
 
 
 def _show_hops(row: dict[str, Any]) -> str:
