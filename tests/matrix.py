@@ -33,6 +33,7 @@ _CHANGES = {
     "groups": ("group_assignment=((0, 1), (2, 3))",),
     "micro-batches": ("micro_batches=2",),
     "slices": ("slices=2",),
+    "slices apart": ("slices=2", "outer.every_steps=5"),
     "shard_update": ("reduction.shard_update=True",),
     "shard_params": ("reduction.shard_params=True",),
     "float16": ("precision=params=float32,compute=float16,output=float32",),
