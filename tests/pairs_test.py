@@ -181,8 +181,9 @@ def _check(tmp_path, library):
     leaves = checkpoint.flatten(states[0])
     assert PATHS[library] <= leaves.keys()
     start = config(library, **{**changes, "steps": 1})
-    run = loop.Run(start, str(tmp_path / "start")).checkpoints.manager.init_state()
-    moved = checkpoint.flatten(run)
+    run = loop.Run(start, str(tmp_path / "start"))
+    first = run.checkpoints.manager.init_state(run.batches.example)
+    moved = checkpoint.flatten(first)
     for path in PATHS[library]:
         assert not np.array_equal(leaves[path], moved[path]), path
     trained = xshard.load(tmp_path / "a")

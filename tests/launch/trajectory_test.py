@@ -70,3 +70,20 @@ def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     assert "resumed from the checkpoint of step" in output and "[2]" not in output
     assert len(harness.status(directory)) == 2
     harness.assert_same_end(directory, uninterrupted, _STEPS)
+
+
+def test_state_that_begins_with_an_example_is_equal_on_all_processes(tmp_path):
+    """Each process has other examples, and a batch norm begins with their averages."""
+    normalized = [
+        *_EXACT,
+        "--config.experiment=tests.evaluation_params_test.Normalized",
+        "--config.steps=2",
+    ]
+    alone = [*normalized, f"--workdir={tmp_path / 'alone'}", "--cpu_devices=2"]
+    code, output = harness.finish(harness.start(alone))
+    assert code == 0, output
+    command = [*normalized, f"--workdir={tmp_path / 'together'}"]
+    process = harness.launch("--num_processes=2", "--cpu_devices=1", command=command)
+    code, output = harness.finish(process)
+    assert code == 0, output
+    harness.assert_same_end(tmp_path / "together", tmp_path / "alone", 2)

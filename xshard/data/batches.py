@@ -108,6 +108,22 @@ class TrainBatches:
         # One row is enough for names, dtypes and shapes.
         self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
+    def first_example(self) -> data.Arrays:
+        """Returns the first row of the first batch, on all processes, which call it
+        together.
+
+        `example` is a row of this process's own. A network may create state from the
+        values of an example, as the averages of `hk.BatchNorm` are.
+        """
+        # Most programs do not need it.
+        from jax.experimental import multihost_utils
+
+        has_first = jax.process_index() == self._rows.first_process
+        example: data.Arrays = multihost_utils.broadcast_one_to_all(
+            self.example, is_source=has_first
+        )
+        return example
+
     def summary(self) -> str:
         """Returns a summary of the data, which the processes compare.
 

@@ -246,7 +246,7 @@ class Replayer:
                 continue
             self._batches.restore(restored.data)
             return restored.state
-        return saved.init_state()
+        return saved.init_state(self._batches.first_example())
 
     def difference(self, step: Step) -> comparison.Difference | None:
         """Returns the first number of a step that differs from its logged row; None if

@@ -206,7 +206,7 @@ class Checkpoints:
         )
 
     def _init_state(self, source: checkpoint.Source | None) -> state_lib.TrainState:
-        state = self.manager.init_state()
+        state = self.manager.init_state(self._batches.first_example())
         if source is None:
             return state
         before = state_lib.learners(state)

@@ -47,7 +47,7 @@ class StateManager(checkpoint.Manager):
         Args:
           experiment: the experiment, with the run's config.
           mesh: the mesh on which states are placed.
-          example: one row of a batch.
+          example: one row of a batch; only its shapes and types matter.
           directory: the run's work directory.
           owner: the run that writes the checkpoints; None for a reader.
           committed: called on process 0, from another thread, when a checkpoint is
@@ -78,11 +78,14 @@ class StateManager(checkpoint.Manager):
         self._experiment = experiment
         self._mesh = mesh
         self._seed = config.seed
-        self._example = example
 
-    def init_state(self) -> state_lib.TrainState:
-        """Creates a new state."""
-        return state_lib.init(self._experiment, self._mesh, self._seed, self._example)
+    def init_state(self, example: Any) -> state_lib.TrainState:
+        """Creates a new state.
+
+        Args:
+          example: one row of a batch, equal on all processes.
+        """
+        return state_lib.init(self._experiment, self._mesh, self._seed, example)
 
     def restore_state(
         self, step: int | None = None, *, fits: bool = False
