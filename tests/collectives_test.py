@@ -320,7 +320,7 @@ def test_the_table_of_a_step_s_collectives():
     ]
     assert shown.splitlines()[1].split()[:4] == ["all-reduce", "replica", "f32", "1"]
     names = shown.splitlines()[0].split()[6:]
-    assert names == ["sent", "between_slices", "hops", "mean_hops"]
+    assert names == ["sent", "between_slices", "is_conditional", "hops", "mean_hops"]
 
 
 def test_a_collective_in_a_loop_counts_once_per_iteration():

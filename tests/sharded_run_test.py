@@ -249,7 +249,7 @@ def test_an_optimizer_that_does_not_reduce_over_slices_is_refused(tmp_path):
         loop.Run(bad, str(tmp_path))
 
 
-@pytest.mark.parametrize("slices", [0, 3, 16, True, 2.0])
+@pytest.mark.parametrize("slices", [-1, 3, 16, True, 2.0])
 def test_slice_counts_that_do_not_fit_are_refused(tmp_path, slices):
     with pytest.raises((ValueError, TypeError), match="slices"):
         loop.Run(config(slices=slices), str(tmp_path))

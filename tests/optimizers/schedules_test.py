@@ -29,7 +29,7 @@ class Scheduled(toy.Wide):
         opt = xshard.OptaxOptimizer(
             optax.adam(rate), name="adam", schedules=self.schedules()
         )
-        if self.config.outer == "average":
+        if self.config.outermost == "average":
             opt = xshard.CrossShardOptimizer(
                 opt, slice_axis_name="slice", **self.config.reduction
             )
@@ -88,7 +88,7 @@ class Forbidden(toy.Wide):
 def make_config(name, **changes):
     config = toy.get_config()
     config.experiment = f"tests.optimizers.schedules_test.{name}"
-    config.outer = changes.pop("outer", "average")
+    config.outermost = changes.pop("outermost", "average")
     config.reduction.shard_update = changes.pop("shard_update", False)
     config.update({"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), **changes})
     return config.lock()
@@ -107,7 +107,7 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
     "changes",
     [
         {},
-        {"outer": "reduction"},
+        {"outermost": "reduction"},
         {"shard_update": True, "slices": 2},
         {"micro_batches": 2, "group_assignment": HALVES, "shard_update": True},
     ],
