@@ -25,9 +25,10 @@ def run(tmp_path, where, sample, *options):
     results = campaign.tried(where, tmp_path, 1, options)
     bad = [row for row in results if row["outcome"] == campaign.BAD]
     assert not bad, f"with XSHARD_FAULTS_SEED={SEED}: {json.dumps(bad, indent=1)}"
-    # Calls that depend on the clock may not occur again, but most calls do.
+    # Calls that depend on the clock may not occur again, such as reads of a node that
+    # several threads want at once, but most calls do. Of three, one may be such a call.
     reached = [row for row in results if row["outcome"] != campaign.NOT_MET]
-    assert len(results) == sample and len(reached) > 0.8 * sample
+    assert len(results) == sample and len(reached) > sample / 2
 
 
 def needs_compiler(where):
