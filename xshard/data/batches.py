@@ -115,14 +115,19 @@ class TrainBatches:
         `example` is a row of this process's own. A network may create state from the
         values of an example, as the averages of `hk.BatchNorm` are.
         """
-        # Most programs do not need it.
-        from jax.experimental import multihost_utils
-
-        has_first = jax.process_index() == self._rows.first_process
-        example: data.Arrays = multihost_utils.broadcast_one_to_all(
-            self.example, is_source=has_first
+        if jax.process_count() == 1:
+            return self.example
+        # A batch in which each process has copies of its own example.
+        local = {}
+        for name, row in self.example.items():
+            shape = (len(self._rows.local_rows), *row.shape[1:])
+            local[name] = np.broadcast_to(row, shape)
+        take_first = jax.jit(
+            lambda batch: {name: x[:1] for name, x in batch.items()},
+            out_shardings=jax.NamedSharding(self._sharding.mesh, jax.P()),
         )
-        return example
+        first = take_first(self._rows.to_devices(local))
+        return {name: np.asarray(x.addressable_data(0)) for name, x in first.items()}
 
     def summary(self) -> str:
         """Returns a summary of the data, which the processes compare.

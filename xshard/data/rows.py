@@ -18,7 +18,6 @@ class Rows:
       batch_size: the number of rows of one group's batch.
       count: the number of rows on all devices, including padding.
       local_rows: the rows on this process's devices, ascending, without duplicates.
-      first_process: the index of a process that has the first row.
     """
 
     def __init__(
@@ -50,12 +49,6 @@ class Rows:
             # JAX has no index for a device on which the array does not lie.
             if index:
                 local_rows.append(rows[index])
-        first_processes = []
-        device: Any
-        for device, index in sharding.devices_indices_map(rows.shape).items():
-            if index[0].indices(len(rows))[0] == 0:
-                first_processes.append(device.process_index)
-        self.first_process = min(first_processes)
         self.batch_size = batch_size
         self.count = len(rows)
         self.local_rows = np.unique(np.concatenate(local_rows))
