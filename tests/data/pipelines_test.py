@@ -236,6 +236,23 @@ def test_a_state_of_other_streams_is_refused(kwargs, match):
         restored(states, 1, **kwargs)
 
 
+def more(stream):
+    """Packs one document more than `packed`, so that the order may begin as there."""
+    documents = grain.MapDataset.source([*DOCUMENTS, [300]])
+    return text.pack(stream.part(documents), as_tokens, LENGTH, NO_THREADS)
+
+
+def test_a_state_of_other_examples_is_refused(monkeypatch):
+    # The first rows are equal in some orders.
+    monkeypatch.setattr(pipelines.Streams, "_data", "the same first rows")
+    states = saved(start(1))
+    with pytest.raises(ValueError, match="rows, 25 examples; .* rows, 26 examples"):
+        restored(states, 1, make=more)
+    # Earlier versions did not store the number.
+    assert states[0].pop("examples") == [25]
+    restored(states, 1, make=more)
+
+
 def test_a_state_of_another_iterator_is_refused():
     with pytest.raises(
         ValueError, match="a different iterator wrote; this one has streams"

@@ -43,6 +43,7 @@ class Stream:
         of a group.
       rows: the number of rows of each batch that it provides.
       sizes: the sizes of the run's batches; None if all are equal.
+      examples: the number of examples that each call of `part` divided.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Stream:
     seed: int
     rows: int = 1
     sizes: batch_sizes.BatchSizes | None = None
+    examples: list[int] = dataclasses.field(default_factory=list, compare=False)
 
     def part(self, examples: "grain.MapDataset") -> "grain.MapDataset":
         """Returns this stream's part of the examples, repeated forever, in a new random
@@ -65,6 +67,7 @@ class Stream:
                 f"There are {len(examples)} examples for {self.count} streams; each "
                 "needs at least one. Give more examples, or fewer streams."
             )
+        self.examples.append(len(examples))
         return examples.shuffle(self.seed)[self.index :: self.count].repeat()
 
     def rows_until(self, step: int) -> int:
@@ -251,6 +254,8 @@ class Streams:
         self._sizes = part.sizes
         # The number of rows of a batch that a stream provides.
         self._rows = part.batch_size // count
+        # What the parts of the streams were taken from, equal for all streams.
+        self._examples: list[int] = []
         # For each row of the process: the name of its stream, and its position among
         # the stream's rows of a batch.
         self._sources: list[tuple[str, int]] = []
@@ -266,7 +271,9 @@ class Streams:
     def _make_stream(self, group: int, index: int) -> Any:
         seed = np.random.SeedSequence([self._seed, group]).generate_state(1)[0]
         identity = Stream(index, self._count, int(seed), self._rows, self._sizes)
-        return self._make(identity)
+        stream = self._make(identity)
+        self._examples = identity.examples
+        return stream
 
     def _open(self, group: int, index: int) -> Any:
         stream = iter(self._make_stream(group, index))
@@ -316,6 +323,7 @@ class Streams:
             "count": self._count,
             "rows": self._rows,
             "data": self._data,
+            "examples": self._examples,
         }
 
     def join_states(self, states: Sequence[Any]) -> dict[str, Any]:
@@ -347,14 +355,17 @@ class Streams:
 
     def _check(self, state: Any) -> None:
         expected = {"count": self._count, "rows": self._rows, "data": self._data}
-        if not isinstance(state, Mapping) or state.keys() != {"streams", *expected}:
+        names = {"streams", *expected}
+        # States of earlier versions lack the numbers of examples.
+        if not isinstance(state, Mapping) or state.keys() - {"examples"} != names:
             raise errors.UserError(
                 "The checkpoint's position in the training data is "
                 f"{str(state)[:200]}, which a different iterator wrote; this one has "
                 "streams. Restore the experiment's earlier train_batches, or start a "
                 "new run in another directory with --init_from."
             )
-        received = {name: state[name] for name in expected}
+        expected["examples"] = self._examples
+        received = {name: state.get(name, expected[name]) for name in expected}
         if received != expected:
             raise errors.UserError(
                 f"The checkpoint was written with {_in_words(received)}; the run now "
@@ -365,6 +376,9 @@ class Streams:
 
 
 def _in_words(state: Mapping[str, Any]) -> str:
-    return (
+    words = (
         f"{state['count']} streams of {state['rows']} rows of a batch, {state['data']}"
     )
+    for count in state["examples"]:
+        words += f", {count} examples"
+    return words
