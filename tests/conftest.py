@@ -112,3 +112,15 @@ def shared_programs():
     """
     with programs.shared():
         yield
+
+
+@pytest.fixture(scope="session")
+def gcs():
+    """Returns a bucket of a stand-in for GCS, which all tests of a process share, since
+    tensorstore reads its address once.
+    """
+    from tests.checkpoint import harness
+
+    with harness.gcs() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+        yield "gs://bucket/"

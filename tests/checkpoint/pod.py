@@ -14,9 +14,10 @@ import numpy as np
 from tests import forks
 from tests.checkpoint import harness
 from xshard import checkpoint, mesh
-from xshard.checkpoint import agreement, leaves, lock, store
+from xshard.checkpoint import agreement, leaves, lock
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.files import buckets
 
 DEVICES = 2
 # Divisible by the number of devices of every pod of 1 to 4 processes.
@@ -143,7 +144,7 @@ def run(task, index):
     # before each retry of a request.
     lock.RENEW_SECONDS = 0.1
     lock.WATCH_SECONDS = 0.5
-    store.RETRIES.update(initial_delay="1ms", max_delay="20ms")
+    buckets.RETRIES.update(initial_delay="1ms", max_delay="20ms")
     folder = task.folder
     if task.action == "restore without a disk":
         # No listing lags behind here, so the pod need not wait for one.

@@ -18,14 +18,6 @@ from xshard.checkpoint import store as store_lib
 
 
 @pytest.fixture(scope="module")
-def gcs():
-    with harness.gcs() as url, pytest.MonkeyPatch.context() as patch:
-        # Tensorstore reads this variable once, when it first opens a bucket.
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
-        yield "gs://bucket/"
-
-
-@pytest.fixture(scope="module")
 def s3():
     with harness.s3() as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "x")
@@ -214,7 +206,8 @@ import sys
 from tests.checkpoint import harness
 from xshard import checkpoint
 from xshard.checkpoint import format as format_lib, metadata_files, store
-store.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
+from xshard.files import buckets
+buckets.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
 place = store.Store("gs://bucket/run")
 attempt = format_lib.SaveAttempt(place, 1, "01234567", frozenset({"COMMIT"}))
 try:

@@ -90,9 +90,7 @@ def test_files_are_read_as_texts(tmp_path):
     ):
         files[1]
     (tmp_path / "1.txt").unlink()
-    with pytest.raises(
-        ValueError, match="1.txt cannot be read as UTF-8 .*No such file"
-    ):
+    with pytest.raises(ValueError, match="1.txt cannot be read .*No such file"):
         files[1]
 
 

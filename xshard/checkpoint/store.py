@@ -18,33 +18,22 @@ import os
 import pathlib
 import re
 import shutil
-import time
-import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
 from xshard import errors
-from xshard.files import disk
+from xshard.files import buckets, disk
 
-# Retries of requests to object stores. The delay between tries grows up to 32 s.
-RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
 # For objects that a run can do without, which must not hold it up.
 _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
-# The time between two looks at whether a deletion has ended grows from the first to the
-# second.
-_FIRST_PAUSE_SECONDS = 0.001
-_LONGEST_PAUSE_SECONDS = 0.1
-# For each URL scheme: tensorstore's driver, and tensorstore's names for the options in
-# the query string.
-_SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
-    "gs": ("gcs", {}),
-    "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
-}
 # A database stores values smaller than this, with their checksum, in its nodes next to
 # their keys.
 INLINE_BYTES = 1024
+
+# The text of an error for users.
+reason = buckets.reason
 
 
 class CheckpointError(errors.UserError):
@@ -84,7 +73,7 @@ class Store:
         Raises:
           CheckpointError: if the URL does not name a supported store.
         """
-        self._retries = _FEW_RETRIES if is_optional else RETRIES
+        self._retries = _FEW_RETRIES if is_optional else buckets.RETRIES
         self._spec, self.url = _parse(os.fspath(url))
         # None: the store is not on a disk.
         self.path = None
@@ -284,16 +273,9 @@ class Store:
             raise CheckpointError(message) from e
 
     def _when_done(self, future: Any) -> None:
-        """Waits for a deletion, outside of tensorstore.
-
-        A process may end during a slow deletion. Python ends a thread that returns to
-        it from tensorstore then, which aborts the process.
-        """
-        seconds = _FIRST_PAUSE_SECONDS
-        while not future.done():
-            time.sleep(seconds)
-            seconds = min(2 * seconds, _LONGEST_PAUSE_SECONDS)
-        self._result(future)
+        """Waits for a deletion, during which a process may end."""
+        with self._raising():
+            buckets.wait(future)
 
     def _kv(self) -> Any:
         if self._objects is None:
@@ -307,20 +289,9 @@ class Store:
             return ts.KvStore.open(spec, context=context).result()
 
 
-def reason(e: BaseException) -> str:
-    """Returns an error's text for users, without tensorstore's list of source
-    locations.
-    """
-    if isinstance(e, OSError) and e.errno:
-        text = e.strerror or str(e)
-        return f"{text} ({e.filename})" if e.filename else text
-    text = re.split(r" \[(source locations|tensorstore_spec|os_error_code)", str(e))[0]
-    return text.strip().rstrip(".") or type(e).__name__
-
-
 def _parse(url: str) -> tuple[dict[str, Any], str]:
     """Parses a path or URL into tensorstore's spec and the name without options."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, _ = url.partition("://")
     if not separator:
         # Tensorstore accepts absolute paths only.
         path = os.path.abspath(url)
@@ -335,27 +306,15 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
             ) from e
         return {"driver": "file", "path": name.rstrip("/") + "/"}, path
 
-    rest, _, query = rest.partition("?")
-    bucket, _, path = rest.partition("/")
-    path = path.strip("/")
-    driver, known = _SCHEMES.get(scheme, ("", {}))
-    options = dict(urllib.parse.parse_qsl(query))
-    if not driver or not bucket or not path or options.keys() - known.keys():
+    spec = buckets.parse(url)
+    path = spec["path"].strip("/") if spec else ""
+    if spec is None or not path:
         raise CheckpointError(
             f"'{url}' is not a valid place for checkpoints: give a path, "
             "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
         )
-    spec = {"driver": driver, "bucket": bucket, "path": f"{path}/"}
-    if scheme == "s3" and "endpoint" not in options:
-        # Amazon's own programs read these two in this order. Tensorstore reads neither.
-        for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
-            endpoint = os.environ.get(variable)
-            if endpoint:
-                options["endpoint"] = endpoint
-                break
-    for name, value in options.items():
-        spec[known[name]] = value
-    return spec, f"{scheme}://{bucket}/{path}"
+    place = f"{scheme}://{spec['bucket']}/{path}"
+    return {**spec, "path": f"{path}/"}, place
 
 
 class Database:
@@ -399,7 +358,7 @@ class Database:
         return self._array
 
 
-def make_context(retries: Mapping[str, Any] = RETRIES) -> ts.Context:
+def make_context(retries: Mapping[str, Any] = buckets.RETRIES) -> ts.Context:
     """Creates a tensorstore context, for databases that are used together."""
     return ts.Context(
         {

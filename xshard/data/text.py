@@ -1,4 +1,4 @@
-"""Texts as packed rows of tokens: files and records, tokenizers, packing.
+"""Texts as packed rows of tokens: files, lines and records, tokenizers, packing.
 
 Each is a stage of a grain pipeline, and can be combined with grain's own stages, such
 as `grain.IterDataset.mix`. `xshard.data.pipelines.Streams` makes batches from the
@@ -6,12 +6,14 @@ result.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xshard import errors
+from xshard.files import buckets
 
 if TYPE_CHECKING:
     import grain
@@ -24,23 +26,31 @@ END = "<|end|>"
 # thread.
 _READ_THREADS = 1
 _READ_AHEAD = 16
+# The number of files whose lines are found at the same time.
+_INDEX_THREADS = 8
+
+# The files that match a pattern, such as `gs://bucket/books/*.txt`.
+find = buckets.find
 
 
 class Files:
-    """A source of texts: file i is text i, a `str`."""
+    """A source of texts: file i is text i, a `str`.
+
+    Each is read whole, when it is accessed.
+    """
 
     def __init__(self, paths: Sequence[str | os.PathLike]):
-        """Checks that all files exist. Each is read only when it is accessed.
+        """Checks that all files exist.
+
+        Args:
+          paths: paths, or URLs such as `gs://bucket/a.txt`; see `xshard.files.buckets`.
+            `find` returns those of a folder.
 
         Raises:
-          UserError: if one does not exist; the message names it.
+          UserError: if one does not exist or a bucket cannot be listed; the message
+            names it.
         """
-        self._paths = [os.fspath(path) for path in paths]
-        for path in self._paths:
-            if not os.path.isfile(path):
-                raise errors.UserError(
-                    f"{path} is not a file. Each entry must be a text file in UTF-8."
-                )
+        self._paths = _existing(paths)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -48,26 +58,129 @@ class Files:
     def __getitem__(self, index: int) -> str:
         path = self._paths[index]
         try:
-            with open(path, encoding="utf-8", newline="") as file:
-                return file.read()
-        except (OSError, UnicodeError) as e:
+            content, _ = buckets.read(path)
+        except OSError as e:
+            raise errors.UserError(f"{path} cannot be read ({e}).") from e
+        try:
+            return content.decode()
+        except UnicodeError as e:
             raise errors.UserError(
                 f"{path} cannot be read as UTF-8 ({e}); repair it, or leave it out."
             ) from e
 
 
+class Lines:
+    """A source of the lines of files, file after file, such as those of JSON lines.
+
+    A line is a `str` without its end, a newline that may follow a carriage return.
+    Lines without any character are left out. Each is read when it is accessed, by its
+    range of bytes.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike]):
+        """Reads each file once, to find where its lines begin.
+
+        It keeps 8 bytes of memory for each line. Meanwhile, a few files are in memory.
+
+        Args:
+          paths: paths, or URLs such as `gs://bucket/a.jsonl`; see
+            `xshard.files.buckets`. `find` returns those of a folder.
+
+        Raises:
+          UserError: if one does not exist or cannot be read; the message names it.
+        """
+        self._paths = _existing(paths)
+        with futures.ThreadPoolExecutor(_INDEX_THREADS) as pool:
+            indices = list(pool.map(_index, self._paths))
+        # For each file, where its lines begin, and the file's end.
+        self._begins = [begins for begins, _ in indices]
+        self._versions = [version for _, version in indices]
+        self._ends = np.cumsum([len(begins) - 1 for begins in self._begins])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._paths else 0
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        path = self._paths[number]
+        begins = self._begins[number]
+        line = index - int(self._ends[number]) + len(begins) - 1
+        begin = int(begins[line])
+        end = int(begins[line + 1])
+        try:
+            content, version = buckets.read(path, begin, end)
+        except OSError as e:
+            raise errors.UserError(f"{path} cannot be read ({e}).") from e
+        if version != self._versions[number]:
+            raise errors.UserError(
+                f"{path} has changed since this process found its lines. Restore it, "
+                "or start a new run with files that do not change."
+            )
+        try:
+            # Empty lines may follow, up to the next line that is not.
+            text, _, _ = content.partition(b"\n")
+            return text.removesuffix(b"\r").decode()
+        except UnicodeError as e:
+            raise errors.UserError(
+                f"{path} cannot be read as UTF-8 in the line at byte {begin} ({e}); "
+                "repair it, or leave it out."
+            ) from e
+
+
+def _existing(paths: Sequence[str | os.PathLike]) -> list[str]:
+    """Returns the paths of files as texts; raises UserError if one does not exist."""
+    names = [os.fspath(path) for path in paths]
+    missing = buckets.missing(names)
+    if missing:
+        raise errors.UserError(
+            f"{missing[0]} is not a file. Each entry must be a text file in UTF-8."
+        )
+    return names
+
+
+def _index(path: str) -> tuple[np.ndarray, Hashable]:
+    """Returns where the lines of a file begin and its size, and the file's version."""
+    try:
+        content, version = buckets.read(path)
+    except OSError as e:
+        raise errors.UserError(f"{path} cannot be read ({e}).") from e
+    codes = np.frombuffer(content, np.uint8)
+    after_ends = np.flatnonzero(codes == ord("\n")) + 1
+    bounds = np.unique(np.concatenate([[0], after_ends, [len(codes)]]))
+    begins = bounds[:-1]
+    sizes = np.diff(bounds)
+    first = codes[begins]
+    last = codes[bounds[1:] - 1]
+    is_empty = (sizes == 1) & ((first == ord("\n")) | (first == ord("\r")))
+    is_empty |= (sizes == 2) & (first == ord("\r")) & (last == ord("\n"))
+    kept = np.append(begins[~is_empty], len(codes))
+    return kept.astype(np.int64), version
+
+
 class Records:
-    """A source of the records in ArrayRecord files, as `bytes`, file after file."""
+    """A source of the records in ArrayRecord files, as `bytes`, file after file.
+
+    The package array_record reads local and mounted disks only.
+    """
 
     def __init__(self, paths: Sequence[str | os.PathLike]):
         """Opens the files.
 
         Raises:
-          UserError: if one is not an ArrayRecord file; the message names it.
+          UserError: if one is not an ArrayRecord file, or is a URL; the message names
+            it.
         """
         import grain
 
         self._paths = [os.fspath(path) for path in paths]
+        for path in self._paths:
+            if buckets.is_url(path):
+                raise errors.UserError(
+                    f"{path} is a URL, and ArrayRecord is read from local and mounted "
+                    "disks only: mount the bucket, copy the file, or use text.Lines."
+                )
         self._files = []
         for path in self._paths:
             try:
