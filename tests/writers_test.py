@@ -453,6 +453,24 @@ def test_a_custom_writer_receives_the_rows(tmp_path):
     assert json_rows(tmp_path) == [training(4)]
 
 
+def Noting(part):  # noqa: N802
+    """Creates a custom writer that leaves a file when it is closed."""
+    close = lambda: (part.directory / "closed").touch()
+    return types.SimpleNamespace(write=print, flush=lambda: None, close=close)
+
+
+def Broken(part):  # noqa: N802
+    """Is a custom writer that cannot be opened."""
+    raise OSError(f"no room in {part.directory}")
+
+
+def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
+    names = ("jsonl", "tests.writers_test.Noting", "tests.writers_test.Broken")
+    with pytest.raises(OSError, match="no room"):
+        open_part(tmp_path, 0, names)
+    assert (tmp_path / "closed").exists()
+
+
 @pytest.mark.parametrize(
     "names,message",
     [

@@ -1,5 +1,6 @@
 """Writers of a run's rows: their interface, and those that write plain files."""
 
+import contextlib
 import csv
 import heapq
 import importlib
@@ -114,11 +115,19 @@ def check(names: Any) -> None:
 
 
 def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """Opens the writers of these names."""
+    """Opens the writers of these names, or none of them if one raises."""
     # The others read the file of 'jsonl' through `part.rows`, so it comes first: it
     # drops the rows of the steps that the run repeats.
     ordered = sorted(names, key=lambda name: name != "jsonl")
-    return [_find(name)(part) for name in ordered]
+    opened = []
+    with contextlib.ExitStack() as stack:
+        for name in ordered:
+            writer = _find(name)(part)
+            stack.callback(writer.close)
+            opened.append(writer)
+        # All are open, and the caller closes them.
+        stack.pop_all()
+    return opened
 
 
 def write(writers: Sequence[Writer], row: Row) -> None:
