@@ -36,6 +36,7 @@ _CHANGES = {
     "slices apart": ("slices=2", "outer.every_steps=5"),
     "shard_update": ("reduction.shard_update=True",),
     "shard_params": ("reduction.shard_params=True",),
+    "noise scale": ("noise_scale_steps=5",),
     "float16": ("precision=params=float32,compute=float16,output=float32",),
     "on_nonfinite=skip": ("on_nonfinite=skip",),
 }
