@@ -12,18 +12,27 @@ import pytest
 from safetensors import numpy as safetensors
 
 import xshard
-from configs import lm_tiny
+from configs import lm_gpt2
 from xshard import checkpoint, errors, export, loop
+from xshard.data import text
 from xshard.files import tensors, weight_map
 
 MAP = "experiments/lm/gpt2_map.json"
 LAYERS, WIDTH, HEADS, LENGTH = 2, 16, 2, 8
+VOCABULARY, POSITIONS = 300, 12
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Allows the standard dtype promotion, since experiments are user code."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def hub_arrays():
     """Returns arrays as the hub has them for GPT-2."""
     rng = np.random.default_rng(0)
-    shapes = {"wte.weight": (256, WIDTH), "wpe.weight": (LENGTH, WIDTH)}
+    shapes = {"wte.weight": (VOCABULARY, WIDTH), "wpe.weight": (POSITIONS, WIDTH)}
     for layer in range(LAYERS):
         of_layer = {
             "ln_1.weight": (WIDTH,),
@@ -80,24 +89,40 @@ def reference(arrays, tokens):
     return norm(x, "ln_f") @ arrays["wte.weight"].T
 
 
-def make_config(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 80)
-    config = lm_tiny.get_config()
-    config.experiment = "experiments.lm.gpt2.LanguageModel"
+def make_config(tmp_path, **changes):
+    story = "The quick brown fox jumps over the lazy dog. " * 4
+    folder = tmp_path / "texts"
+    folder.mkdir(exist_ok=True)
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(story)
+    config = lm_gpt2.get_config()
+    tokenizer = text.train_tokenizer([story], VOCABULARY - 10, config.text.end)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     config.steps = 1
-    config.batch_size = 8
-    config.eval_batch_size = 8
     config.eval_every_steps = 0
     config.precision = "params=float32,compute=float32,output=float32"
     config.loss_scale.kind = "none"
     # Nothing is trained, so that the result is what was read.
     config.optimizer.learning_rate = 0.0
-    config.text.update({"length": LENGTH, "files": (str(text), str(text))})
+    config.text.update(
+        {
+            "length": LENGTH,
+            "files": (f"{folder}/*.txt",),
+            "tokenizer": str(tmp_path / "tokenizer.json"),
+            "vocabulary": VOCABULARY,
+        }
+    )
     config.model.update(
-        {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "feed_forward": 4 * WIDTH}
+        {
+            "layers": LAYERS,
+            "width": WIDTH,
+            "heads": HEADS,
+            "feed_forward": 4 * WIDTH,
+            "positions": POSITIONS,
+        }
     )
     config.sample.length = 2
+    config.update(changes)
     return config.lock()
 
 
@@ -118,20 +143,42 @@ def save(arrays, folder, *, files=1):
     return index
 
 
-@pytest.mark.parametrize("files", [1, 3])
-def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(tmp_path, files):
+def sharded(config):
+    with config.unlocked():
+        config.reduction.shard_params = True
+    return config
+
+
+@pytest.mark.parametrize(
+    "files, prefix, change",
+    [(1, "", lambda config: config), (3, "transformer.", sharded)],
+)
+def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(
+    tmp_path, files, prefix, change
+):
     arrays = hub_arrays()
+    stored = {prefix + name: x for name, x in arrays.items()}
     # Files also have what a map leaves out.
-    extra = {"lm_head.weight": arrays["wte.weight"]}
-    place = save(arrays | extra, tmp_path, files=files)
+    stored["lm_head.weight"] = arrays["wte.weight"]
+    stored[f"{prefix}h.0.attn.bias"] = np.ones((1, 1, POSITIONS, POSITIONS), np.float32)
+    place = save(stored, tmp_path, files=files)
     source = checkpoint.Source(str(place), map_path=MAP)
     run = tmp_path / "run"
-    assert loop.run(make_config(tmp_path), str(run), "", init=source) == 0
+    assert loop.run(change(make_config(tmp_path)), str(run), "", init=source) == 0
     trained = xshard.load(str(run))
-    tokens = np.arange(3, 3 + LENGTH, dtype=np.uint8)
-    logits = trained.predict({"text": np.append(tokens, 0)[None].astype(np.uint8)})
+    # Two texts in a row: each is computed by itself.
+    row = np.arange(3, 3 + LENGTH, dtype=np.int32)
+    sizes = (5, LENGTH - 5)
+    batch = {
+        "text": np.append(row, 0)[None],
+        "text_segment_ids": np.repeat([1, 2, 3], [*sizes, 1])[None],
+        "text_positions": np.concatenate([*map(np.arange, sizes), [0]])[None],
+        "bytes": np.ones((1, LENGTH + 1), np.int32),
+    }
+    logits = trained.predict(batch)
+    texts = np.split(row, [5])
+    expected = np.concatenate([reference(arrays, tokens) for tokens in texts])
     # Sums of float32 beside float64.
-    expected = reference(arrays, tokens)
     np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
     export.write(trained, tmp_path / "back.safetensors", map_path=MAP)
     back = safetensors.load_file(tmp_path / "back.safetensors")
@@ -141,13 +188,47 @@ def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(tmp_path, fi
         assert back[name].dtype == array.dtype
 
 
+def test_a_new_model_trains_in_half_precision(tmp_path):
+    """In float16, the gradient of a norm of small numbers would not be finite."""
+    config = lm_gpt2.get_config()
+    changes = {"precision": config.precision, "loss_scale": config.loss_scale}
+    changed = make_config(tmp_path, steps=3, **changes)
+    assert loop.run(changed, str(tmp_path / "run"), "") == 0
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
+    assert last["step"] == 3 and last["skipped"] < 3
+
+
+def test_any_part_of_an_array_is_read(tmp_path):
+    """A process reads what its own devices hold."""
+    arrays = hub_arrays()
+    arrays["q"] = np.arange(24, dtype=np.float32).reshape(4, 6)
+    found = weight_map.read(MAP)
+    found.rules.append(
+        weight_map.Rule("q", ["params/a", "params/b"], split=1, transpose=[1, 0])
+    )
+    file = tensors.open_path(str(save(arrays, tmp_path)))
+    mapped = weight_map.Mapped(file, found, MAP)
+    whole = {}
+    for path, shape in mapped.shapes.items():
+        whole[path] = mapped.read(path, tuple(slice(0, size) for size in shape))
+        assert whole[path].shape == shape
+        part = tuple(slice(size // 4, 3 * size // 4 + 1) for size in shape)
+        np.testing.assert_array_equal(mapped.read(path, part), whole[path][part])
+    np.testing.assert_array_equal(whole["params/b"], arrays["q"][:, 3:].T)
+    stacked = [np.split(arrays[f"h.{i}.attn.c_attn.weight"], 3, axis=1) for i in (0, 1)]
+    for part, name in enumerate("qkv"):
+        np.testing.assert_array_equal(
+            whole[f"params/gpt2/layers/{name}/w"], [x[part] for x in stacked]
+        )
+
+
 def test_each_array_that_does_not_fit_is_named(tmp_path):
     arrays = hub_arrays()
-    rules = weight_map.read(MAP)
+    found = weight_map.read(MAP)
 
     def mapped(changed):
         path = save(changed, tmp_path)
-        return weight_map.Mapped(tensors.open_path(str(path)), rules, MAP)
+        return weight_map.Mapped(tensors.open_path(str(path)), found, MAP)
 
     with pytest.raises(errors.UserError, match="no rule matches h.0.new, rotary.x"):
         mapped(arrays | {"rotary.x": np.zeros(2), "h.0.new": np.zeros(2)})
@@ -163,17 +244,17 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     ):
         mapped(odd)
     # The shapes here are compared with the run's.
-    wide = arrays | {"wte.weight": np.zeros((300, WIDTH), np.float32)}
+    wide = arrays | {"wte.weight": np.zeros((301, WIDTH), np.float32)}
     source = checkpoint.Source(str(save(wide, tmp_path)), map_path=MAP)
-    with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*300.* in it"):
+    with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*301.* in it"):
         loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     assert not (tmp_path / "run").exists()
     with pytest.raises(errors.UserError, match="no rule has 'ours' for params/other"):
-        weight_map.to_theirs({"params/other": np.zeros(2)}, rules, MAP)
+        weight_map.to_theirs({"params/other": np.zeros(2)}, found, MAP)
     two = [weight_map.Rule("w", "params/a"), weight_map.Rule("w", "params/b")]
     pair = {"params/a": np.zeros(2), "params/b": np.ones(2)}
     with pytest.raises(errors.UserError, match="'w' is that of another array, too"):
-        weight_map.to_theirs(pair, two, MAP)
+        weight_map.to_theirs(pair, weight_map.Map(two), MAP)
     uneven = {
         f"params/gpt2/layers/{name}/b": np.zeros((2, size), np.float32)
         for name, size in (("q", 8), ("k", 4), ("v", 4))
@@ -181,7 +262,7 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     with pytest.raises(
         errors.UserError, match="parts of 'h.0.attn.c_attn.bias' differ"
     ):
-        weight_map.to_theirs(uneven, rules, MAP)
+        weight_map.to_theirs(uneven, found, MAP)
     # An array of theirs with a rule, but for which this run has no parameter.
     more = tmp_path / "more.json"
     content = json.loads(pathlib.Path(MAP).read_text())
@@ -193,7 +274,7 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
         loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     part = {"params/gpt2/layers/q/b": np.zeros((2, 4), np.float32)}
     with pytest.raises(errors.UserError, match="c_attn.bias' lacks 2 of its parts"):
-        weight_map.to_theirs(part, rules, MAP)
+        weight_map.to_theirs(part, found, MAP)
 
 
 def test_reshaped_and_transposed_arrays_come_back(tmp_path):
@@ -207,12 +288,13 @@ def test_reshaped_and_transposed_arrays_come_back(tmp_path):
     ]
     theirs = {"q.7.weight": np.arange(24, dtype=np.float16).reshape(6, 4)}
     path = save(theirs, tmp_path)
-    mapped = weight_map.Mapped(tensors.open_path(str(path)), rules, "map")
+    found = weight_map.Map(rules)
+    mapped = weight_map.Mapped(tensors.open_path(str(path)), found, "map")
     assert mapped.shapes == {"params/l_7/w": (4, 2, 3)}
     part = mapped.read("params/l_7/w", (slice(1, 3), slice(0, 2), slice(0, 3)))
     whole = theirs["q.7.weight"].reshape(2, 3, 4).transpose(2, 0, 1)
     np.testing.assert_array_equal(part, whole[1:3])
-    back = weight_map.to_theirs({"params/l_7/w": whole}, rules, "map")
+    back = weight_map.to_theirs({"params/l_7/w": whole}, found, "map")
     np.testing.assert_array_equal(back["q.7.weight"], theirs["q.7.weight"])
 
 
@@ -247,4 +329,17 @@ def test_a_map_is_for_files_and_for_one_model(tmp_path):
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(errors.UserError, match="gone.safetensors cannot be read"):
         tensors.open_path(str(index))
+    index.write_text('{"weight_map": {"a": "../gone.safetensors"}}')
+    with pytest.raises(errors.UserError, match="'../gone.safetensors', which is no na"):
+        tensors.open_path(str(index))
+    with pytest.raises(errors.UserError, match="is a URL, and .safetensors files are"):
+        tensors.open_path("gs://bucket/model.safetensors")
+    place = save(
+        {"a": np.zeros(2), "b": np.zeros(2), "c": np.zeros(2)}, tmp_path, files=2
+    )
+    content = json.loads(place.read_text())
+    del content["weight_map"]["c"]
+    place.write_text(json.dumps(content))
+    with pytest.raises(errors.UserError, match="does not say are in it: c"):
+        tensors.open_path(str(place))
     assert jax.device_count() == 8

@@ -1,4 +1,5 @@
-"""A language model with the architecture of GPT-2, whose weights the hub has.
+"""A language model over tokens with the architecture of GPT-2, whose weights the hub
+has.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. The
 map `gpt2_map.json` beside this file takes the hub's arrays to these parameters, and
@@ -11,7 +12,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from experiments.lm import experiment
+import xshard
+from experiments.lm import attention, words
 
 _EPSILON = 1e-5
 
@@ -22,38 +24,48 @@ class Gpt2(hk.Module):
     Each parameter of a layer has a leading dimension of layers.
     """
 
-    def __init__(self, layers, width, heads, feed_forward, *, vocabulary, length):
+    def __init__(
+        self, layers, width, heads, feed_forward, *, positions, attention, vocabulary
+    ):
         super().__init__(name="gpt2")
         self._layers = layers
         self._width = width
         self._heads = heads
         self._feed_forward = feed_forward
+        self._positions = positions
+        self._kind = attention
         self._vocabulary = vocabulary
-        self._length = length
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segments, positions):
         """Returns the logits, float32, of shape (batch, length, vocabulary).
 
         Args:
           tokens: integers of shape (batch, length).
+          segments: the number of each token's text, of the same shape. A token sees
+            those before it in its own text.
+          positions: the position of each token in its text, of the same shape.
         """
         normal = hk.initializers.RandomNormal(0.02)
         shape = (self._vocabulary, self._width)
         embedding = hk.get_parameter("wte", shape, init=normal)
-        shape = (self._length, self._width)
-        positions = hk.get_parameter("wpe", shape, init=normal)
-        x = embedding[tokens.astype(jnp.int32)] + positions[: tokens.shape[1]]
+        shape = (self._positions, self._width)
+        of_positions = hk.get_parameter("wpe", shape, init=normal)
+        x = embedding[tokens] + of_positions[positions]
         layer = functools.partial(
-            _layer, heads=self._heads, feed_forward=self._feed_forward
+            _layer,
+            segments=segments,
+            heads=self._heads,
+            feed_forward=self._feed_forward,
+            kind=self._kind,
         )
         x = hk.experimental.layer_stack(self._layers, name="layers")(layer)(x)
         x = _norm(x, "norm")
         return (x @ embedding.T).astype(jnp.float32)
 
 
-def _layer(x, *, heads, feed_forward):
+def _layer(x, *, segments, heads, feed_forward, kind):
     width = x.shape[-1]
-    mixed = _attention(_norm(x, "attention_norm"), heads)
+    mixed = _attention(_norm(x, "attention_norm"), segments, heads, kind)
     x = x + _linear(mixed, width, "out")
     hidden = _linear(_norm(x, "mlp_norm"), feed_forward, "up")
     # GPT-2 has the tanh form of GELU.
@@ -61,15 +73,11 @@ def _layer(x, *, heads, feed_forward):
     return x + _linear(hidden, width, "down")
 
 
-def _attention(x, heads):
+def _attention(x, segments, heads, kind):
     batch, length, width = x.shape
     split = lambda y: y.reshape(batch, length, heads, width // heads)
     query, key, value = [split(_linear(x, width, name)) for name in "qkv"]
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32)
-    scores *= (width // heads) ** -0.5
-    is_before = jnp.tril(jnp.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(is_before, scores, -jnp.inf))
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+    mixed = attention.attend(query, key, value, segments, kind=kind)
     return mixed.reshape(batch, length, width)
 
 
@@ -79,24 +87,30 @@ def _linear(x, width, name):
 
 
 def _norm(x, name):
-    return hk.LayerNorm(-1, True, True, eps=_EPSILON, name=name)(x)
+    # In float16, the gradient of the inverse root of a small variance is infinite.
+    norm = hk.LayerNorm(-1, True, True, eps=_EPSILON, name=name)
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
-class LanguageModel(experiment.LanguageModel):
-    """The language model of bytes with this network."""
+class LanguageModel(words.Words):
+    """The language model over tokens with this network."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.text.length > config.model.positions:
+            raise xshard.UserError(
+                f"text.length={config.text.length} must be at most model.positions="
+                f"{config.model.positions}, the positions that have a parameter."
+            )
 
     def forward(self, batch, *, is_training):
         del is_training
-        config = self.config.model
-        network = Gpt2(
-            config.layers,
-            config.width,
-            config.heads,
-            config.feed_forward,
-            vocabulary=256,
-            length=self.config.text.length,
+        network = Gpt2(**self.config.model, vocabulary=self.config.text.vocabulary)
+        return network(
+            batch["text"][:, :-1],
+            batch["text_segment_ids"][:, :-1],
+            batch["text_positions"][:, :-1],
         )
-        return network(batch["text"][:, :-1])
 
     def sharding_rules(self):
         return ()

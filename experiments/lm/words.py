@@ -24,12 +24,14 @@ class Words(experiment.LanguageModel):
     def __init__(self, config):
         super().__init__(config)
         _check(config)
+        # The token that ends a text.
+        self._end = config.text.get("end", text_lib.END)
 
     @functools.cached_property
     def _tokenizer(self):
         config = self.config.text
         if config.tokenizer:
-            tokenizer = text_lib.load_tokenizer(config.tokenizer)
+            tokenizer = text_lib.load_tokenizer(config.tokenizer, self._end)
         else:
             paths = self._tokenizer_texts()
             # Evenly spread over all files.
@@ -37,7 +39,7 @@ class Words(experiment.LanguageModel):
             spread = np.linspace(0, len(paths) - 1, count)
             files = text_lib.Files([paths[int(i)] for i in spread])
             texts = (files[i] for i in range(len(files)))
-            tokenizer = text_lib.train_tokenizer(texts, config.vocabulary)
+            tokenizer = text_lib.train_tokenizer(texts, config.vocabulary, self._end)
         if tokenizer.get_vocab_size() > config.vocabulary:
             raise xshard.UserError(
                 f"text.vocabulary={config.vocabulary} must be at least the "
@@ -63,7 +65,7 @@ class Words(experiment.LanguageModel):
         return [text.documents(source, config.held_out) for source in sources]
 
     def _rows(self, documents):
-        encode = text_lib.encoder(self._tokenizer)
+        encode = text_lib.encoder(self._tokenizer, self._end)
         return text_lib.pack(documents, encode, self.config.text.length + 1)
 
     def train_batches(self, part):
@@ -91,7 +93,7 @@ class Words(experiment.LanguageModel):
         # The end of a file counts as one byte, as in the byte model.
         sizes = np.zeros(self.config.text.vocabulary, np.int32)
         for name, token in self._tokenizer.get_vocab().items():
-            sizes[token] = 1 if name == text_lib.END else len(name)
+            sizes[token] = 1 if name == self._end else len(name)
         return {**rows, "bytes": sizes[rows["text"]]}
 
     def forward(self, batch, *, is_training):
@@ -131,12 +133,17 @@ class Words(experiment.LanguageModel):
           The texts, each under a line with its prompt.
         """
         tokenizer = self._tokenizer
-        end = tokenizer.token_to_id(text_lib.END)
+        end = tokenizer.token_to_id(self._end)
         prompts = self.config.sample.prompts
         texts = [[end, *tokenizer.encode(prompt).ids] for prompt in prompts]
 
         def predict_rows(rows):
-            return predict({"text": rows, "text_segment_ids": np.ones_like(rows)})
+            batch = {
+                "text": rows,
+                "text_segment_ids": np.ones_like(rows),
+                "text_positions": np.zeros_like(rows) + np.arange(rows.shape[1]),
+            }
+            return predict(batch)
 
         experiment.continue_texts(
             texts,
@@ -149,7 +156,7 @@ class Words(experiment.LanguageModel):
         shown = []
         for prompt, written in zip(prompts, texts, strict=True):
             decoded = tokenizer.decode(written[1:], skip_special_tokens=False)
-            first, *_ = decoded.split(text_lib.END)
+            first, *_ = decoded.split(self._end)
             shown.append(f"--- {prompt!r}\n{experiment.printable(first)}")
         return "\n".join(shown)
 

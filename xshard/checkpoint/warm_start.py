@@ -138,7 +138,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     lacking = sorted(set(_selected(source, leaves)) - targets.keys())
     message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
-        message += f"; not used: {', '.join(unused[:_SHOWN])}"
+        message += f"; not used: {formatting.listed(unused, _SHOWN)}"
     if lacking:
         listed = formatting.listed(lacking, _SHOWN)
         message += f"; not taken, and left at their initial values: {listed}"
@@ -215,15 +215,15 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
         if opened.unsupported:
             raise format_lib.CheckpointError(
                 f"{source.place} has arrays of types that are not supported: "
-                f"{formatting.listed(opened.unsupported, _SHOWN)}."
+                f"{', '.join(opened.unsupported)}."
             )
-        rules = weight_map.read(source.map_path)
-        file = weight_map.Mapped(opened, rules, source.map_path)
+        found = weight_map.read(source.map_path)
+        file = weight_map.Mapped(opened, found, source.map_path)
         homeless = [x for x in _selected(source, file.shapes) if x not in set(leaves)]
         if homeless:
             raise format_lib.CheckpointError(
                 f"{source.map_path} gives arrays of {source.place} paths that this run "
-                f"does not have: {formatting.listed(homeless, _SHOWN)}. Nothing is "
+                f"does not have: {', '.join(homeless)}. Nothing is "
                 "taken in part: correct 'ours', or 'ignore' them."
             )
     names = _renamed(source, source.place, file.shapes, leaves)

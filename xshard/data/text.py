@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # A `tokenizers.Tokenizer`; the package is optional.
 Tokenizer = Any
-# The token that ends a document.
+# The token that ends a document, unless another one is given.
 END = "<|end|>"
 # The read-ahead of a stream. A process runs several streams, so each reads with one
 # thread.
@@ -209,7 +209,7 @@ class Records:
             ) from e
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, end: str = END) -> Tokenizer:
     """Trains a byte-pair tokenizer over UTF-8 bytes.
 
     It can encode any text, and decodes it to the same text. The same texts, in any
@@ -219,8 +219,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
     Args:
       texts: the texts to train on; some megabytes are enough, and take seconds.
-      vocabulary: the number of tokens, including `END` and the 256 bytes; short texts
+      vocabulary: the number of tokens, including `end` and the 256 bytes; short texts
         give fewer.
+      end: the token that ends a document.
 
     Raises:
       UserError: if `vocabulary` has no room for the bytes, or the package is not
@@ -230,14 +231,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     if vocabulary <= 256:
         raise errors.UserError(
             f"A vocabulary of {vocabulary} must have more than 256 tokens: the bytes, "
-            f"and {END}."
+            f"and {end}."
         )
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
     trainer = lib.trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END],
+        special_tokens=[end],
         initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -245,13 +246,16 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
     """Loads a tokenizer from a file.
 
-    `Tokenizer.save` of the package tokenizers writes such files.
+    Args:
+      path: a file that `Tokenizer.save` of the package tokenizers wrote, such as a
+        `tokenizer.json` of the hub.
+      end: the token that ends a document, such as '<|endoftext|>' of GPT-2.
 
     Raises:
-      UserError: if it cannot be read, or has no token `END`; or the package is not
+      UserError: if it cannot be read, or has no token `end`; or the package is not
         installed.
     """
     lib = _tokenizers()
@@ -262,27 +266,27 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         raise errors.UserError(
             f"{os.fspath(path)} cannot be read as a tokenizer ({e})."
         ) from e
-    if tokenizer.token_to_id(END) is None:
+    if tokenizer.token_to_id(end) is None:
         raise errors.UserError(
-            f"The tokenizer in {os.fspath(path)} has no token {END!r}."
+            f"The tokenizer in {os.fspath(path)} has no token {end!r}."
         )
     return tokenizer
 
 
-def encoder(tokenizer: Tokenizer) -> Callable[[str], np.ndarray]:
-    """Returns the function that encodes a text as tokens, followed by `END`.
+def encoder(tokenizer: Tokenizer, end: str = END) -> Callable[[str], np.ndarray]:
+    """Returns the function that encodes a text as tokens, followed by `end`.
 
-    The tokens are an int32 array of shape (tokens,). If a text contains `END`
+    The tokens are an int32 array of shape (tokens,). If a text contains `end`
     literally, it is encoded as ordinary bytes.
     """
     # A copy, so that the setting below does not change the caller's tokenizer.
     tokenizer = type(tokenizer).from_str(tokenizer.to_str())
     tokenizer.encode_special_tokens = True
-    end = tokenizer.token_to_id(END)
+    end_token = tokenizer.token_to_id(end)
 
     def encode(text: str) -> np.ndarray:
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array([*tokens, end], np.int32)
+        return np.array([*tokens, end_token], np.int32)
 
     return encode
 

@@ -99,7 +99,8 @@ class Files:
         """Opens the index and all files.
 
         Raises:
-          UserError: if one cannot be read, or lacks an array of the index.
+          UserError: if one cannot be read, or if the index and the files differ in what
+            is where.
         """
         index = jsonfile.read_if_exists(pathlib.Path(path))
         if index is None:
@@ -119,7 +120,12 @@ class Files:
         opened: dict[str, File] = {}
         for name, file_name in names.items():
             if file_name not in opened:
-                beside = pathlib.Path(path).with_name(pathlib.Path(file_name).name)
+                if pathlib.Path(file_name).name != file_name:
+                    raise errors.UserError(
+                        f"{path} says that '{name}' is in {file_name!r}, which is no "
+                        "name of a file beside it."
+                    )
+                beside = pathlib.Path(path).with_name(file_name)
                 opened[file_name] = File(str(beside))
             file = opened[file_name]
             if name in file.unsupported:
@@ -132,6 +138,16 @@ class Files:
             self._files[name] = file
             self.shapes[name] = file.shapes[name]
             self.dtypes[name] = file.dtypes[name]
+        for file_name, file in opened.items():
+            omitted = []
+            for name in [*file.shapes, *file.unsupported]:
+                if names.get(name) != file_name:
+                    omitted.append(name)
+            if omitted:
+                raise errors.UserError(
+                    f"{file.path} has arrays that {path} does not say are in it: "
+                    f"{', '.join(omitted)}."
+                )
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array, as `File.read` does."""
@@ -144,7 +160,16 @@ def is_path(path: str) -> bool:
 
 
 def open_path(path: str) -> File | Files:
-    """Opens a file, or the files of an index."""
+    """Opens a file, or the files of an index.
+
+    Raises:
+      UserError: as `File` and `Files` do, or if the path is a URL.
+    """
+    if "://" in path:
+        raise errors.UserError(
+            f"{path} is a URL, and {SUFFIX} files are read from local and mounted "
+            "disks only: copy the file, or mount the bucket."
+        )
     if path.endswith(INDEX_SUFFIX):
         return Files(path)
     return File(path)

@@ -2,7 +2,7 @@
 
 A map is a JSON file of rules, each of which holds in both directions:
 
-    {"rules": [
+    {"prefix": "transformer.", "rules": [
       {"theirs": "wte.weight", "ours": "params/gpt2/wte"},
       {"theirs": "h.{layer}.attn.c_attn.weight", "split": 1, "stack": "layer",
        "ours": ["params/gpt2/q/w", "params/gpt2/k/w", "params/gpt2/v/w"]},
@@ -14,6 +14,8 @@ array to ours, a rule splits it into equal parts along a dimension (`split`), ea
 one of several paths; then gives it another shape (`reshape`, a pair of theirs and
 ours); permutes its dimensions (`transpose`); and stacks the arrays of all values of one
 `{name}`, which are 0, 1, 2 and so on, along a new first dimension (`stack`).
+
+Names of theirs are without the `prefix`, which some programs write before them.
 """
 
 import functools
@@ -26,9 +28,6 @@ import numpy as np
 
 from xshard import errors
 from xshard.files import jsonfile
-
-# The most names that a message lists.
-_SHOWN = 8
 
 
 class Rule(NamedTuple):
@@ -53,8 +52,16 @@ class Rule(NamedTuple):
     ignore: str = ""
 
 
-class _Map(NamedTuple):
+class Map(NamedTuple):
+    """The rules of a file.
+
+    Attributes:
+      rules: the rules. The first that matches an array holds for it.
+      prefix: what may precede their names, and is not written.
+    """
+
     rules: list[Rule]
+    prefix: str = ""
 
 
 class Arrays(Protocol):
@@ -69,8 +76,8 @@ class Arrays(Protocol):
         """Reads a part of an array."""
 
 
-def read(path: str) -> list[Rule]:
-    """Reads the rules of a map.
+def read(path: str) -> Map:
+    """Reads a map.
 
     Raises:
       UserError: if there is no such file, or a rule is none.
@@ -80,12 +87,12 @@ def read(path: str) -> list[Rule]:
     if content is None:
         raise errors.UserError(f"There is no map {path}.")
     try:
-        rules = jsonfile.parse(content, _Map).rules
-        for number, rule in enumerate(rules, 1):
+        found = jsonfile.parse(content, Map)
+        for number, rule in enumerate(found.rules, 1):
             _check_rule(f"rule {number}, of {rule.theirs!r},", rule)
     except ValueError as e:
         raise errors.UserError(f"{path} is not a map of arrays: {e}.") from e
-    return rules
+    return found
 
 
 def _check_rule(what: str, rule: Rule) -> None:
@@ -140,12 +147,12 @@ class Mapped:
       dtypes: the names of their types, by path.
     """
 
-    def __init__(self, arrays: Arrays, rules: list[Rule], map_path: str):
+    def __init__(self, arrays: Arrays, weight_map: Map, map_path: str):
         """Finds the rule of each array; reads none.
 
         Args:
           arrays: their arrays.
-          rules: the rules.
+          weight_map: the map.
           map_path: the file of the rules, for messages.
 
         Raises:
@@ -156,7 +163,7 @@ class Mapped:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._arrays = arrays
-        self._sources = _sources(arrays.shapes, rules, arrays.path, map_path)
+        self._sources = _sources(arrays.shapes, weight_map, arrays.path, map_path)
         problems = []
         for path, source in self._sources.items():
             shapes = {arrays.shapes[name] for name in source.names}
@@ -171,10 +178,8 @@ class Mapped:
         if problems:
             raise errors.UserError(
                 f"Arrays of {arrays.path} do not fit the rules of {map_path}: "
-                f"{_listed(problems, '; ')}."
+                f"{'; '.join(problems)}."
             )
-        # A state in shards is read shard by shard, often of one array.
-        self._whole = functools.lru_cache(maxsize=1)(self._read_whole)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array of ours.
@@ -183,26 +188,39 @@ class Mapped:
           name: its path.
           index: a slice for each dimension.
         """
-        return self._whole(name)[index]
+        source = self._sources[name]
+        if not source.rule.stack:
+            return self._read_one(source, source.names[0], index)
+        layers = source.names[index[0]]
+        return np.stack([self._read_one(source, x, index[1:]) for x in layers])
 
-    def _read_whole(self, path: str) -> np.ndarray:
-        source = self._sources[path]
-        arrays = []
-        for name in source.names:
-            whole = tuple(slice(0, size) for size in self._arrays.shapes[name])
-            array = self._arrays.read(name, whole)
-            if source.rule.split is not None:
-                count = len(_paths(source.rule))
-                parts = np.split(array, count, axis=source.rule.split)
-                array = parts[source.part]
-            arrays.append(_to_ours(source.rule, array))
-        if source.rule.stack:
-            return np.stack(arrays)
-        return arrays[0]
+    def _read_one(
+        self, source: _Source, name: str, index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """Reads a part of ours from one array of theirs."""
+        rule = source.rule
+        sizes = list(self._arrays.shapes[name])
+        if rule.split is not None:
+            sizes[rule.split] //= len(_paths(rule))
+        wanted = [slice(0, size) for size in sizes]
+        if rule.reshape is None:
+            order = rule.transpose or range(len(sizes))
+            for dim, part in zip(order, index, strict=True):
+                start, stop, _ = part.indices(sizes[dim])
+                wanted[dim] = slice(start, stop)
+        if rule.split is not None:
+            before = source.part * sizes[rule.split]
+            part = wanted[rule.split]
+            wanted[rule.split] = slice(before + part.start, before + part.stop)
+        array = self._arrays.read(name, tuple(wanted))
+        if rule.reshape is None:
+            return array.transpose(rule.transpose) if rule.transpose else array
+        # A part of another shape is none of theirs, so it is read whole.
+        return _to_ours(rule, array)[index]
 
 
 def to_theirs(
-    arrays: Mapping[str, np.ndarray], rules: list[Rule], map_path: str
+    arrays: Mapping[str, np.ndarray], weight_map: Map, map_path: str
 ) -> dict[str, np.ndarray]:
     """Returns arrays of ours as theirs, by name: the inverse of `Mapped`.
 
@@ -215,7 +233,7 @@ def to_theirs(
     unmatched = []
     problems = []
     for path, array in arrays.items():
-        found = _find(path, rules)
+        found = _find(path, weight_map.rules)
         if found is None:
             unmatched.append(path)
             continue
@@ -251,17 +269,17 @@ def to_theirs(
                 continue
             theirs[name] = np.concatenate(in_order, axis=rule.split)
     if unmatched:
-        problems.append(f"no rule has 'ours' for {_listed(unmatched, ', ')}")
+        problems.append(f"no rule has 'ours' for {', '.join(unmatched)}")
     if problems:
         raise errors.UserError(
-            f"The arrays cannot be written by {map_path}: {_listed(problems, '; ')}. "
+            f"The arrays cannot be written by {map_path}: {'; '.join(problems)}. "
             "Add rules, or leave arrays out by --select."
         )
     return theirs
 
 
 def _sources(
-    names: Iterable[str], rules: list[Rule], where: str, map_path: str
+    names: Iterable[str], weight_map: Map, where: str, map_path: str
 ) -> dict[str, _Source]:
     """Returns where each array of ours comes from, by path."""
     unmatched = []
@@ -271,8 +289,8 @@ def _sources(
     used: set[int] = set()
     for name in names:
         matched = None
-        for number, rule in enumerate(rules):
-            values = _match(rule.theirs, name)
+        for number, rule in enumerate(weight_map.rules):
+            values = _match(rule.theirs, name.removeprefix(weight_map.prefix))
             if values is not None:
                 matched = (number, rule, values)
                 break
@@ -301,14 +319,14 @@ def _sources(
             problems.append(f"'{path}' stacks {sorted(layers)}, which has gaps")
         in_order = [layers[layer] for layer in sorted(layers)]
         sources[path] = _Source(rule, part, in_order)
-    for number, rule in enumerate(rules):
+    for number, rule in enumerate(weight_map.rules):
         if number not in used and not rule.ignore:
             problems.append(f"rule {number + 1} matches none: '{rule.theirs}'")
     if unmatched:
-        problems.append(f"no rule matches {_listed(unmatched, ', ')}")
+        problems.append(f"no rule matches {', '.join(unmatched)}")
     if problems:
         raise errors.UserError(
-            f"{where} cannot be read by {map_path}: {_listed(problems, '; ')}. Correct "
+            f"{where} cannot be read by {map_path}: {'; '.join(problems)}. Correct "
             "the rules, or add rules with 'ignore' for what is to be left out."
         )
     return sources
@@ -404,10 +422,3 @@ def _match(pattern: str, name: str) -> dict[str, str] | None:
 
 def _fill(pattern: str, values: Mapping[str, str]) -> str:
     return re.sub(r"{([A-Za-z_]\w*)}", lambda field: values[field[1]], pattern)
-
-
-def _listed(texts: list[str], separator: str) -> str:
-    shown = separator.join(texts[:_SHOWN])
-    if len(texts) > _SHOWN:
-        return f"{shown}{separator}and {len(texts) - _SHOWN} more"
-    return shown
