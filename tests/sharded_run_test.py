@@ -61,8 +61,17 @@ SHAPES = [
 ]
 
 
+@pytest.fixture
+def in_double():
+    """Allows 64 bits in all threads: a run compiles in one of its own, too."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.usefixtures("in_double")
 def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
     # In float32 the order of the sums over replicas, and over 'model', would show in
     # updates by gradients near 0.
@@ -72,7 +81,7 @@ def test_a_sharded_run_ends_with_the_state_of_a_replicated_run(tmp_path, shape):
         "replicated": {**shape, "shard_params": False},
     }
     ends = {}
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):
         for name, changes in runs.items():
             _, end = train(tmp_path / name, **changes)
             ends[name] = {"state": dataclasses.replace(end, rng=None)}

@@ -125,13 +125,17 @@ def test_a_trace_that_cannot_be_made_does_not_end_the_run(
     def full(folder):
         return usage(folder)._replace(free=1 << 20)
 
+    def empties():
+        stop_trace()
+        empty(directory)
+
     usage = profiles.shutil.disk_usage
     stop_trace = jax.profiler.stop_trace
     for module, name, fault in (
         (profiles.shutil, "disk_usage", full),
         (jax.profiler, "start_trace", fails),
         (jax.profiler, "stop_trace", fails),
-        (jax.profiler, "stop_trace", lambda: stop_trace() or empty(directory)),
+        (jax.profiler, "stop_trace", empties),
     ):
         directory = tmp_path_factory.mktemp("run")
         with monkeypatch.context() as patch:

@@ -126,7 +126,8 @@ def test_another_number_of_slices_goes_on_from_the_last_exchange(tmp_path, capfd
         wanted = np.stack([exchanged[0]] * now) if now > 1 else exchanged[0]
         np.testing.assert_array_equal(params, wanted)
         assert not np.any(slots[f"residual/{path}"])
-        assert np.any(old_slots[f"residual/{path}"])
+    # A number alone in its block may be sent exactly.
+    assert np.any(old_slots["residual/mlp/~/linear_0/w"])
     assert np.all(np.asarray(slots["steps"]) == 6)
     # It trains on to the end, in the same directory.
     _, end = train(tmp_path, outer, slices=now)
