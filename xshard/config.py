@@ -218,6 +218,16 @@ def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -
             "group_assignment: each group is a model of its own, and an outer rule "
             "makes one model of all. Leave group_assignment empty, and set slices."
         )
+    every = values["outer.every_steps"]
+    # With a delay, what was trained is sent during the next step.
+    first = every + min(values.get("outer.delay_steps", 0), 1)
+    if values["steps"] < first:
+        raise errors.UserError(
+            f"outer.every_steps={every} is too much for steps={values['steps']}: the "
+            f"first exchange is after step {first}, and the parameters of the last "
+            "exchange are evaluated. Make more steps, or exchange more often; to stop "
+            "a run early, use --stop_after."
+        )
     dtype = values.get("reduction.slice_dtype", "float32")
     if dtype != "float32":
         raise errors.UserError(
