@@ -127,8 +127,9 @@ def of_examples():
     ],
     ids=str,
 )
-def test_it_is_the_definition_on_a_quadratic(devices, changes):
+def test_it_is_the_definition_on_a_quadratic(monkeypatch, devices, changes):
     # 128 batches are one epoch, so each example counts once.
+    monkeypatch.setattr(noise_scale, "EVERY", 1)
     experiment = Quadratic(config_of(**changes).lock())
     state, metrics, _ = train(experiment, devices, EXAMPLES // 32)
     variance, sq_norm = of_examples()
@@ -142,6 +143,15 @@ def test_it_is_the_definition_on_a_quadratic(devices, changes):
     np.testing.assert_allclose(noise.variance / units, variance, rtol=0.08)
     np.testing.assert_allclose(noise.sq_norm / units, sq_norm, rtol=0.06)
     np.testing.assert_allclose(metrics["noise_scale"], variance / sq_norm, rtol=0.12)
+
+
+def test_one_of_eight_steps_is_measured():
+    seen = []
+    for steps in (1, 2, 8, 9):
+        experiment = Quadratic(config_of(noise_scale_steps=16).lock())
+        state, _, _ = train(experiment, 4, steps)
+        seen.append(float(state.experiment.gradient_noise.variance))
+    assert seen[0] == seen[1] == seen[2] != seen[3]
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -160,13 +170,14 @@ def test_it_is_of_gradients_after_the_clip_unless_of_micro_batches(devices):
     assert plain[1]["noise_scale"] == clipped[1]["noise_scale"]
 
 
-def test_each_group_has_its_own_and_skipped_steps_do_not_count():
+def test_each_group_has_its_own_and_skipped_steps_do_not_count(monkeypatch):
     experiment = Quadratic(
         config_of(
             group_assignment=GROUPS, overflow_above=2.2, noise_scale_steps=3
         ).lock()
     )
     before = None
+    monkeypatch.setattr(noise_scale, "EVERY", 1)
     for steps in range(1, 7):
         state, metrics, applied = train(experiment, 4, steps)
         noise = np.asarray(state.experiment.gradient_noise.variance)

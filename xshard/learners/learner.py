@@ -383,7 +383,7 @@ class Learner:
         noise = noise_scale.average(
             state.gradient_noise,
             estimate,
-            applied=applied,
+            counts=applied & noise_scale.is_measured(state.global_step),
             steps=self._noise_scale_steps,
         )
         if not replica_map.is_current():
@@ -595,17 +595,18 @@ class Learner:
             if applied.partition is not None:
                 local_sq_norms[_BY_ARRAY] = local
         if self._noise_scale_steps:
+            is_measured = noise_scale.is_measured(state.global_step)
             if small_sq_norms is None:
                 # The replicas' gradients add up to that of the group, as they are after
                 # the clip. Each counts as its part of it.
                 replicas = mesh_lib.num_replicas(run_context.current().mesh)
-                sq_norm = trees.sum_of_squares(clipped)
+                sq_norm = trees.sum_of_squares_if(is_measured, clipped)
                 local_sq_norms[_SMALL] = replicas**2 * sq_norm
             else:
                 # Micro-batches add up to the replica's gradient, before the clip.
                 parts = self._micro_batches
                 local_sq_norms[_SMALL] = parts**2 * jnp.mean(small_sq_norms)
-                local_sq_norms[_LARGE] = trees.sum_of_squares(grads)
+                local_sq_norms[_LARGE] = trees.sum_of_squares_if(is_measured, grads)
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
 
@@ -661,7 +662,9 @@ class Learner:
         if a noise scale needs these.
         """
         parts = self._micro_batches
-        measures = parts > 1 and self._noise_scale_steps > 0 and self._has_one_replica()
+        measures = None
+        if parts > 1 and self._noise_scale_steps and self._has_one_replica():
+            measures = noise_scale.is_measured(state.global_step)
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
         gatherer = self._gatherer(state.meta)
         gathered: dict[str, jax.Array] = {}
@@ -695,7 +698,7 @@ class Learner:
             has_aux=True,
         )
         small_sq_norms = None
-        if measures:
+        if measures is not None:
             rest, small_sq_norms = rest
         net_state, metrics, aux = rest
         if parts > 1:

@@ -6,7 +6,8 @@ gradient. Smaller batches need nearly the same number of examples for the same p
 and larger ones nearly the same number of steps.
 
 Both parts are estimated from the gradients of batches of two sizes, without bias, and
-are averaged over steps, because each step's estimate is noisy.
+are averaged over steps, because each step's estimate is noisy. For the small batches,
+gradients are read once more, so that only some steps are measured.
 
 Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
 https://arxiv.org/abs/1812.06162, appendix A.1.
@@ -23,6 +24,8 @@ from xshard.optimizers import base
 # The name of the metric, and the key of the config that asks for it.
 NAME = "noise_scale"
 KEY = "noise_scale_steps"
+# One of so many steps is measured.
+EVERY = 8
 
 
 class GradientNoise(NamedTuple):
@@ -73,24 +76,34 @@ def estimate(small: Any, large: Any, sizes: Sizes) -> GradientNoise:
     return GradientNoise(variance=variance, sq_norm=sq_norm)
 
 
+def is_measured(global_step: Any) -> Any:
+    """Returns whether a step is measured, a boolean scalar.
+
+    Args:
+      global_step: the number of updates applied before it.
+    """
+    return global_step % EVERY == 0
+
+
 def average(
-    old: GradientNoise, new: GradientNoise, *, applied: Any, steps: int
+    old: GradientNoise, new: GradientNoise, *, counts: Any, steps: int
 ) -> GradientNoise:
     """Returns the averages after a step.
 
     Args:
       old: the averages before it.
       new: the estimate of the step.
-      applied: whether its update was applied. A skipped step does not count, nor does
-        an estimate that is not finite.
+      counts: whether it was measured, and its update applied. An estimate that is not
+        finite does not count either.
       steps: the number of steps that an average is taken over; the weight of the newest
-        is 1 / steps.
+        estimate is `EVERY / steps`, at most 1.
     """
-    counts = applied & jnp.isfinite(new.variance) & jnp.isfinite(new.sq_norm)
+    counts &= jnp.isfinite(new.variance) & jnp.isfinite(new.sq_norm)
+    weight = min(EVERY / steps, 1.0)
 
     def moved(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(jnp.float32)
-        return jnp.where(counts, old + (new - old) / steps, old)
+        return jnp.where(counts, old + weight * (new - old), old)
 
     return jax.tree.map(moved, old, new)
 

@@ -30,9 +30,10 @@ class MicroBatches:
     Attributes:
       loss: a function of the parameters and one input.
       inputs: a tree of arrays whose leading dimension is the number of micro-batches.
-      measures: whether aux is `(aux, sq_norms)`, with the squared norm of each input's
-        gradients, float32 of shape [inputs]. These are the gradients before a number
-        given as `grad_loss`, such as a loss scale, multiplies them.
+      measures: None; or a boolean scalar, which may be traced. Then aux is `(aux,
+        sq_norms)`, with the squared norm of each input's gradients, float32 of shape
+        [inputs], or zeros if it is False. These are the gradients before a number given
+        as `grad_loss`, such as a loss scale, multiplies them.
 
     >>> def mean_loss(params, x):
     ...     opt = xshard.OptaxOptimizer(optax.sgd(0.5))
@@ -47,7 +48,7 @@ class MicroBatches:
 
     loss: Callable[[trees.Params, Any], Any]
     inputs: Any
-    measures: bool = False
+    measures: Any = None
 
 
 GATE_NONE = 0
@@ -349,8 +350,8 @@ def _scan(
 
     def of_input(x: Any) -> tuple[Any, Any]:
         value, aux, grads = evaluate(lambda params: loss.loss(params, x), weight)
-        if loss.measures:
-            aux = (aux, _sq_norm(grads, weight))
+        if loss.measures is not None:
+            aux = (aux, _sq_norm(loss.measures, grads, weight))
         return _widen(grads), (trees.widen(value), aux)
 
     if adds_in_pairs:
@@ -366,12 +367,14 @@ def _scan(
     return jnp.sum(values, axis=0), aux, total
 
 
-def _sq_norm(grads: Any, weight: jax.Array | None) -> jax.Array:
-    """The squared norm of gradients before a scalar weight multiplied them."""
+def _sq_norm(is_wanted: Any, grads: Any, weight: jax.Array | None) -> jax.Array:
+    """The squared norm of gradients before a scalar weight multiplied them, or 0."""
+    divisor = None
     if weight is not None and not weight.shape:
-        # Divided first, since the square of a large loss scale is not finite.
-        grads = jax.tree.map(lambda g: trees.widen(g) / weight, grads)
-    return trees.sum_of_squares(grads).astype(jnp.float32)
+        # The square of a large loss scale is not finite.
+        divisor = weight
+    sq_norm = trees.sum_of_squares_if(is_wanted, grads, divisor)
+    return sq_norm.astype(jnp.float32)
 
 
 def _sum_in_pairs(

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xshard import errors
 
@@ -146,6 +147,30 @@ def sum_of_squares(tree: Any) -> jax.Array:
     """
     squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in jax.tree.leaves(tree)]
     return sum(squares, start=jnp.zeros((), jnp.float32))
+
+
+def sum_of_squares_if(
+    is_wanted: Any, tree: Any, divisor: jax.Array | None = None
+) -> jax.Array:
+    """`sum_of_squares`, or 0 if a boolean scalar is False, which reads no array.
+
+    Args:
+      is_wanted: the boolean scalar.
+      tree: the arrays.
+      divisor: a scalar that divides each element before it is squared.
+    """
+
+    def of(tree: Any) -> jax.Array:
+        if divisor is not None:
+            tree = jax.tree.map(lambda x: widen(x) / divisor, tree)
+        return sum_of_squares(tree)
+
+    def zero(tree: Any) -> jax.Array:
+        # It has the type of the sum, and varies over the same mapped axes.
+        some = jax.tree.map(lambda x: jnp.ravel(x)[:1], tree)
+        return jnp.where(jnp.zeros((), bool), of(some), 0)
+
+    return lax.cond(is_wanted, of, zero, tree)
 
 
 def as_arrays(params: Params) -> Params:
