@@ -85,6 +85,9 @@ class BatchSizes:
 
     def drawn_at(self, step: int) -> int:
         """Returns the number of the iterator's batches that a step consists of."""
+        # Each step of a run asks, and most runs have no table.
+        if not self._ends:
+            return 1
         return self.at(step) // self.first
 
     def drawn(self, step: int) -> int:
@@ -107,6 +110,8 @@ class BatchSizes:
 
     def changes_at(self, step: int) -> bool:
         """Returns whether a step takes another number of examples than the previous."""
+        if not self._ends:
+            return False
         return step > 1 and self.at(step) != self.at(step - 1)
 
 
