@@ -41,18 +41,6 @@ class Free(toy.Wide):
         return self.config.get("kept", "")
 
 
-class Normalized(toy.Averaged):
-    """Keeps averages of its parameters, and has a batch norm."""
-
-    def forward(self, batch, *, is_training):
-        x = hk.Linear(8, name="first")(batch["x"])
-        norm = hk.BatchNorm(True, True, 0.5, name="norm")
-        # Haiku's averages mix integers with floats.
-        with jax.numpy_dtype_promotion("standard"):
-            x = norm(x, is_training)
-        return hk.Linear(1, name="last")(jax.nn.relu(x))[:, 0]
-
-
 class Doubled(toy.Wide):
     """Evaluates twice its parameters, by a function of its own."""
 
@@ -62,7 +50,7 @@ class Doubled(toy.Wide):
         return xshard.CrossShardOptimizer(rule)
 
 
-class Rescaled(Normalized):
+class Rescaled(toy.Normalized):
     """Evaluates twice its first layer, which doubles what its batch norm gets."""
 
     def optimizer(self):
@@ -129,7 +117,8 @@ class Both(toy.Wide):
 
 def make_config(name, **changes):
     config = toy.get_config()
-    config.experiment = f"tests.evaluation_params_test.{name}"
+    module = "toy" if hasattr(toy, name) else "evaluation_params_test"
+    config.experiment = f"tests.{module}.{name}"
     config.checkpoint.update({"keep_best": 1, "best_mode": "min"})
     config.reduction.update(changes.pop("reduction", {}))
     with config.unlocked():

@@ -169,6 +169,18 @@ class Averaged(Wide):
         return xshard.MovingAverageOptimizer(super().optimizer(), 0.5)
 
 
+class Normalized(Averaged):
+    """Keeps averages of its parameters, and has a batch norm."""
+
+    def forward(self, batch, *, is_training):
+        x = hk.Linear(8, name="first")(batch["x"])
+        norm = hk.BatchNorm(True, True, 0.5, name="norm")
+        # Haiku's averages mix integers with floats.
+        with jax.numpy_dtype_promotion("standard"):
+            x = norm(x, is_training)
+        return hk.Linear(1, name="last")(jax.nn.relu(x))[:, 0]
+
+
 class Frozen(Averaged):
     """Trains its last layer only: it returns no gradients for the first layer."""
 

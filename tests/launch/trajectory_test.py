@@ -76,7 +76,7 @@ def test_state_that_begins_with_an_example_is_equal_on_all_processes(tmp_path):
     """Each process has other examples, and a batch norm begins with their averages."""
     normalized = [
         *_EXACT,
-        "--config.experiment=tests.evaluation_params_test.Normalized",
+        "--config.experiment=tests.toy.Normalized",
         "--config.steps=2",
     ]
     alone = [*normalized, f"--workdir={tmp_path / 'alone'}", "--cpu_devices=2"]
