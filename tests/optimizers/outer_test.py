@@ -235,6 +235,21 @@ def test_slices_count_by_the_steps_that_they_applied():
     assert not np.array_equal(before["mlp/linear_0"]["w"], params["mlp/linear_0"]["w"])
 
 
+@pytest.mark.parametrize("kind", ["shard_map", "vmap_replicas"])
+def test_the_step_during_which_slices_send_counts_in_the_next_exchange(kind):
+    xs = batches(EVERY + 1)
+    # The parameters from before this step are sent during it.
+    poisoned = xs.at[EVERY, 0].set(jnp.inf)
+    make = lambda: make_rule(delay_steps=1, weights="applied_steps")
+    ends = [follow(make, 1, kind, x)[-1][1][NAME] for x in (xs, poisoned)]
+    of_finite, of_poisoned = (state[f"exchanged/{W0}"] for state in ends)
+    assert not np.array_equal(of_finite[0], harness.params()["mlp/linear_0"]["w"])
+    np.testing.assert_array_equal(of_poisoned, of_finite)
+    of_finite, of_poisoned = (np.ravel(state["applied_steps"]) for state in ends)
+    assert list(of_finite) == [1] * SLICES
+    assert list(of_poisoned) == [0] + [1] * (SLICES - 1)
+
+
 def test_an_overflow_skips_the_step_of_its_slice_alone():
     xs = batches(EVERY)
     # In the very step after which the slices exchange, and in the one before.

@@ -228,17 +228,16 @@ class OuterOptimizer(base.OptimizerWrapper):
             return after
         step = hk.get_state(_STEPS) + 1
         hk.set_state(_STEPS, step)
-        if self.weights == "applied_steps":
-            counts = hk.get_state(APPLIED)
-            hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
         params = trees.leaves_by_path(after)
         sent = params
         sent_after = step
         if self.delay_steps:
             # The parameters from before this step are sent, so that this does not wait
-            # for the step's gradients.
+            # for the step's gradients. This step counts in the next exchange.
             sent = trees.leaves_by_path(before)
             sent_after = step - 1
+        else:
+            self._count_applied(applied)
         for index, paths in enumerate(self._divide(self._slots_named(EXCHANGED))):
             # Fragments are exchanged in turn.
             offset = index * self.every_steps // self.fragments
@@ -247,7 +246,15 @@ class OuterOptimizer(base.OptimizerWrapper):
             is_taken = self._is_due(step - self.delay_steps, offset)
             own = {path: params[path] for path in paths}
             params |= hk.cond(is_taken, self._take, lambda own: own, own)
+        if self.delay_steps:
+            self._count_applied(applied)
         return trees.rebuild(after, params)
+
+    def _count_applied(self, applied: Any) -> None:
+        """Counts a step, if it was applied, for the weights of later exchanges."""
+        if self.weights == "applied_steps":
+            counts = hk.get_state(APPLIED)
+            hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
 
     def _is_due(self, step: jax.Array, offset: int) -> jax.Array:
         """Whether a fragment is exchanged after a step."""
