@@ -337,7 +337,7 @@ def test_reducing_over_the_same_axis_twice_is_refused():
 
 
 def test_without_a_mapped_axis_there_is_one_replica_and_one_warning(caplog):
-    axes.logging._log_counter_per_token.clear()
+    axes._warn.cache_clear()
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
     _, state = step.init(None, params, 2.0)
@@ -475,7 +475,7 @@ def test_numpy_integers_are_valid_replica_numbers():
 
 
 def test_the_warning_names_the_axes_that_are_mapped(caplog):
-    axes.logging._log_counter_per_token.clear()
+    axes._warn.cache_clear()
     step = harness.transform_step(lambda: CrossShard(optax.sgd(1.0)), linear_loss)
     params = {"m": {"w": jnp.zeros(())}}
     run = lambda x: step.apply({}, {}, None, params, x)[0][1]["m"]["w"]

@@ -14,7 +14,7 @@ import pytest
 import xshard
 from tests.optimizers import harness
 from xshard.dryrun import collectives
-from xshard.optimizers import integer_sums, outer
+from xshard.optimizers import axes, integer_sums, outer
 
 SLICES = 4
 EVERY = 3
@@ -248,6 +248,37 @@ def test_the_step_during_which_slices_send_counts_in_the_next_exchange(kind):
     of_finite, of_poisoned = (np.ravel(state["applied_steps"]) for state in ends)
     assert list(of_finite) == [1] * SLICES
     assert list(of_poisoned) == [0] + [1] * (SLICES - 1)
+
+
+def test_each_axis_that_is_not_mapped_has_a_warning(caplog):
+    axes._warn.cache_clear()
+    step = harness.transform_step(lambda: make_rule(axis_name="slices"))
+    params = harness.params()
+    _, state = step.init(None, params, batches()[0, 0])
+    apply = lambda x: step.apply({}, state, None, params, x)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            jax.vmap(apply, axis_name="slice")(batches()[0])
+    messages = [record.getMessage() for record in caplog.records]
+    # The reduction within a slice has no axis, and the outer rule's is misspelled.
+    assert sum("CrossShardOptimizer reduces over" in x for x in messages) == 1
+    assert sum("OuterOptimizer reduces over the axis 'slices'" in x for x in messages)
+
+
+def test_slices_with_one_state_are_refused_where_jax_tells():
+    step = harness.transform_step(lambda: make_rule(axis_name="slice"))
+    params = harness.params()
+    _, state = step.init(None, params, batches()[0, 0])
+    devices = np.array(jax.devices()[:2]).reshape(2, 1)
+    mesh = jax.sharding.Mesh(devices, ("slice", "replica"))
+    mapped = jax.shard_map(
+        lambda state, x: step.apply({}, state, None, params, x)[1],
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("slice")),
+        out_specs=jax.P(),
+    )
+    with pytest.raises(xshard.UserError, match="slices train apart. Give parameters"):
+        jax.jit(mapped)(state, batches()[0, 0])
 
 
 def test_an_overflow_skips_the_step_of_its_slice_alone():

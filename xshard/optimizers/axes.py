@@ -4,7 +4,8 @@ An axis may be mapped by `jax.shard_map`, with or without check_vma, by `jax.vma
 `jax.pmap`. Only with check_vma=True does JAX track which arrays vary over it.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax import lax
 
-from xshard import jax_internals
+from xshard import errors, jax_internals
 from xshard.optimizers import trees
 
 
@@ -47,25 +48,23 @@ def size(axis_name: str, rule: str = "CrossShardOptimizer") -> int:
     if names:
         # A warning, not an error: a vmap may train one replica for each of several
         # seeds.
-        logging.log_first_n(
-            logging.WARNING,
-            "%s reduces over the axis %r, which is not mapped here: assuming one "
-            "replica. These axes are mapped: %s. If the replicas are along one of "
-            "them, pass axis_name=, or nothing is reduced over them.",
-            1,
-            rule,
-            axis_name,
-            names,
+        _warn(
+            f"{rule} reduces over the axis {axis_name!r}, which is not mapped here: "
+            f"assuming one replica. These axes are mapped: {names}. If the replicas "
+            "are along one of them, pass axis_name=, or nothing is reduced over them."
         )
     else:
-        logging.log_first_n(
-            logging.WARNING,
-            "%s is used where no axis %r is mapped: assuming one replica.",
-            1,
-            rule,
-            axis_name,
+        _warn(
+            f"{rule} is used where no axis {axis_name!r} is mapped: assuming one "
+            "replica."
         )
     return 1
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Logs a warning once: a chain may have rules over several axes."""
+    logging.warning(message)
 
 
 def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
@@ -138,6 +137,27 @@ def check_varying(grads: trees.Gradients, axis_name: str) -> None:
             "differentiate with respect to jax.lax.pcast(params, "
             f"{axis_name!r}, to='varying')."
         )
+
+
+def check_own(state: Mapping[str, Any], axis_name: str, rule: str) -> None:
+    """Raises UserError if JAX tracks that state is equal along an axis of slices.
+
+    Args:
+      state: the arrays of a rule whose state differs by slice.
+      axis_name: the axis.
+      rule: the name of the rule, for messages.
+    """
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name not in mapped or not is_tracked(axis_name):
+        return
+    for name, x in state.items():
+        if axis_name not in _varies_over(x):
+            raise errors.UserError(
+                f"{rule}: the state {name!r} is equal along the axis {axis_name!r}, "
+                "along which slices train apart. Give parameters and state a leading "
+                f"dimension, one entry for each slice, with jax.P({axis_name!r}) in "
+                "in_specs and out_specs of jax.shard_map."
+            )
 
 
 def _varies_over(x: Any) -> frozenset[str]:

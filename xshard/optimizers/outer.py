@@ -226,6 +226,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         after = self.opt.exchange(before, after, applied)
         if hk.running_init():
             return after
+        axes.check_own(slots.state_of(self), self.axis_name, type(self).__name__)
         step = hk.get_state(_STEPS) + 1
         hk.set_state(_STEPS, step)
         params = trees.leaves_by_path(after)
