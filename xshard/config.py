@@ -150,15 +150,22 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 
 
 def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
-    """Lists the experiment's keys of a config that nothing has read.
+    """Lists the keys of a config that the experiment has not read, but should.
 
-    A key from which another one takes its value counts as read.
+    These are its own keys, and those of the outer rule that are set. A key from which
+    another one takes its value counts as read.
 
     Args:
       read: the copy of the config that the run reads.
       config: the config.
     """
     known = {key.name for key in KEYS}
+    values = flatten(config.to_dict())
+    for key in KEYS:
+        # An outer rule of the experiment's own may leave them unused.
+        is_of_rule = key.name in ("outer.learning_rate", "outer.momentum")
+        if is_of_rule and values.get(key.name, key.default) != key.default:
+            known.remove(key.name)
     names = []
     for name in read.unread():
         if name not in known and not _is_reference(config, name):
@@ -218,15 +225,12 @@ def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -
             "group_assignment: each group is a model of its own, and an outer rule "
             "makes one model of all. Leave group_assignment empty, and set slices."
         )
-    every = values["outer.every_steps"]
-    # With a delay, what was trained is sent during the next step.
-    first = every + min(values.get("outer.delay_steps", 0), 1)
-    if values["steps"] < first:
+    mixing = values.get("outer.mixing", 0.5)
+    if mixing != 0.5 and not values.get("outer.delay_steps", 0):
         raise errors.UserError(
-            f"outer.every_steps={every} is too much for steps={values['steps']}: the "
-            f"first exchange is after step {first}, and the parameters of the last "
-            "exchange are evaluated. Make more steps, or exchange more often; to stop "
-            "a run early, use --stop_after."
+            f"outer.mixing={mixing} has no effect without outer.delay_steps: slices "
+            "then take over the whole result of an exchange. Set outer.delay_steps, "
+            "or leave outer.mixing out."
         )
     dtype = values.get("reduction.slice_dtype", "float32")
     if dtype != "float32":

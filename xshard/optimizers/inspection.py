@@ -36,6 +36,16 @@ GRADIENT = "gradient_of:"
 # The folder of `optax.inject_hyperparams` in its state.
 _HYPERPARAMETERS = "hyperparams"
 
+# The keys of `config.outer` that are arguments of an outer rule.
+_OUTER_ARGUMENTS = (
+    "every_steps",
+    "dtype",
+    "fragments",
+    "delay_steps",
+    "mixing",
+    "weights",
+)
+
 
 class SkipNonfinite(base.OptimizerWrapper):
     """Skips each step with a gradient that is not finite.
@@ -187,8 +197,8 @@ def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optim
       options: `config.outer` of the run.
 
     Raises:
-      UserError: if the rule cannot be used with an outer rule, or has one of another
-        number of steps.
+      UserError: if the rule cannot be used with an outer rule, or has one with other
+        arguments.
     """
     averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
     if averaging:
@@ -206,13 +216,14 @@ def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optim
         )
     own = base.rules_of_type(opt, outer.OuterOptimizer)
     if own:
-        if own[0].every_steps != options.every_steps:
-            raise errors.UserError(
-                f"{where} returned an outer rule of every_steps="
-                f"{own[0].every_steps}, and config.outer.every_steps="
-                f"{options.every_steps}: give it every_steps="
-                "self.config.outer.every_steps."
-            )
+        for key in _OUTER_ARGUMENTS:
+            value = getattr(own[0], key)
+            if value != options[key]:
+                raise errors.UserError(
+                    f"{where} returned an outer rule of {key}={value!r}, and "
+                    f"config.outer.{key}={options[key]!r}, which would have no effect: "
+                    f"give it {key}=self.config.outer.{key}, and set that key."
+                )
         return opt
     sgd = optax.sgd(options.learning_rate, momentum=options.momentum, nesterov=True)
     return outer.OuterOptimizer(
