@@ -4,6 +4,7 @@ import json
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,8 +12,11 @@ import pytest
 import xshard
 from tests import toy
 from tests.optimizers import harness
+from xshard import config as config_lib
 from xshard import loop
 from xshard import mesh as mesh_lib
+from xshard.export import files
+from xshard.run import slices, states
 
 EVERYTHING = {
     "dtype": "int4",
@@ -41,6 +45,47 @@ class Own(Plain):
     def optimizer(self):
         inner = xshard.CrossShardOptimizer(optax.sgd(0.1))
         return xshard.OuterOptimizer(inner, optax.adam(0.01), every_steps=4)
+
+
+class Bare(Plain):
+    """Trains parameters by hand, without a learner."""
+
+    def init(self, key, batch):
+        del key, batch
+        return {"w": jnp.zeros(3)}
+
+    def train_step(self, state, batch, key):
+        del key
+        loss = lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+        gradient = jax.lax.pmean(jax.grad(loss)(state["w"]), ("slice", "replica"))
+        return {"w": state["w"] - 0.1 * gradient}, {}
+
+    def eval_step(self, state, batch, key):
+        del key
+        return {"error": (batch["x"] @ state["w"] - batch["y"]) ** 2}
+
+    def predict(self, state, batch, key=None):
+        del key
+        return batch["x"] @ state["w"]
+
+
+class Others(Plain):
+    """Has a learner that takes the config of another run."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        network = lambda batch: self.forward(batch, is_training=True)
+        self.learner = xshard.Learner(network, self.optimizer, toy.get_config())
+
+    def train_step(self, state, batch, key):
+        def loss(state, batch, key):
+            outputs, net_state = self.learner.apply(state, key, batch)
+            return jnp.mean((outputs - batch["y"]) ** 2), net_state, {}
+
+        return self.learner.update(state, loss, batch, key)
+
+    def init(self, key, batch):
+        return self.learner.init(key, batch)
 
 
 def config(outer=None, *, devices=4, **changes):
@@ -105,6 +150,70 @@ def test_an_exchange_after_each_step_is_a_sum_of_gradients(tmp_path):
         of_slice = jax.tree.map(lambda x, i=slice_number: x[i], apart)
         # The mean of two steps, and a step along the mean, round differently.
         harness.assert_close(of_slice, together, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "step, outer, lost",
+    [
+        (20, {}, None),
+        (25, {}, "20"),
+        (7, {}, "0"),
+        # The parameters after step 20 are sent during step 21.
+        (20, {"delay_steps": 1}, "10"),
+        (21, {"delay_steps": 1}, "20"),
+        (20, {"fragments": 2}, "15 or 20 (by fragment)"),
+        (26, {"fragments": 2, "delay_steps": 3}, "20 or 25 (by fragment)"),
+    ],
+)
+def test_what_is_lost_is_what_was_trained_since_the_last_exchange(step, outer, lost):
+    options = config({"every_steps": 10, **outer}).outer
+    said = slices.describe(2, 4, step, options)
+    if lost is None:
+        assert "is lost" not in said
+    else:
+        assert f"since step {lost} is lost" in said
+
+
+@pytest.mark.parametrize(
+    "steps, outer, said",
+    [
+        (20, {}, None),
+        (9, {}, "the parameters are not exchanged by then"),
+        (10, {"delay_steps": 1}, "the parameters are not exchanged by then"),
+        (11, {"delay_steps": 1}, "up to step 10"),
+        (9, {"fragments": 2}, "some parameters are not exchanged by then"),
+        (25, {}, "after step 25, the parameters of the last exchange are of what"),
+        (10, {"every_steps": 0}, None),
+    ],
+)
+def test_a_run_says_what_its_last_exchange_leaves_out(steps, outer, said):
+    made = config({"every_steps": 10, **outer}, steps=steps)
+    notes = list(slices.notes(made, num_slices=2))
+    assert len(notes) == (said is not None)
+    if said:
+        assert said in notes[0]
+    if made.outer.every_steps:
+        (alone, *others) = slices.notes(made, num_slices=1)
+        assert "one slice: it exchanges nothing" in alone
+        assert others == notes
+
+
+def test_a_reader_has_the_parameters_of_the_last_exchange_alone(tmp_path, capfd):
+    run, _ = train(tmp_path, steps=6, save_every=3)
+    said = capfd.readouterr().out
+    assert "after step 6, the parameters of the last exchange" in said
+    trained = xshard.load(str(tmp_path))
+    said = capfd.readouterr().err
+    assert "Checkpoints of 2 slice(s) are read as 1" in said and "go on" not in said
+    with pytest.raises(xshard.UserError, match="the slices of this run train apart"):
+        files.write(trained, tmp_path / "raw.safetensors", raw=True)
+    # A job that evaluates each checkpoint says it once.
+    example = xshard.experiment.example(run.experiment)
+    mesh = trained.state.step.sharding.mesh
+    reader = states.StateManager(run.experiment, mesh, example, run.workdir)
+    for step in (3, 6):
+        reader.restore_state(step, fits=True)
+    assert capfd.readouterr().err.count("are read as 1") == 1
 
 
 @pytest.mark.parametrize("now", [4, 1])
@@ -193,6 +302,22 @@ def test_an_experiment_may_have_an_outer_rule_of_its_own(tmp_path):
         loop.Run(config({"every_steps": 0}, experiment=own, slices=1), "unused")
     with pytest.raises(xshard.UserError, match="every_steps=4, and config"):
         loop.Run(config({"every_steps": 2}, experiment=own), "unused")
+    # What the rule does not take would have no effect.
+    with pytest.raises(xshard.UserError, match="dtype='float32', and config.outer.dt"):
+        loop.Run(config({"dtype": "int4"}, experiment=own), "unused")
+    run = loop.Run(config({"momentum": 0.5}, experiment=own), "unused")
+    assert "outer.momentum" in config_lib.unread(run.experiment.config, run.config)
+    run = loop.Run(config({"momentum": 0.5}), "unused")
+    assert "outer.momentum" not in config_lib.unread(run.experiment.config, run.config)
+
+
+@pytest.mark.parametrize(
+    "experiment, message",
+    [("Bare", "whose state has no learner"), ("Others", "was given another config")],
+)
+def test_slices_that_never_exchange_are_refused(experiment, message):
+    with pytest.raises(xshard.UserError, match=message):
+        loop.Run(config(experiment=f"tests.run.slices_test.{experiment}"), "unused")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +330,7 @@ def test_an_experiment_may_have_an_outer_rule_of_its_own(tmp_path):
         ({"momentum": 1.0}, {}, "outer.momentum=1.0 must be a number"),
         ({"dtype": "int2"}, {}, "dtype must be one of"),
         ({"delay_steps": 4}, {}, "delay_steps must be"),
+        ({"mixing": 0.2}, {}, "no effect without outer.delay_steps"),
         ({}, {"slices": 3}, "slices=3 must divide"),
         ({}, {"batch_size": 18, "slices": 4}, "slices x replicas x micro_batches"),
         ({}, {"group_assignment": ((0, 1), (2, 3))}, "each group is a model"),

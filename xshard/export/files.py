@@ -73,6 +73,7 @@ def write(
     if state is not trained.state:
         whose = "; those that the run evaluates"
         if raw:
+            _check_has_one_set(trained)
             state = state_lib.map_learners(
                 lambda name, learner: learner.as_it_is(), trained.state
             )
@@ -108,6 +109,19 @@ def write(
         f"{', '.join(exported.platforms)}; {formatting.scaled(len(content), 'B')}"
         f"{whose}"
     )
+
+
+def _check_has_one_set(trained: trained_lib.Trained) -> None:
+    """Raises UserError if the parameters that train are several."""
+    for learner in state_lib.learners(trained.state).values():
+        if learner.meta.outer_module:
+            every = trained.experiment.config.outer.every_steps
+            raise errors.UserError(
+                f"raw: the slices of this run train apart (outer.every_steps={every}), "
+                "so the parameters that train are each slice's own, of which no one "
+                "model consists. Leave it out, for those of the last exchange; "
+                "`python -m xshard.checkpoint export` writes the arrays of all slices."
+            )
 
 
 def _check(path: pathlib.Path, overwrite: bool) -> None:

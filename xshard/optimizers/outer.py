@@ -240,8 +240,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         else:
             self._count_applied(applied)
         for index, paths in enumerate(self._divide(self._slots_named(EXCHANGED))):
-            # Fragments are exchanged in turn.
-            offset = index * self.every_steps // self.fragments
+            offset = _offset(index, self.every_steps, self.fragments)
             is_sent = self._is_due(sent_after, offset)
             self._send(index, is_sent, {path: sent[path] for path in paths}, after)
             is_taken = self._is_due(step - self.delay_steps, offset)
@@ -258,7 +257,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
 
     def _is_due(self, step: jax.Array, offset: int) -> jax.Array:
-        """Whether a fragment is exchanged after a step."""
+        """Whether a fragment is exchanged after a step: each in turn."""
         return (step > 0) & ((step - offset) % self.every_steps == 0)
 
     def _divide(self, arrays: Mapping[str, Any]) -> list[list[str]]:
@@ -592,6 +591,39 @@ def exchanged(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
         return param
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def last_sent(
+    step: int, *, every_steps: int, fragments: int = 1, delay_steps: int = 0
+) -> list[int]:
+    """The steps whose parameters slices last sent of each fragment.
+
+    Args:
+      step: the number of steps that they have made.
+      every_steps: as of `OuterOptimizer`.
+      fragments: as of `OuterOptimizer`.
+      delay_steps: as of `OuterOptimizer`.
+
+    Returns:
+      For each fragment a step; 0 if it was never sent.
+
+    >>> last_sent(25, every_steps=10)
+    [20]
+    >>> last_sent(20, every_steps=10, fragments=2, delay_steps=1)
+    [10, 15]
+    """
+    # With a delay, the parameters after a step are sent during the next one.
+    newest = step - 1 if delay_steps else step
+    steps = []
+    for index in range(fragments):
+        offset = _offset(index, every_steps, fragments)
+        steps.append(max(newest - (newest - offset) % every_steps, 0))
+    return steps
+
+
+def _offset(index: int, every_steps: int, fragments: int) -> int:
+    """The first step after which a fragment is sent: they are exchanged in turn."""
+    return index * every_steps // fragments
 
 
 def _join(arrays: Mapping[str, jax.Array]) -> jax.Array:

@@ -19,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
 from xshard.optimizers import cross_shard, layouts, trees
-from xshard.run import replica_analysis
+from xshard.run import replica_analysis, slices
 from xshard.stored import replica_state
 
 # Calls a function that predicts.
@@ -104,6 +104,7 @@ def programs(
         traced_step = analyzed_step.trace(state, batch)
     _check_reduction(experiment, rules)
     _check_statistics(experiment, state)
+    slices.check_exchanges(experiment, state)
     replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
     replica_analysis.check_rules(experiment, mesh, state, batch, traced_step)
     if updates_in_shards:
@@ -220,6 +221,7 @@ def warnings(
             f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
     yield from evaluation_notes(experiment, state)
+    yield from slices.notes(config, mesh_lib.num_groups(state.step.sharding.mesh))
     yield from _note_of_whole_arrays(experiment, state)
 
 
@@ -232,6 +234,7 @@ def evaluation_notes(
     network's state does not fit them.
     """
     is_used = experiment_lib.overrides(experiment, "for_evaluation")
+    mesh = state.step.sharding.mesh
     for name, learner in state_lib.learners(state).items():
         rule = learner.meta.evaluation_rule
         if rule is None:
@@ -239,11 +242,22 @@ def evaluation_notes(
         whose = f" of {name}" if name else ""
         if not is_used:
             where = type(experiment).__name__
+            advice = (
+                f"because {where} does not define for_evaluation: return there the "
+                "state with learner.for_evaluation(state), and call it in eval_step "
+                "and predict."
+            )
+            if learner.meta.outer_module and mesh_lib.group_axes(mesh):
+                # A reader has one slice, so the last exchange is all that it can have.
+                yield (
+                    f"warning: evaluations use the parameters{whose} that train, each "
+                    "slice its own, but exports and xshard.load those of the last "
+                    f"exchange, {advice}"
+                )
+                continue
             yield (
                 f"warning: exports and xshard.load use the parameters{whose} that "
-                f"train, not those of {rule}.evaluation_params, because {where} does "
-                "not define for_evaluation: return there the state with "
-                "learner.for_evaluation(state), and call it in eval_step and predict."
+                f"train, not those of {rule}.evaluation_params, {advice}"
             )
             continue
         yield (

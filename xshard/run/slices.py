@@ -6,11 +6,12 @@ slots of the inner rule and the network state of the first one.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 from xshard import checkpoint, errors
 from xshard import config as config_lib
@@ -85,23 +86,122 @@ def continued(state: state_lib.TrainState) -> state_lib.TrainState:
     return jax.jit(of_state, out_shardings=shardings, donate_argnums=0)(state)
 
 
-def describe(before: int, now: int, state: state_lib.TrainState, every: int) -> str:
+def describe(before: int, now: int, step: int, options: Any) -> str:
     """Describes what a run continues from with another number of slices.
 
     Args:
       before: the number of slices that saved the state.
       now: the number of slices of the run.
-      state: the restored state.
-      every: the number of steps between exchanges.
+      step: the step of the restored state.
+      options: `config.outer` of the run.
     """
-    step = int(state.step)
     lost = ""
-    if step % every:
+    since = last_sent(step, options)
+    if min(since) < step:
         lost = (
-            f" What the slices trained since step {step - step % every} is lost, but "
+            f" What the slices trained since step {_alternatives(since)} is lost, but "
             "for the slots of the first one."
         )
     return (
         f"The checkpoint of step {step} is of {before} slice(s), and there are now "
         f"{now}: all of them go on from the parameters of the last exchange.{lost}"
     )
+
+
+def describe_read(before: int, now: int) -> str:
+    """Describes what a reader gets of a checkpoint of another number of slices.
+
+    Args:
+      before: the number of slices that saved the checkpoint.
+      now: the number of slices of the reader.
+    """
+    return (
+        f"Checkpoints of {before} slice(s) are read as {now}: with the parameters of "
+        "the last exchange, also as those that train ('raw/...'), and the network's "
+        "state of the first slice."
+    )
+
+
+def check_exchanges(
+    experiment: experiment_lib.Experiment, target: state_lib.TrainState
+) -> None:
+    """Raises UserError if slices train apart and would never exchange what they train.
+
+    Args:
+      experiment: the run's experiment.
+      target: the shapes of the run's state.
+    """
+    if not config_lib.separates_slices(experiment.config):
+        return
+    setting = f"outer.every_steps={experiment.config.outer.every_steps}"
+    learners = state_lib.learners(target)
+    if not learners:
+        raise errors.UserError(
+            f"{setting} has no effect on {type(experiment).__name__}, whose state has "
+            "no learner: its slices would train apart and never exchange anything. "
+            "Train by an xshard.Learner, or set outer.every_steps=0."
+        )
+    for name, learner in learners.items():
+        if learner.meta.outer_module is None:
+            whose = f" {name!r}" if name else ""
+            raise errors.UserError(
+                f"{setting} has no effect on the learner{whose} of "
+                f"{type(experiment).__name__}, which was given another config: its "
+                "slices would train apart and never exchange anything. Give it the "
+                "run's, as in xshard.Learner(network, optimizer, self.config)."
+            )
+
+
+def notes(config: ml_collections.ConfigDict, num_slices: int) -> Iterator[str]:
+    """Yields lines about what the exchanges of a run leave out, if they do.
+
+    Args:
+      config: the run's config.
+      num_slices: the number of slices of the run.
+    """
+    if not config_lib.separates_slices(config):
+        return
+    every = config.outer.every_steps
+    if num_slices == 1:
+        yield (
+            f"warning: outer.every_steps={every} and one slice: it exchanges nothing "
+            "with others, and the outer rule moves what it alone has trained, as a "
+            "Lookahead does. Set slices, or outer.every_steps=0."
+        )
+    sent = last_sent(config.steps, config.outer)
+    if not all(sent):
+        which = "the" if not any(sent) else "some"
+        yield (
+            f"warning: outer.every_steps={every} and steps={config.steps}: {which} "
+            "parameters are not exchanged by then. Those of the last exchange, which "
+            "are evaluated and exported, are as they were at first. Set a smaller "
+            "outer.every_steps, or train further."
+        )
+    elif min(sent) < config.steps:
+        yield (
+            f"at the end, after step {config.steps}, the parameters of the last "
+            f"exchange are of what slices trained up to step {_alternatives(sent)}"
+        )
+
+
+def last_sent(step: int, options: Any) -> list[int]:
+    """Returns the steps whose parameters slices last sent of each fragment.
+
+    Args:
+      step: the number of steps that they have made.
+      options: `config.outer` of the run.
+    """
+    return outer.last_sent(
+        step,
+        every_steps=options.every_steps,
+        fragments=options.fragments,
+        delay_steps=options.delay_steps,
+    )
+
+
+def _alternatives(steps: list[int]) -> str:
+    """Returns steps as a text, such as '15 or 20 (by fragment)'."""
+    numbers = [str(step) for step in sorted(set(steps))]
+    if len(numbers) == 1:
+        return numbers[0]
+    return f"{', '.join(numbers[:-1])} or {numbers[-1]} (by fragment)"

@@ -78,6 +78,8 @@ class StateManager(checkpoint.Manager):
         self._experiment = experiment
         self._mesh = mesh
         self._seed = config.seed
+        # The number of slices of the checkpoint that was read last.
+        self._slices_read = 0
 
     def init_state(self, example: Any) -> state_lib.TrainState:
         """Creates a new state.
@@ -128,14 +130,15 @@ class StateManager(checkpoint.Manager):
             )
         if not slices.differ(self._experiment, self.target, stored_shapes):
             return restored
-        log(
-            slices.describe(
-                before=checkpoint.num_groups(stored_shapes) or 1,
-                now=mesh_lib.num_groups(self._mesh),
-                state=restored.state,
-                every=self._experiment.config.outer.every_steps,
-            )
-        )
+        before = checkpoint.num_groups(stored_shapes) or 1
+        now = mesh_lib.num_groups(self._mesh)
+        options = self._experiment.config.outer
+        if not fits:
+            log(slices.describe(before, now, restored.step, options))
+        elif before != self._slices_read:
+            # A reader of many checkpoints says it once.
+            log(slices.describe_read(before, now))
+            self._slices_read = before
         # What was noted of the saved state does not hold of this one.
         metadata = {**restored.metadata, "watched": None, "fingerprint": None}
         return restored._replace(
