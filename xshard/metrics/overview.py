@@ -69,13 +69,6 @@ def begin(
             "parameters of its own, train one model: they exchange every "
             f"{config.outer.every_steps} steps"
         )
-        rest = config.steps % config.outer.every_steps
-        if rest and not config.outer.delay_steps and config.outer.fragments == 1:
-            outer.append(
-                f"warning: the last {rest} step(s) come after the last exchange, so "
-                "nothing that is evaluated comes from them: make steps a multiple of "
-                f"{config.outer.every_steps}"
-            )
     changed = [f"changed since the run was started: {change}" for change in changes]
     return "\n".join([title, head, *lines, total, *outer, *changed])
 
