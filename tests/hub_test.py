@@ -5,6 +5,7 @@ reference in NumPy.
 import json
 import math
 import pathlib
+import tracemalloc
 
 import jax
 import numpy as np
@@ -29,11 +30,11 @@ def standard_promotion():
         yield
 
 
-def hub_arrays():
+def hub_arrays(layers=LAYERS):
     """Returns arrays as the hub has them for GPT-2."""
     rng = np.random.default_rng(0)
     shapes = {"wte.weight": (VOCABULARY, WIDTH), "wpe.weight": (POSITIONS, WIDTH)}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         of_layer = {
             "ln_1.weight": (WIDTH,),
             "ln_1.bias": (WIDTH,),
@@ -222,6 +223,22 @@ def test_any_part_of_an_array_is_read(tmp_path):
         )
 
 
+def test_a_stack_is_in_memory_once(tmp_path):
+    names = [f"h.{layer}.w" for layer in range(8)]
+    arrays = {name: np.ones((64, 256), np.float32) for name in names}
+    found = weight_map.Map([weight_map.Rule("h.{i}.w", "params/w", stack="i")])
+    file = tensors.open_path(str(save(arrays, tmp_path)))
+    mapped = weight_map.Mapped(file, found, "map")
+    tracemalloc.start()
+    try:
+        stacked = mapped.read("params/w", (slice(0, 8), slice(0, 64), slice(0, 256)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Beside it are two layers of eight: the first, and the one that is read.
+    assert stacked.nbytes <= peak < 1.5 * stacked.nbytes
+
+
 def test_each_array_that_does_not_fit_is_named(tmp_path):
     arrays = hub_arrays()
     found = weight_map.read(MAP)
@@ -243,7 +260,15 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
         errors.UserError, match="c_attn.bias' .*the arrays to stack dif"
     ):
         mapped(odd)
-    # The shapes here are compared with the run's.
+    # The shapes here are compared with the run's, and all that differ are named.
+    deep = hub_arrays(layers=LAYERS + 1)
+    source = checkpoint.Source(str(save(deep, tmp_path)), map_path=MAP)
+    with pytest.raises(errors.UserError, match=f"Correct the rules of {MAP}") as caught:
+        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+    of_layers = [path for path in mapped(deep).shapes if "/layers/" in path]
+    assert len(of_layers) == 16
+    for path in of_layers:
+        assert f"'{path}' is float32[3, " in str(caught.value)
     wide = arrays | {"wte.weight": np.zeros((301, WIDTH), np.float32)}
     source = checkpoint.Source(str(save(wide, tmp_path)), map_path=MAP)
     with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*301.* in it"):
@@ -329,8 +354,12 @@ def test_a_map_is_for_files_and_for_one_model(tmp_path):
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(errors.UserError, match="gone.safetensors cannot be read"):
         tensors.open_path(str(index))
-    index.write_text('{"weight_map": {"a": "../gone.safetensors"}}')
-    with pytest.raises(errors.UserError, match="'../gone.safetensors', which is no na"):
+    for name in ("../gone.safetensors", "./a.safetensors", "..", ""):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(errors.UserError, match=f"'{name}', which is no name of"):
+            tensors.open_path(str(index))
+    index.write_text('{"weight_map": {"b": "c", "a": "c", "a": "d"}}')
+    with pytest.raises(errors.UserError, match="it has a duplicate key: 'a'"):
         tensors.open_path(str(index))
     with pytest.raises(errors.UserError, match="is a URL, and .safetensors files are"):
         tensors.open_path("gs://bucket/model.safetensors")

@@ -106,7 +106,7 @@ METAS = {
     "deep": (lambda meta: DEEP, f"meta.json {NOT_WRITTEN}: it is nested too deeply"),
     "twice": (
         lambda meta: b'{"version": 2, "version": 2}',
-        "meta.json .* it has a duplicate key",
+        "meta.json .* it has a duplicate key: 'version'",
     ),
     "no version": (without("version"), "meta.json .* version is missing"),
     "a version to come": (changed(version=7), "meta.json has format version 7"),

@@ -17,7 +17,6 @@ from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
 from xshard.files import tensors, weight_map
 from xshard.learners import lora as lora_lib
-from xshard.metrics import formatting
 from xshard.optimizers import outer
 
 # The parameters of every network. With several networks, paths begin with the network's
@@ -30,7 +29,7 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
-# The most paths that a message lists.
+# The most paths that a message gives as examples.
 _SHOWN = 5
 
 
@@ -138,10 +137,11 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     lacking = sorted(set(_selected(source, leaves)) - targets.keys())
     message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
-        message += f"; not used: {formatting.listed(unused, _SHOWN)}"
+        message += f"; not used: {', '.join(unused)}"
     if lacking:
-        listed = formatting.listed(lacking, _SHOWN)
-        message += f"; not taken, and left at their initial values: {listed}"
+        message += (
+            f"; not taken, and left at their initial values: {', '.join(lacking)}"
+        )
     say(message)
     structure = jax.tree.structure(state)
     return jax.tree.unflatten(structure, list(leaves.values()))
@@ -352,9 +352,14 @@ def _targets(
     if not targets and not problems:
         problems = [f"'{path}' is missing from it" for path in paths]
     if problems:
-        listed = formatting.listed(problems, _SHOWN, "; ")
+        remedy = ""
+        if source.map_path:
+            remedy = f"Correct the rules of {source.map_path}, or this run's config. "
+        elif tensors.is_path(source.place):
+            remedy = "If another program wrote it, give a map by --init_map. "
         raise format_lib.CheckpointError(
-            f"{offer.where} does not fit --init_select='{source.select}': {listed}. "
+            f"{offer.where} does not fit --init_select='{source.select}': "
+            f"{'; '.join(problems)}. {remedy}"
             "Narrow the selection, as in --init_select='^params/(?!head)', or rename "
             "paths, as in --init_rename=params/old=params/new."
         )

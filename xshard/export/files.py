@@ -67,7 +67,7 @@ def write(
         the extra is not installed, or the prediction cannot be lowered.
     """
     path = pathlib.Path(to)
-    _check(path, overwrite)
+    _check(to, overwrite)
     state = trained.for_evaluation()
     whose = ""
     if state is not trained.state:
@@ -124,8 +124,14 @@ def _check_has_one_set(trained: trained_lib.Trained) -> None:
             )
 
 
-def _check(path: pathlib.Path, overwrite: bool) -> None:
+def _check(to: str | pathlib.Path, overwrite: bool) -> None:
     """Raises UserError if a file cannot be exported to."""
+    if "://" in str(to):
+        raise errors.UserError(
+            f"--to={to} is a URL, and files are written to local and mounted disks "
+            "only: write one there, and copy it."
+        )
+    path = pathlib.Path(to)
     if path.suffix not in (tensors.SUFFIX, PROGRAM):
         raise errors.UserError(
             f"--to={path} must end in {tensors.SUFFIX}, for the arrays, or in "

@@ -5,6 +5,7 @@ exceeds the bounds, or is invalid, is refused with a message that names it. What
 file holds is checked by `parse`.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -308,10 +309,12 @@ def _fields(kind: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _mismatch(path: _Path, value: Any, words: str) -> ValueError:
+    return ValueError(f"{_place(path)} is {_shown(value)}, not {words}")
+
+
+def _shown(value: Any) -> str:
     shown = repr(value)
-    if len(shown) > _SHOWN:
-        shown = f"{shown[:_SHOWN]}..."
-    return ValueError(f"{_place(path)} is {shown}, not {words}")
+    return f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
 
 
 def _place(path: _Path) -> str:
@@ -371,7 +374,9 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("it has a duplicate key")
+        counts = collections.Counter(key for key, _ in pairs)
+        [(key, _)] = counts.most_common(1)
+        raise ValueError(f"it has a duplicate key: {_shown(key)}")
     return value
 
 

@@ -120,7 +120,9 @@ class Files:
         opened: dict[str, File] = {}
         for name, file_name in names.items():
             if file_name not in opened:
-                if pathlib.Path(file_name).name != file_name:
+                # '..' is a name to pathlib, but of no file.
+                is_name = pathlib.Path(file_name).name == file_name
+                if not is_name or file_name in ("", ".."):
                     raise errors.UserError(
                         f"{path} says that '{name}' is in {file_name!r}, which is no "
                         "name of a file beside it."

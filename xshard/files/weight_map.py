@@ -192,7 +192,13 @@ class Mapped:
         if not source.rule.stack:
             return self._read_one(source, source.names[0], index)
         layers = source.names[index[0]]
-        return np.stack([self._read_one(source, x, index[1:]) for x in layers])
+        first = self._read_one(source, layers[0], index[1:])
+        # Filled layer by layer, so that only one layer is in memory twice.
+        stacked = np.empty((len(layers), *first.shape), first.dtype)
+        stacked[0] = first
+        for number, layer in enumerate(layers[1:], 1):
+            stacked[number] = self._read_one(source, layer, index[1:])
+        return stacked
 
     def _read_one(
         self, source: _Source, name: str, index: tuple[slice, ...]
