@@ -63,7 +63,7 @@ class Future:
         return False
 from xshard.checkpoint import store
 slow = deletions.Deletions()
-slow.add(lambda: store.Store._when_done(None, Future()))
+slow.add(lambda: store.Store("never written")._when_done(Future()))
 begun.wait()
 slow.wait()
 print("ended")
