@@ -228,6 +228,8 @@ def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
     ):
         with pytest.raises(errors.UserError, match=message):
             export.write(trained, tmp_path / target)
+    with pytest.raises(errors.UserError, match="--to=s3://b/a.safetensors is a URL"):
+        export.write(trained, "s3://b/a.safetensors")
     with pytest.raises(errors.UserError, match="matches none"):
         export.write(trained, path, select="^weights/")
     with pytest.raises(errors.UserError, match="a JAX random key"):
