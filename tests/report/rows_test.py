@@ -38,6 +38,25 @@ def test_a_missing_file_has_no_rows(tmp_path):
     assert rows.read(tmp_path / "metrics.jsonl") == rows.Rows({}, {}, [])
 
 
+def test_slices_whose_number_changes_are_shown_as_their_mean(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, "loss": [1.0, 3.0], "rate": 0.5},
+        {"step": 2, "loss": [2.0, None], "rate": 0.25},
+        {"step": 3, "loss": 4.0, "rate": 0.125},
+        {"step": 4, "loss": [1.0, 2.0, 6.0], "rate": []},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = rows.read(path)
+    loss = read.training["loss"]
+    assert list(loss.steps) == [1, 2, 3, 4]
+    np.testing.assert_array_equal(loss.values, [[2.0], [np.nan], [4.0], [3.0]])
+    assert list(read.training["rate"].steps) == [1, 2, 3]
+    of_rate, of_loss = read.notes
+    assert "skipped 1 value(s) of 'rate' that are not numbers" in of_rate
+    assert "the number of slices has changed, so their mean is shown" in of_loss
+
+
 def test_damaged_lines_are_skipped_with_a_note(tmp_path):
     lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
     texts = [json.dumps(line) for line in lines]
@@ -76,7 +95,7 @@ def test_the_last_row_of_a_repeated_step_counts(tmp_path):
 
 
 def test_values_that_are_not_numbers_are_left_out_with_a_note(tmp_path):
-    values = ["a", 1.0, [1.0, 2.0], True, 10**400, None]
+    values = ["a", 1.0, ["a", 2.0], True, 10**400, None]
     path = tmp_path / "m"
     path.write_text(
         "".join(

@@ -100,37 +100,51 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[logged_rows.Row]:
 
 def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
     columns = {}
+    are_means = False
     for name, (all_steps, all_values) in table.items():
         # If a step has two rows, the later one counts: the run has repeated the step.
         steps, last = np.unique(np.array(all_steps, np.int64)[::-1], return_index=True)
         values = [all_values[-1 - index] for index in last.tolist()]
-        kept, array = _array(values)
+        kept, array, is_mean = _array(values)
+        are_means |= is_mean
         name = formatting.printable(name)
         lost = len(values) - len(array)
         if lost:
             notes.append(
-                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers, or "
-                "that have another number of groups than the last one."
+                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers."
             )
         if len(array):
             columns[name] = Column(
                 steps[kept], np.where(np.isfinite(array), array, np.nan)
             )
+    if are_means:
+        notes.append(
+            f"{file}: the number of slices has changed, so their mean is shown."
+        )
     return columns
 
 
-def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray]:
-    """Returns the indices of the values with as many groups as the last one, and their
-    numbers, [rows, groups].
+def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray, bool]:
+    """Returns the numbers of values that have any.
+
+    Args:
+      values: the values of the rows.
+
+    Returns:
+      The indices of the values; their numbers, [rows, groups]; and whether these are
+      means over groups, [rows, 1], because the number of groups changes. Only that of
+      slices that train one model does.
     """
     # Most columns are plain numbers. There may be millions, so these are converted at
     # once. NumPy converts None to nan.
     if set(map(type, values)) <= {float, types.NoneType}:
-        return slice(None), np.array(values, np.float64)[:, np.newaxis]
+        return slice(None), np.array(values, np.float64)[:, np.newaxis], False
     numbers = [_numbers(value) for value in values]
-    groups = len(numbers[-1])
-    kept = [index for index, row in enumerate(numbers) if groups and len(row) == groups]
-    return kept, np.array([numbers[index] for index in kept], np.float64)
+    kept = [index for index, row in enumerate(numbers) if row]
+    is_mean = len({len(numbers[index]) for index in kept}) > 1
+    if is_mean:
+        numbers = [[sum(row) / max(len(row), 1)] for row in numbers]
+    return kept, np.array([numbers[index] for index in kept], np.float64), is_mean
 
 
 def _numbers(value: Any) -> list[float]:
