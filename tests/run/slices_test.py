@@ -16,6 +16,7 @@ from xshard import config as config_lib
 from xshard import loop
 from xshard import mesh as mesh_lib
 from xshard.export import files
+from xshard.replay import replayer
 from xshard.run import slices, states
 
 EVERYTHING = {
@@ -241,6 +242,20 @@ def test_another_number_of_slices_goes_on_from_the_last_exchange(tmp_path, capfd
     # It trains on to the end, in the same directory.
     _, end = train(tmp_path, outer, slices=now)
     assert int(end.step) == 12
+
+
+def test_a_step_of_other_slices_is_not_replayed(tmp_path):
+    train(tmp_path, steps=4, save_every=4, log_every_steps=2)
+    train(tmp_path, steps=8, slices=1, log_every_steps=2)
+    run = replayer.Replayer(str(tmp_path))
+    # No step was skipped when the slices changed.
+    with pytest.raises(xshard.UserError, match="4 rows of training .* no step was ski"):
+        run.suspect_steps()
+    *_, repeated = run.steps(range(6, 7))
+    assert repeated.number == 6 and run.difference(repeated) is None
+    *_, repeated = run.steps(range(2, 3))
+    with pytest.raises(xshard.UserError, match="Step 2 was made by 2 slice.* by the 1"):
+        run.difference(repeated)
 
 
 def test_an_evaluation_is_of_the_parameters_of_the_last_exchange(tmp_path):
