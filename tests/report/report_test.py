@@ -408,3 +408,14 @@ def test_the_noise_scale_is_shown_beside_the_batch_size(tmp_path):
     assert "1 values are unknown, as the mean gradient is too small" in words(page)
     (sizes,) = re.findall(r'"name": "batch size".*?"y": \[([^]]*)\]', page)
     assert {float(size) for size in sizes.split(", ")} == {96, 192}
+    # A slice that trains on its own has a gradient of its part of the batch.
+    for row in noisy:
+        if "noise_scale" in row:
+            row["noise_scale"] = [100.0, 200.0]
+    apart = samples.write(tmp_path / "apart", noisy)
+    config = {**config, "batch_size": 96, "outer": {"every_steps": 10}}
+    (apart / "config.json").write_text(json.dumps(config))
+    page = report(tmp_path, apart)
+    assert "Batches above 200 examples bring little" in words(page)
+    (sizes,) = re.findall(r'"name": "batch size of a slice".*?"y": \[([^]]*)\]', page)
+    assert {float(size) for size in sizes.split(", ")} == {48}

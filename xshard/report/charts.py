@@ -282,9 +282,15 @@ def _batch_sizes(lines: Sequence[Line], runs: Sequence[runs_lib.Run]) -> list[Li
             values = np.full(len(line.steps), float(size))
             for steps, larger in grown:
                 values[line.steps > steps] = float(larger)
+            what = BATCH_SIZE
+            if runs[index].config.get("outer.every_steps"):
+                # Each slice steps along the gradient of its own part.
+                of_training = (line.runs, line.mode)
+                values /= sum((x.runs, x.mode) == of_training for x in lines)
+                what = f"{BATCH_SIZE} of a slice"
             of_runs[index] = dataclasses.replace(
                 line,
-                what=BATCH_SIZE,
+                what=what,
                 values=values,
                 dash="dot",
                 mode="lines",
@@ -301,7 +307,11 @@ def useful_batch(chart: Chart) -> float | None:
     if without_learner(chart.name) == _NOISE_SCALE:
         for line in chart.lines:
             known = line.values[np.isfinite(line.values)]
-            if line.what != BATCH_SIZE and line.band is None and len(known):
+            if (
+                not line.what.startswith(BATCH_SIZE)
+                and line.band is None
+                and len(known)
+            ):
                 newest.append(float(known[-1]))
     return max(newest, default=None)
 

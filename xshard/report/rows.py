@@ -143,7 +143,7 @@ def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray, bool]:
     kept = [index for index, row in enumerate(numbers) if row]
     is_mean = len({len(numbers[index]) for index in kept}) > 1
     if is_mean:
-        numbers = [[sum(row) / max(len(row), 1)] for row in numbers]
+        numbers = [[sum(x / len(row) for x in row)] for row in numbers]
     return kept, np.array([numbers[index] for index in kept], np.float64), is_mean
 
 
