@@ -118,6 +118,7 @@ def host(state):
     return jax.device_get((state.step, state.experiment))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "outer, changes",
     [
@@ -217,6 +218,7 @@ def test_a_reader_has_the_parameters_of_the_last_exchange_alone(tmp_path, capfd)
     assert capfd.readouterr().err.count("are read as 1") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("now", [4, 1])
 def test_another_number_of_slices_goes_on_from_the_last_exchange(tmp_path, capfd, now):
     outer = {"dtype": "int8", "weights": "applied_steps"}
