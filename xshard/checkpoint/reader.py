@@ -123,6 +123,11 @@ def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
     return 0
 
 
+def num_groups_of(arrays: Mapping[str, Any]) -> int:
+    """Returns the `num_groups` of arrays, or of their metadata, by path."""
+    return num_groups({path: x.shape for path, x in arrays.items()})
+
+
 class Restored(NamedTuple):
     """The content of a checkpoint.
 
@@ -139,10 +144,6 @@ class Restored(NamedTuple):
     data: list[Any]
     step: int
     folder: str
-
-
-def _num_groups(metas: arrays_lib.ArrayMetas) -> int:
-    return num_groups({path: meta.shape for path, meta in metas.items()})
 
 
 def restore(
@@ -189,7 +190,7 @@ def restore(
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
     groups = Groups(stored=0, wanted=0, chosen=0)
     if takes_one_group:
-        groups = Groups(_num_groups(stored), _num_groups(wanted), chosen=0)
+        groups = Groups(num_groups_of(stored), num_groups_of(wanted), chosen=0)
     in_checkpoint = {}
     for path, meta_of_leaf in wanted.items():
         shape = groups.stored_shape(path, meta_of_leaf.shape)

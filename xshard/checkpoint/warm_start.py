@@ -4,7 +4,7 @@ what a pattern selects.
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,34 +178,38 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
     attempt = place_lib.find(source.place)
     metas = metadata_files.read_array_metas(attempt)
     names = _renamed(source, attempt, metas, leaves)
+    exchanged = _exchanged(metas)
     for path, name in names.items():
-        exchanged = _exchanged(name, metas)
+        slot = exchanged.get(name)
         # An array is read once, as the parameter or as the slot.
-        if exchanged != name and not _selected(source, [exchanged]):
-            names[path] = exchanged
+        if slot is not None and not _selected(source, [slot]):
+            names[path] = slot
     return _Offer(
         where=attempt,
         names=names,
         metas={path: metas[name] for path, name in names.items()},
-        num_groups=_num_groups(metas),
+        num_groups=reader.num_groups_of(metas),
         read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
     )
 
 
-def _exchanged(name: str, metas: arrays_lib.ArrayMetas) -> str:
-    """Returns the name of a parameter's value at the last exchange of its slices.
+def _exchanged(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names of the parameters' values at the last exchange of slices.
 
-    It is the given name if the array is no parameter, or if its run has no outer rule.
+    Args:
+      names: the names of a checkpoint's arrays.
+
+    Returns:
+      The name of the value, by the name of its parameter; empty if the run has no outer
+      rule.
     """
-    if not re.search(PARAMS, name):
-        return name
-    before, _, path = f"/{name}".partition("/params/")
-    slot = re.escape(f"{before}/opt_state/".removeprefix("/"))
-    pattern = f"{slot}[^/]+/{outer.EXCHANGED}/{re.escape(path)}"
-    for stored in metas:
-        if re.fullmatch(pattern, stored):
-            return stored
-    return name
+    slot = re.compile(f"((?:.*?/)?)opt_state/[^/]+/{outer.EXCHANGED}/(.+)")
+    found = {}
+    for name in names:
+        matched = slot.fullmatch(name)
+        if matched:
+            found[f"{matched[1]}params/{matched[2]}"] = name
+    return found
 
 
 def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
@@ -331,7 +335,7 @@ def _targets(
             f"--init_select='{source.select}' matches none of the paths of this run, "
             f"such as {', '.join(list(leaves)[:_SHOWN])}."
         )
-    groups = reader.Groups(offer.num_groups, _num_groups(leaves), source.group)
+    groups = reader.Groups(offer.num_groups, reader.num_groups_of(leaves), source.group)
     targets = {}
     problems = []
     for path in paths:
@@ -381,11 +385,6 @@ def _check_merged(
                 "be lost. Export the run, which merges them, and give the file: python "
                 "-m xshard.export RUN --to=FILE.safetensors."
             )
-
-
-def _num_groups(arrays: Mapping[str, Any]) -> int:
-    """Returns the number of groups of a state's arrays, or of their metadata."""
-    return reader.num_groups({path: x.shape for path, x in arrays.items()})
 
 
 def _target(
