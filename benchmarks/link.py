@@ -22,14 +22,9 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from benchmarks import measure
+from benchmarks import measure, models
 from configs import lm_tiny
-from experiments.lm import experiment
 from tests.launch import harness, network
-from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard.dryrun import collectives
-from xshard.run import preflight
 
 _RATE = flags.DEFINE_string(
     "rate", "1gbit", "What a host sends at most, in words of tc."
@@ -87,21 +82,12 @@ def compare() -> Iterator[measure.Row]:
         yield measure.ratio(what, "replicated", seconds[name], seconds["replicated"])
 
 
-def count(reduction: dict[str, bool]) -> int:
-    """Returns the bytes that each of two devices sends in a step, counted in the
-    compiled program.
-    """
+def count(reduction: dict[str, bool]) -> float:
+    """Returns the bytes that each of two devices sends in a step."""
     config = lm_tiny.get_config()
     config.model.width = _WIDTH.value
     config.reduction.update(reduction)
-    made = experiment.LanguageModel(config)
-    mesh = experiment_lib.mesh_of(config)
-    train = preflight.train_batches(made, mesh)
-    state = state_lib.abstract_state(made, mesh, 0, train.example)
-    compiled = preflight.jitted_step(made, mesh).lower(state, next(train)).compile()
-    return sum(
-        one.times * collectives.sent(mesh, one) for one in collectives.of(compiled)
-    )
+    return models.bytes_sent(config)
 
 
 def turn(

@@ -16,6 +16,7 @@ from experiments.lm import model as lm_model
 from tests import toy
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
+from xshard.dryrun import analysis, collectives
 from xshard.run import preflight
 
 
@@ -190,3 +191,26 @@ def absolute(
     """Yields a row with the milliseconds of each side, named by `what`."""
     for title, values in sides.items():
         yield measure.figure(what(title), [1e3 * value for value in values], "ms")
+
+
+def bytes_sent(config: Any) -> float:
+    """Returns the bytes that each device here sends in a step of a run, on average.
+
+    They are counted in the compiled program.
+
+    Args:
+      config: the run's config.
+    """
+    experiment = experiment_lib.load(config.experiment)(config)
+    mesh = experiment_lib.mesh_of(config)
+    train = preflight.train_batches(experiment, mesh)
+    state = state_lib.abstract_state(experiment, mesh, 0, train.example)
+    step = preflight.jitted_step(experiment, mesh)
+    compiled = step.lower(state, next(train)).compile()
+    # Only the exchange of an outer rule is conditional.
+    every = analysis.exchange_every_steps(config) or 1
+    total = 0.0
+    for one in collectives.of(compiled):
+        sent = one.times * collectives.sent(mesh, one)
+        total += sent / every if one.is_conditional else sent
+    return total

@@ -23,14 +23,9 @@ from typing import Any, NamedTuple
 import jax
 from absl import app, flags
 
-from benchmarks import measure
+from benchmarks import measure, models
 from configs import lm_tiny
-from experiments.lm import experiment
 from tests.launch import harness, network
-from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard.dryrun import collectives
-from xshard.run import preflight
 
 _HOSTS = flags.DEFINE_integer("hosts", 3, "The number of hosts.", 2)
 _RATES = flags.DEFINE_list(
@@ -81,7 +76,7 @@ def compare() -> Iterator[measure.Row]:
     for name, changes in _SIDES.items():
         if _SIDE.value not in ("", name):
             continue
-        counted = count(changes)
+        counted = models.bytes_sent(config_of(changes))
         for leg in legs(changes):
             what = f"{name}, {leg.rate}"
             print(f"{what}: {counted:.0f} counted, {leg}", file=sys.stderr, flush=True)
@@ -104,25 +99,6 @@ def config_of(changes: dict[str, Any]) -> Any:
 def batch_size() -> int:
     """Returns a number of examples that the hosts divide, near that of lm_tiny."""
     return -(-16 // _HOSTS.value) * _HOSTS.value
-
-
-def count(changes: dict[str, Any]) -> float:
-    """Returns the bytes that each device sends in a step, on average, counted in the
-    compiled program.
-    """
-    config = config_of(changes)
-    made = experiment.LanguageModel(config)
-    mesh = experiment_lib.mesh_of(config)
-    train = preflight.train_batches(made, mesh)
-    state = state_lib.abstract_state(made, mesh, 0, train.example)
-    compiled = preflight.jitted_step(made, mesh).lower(state, next(train)).compile()
-    total = 0.0
-    for one in collectives.of(compiled):
-        sent = one.times * collectives.sent(mesh, one)
-        if one.is_conditional:
-            sent /= config.outer.every_steps
-        total += sent
-    return total
 
 
 def legs(changes: dict[str, Any]) -> Iterator[Leg]:
