@@ -1,0 +1,687 @@
+"""Writes the work directories in written/, and resumes them with two checkouts.
+
+`python -m tests.checkpoint.write_runs write NAME ...` trains runs of the table RUNS to
+step 10 of 20, keeps their work directories in written/, and beside each what the same
+code logs when it resumes a copy. Names that begin with the same letters are one
+argument: 'outer*'. --code=CHECKOUT writes them with the package of another checkout.
+
+`python -m tests.checkpoint.write_runs compare --old=CHECKOUT` resumes a copy of each
+directory with the package of another checkout and with that of this one, on this
+machine, and compares all that they log, and the last state, bit by bit. XLA compiles
+for the processor at hand, so only bits of one machine can be compared, and those in
+written/ are those of the machine that wrote them.
+"""
+
+import argparse
+import fnmatch
+import importlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from typing import Any, NamedTuple
+
+WRITTEN = pathlib.Path(__file__).with_name("written")
+ROOT = pathlib.Path(__file__).parents[2]
+# The texts that the language models read, in the folder that a run begins in.
+TEXT = "text"
+STEPS = 20
+SAVED = 10
+DEVICES = 8
+# The files of rows that are compared, without the values that depend on time.
+_LOGS = ("metrics.jsonl", "norms.jsonl")
+_PERFORMANCE = "perf/"
+# In `origin.json`, what may change the bits that a machine computes.
+MACHINE = ("libraries", "devices", "flags", "chip")
+# What a run writes and a resume does not need, or what names a place or a process.
+_DROPPED = (
+    ".lock",
+    "checkpoints/.lock",
+    "compiled",
+    "reached.json",
+    "spans",
+    "status.json",
+)
+_EXPERIMENTS = "tests.checkpoint.written_experiments"
+
+
+class Run(NamedTuple):
+    """A run of the table.
+
+    Attributes:
+      config: the module of its config.
+      changes: values by key.
+    """
+
+    config: str
+    changes: dict[str, Any]
+
+
+_COMMON = {
+    "steps": STEPS,
+    "batch_size": 16,
+    "eval_batch_size": 96,
+    "log_every_steps": 1,
+    "fingerprint_every_steps": 1,
+    "eval_every_steps": 7,
+    "samples_every_steps": 0,
+    "writers": ("jsonl",),
+    "checkpoint.every_steps": 5,
+    "checkpoint.keep_last": 1,
+}
+_HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
+_DIGITS = {"model.channels": 2, "model.hidden": 8}
+_GAN = {"model.noise": 4, "model.generator": (4,), "model.discriminator": (4,)}
+_LM = {
+    "text.files": ("text/*.txt",),
+    "text.held_out": 0.3,
+    "text.length": 16,
+    "text.eval_windows": 16,
+    "model.width": 8,
+    "model.heads": 2,
+    "model.feed_forward": 8,
+    "model.layers": 2,
+    "sample.length": 4,
+    "sample.prompts": ("The ",),
+}
+_WORDS = _LM | {"text.vocabulary": 270}
+_RL = {"model.hidden": (4,), "eval_games": 16}
+_FLOAT16 = "params=float32,compute=float16,output=float32"
+_BFLOAT16 = "params=float32,compute=bfloat16,output=float32"
+
+
+def _digits(**changes: Any) -> Run:
+    return Run("configs.digits", _DIGITS | _with_dots(changes))
+
+
+def _curve(experiment: str = "Curve", **changes: Any) -> Run:
+    name = {"experiment": f"{_EXPERIMENTS}.{experiment}"}
+    return Run(_EXPERIMENTS, name | _with_dots(changes))
+
+
+def _with_dots(changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns changes by key, of arguments that have '__' for the dots."""
+    return {name.replace("__", "."): value for name, value in changes.items()}
+
+
+# Each config of configs/, and each key that changes what a step computes. Keys that act
+# on each other share a run. A kept directory needs its row unchanged.
+RUNS = {
+    # The configs.
+    "digits": _digits(
+        loss_scale__initial_loss_scale=2.0**18,
+        loss_scale__increment_period=3,
+        optimizer__average_decay=0.9,
+    ),
+    "digits_groups": Run("configs.digits_groups", _DIGITS),
+    # One of its points.
+    "digits_sweep": _digits(optimizer__learning_rate=8e-3, seed=1),
+    "gan": Run("configs.gan", _GAN),
+    "lm": Run(
+        "configs.lm", _LM | {"model.remat": "dots_saveable", "model.attention": "xla"}
+    ),
+    "lm_gpt2": Run(
+        "configs.lm_gpt2", _WORDS | {"model.positions": 16, "text.tokenizer": ""}
+    ),
+    "lm_lora": Run(
+        "configs.lm_lora",
+        _WORDS
+        | {
+            "text.base_files": ("text/*.txt",),
+            "text.base_held_out": 0.3,
+            "lora.rank": 2,
+            "lora.train": "norm",
+        },
+    ),
+    "lm_pod": Run("configs.lm_pod", _LM | {"model_parallel": 2, "micro_batches": 2}),
+    "lm_tiny": Run("configs.lm_tiny", _LM),
+    "lm_words": Run(
+        "configs.lm_words",
+        _WORDS
+        | {
+            "text.files": ("text/[c-g]*.txt", "text/s*.txt"),
+            "text.streams": 2,
+            "text.weights": (3, 1),
+            "micro_batches": 2,
+        },
+    ),
+    "rl": Run("configs.rl", _RL),
+    "rl_host": Run("configs.rl_host", _RL),
+    "ssl": Run(
+        "configs.ssl",
+        {
+            "model.channels": 2,
+            "model.features": 4,
+            "model.hidden": 8,
+            "model.projection": 4,
+        },
+    ),
+    # Reductions.
+    "reduce_bfloat16_sum_clipped": _curve(
+        "Clipped",
+        reduction__reduce_dtype="bfloat16",
+        reduction__reduction="sum",
+        slices=2,
+        reduction__slice_dtype="bfloat16",
+    ),
+    "shard_update": _curve(
+        reduction__shard_update=True,
+        average="inside",
+        log_norms_every_steps=3,
+        slots_memory="pinned_host",
+    ),
+    "shard_params": _curve(
+        reduction__shard_params=True,
+        gather_once=True,
+        micro_batches=2,
+        log_norms_every_steps=3,
+        average="outside",
+    ),
+    "shard_params_model": _curve(
+        reduction__shard_params=True, model_parallel=2, rule="clipped"
+    ),
+    "shard_params_pure": _curve(
+        "Pure", reduction__shard_params=True, precision=_BFLOAT16, uncast="/x$"
+    ),
+    "model": _curve(model_parallel=4, log_norms_every_steps=3),
+    "int8": _curve(
+        slices=2, reduction__slice_dtype="int8", reduction__shard_update=True
+    ),
+    "int8_shard_params": _curve(
+        slices=2,
+        reduction__slice_dtype="int8",
+        reduction__shard_params=True,
+        micro_batches=2,
+        loss_scale="dynamic",
+        precision=_FLOAT16,
+    ),
+    "tree": _curve("Weighted", micro_batches=2, aggregation_method="EXPERIMENTAL_TREE"),
+    # Sums in any order.
+    "exact": _curve(
+        logical_replicas=8,
+        reduction__arithmetic="exact",
+        loss_scale="dynamic",
+        outliers=((0, 7, float("inf")), (0, 14, float("inf"))),
+    ),
+    "exact_wide": _curve(
+        logical_replicas=16,
+        reduction__arithmetic="exact_wide",
+        batch_size=32,
+        micro_batches=2,
+        norm=True,
+        average="outside",
+        estimate_statistics=True,
+    ),
+    "exact_sum": _curve(
+        logical_replicas=8,
+        reduction__arithmetic="exact",
+        reduction__reduction="sum",
+        group_assignment=((0, 1, 2, 3), (4, 5, 6, 7)),
+        noise_scale_steps=5,
+    ),
+    "logical": _curve(logical_replicas=16, log_norms_every_steps=3),
+    # What is not finite.
+    "groups_skip": _curve(
+        group_assignment=_HALVES,
+        on_nonfinite="skip",
+        loss_scale="fixed",
+        reduction__shard_update=True,
+        outliers=((0, 4, float("nan")), (1, 13, float("nan"))),
+    ),
+    "shards_skip": _curve(
+        on_nonfinite="skip",
+        reduction__shard_params=True,
+        outliers=((0, 4, float("nan")), (0, 13, float("nan"))),
+    ),
+    "roll_back": _curve(
+        on_nonfinite="roll_back",
+        roll_back__learning_rate_factor=0.5,
+        backs_off=True,
+        average="outside",
+        outliers=((0, 7, float("nan")), (0, 14, float("nan"))),
+    ),
+    "roll_back_jump": _curve(
+        on_nonfinite="roll_back",
+        roll_back__loss_factor=5.0,
+        roll_back__loss_steps=4,
+        reduction__shard_update=True,
+        rule="momentum",
+        outliers=((0, 7, 1000.0), (0, 14, 1000.0)),
+    ),
+    "warn": _curve(on_nonfinite="warn", outliers=((0, 15, float("nan")),)),
+    # Batches.
+    "batch_linear": _curve(
+        batch_schedule=((5, 32), (14, 64)),
+        batch_learning_rate="linear",
+        backs_off=True,
+        noise_scale_steps=5,
+    ),
+    "batch_sqrt_windows": _curve(
+        data="windows",
+        batch_schedule=((12, 32),),
+        batch_learning_rate="sqrt",
+        backs_off=True,
+        reduction__shard_update=True,
+    ),
+    "mix": _curve(data="mix", micro_batches=2, aggregation_method="ADD_N"),
+    "noise_scale_slices": _curve(
+        slices=2, noise_scale_steps=5, micro_batches=2, reduction__shard_update=True
+    ),
+    # Averages, and other parameters for evaluation.
+    "statistics": _curve(norm=True, average="outside", estimate_statistics=True),
+    "schedule_free": _curve(
+        norm=True,
+        rule="schedule_free",
+        estimate_statistics=True,
+        reduction__shard_update=True,
+    ),
+    # Rules.
+    "by_hand": _curve("ByHand", reduction__shard_update=True),
+    "every_other": _curve(rule="every_other", loss_scale="dynamic", precision=_FLOAT16),
+    "factored": _curve(rule="factored", reduction__shard_params=True),
+    "injected": _curve(rule="injected", kept="^first/b"),
+    "muon": _curve(rule="muon", reduction__shard_update=True),
+    "plateau": _curve(rule="plateau", reduction__shard_params=True),
+    # Types.
+    "half": _curve(
+        precision="params=float16,compute=float16,output=float16",
+        loss_scale="dynamic",
+        average="inside",
+    ),
+    "bfloat16_lora": _curve(
+        "Adapted",
+        precision="params=bfloat16,compute=bfloat16,output=float32",
+        reduction__shard_params=True,
+    ),
+    # Slices that train apart.
+    "outer": _curve(slices=2, outer__every_steps=4),
+    "outer_int8": _curve(
+        slices=2,
+        outer__every_steps=4,
+        outer__dtype="int8",
+        outer__fragments=2,
+        outer__delay_steps=1,
+        outer__weights="applied_steps",
+        on_nonfinite="skip",
+        outliers=((0, 6, float("nan")), (0, 13, float("nan"))),
+    ),
+    "outer_int4": _curve(
+        slices=4,
+        outer__every_steps=3,
+        outer__dtype="int4",
+        outer__delay_steps=2,
+        outer__mixing=0.25,
+        outer__learning_rate=0.5,
+        outer__momentum=0.8,
+        reduction__shard_update=True,
+    ),
+    "outer_own": _curve(
+        "Outer",
+        slices=2,
+        outer__every_steps=4,
+        outer__dtype="bfloat16",
+        loss_scale="dynamic",
+        precision=_FLOAT16,
+    ),
+    "outer_exact": _curve(
+        slices=2,
+        logical_replicas=4,
+        reduction__arithmetic="exact",
+        outer__every_steps=4,
+        noise_scale_steps=5,
+    ),
+    "outer_gan": Run(
+        "configs.gan",
+        _GAN | {"slices": 2, "outer.every_steps": 4, "reduction.shard_params": True},
+    ),
+    # State beside the learners.
+    "recurrent": _curve("Recurrent", reduction__shard_update=True, micro_batches=2),
+    "rl_slices": Run(
+        "configs.rl",
+        _RL
+        | {
+            "slices": 2,
+            "reduction.slice_dtype": "int8",
+            "noise_scale_steps": 5,
+            "precision": _FLOAT16,
+        },
+    ),
+}
+
+
+class _StopAt:
+    """Asks a run to stop after a step."""
+
+    def __init__(self, step: int):
+        self._at = step
+        self._step = -1
+
+    def set_phase(self, phase: str, step: int = -1, **more: Any) -> None:
+        self._step = step
+
+    def poll(self) -> Any:
+        from xshard.pod import request
+
+        if self._step == self._at:
+            return request.Request(request.STOP, f"step {self._at}")
+        return None
+
+    def publish(self) -> None:
+        pass
+
+    def in_each_tick(self, action: Any) -> None:
+        pass
+
+
+def config_of(name: str) -> Any:
+    """Returns the config of a run."""
+    run = RUNS[name]
+    config = importlib.import_module(run.config).get_config()
+    config.update_from_flattened_dict(_COMMON | run.changes)
+    return config.lock()
+
+
+def begin(name: str, directory: pathlib.Path) -> None:
+    """Trains a run to step SAVED in a new work directory."""
+    code = _train(name, directory, watch=_StopAt(SAVED))
+    assert code == 42, f"exit code {code}"
+    for dropped in _DROPPED:
+        path = directory / dropped
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    (checkpoint,) = directory.glob("checkpoints/step_*")
+    assert checkpoint.name.startswith(f"step_{SAVED:08d}."), checkpoint.name
+
+
+def resume(name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
+    """Resumes a run to its end, in its work directory.
+
+    Returns:
+      What the run logged from there on, in its order, without what depends on time; and
+      last the checksums of its samples and of each array of its last state.
+    """
+    before = {name: _lines(directory / name) for name in _LOGS}
+    code = _train(name, directory)
+    assert code in (0, 3), f"exit code {code}"
+    logged = []
+    for file, lines in before.items():
+        after = _lines(directory / file)
+        assert after[: len(lines)] == lines, f"{file} was changed before step {SAVED}"
+        for line in after[len(lines) :]:
+            row = json.loads(line)
+            logged.append(
+                {key: x for key, x in row.items() if not key.startswith(_PERFORMANCE)}
+            )
+    end: dict[str, Any] = {"step": STEPS, "code": code}
+    samples = b"".join(_lines(directory / "samples.jsonl"))
+    end["samples"] = f"{zlib.crc32(samples):08x}"
+    for path, array in _arrays(directory).items():
+        end[f"state/{path}"] = f"{zlib.crc32(array.tobytes()):08x}"
+    return [*logged, end]
+
+
+def _train(name: str, directory: pathlib.Path, watch: Any = None) -> int:
+    import jax
+
+    from xshard import loop
+
+    with jax.numpy_dtype_promotion("standard"):
+        return loop.run(config_of(name), str(directory), "", watch=watch)
+
+
+def _lines(path: pathlib.Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _arrays(directory: pathlib.Path) -> dict[str, Any]:
+    """Returns the arrays of the last checkpoint, by path."""
+    import numpy as np
+
+    from xshard.checkpoint import __main__ as tool
+
+    file = directory / "arrays.npz"
+    with redirect_stdout(io.StringIO()):
+        arguments = ["export", str(directory), str(STEPS), str(file)]
+        assert tool.main(arguments) == 0
+    with np.load(file) as arrays:
+        found = dict(arrays)
+    file.unlink()
+    return found
+
+
+def is_exact(name: str) -> bool:
+    """Returns whether a run has sums that do not depend on their order, and so resumes
+    only on the machine that it began on.
+    """
+    arithmetic = RUNS[name].changes.get("reduction.arithmetic", "float")
+    return arithmetic.startswith("exact")
+
+
+def move_here(directory: pathlib.Path) -> list[str]:
+    """Makes a run take this machine for the one that it began on.
+
+    Returns:
+      What differs: the names of MACHINE that do.
+    """
+    from xshard.pod import origin
+
+    here = origin.find_provenance(__name__, "", "")._asdict()
+    path = directory / "origin.json"
+    content = json.loads(path.read_text())
+    changed = []
+    for name in MACHINE:
+        if content[name] != here[name]:
+            changed.append(name)
+            content[name] = here[name]
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return changed
+
+
+def differences(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
+) -> Iterator[tuple[int, str]]:
+    """Yields the step and the name of each value that differs between two resumes."""
+    for left, right in zip(old, new, strict=False):
+        for name in {**left, **right}:
+            # As text, so that NaN equals itself and -0.0 is not 0.0.
+            if json.dumps(left.get(name)) != json.dumps(right.get(name)):
+                yield left["step"], name
+    if len(old) != len(new):
+        longer = max(old, new, key=len)
+        yield longer[min(len(old), len(new))]["step"], "the number of rows"
+
+
+def copy(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """Copies a work directory of written/, and the texts beside it, into a folder."""
+    shutil.copytree(WRITTEN / TEXT, folder / TEXT, dirs_exist_ok=True)
+    return pathlib.Path(shutil.copytree(WRITTEN / name, folder / name))
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Returns what `resume` returned to the code that wrote a work directory."""
+    return [json.loads(line) for line in _lines(WRITTEN / f"{name}.jsonl")]
+
+
+def _write(code: pathlib.Path, names: Sequence[str]) -> int:
+    """Writes work directories with the package of a checkout."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        shutil.copytree(WRITTEN / TEXT, folder / TEXT)
+        begun = _in_child(code, "begin", folder, names)
+        for name in names:
+            if begun[name]["error"]:
+                print(f"{name:30} {begun[name]['error']}")
+                continue
+            shutil.rmtree(WRITTEN / name, ignore_errors=True)
+            shutil.copytree(folder / name, WRITTEN / name)
+        whole = [name for name in names if not begun[name]["error"]]
+        resumed = _in_child(code, "resume", folder, whole)
+    for name in whole:
+        error = resumed[name]["error"]
+        if not error:
+            text = "".join(json.dumps(row) + "\n" for row in resumed[name]["logged"])
+            (WRITTEN / f"{name}.jsonl").write_text(text)
+        files = [path for path in (WRITTEN / name).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        print(f"{name:30} {error or f'written, {size:,} bytes'}")
+    failed = [name for name in names if name not in whole or resumed[name]["error"]]
+    return 1 if failed else 0
+
+
+def _compare(old: pathlib.Path, names: Sequence[str]) -> int:
+    """Resumes work directories with two checkouts, and prints what differs."""
+    outcomes = []
+    for root in (old.resolve(), ROOT):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = pathlib.Path(temporary)
+            for name in names:
+                copy(name, folder)
+            outcomes.append(_in_child(root, "resume", folder, names))
+    equal = 0
+    for name in names:
+        before, after = (outcome[name] for outcome in outcomes)
+        verdict = _verdict(before, after)
+        equal += verdict == "equal"
+        rows = f"{len(after['logged']):4} rows"
+        print(f"{name:30} {rows}  {verdict}")
+    print(f"{equal} of {len(names)} are equal bit by bit")
+    return 0 if equal == len(names) else 1
+
+
+def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Returns in words how two resumes of a work directory compare."""
+    errors = []
+    for which, outcome in (("old", before), ("new", after)):
+        if outcome["error"]:
+            errors.append(f"{which}: {outcome['error']}")
+    if errors:
+        return "; ".join(errors)
+    different = list(differences(before["logged"], after["logged"]))
+    if not different:
+        return "equal"
+    step, name = different[0]
+    return f"differs at step {step}: {name}, and {len(different) - 1} more values"
+
+
+def _in_child(
+    root: pathlib.Path, action: str, folder: pathlib.Path, names: Sequence[str]
+) -> dict[str, Any]:
+    """Begins or resumes runs in a process that imports the package of a checkout.
+
+    Returns:
+      By name: 'logged', what `resume` returns; and 'error', empty without one.
+    """
+    import tests
+
+    # -P, since this file's own folder must not come before the checkout.
+    command = [sys.executable, "-P", __file__, f"_{action}", str(root), str(folder)]
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(root),
+        "XLA_FLAGS": tests.XLA_FLAGS,
+    }
+    log = folder / "log"
+    with log.open("w") as output:
+        subprocess.run(
+            [*command, *names],
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    outcomes = {}
+    for name in names:
+        file = folder / f"{name}.json"
+        if file.exists():
+            outcomes[name] = json.loads(file.read_text())
+            file.unlink()
+        else:
+            last = [*log.read_text().splitlines(), "no output"][-1]
+            outcomes[name] = {"logged": [], "error": f"the process ended: {last}"}
+    return outcomes
+
+
+def _child(arguments: Sequence[str]) -> int:
+    """Begins or resumes runs in this process, which `_in_child` has started."""
+    action, root, folder, *names = arguments
+    import haiku as hk
+    import jax
+
+    import xshard
+
+    of_package = pathlib.Path(xshard.__file__).resolve().parents[1]
+    assert of_package == pathlib.Path(root).resolve(), f"imported {of_package}"
+    # The other checkout may not have these experiments.
+    path = pathlib.Path(__file__).with_name("written_experiments.py")
+    spec = importlib.util.spec_from_file_location(_EXPERIMENTS, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_EXPERIMENTS] = module
+    spec.loader.exec_module(module)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    hk.config.set(check_jax_usage=True)
+    for name in names:
+        outcome: dict[str, Any] = {"logged": [], "error": ""}
+        directory = pathlib.Path(folder) / name
+        print(f"== {name}", flush=True)
+        try:
+            if action == "_begin":
+                begin(name, directory)
+            else:
+                if is_exact(name):
+                    move_here(directory)
+                outcome["logged"] = resume(name, directory)
+        except Exception as e:
+            lines = [*str(e).splitlines(), ""]
+            outcome["error"] = f"{type(e).__name__}: {lines[0]}"
+        (pathlib.Path(folder) / f"{name}.json").write_text(json.dumps(outcome))
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command; returns the exit code."""
+    if arguments and arguments[0] in ("_begin", "_resume"):
+        return _child(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    write = commands.add_parser("write", help="write work directories")
+    write.add_argument("only", nargs="+", metavar="NAME")
+    write.add_argument(
+        "--code",
+        type=pathlib.Path,
+        default=ROOT,
+        metavar="CHECKOUT",
+        help="whose package to write them with; by default this one's",
+    )
+    compare = commands.add_parser("compare", help="resume them with two checkouts")
+    compare.add_argument("--old", type=pathlib.Path, required=True, metavar="CHECKOUT")
+    compare.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="by default all"
+    )
+    given = parser.parse_args(arguments)
+    patterns = given.only or ["*"]
+    names = []
+    for name in RUNS:
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            names.append(name)
+    if not names:
+        parser.error(f"no run is called {', '.join(patterns)}: {', '.join(RUNS)}")
+    if given.command == "write":
+        return _write(given.code.resolve(), names)
+    return _compare(given.old, names)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
