@@ -467,24 +467,22 @@ def is_exact(name: str) -> bool:
     return arithmetic.startswith("exact")
 
 
-def move_here(directory: pathlib.Path) -> list[str]:
-    """Makes a run take this machine for the one that it began on.
-
-    Returns:
-      What differs: the names of MACHINE that do.
+def machine_changes(directory: pathlib.Path) -> dict[str, str]:
+    """Returns what of this machine differs from that which a run began on, of MACHINE,
+    by name.
     """
     from xshard.pod import origin
 
     here = origin.find_provenance(__name__, "", "")._asdict()
+    before = json.loads((directory / "origin.json").read_text())
+    return {name: here[name] for name in MACHINE if here[name] != before[name]}
+
+
+def move_here(directory: pathlib.Path) -> None:
+    """Makes a run take this machine for the one that it began on."""
     path = directory / "origin.json"
-    content = json.loads(path.read_text())
-    changed = []
-    for name in MACHINE:
-        if content[name] != here[name]:
-            changed.append(name)
-            content[name] = here[name]
+    content = json.loads(path.read_text()) | machine_changes(directory)
     path.write_text(json.dumps(content, indent=2) + "\n")
-    return changed
 
 
 def differences(

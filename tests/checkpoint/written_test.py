@@ -1,10 +1,11 @@
-"""Tests that work directories of an earlier version open and resume; see
+"""Tests that work directories of earlier versions open and resume; see
 written/README.md.
 """
 
 import json
 import pathlib
 import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from configs import digits, gan
 from tests import rows
+from tests.checkpoint import write_runs
+from xshard import config as config_lib
 from xshard import loop
 from xshard.checkpoint import __main__ as tool
 from xshard.stored import fingerprint
@@ -56,6 +59,27 @@ RUNS = {
         },
     ),
 }
+# By how much values may differ on another kind of machine, relative to the larger of the
+# value and 1.
+TOLERANCE = 0.05
+# Keys that change nothing that a step computes, or only where there are several
+# processes or damage.
+NO_EFFECT = (
+    "experiment",
+    "on_divergence",
+    "max_skips_in_a_row",
+    "roll_back.limit",
+    "prometheus.port",
+    "compiled.directory",
+    "checkpoint.directory",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_every_steps",
+    "checkpoint.keep_hours",
+    "checkpoint.keep_best",
+    "checkpoint.best_mode",
+    "checkpoint.on_failure",
+    "checkpoint.budget_gb",
+)
 
 
 def run_tool(capsys, command, directory):
@@ -108,3 +132,79 @@ def test_a_work_directory_of_an_earlier_version_resumes(tmp_path, capsys, name):
         (4, "whole"),
         (8, "whole"),
     ]
+
+
+def within(name, expected, logged):
+    """Asserts that a resume on another kind of machine logged what the recorded one
+    did, within rounding.
+
+    A row has the fingerprints of the state before its step. So the first one has those
+    of the restored state, which must have the same bits as when it was saved.
+    """
+    assert [row["step"] for row in logged] == [row["step"] for row in expected]
+    restored = next(row for row in expected if "fingerprint/params" in row)
+    for left, right in zip(expected, logged, strict=True):
+        assert left.keys() == right.keys()
+        for column, value in left.items():
+            where = f"{name}, step {left['step']}, {column}"
+            if column.startswith(fingerprint.PREFIX):
+                if left is restored:
+                    assert right[column] == value, where
+            elif not column.startswith(("state/", "samples")):
+                # A value that is not finite is null.
+                np.testing.assert_allclose(
+                    np.array(right[column], float),
+                    np.array(value, float),
+                    rtol=TOLERANCE,
+                    atol=TOLERANCE,
+                    err_msg=where,
+                )
+
+
+@pytest.mark.filterwarnings("default:.*compared within")
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", write_runs.RUNS)
+def test_a_run_of_each_config_and_key_resumes(tmp_path, monkeypatch, name):
+    directory = write_runs.copy(name, tmp_path)
+    # The texts have relative names.
+    monkeypatch.chdir(tmp_path)
+    changed = write_runs.machine_changes(directory)
+    if changed and write_runs.is_exact(name):
+        # It refuses to go on where its bits may differ.
+        write_runs.move_here(directory)
+    logged = write_runs.resume(name, directory)
+    expected = write_runs.recorded(name)
+    steps = [row["step"] for row in logged if fingerprint.PREFIX + "params" in row]
+    assert steps == list(range(write_runs.SAVED + 1, write_runs.STEPS + 1))
+    if not changed:
+        assert list(write_runs.differences(expected, logged)) == []
+        return
+    warnings.warn(
+        f"{name}: compared within {TOLERANCE}, and not bit by bit, since the "
+        f"{', '.join(changed)} are not those of the machine that recorded the rows",
+        stacklevel=1,
+    )
+    within(name, expected, logged)
+
+
+def test_each_config_has_a_kept_work_directory():
+    folder = pathlib.Path(digits.__file__).parent
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert names <= write_runs.RUNS.keys()
+
+
+def test_each_key_that_changes_what_a_step_computes_has_a_kept_work_directory():
+    changed = set(NO_EFFECT)
+    for name in write_runs.RUNS:
+        values = config_lib.flatten(write_runs.config_of(name).to_dict())
+        for key in config_lib.KEYS:
+            if values[key.name] != key.default:
+                changed.add(key.name)
+    assert [key.name for key in config_lib.KEYS if key.name not in changed] == []
+
+
+def test_each_run_has_a_kept_work_directory_and_no_other_has_one():
+    kept = {path.name for path in WRITTEN.iterdir() if path.is_dir()}
+    assert kept - {write_runs.TEXT} == write_runs.RUNS.keys() | RUNS.keys()
+    logged = {path.stem for path in WRITTEN.glob("*.jsonl")}
+    assert logged == kept - {write_runs.TEXT}
