@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # another.
 ORDER = """
 errors jax_internals torus
+config_values
 config
 files
 callbacks mesh samples

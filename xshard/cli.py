@@ -20,7 +20,6 @@ from absl import flags
 
 from xshard import config as config_lib
 from xshard import errors
-from xshard.files import identity as identity_lib
 from xshard.files import standard_streams
 from xshard.pod import exit_codes
 
@@ -280,7 +279,7 @@ def _unknown_key(path: str) -> str | None:
     """
     try:
         config = runpy.run_path(path)["get_config"]()
-        keys = list(config_lib.flatten(identity_lib.plain(config)))
+        keys = list(config_lib.flatten(config.to_dict()))
     except Exception:
         # The config file itself raises, so its keys are unknown.
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_collections
 from absl import logging
 
-from xshard import errors
+from xshard import config_values, errors
 
 STOP = "stop"
 SKIP = "skip"
@@ -191,6 +191,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: with the key, its value and the rule.
     """
+    # Raises if config.json cannot hold a value exactly.
+    config_values.to_json(config)
     values = flatten(config.to_dict())
     missing = []
     for key in KEYS:

@@ -384,6 +384,18 @@ def examples_per_step(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh)
     return int(config.batch_size) * num_models(config, mesh)
 
 
+def of_config(config: ml_collections.ConfigDict) -> Experiment:
+    """Creates the experiment of a config.
+
+    Whatever builds the experiment of a run does it here, so that it is the same each
+    time: the experiment reads a frozen copy of the config, in which lists are tuples.
+
+    Raises:
+      UserError: as `load` does.
+    """
+    return load(config.experiment)(config_lib.ReadConfig(config))
+
+
 def load(path: str) -> type[Experiment]:
     """Imports an experiment class.
 

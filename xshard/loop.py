@@ -123,9 +123,7 @@ class Run:
         self.workdir = workdir.Workdir(directory)
         self.mesh = experiment_lib.mesh_of(config)
         # The experiment gets a copy that records what is read, from its constructor on.
-        self.experiment = experiment_lib.load(config.experiment)(
-            config_lib.ReadConfig(config)
-        )
+        self.experiment = experiment_lib.of_config(config)
         self._init = init
         self._watch = watch
         self._is_process_0 = jax.process_index() == 0

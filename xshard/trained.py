@@ -95,7 +95,7 @@ def load(
     # Nothing is updated here, and these devices may have no other memory.
     config.slots_memory = config_lib.DEVICE
     mesh = _mesh(config, directory, devices)
-    experiment = experiment_lib.load(config.experiment)(config)
+    experiment = experiment_lib.of_config(config)
     example = experiment_lib.example(experiment)
     manager = states.StateManager(experiment, mesh, example, run)
     state = manager.restore_state(step, fits=True).state
@@ -163,17 +163,17 @@ def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
             f"{run.config} names no experiment, so no run wrote it: give the work "
             "directory of a run."
         )
-    content.pop(workdir.IDENTITY, None)
+    values = workdir.config_in(content, run.config)
     flat = config_lib.flatten(content)
     for path, value in config_lib.with_defaults(flat).items():
         if path in flat:
             continue
         *folders, key = path.split(".")
-        folder = content
+        folder = values
         for name in folders:
             folder = folder.setdefault(name, {})
         folder[key] = value
-    return config_lib.Config(content)
+    return config_lib.Config(values)
 
 
 def _mesh(

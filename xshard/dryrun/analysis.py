@@ -131,7 +131,7 @@ def prepare(config: Any, topology: str) -> Prepared:
         config.micro_batches,
         separate_slices=separate_slices,
     )
-    experiment = experiment_lib.load(config.experiment)(config)
+    experiment = experiment_lib.of_config(config)
     example = experiment_lib.example(experiment)
     state = state_lib.abstract_state(experiment, mesh, config.seed, example)
     batch = batches.train_shapes(

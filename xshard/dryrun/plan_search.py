@@ -332,7 +332,7 @@ class MemoryScreen:
         remats = [value for name, value in values.items() if is_remat(name, value)]
         key = (values[MODEL] / values[MICRO], *remats)
         if key not in self._stacked:
-            experiment = experiment_lib.load(config.experiment)(config)
+            experiment = experiment_lib.of_config(config)
             program = preflight.jitted_step(experiment, step.mesh)
             traced = program.trace(step.state, step.batch)
             self._stacked[key] = stacked_bytes(traced.jaxpr)
@@ -565,7 +565,7 @@ def _plans(config: Any, topology: str) -> list[Plan]:
     chips.parse_topology(topology)
     config_lib.check(config)
     num_chips = math.prod(chips.slice_shape(topology)) * config.slices
-    rules = experiment_lib.load(config.experiment)(config).sharding_rules()
+    rules = experiment_lib.of_config(config).sharding_rules()
     plans = enumerate_plans(config, num_chips, has_model_axis=bool(rules))
     if len(plans) == 1:
         raise errors.UserError(

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import errors
+from xshard import config_values, errors
+from xshard.files import earlier_configs
 
 _ID_LENGTH = 16
+# The most characters of a change that a message shows in full.
+_SHOWN = 300
 
 
 class Identity(NamedTuple):
@@ -40,17 +43,23 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
 
 
 def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """Converts a config to plain JSON values."""
-    return json.loads(config.to_json_best_effort())
+    """Converts a config to plain JSON values; raises UserError if they cannot hold it
+    exactly.
+    """
+    return config_values.to_json(config)
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
+def compare(
+    old: dict[str, Any], new: dict[str, Any], whose: str, *, is_exact: bool = False
+) -> list[str]:
     """Checks whether a run may resume with another config than it was started with.
 
     Args:
       old: the run's config, as plain JSON values.
       new: the config to resume with, likewise.
       whose: the beginning of the message, such as '--workdir=DIR holds'.
+      is_exact: whether `old` surely holds each value exactly, and not the description
+        that earlier versions wrote of some.
 
     Returns:
       The changes, one text for each key.
@@ -58,8 +67,11 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     Raises:
       UserError: if a change would make it another run.
     """
-    old = config_lib.with_defaults(config_lib.flatten(old))
-    new = config_lib.with_defaults(config_lib.flatten(new))
+    unknown: set[str] = set()
+    if not is_exact:
+        old, unknown = earlier_configs.update(old, new)
+    old = config_lib.with_defaults(_flatten(old))
+    new = config_lib.with_defaults(_flatten(new))
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
             f"{whose} a run of experiment={old.get('experiment')!r}, not of "
@@ -70,11 +82,19 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     changes = []
     fatal = []
     for key in sorted(old.keys() | new.keys()):
-        if _is_equal(old.get(key), new.get(key)):
+        before = old.get(key, _ABSENT)
+        after = new.get(key, _ABSENT)
+        if _is_equal(before, after):
             continue
-        change = f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        change = f"{key}: {_difference(before, after)}"
+        if key in unknown:
+            # What the run began with is not known well enough to refuse anything.
+            changes.append(
+                f"{change} (unchecked: an earlier version described it only)"
+            )
+            continue
         changes.append(change)
-        if old_fixed.get(key) != new_fixed.get(key):
+        if not _is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):
             fatal.append(change)
     if fatal:
         raise errors.UserError(
@@ -85,9 +105,62 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     return changes
 
 
+class _Absent:
+    """Stands for the value of a key that a config lacks, which is not None."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+_ABSENT = _Absent()
+
+
+def _flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns values by path, like `config.flatten`, with the empty dictionaries."""
+    flat = config_lib.flatten(config)
+    folders = [("", config)]
+    while folders:
+        prefix, folder = folders.pop()
+        for key, value in folder.items():
+            if isinstance(value, dict):
+                folders.append((f"{prefix}{key}.", value))
+                if not value:
+                    flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def _is_equal(old: Any, new: Any) -> bool:
-    # NaN is not equal to itself, so the values are compared as texts, too.
-    return old == new or repr(old) == repr(new)
+    if old is _ABSENT or new is _ABSENT:
+        return old is new
+    if config_values.is_import(old) and config_values.is_import(new):
+        return config_values.is_same_import(old, new)
+    # NaN is not equal to itself, and 1 is equal to True and 1.0, so the values are
+    # compared as config.json has them.
+    return _text(old) == _text(new)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _difference(old: Any, new: Any) -> str:
+    """Returns a text of two different values; of long lists, the first difference."""
+    text = f"{old!r} -> {new!r}"
+    if len(text) <= _SHOWN:
+        return text
+    if isinstance(old, list) and isinstance(new, list):
+        if len(old) != len(new):
+            return f"a list of {len(old)} values -> one of {len(new)}"
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            if not _is_equal(before, after):
+                return f"at {i}, {_difference(before, after)}"
+    shown = []
+    for value in (old, new):
+        one = repr(value)
+        if len(one) > _SHOWN:
+            one = f"{one[:_SHOWN]}... ({len(one)} characters)"
+        shown.append(one)
+    return " -> ".join(shown)
 
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:

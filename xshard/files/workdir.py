@@ -46,7 +46,7 @@ from typing import IO, Any, NamedTuple
 
 import ml_collections
 
-from xshard import errors
+from xshard import config_values, errors
 from xshard.files import disk, forks, jsonfile
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
@@ -55,6 +55,9 @@ RESULTS = "results.json"
 REACHED = "reached.json"
 # The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
+# The key, within the identity, of the paths of the config's tuples. A config.json that
+# lacks it is of a version that wrote some values as texts that only described them.
+_TUPLES = "tuples"
 SET_ASIDE = "set_aside"
 # A user creates this file: the run saves and stops, and does not train until it is
 # removed.
@@ -156,9 +159,14 @@ class Workdir:
         if old is None:
             self._check_holds_no_run()
             return []
-        old.pop(IDENTITY, None)
-        new = identity_lib.plain(config)
-        return identity_lib.compare(old, new, f"--workdir={self.path} holds")
+        identity = old.pop(IDENTITY, None)
+        is_exact = isinstance(identity, dict) and _TUPLES in identity
+        return identity_lib.compare(
+            old,
+            identity_lib.plain(config),
+            f"--workdir={self.path} holds",
+            is_exact=is_exact,
+        )
 
     def _check_holds_no_run(self) -> None:
         """Raises UserError if a directory without a config has files of a run."""
@@ -253,7 +261,11 @@ class Workdir:
                 self.check_provenance(provenance)
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
-            content = {IDENTITY: identity._asdict(), **identity_lib.plain(config)}
+            tuples = config_values.tuples(config)
+            content = {
+                IDENTITY: {**identity._asdict(), _TUPLES: tuples},
+                **identity_lib.plain(config),
+            }
             jsonfile.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:
                 jsonfile.write(self.origin, provenance._asdict())
@@ -334,6 +346,30 @@ class Workdir:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as e:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
+
+
+def config_in(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+    """Returns the values of a run's config.
+
+    Args:
+      content: the content of config.json.
+      path: its path.
+
+    Raises:
+      UserError: if the content is not valid, or if a function of the config cannot be
+        imported.
+    """
+    values = dict(content)
+    identity = values.pop(IDENTITY, None)
+    if not isinstance(identity, dict) or _TUPLES not in identity:
+        return values
+    try:
+        tuples = jsonfile.parse(identity[_TUPLES], list[str])
+    except ValueError as e:
+        raise errors.UserError(
+            f"{path} is not a valid config of a run: '{_TUPLES}' of '{IDENTITY}': {e}."
+        ) from e
+    return config_values.from_json(values, tuples)
 
 
 def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:

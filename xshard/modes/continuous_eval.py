@@ -66,7 +66,7 @@ class ContinuousEvaluator:
         writers.check(config.writers)
         self._config = config
         mesh = experiment_lib.mesh_of(config)
-        experiment = experiment_lib.load(config.experiment)(config)
+        experiment = experiment_lib.of_config(config)
         self._run = workdir.Workdir(directory)
         self._output = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)

@@ -11,6 +11,7 @@ import jmp
 import ml_collections
 import numpy as np
 
+from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.metrics import formatting
@@ -264,7 +265,7 @@ class Diagnosis:
         config = ml_collections.ConfigDict(self._run.config)
         params = jnp.dtype(policy.param_dtype).name
         config.update(precision=f"params={params},compute=float32,output=float32")
-        experiment = type(self._run.experiment)(config)
+        experiment = type(self._run.experiment)(config_lib.ReadConfig(config))
         state = self._step.state
         batch = self._step.batch
         step = preflight.single_program(experiment, self._run.mesh)
