@@ -62,7 +62,7 @@ def _show_sweep(directory: pathlib.Path, as_json: bool) -> None:
     if as_json:
         print(jsonfile.dumps(points, indent=2))
     else:
-        print(formatting_lib.table(points))
+        print(sweep.table(points))
 
 
 def _show_run(directory: pathlib.Path, as_json: bool) -> None:

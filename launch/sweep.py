@@ -1,11 +1,13 @@
 """Sweeps: one job for each point, and one table of all results."""
 
+import ast
 import concurrent.futures
 import contextlib
 import dataclasses
 import difflib
 import itertools
 import json
+import math
 import pathlib
 import runpy
 import sys
@@ -13,12 +15,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
+from ml_collections.config_flags import config_path
 
 from launch import engine, local
+from xshard import cli, config_values, errors
 from xshard import config as config_lib
-from xshard import errors
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.files import results as results_lib
@@ -36,6 +40,8 @@ RUNS_FILE = "sweep_runs.json"
 _FINGERPRINT = "fingerprint/params"
 _LOG = "launch.log"
 _NOT_STARTED = "not started"
+# The columns of a table beside those of the points' keys and the results.
+_COLUMNS = ("run", "doing", "step")
 # At most this many differences of a config are shown.
 _SHOWN = 3
 
@@ -45,10 +51,11 @@ def read(path: pathlib.Path) -> list[Point]:
 
     Args:
       path: a Python file with `get_sweep()`, which returns a list of points such as
-        {'optimizer.learning_rate': 0.1}.
+        {'optimizer.learning_rate': 0.1}. The numbers of NumPy become those of Python.
 
     Raises:
-      LaunchError: if the file does not exist, fails, or returns no such list.
+      LaunchError: if the file does not exist, fails, or returns no such list; or if no
+        flag could give a value exactly.
     """
     if not path.is_file():
         raise engine.LaunchError(f"--sweep={path}: there is no such file.")
@@ -63,19 +70,132 @@ def read(path: pathlib.Path) -> list[Point]:
             f"--sweep={path}: get_sweep() must return a list of overrides, as "
             f"[{{'seed': 0}}, {{'seed': 1}}]; received {points!r}."
         )
-    return points
+    plain: list[Point] = []
+    for index, point in enumerate(points):
+        values = {}
+        for key, value in point.items():
+            values[key] = _plain(value, f"--sweep: {key}={value!r} of point {index}")
+        plain.append(values)
+    return plain
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns a value of a point in the types of a config.
+
+    Args:
+      value: the value.
+      where: the beginning of an error's message.
+
+    Raises:
+      LaunchError: if it has another type.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    kind = type(value)
+    if value is None or kind in (bool, int, float):
+        return value
+    if kind is str and "\0" not in value:
+        return value
+    if kind in (list, tuple):
+        return kind(_plain(item, where) for item in value)
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: _plain(item, where) for key, item in value.items()}
+    raise engine.LaunchError(
+        f"{where} has a value of type {kind.__name__}: a flag can give None, bool, "
+        "int, float, text, and lists, tuples and dictionaries of these."
+    )
 
 
 def jobs(job: engine.Job, points: Sequence[Point]) -> list[engine.Job]:
-    """Returns a job for each point, in a directory below the given job's."""
+    """Returns a job for each point, in a directory below the given job's.
+
+    Raises:
+      LaunchError: if the config that a job would have differs from its point.
+    """
+    try:
+        config = _parsed_config(job)
+    except Exception:
+        # The job itself reports the error when it starts.
+        config = None
     jobs_of_points = []
     for index, point in enumerate(points):
-        overrides = {f"config.{key}": _text(value) for key, value in point.items()}
+        overrides = {}
+        for key, value in point.items():
+            where = f"--sweep: {key}={value!r} of point {index}"
+            if value is not None:
+                overrides[f"config.{key}"] = _text(value, where)
+            elif _value_of(config, key) is not None:
+                # The config has None there as long as no flag says otherwise.
+                raise engine.LaunchError(
+                    f"{where}: no flag gives None. Set the key to None in the config "
+                    "file, as by ml_collections.config_dict.placeholder(float), or use "
+                    "another value for that, such as 0."
+                )
         directory = job.workdir / f"{index:03}"
         job_of_point = job.with_flags(**overrides, workdir=directory)
         name = engine.check_name(f"{job.name}-{index:03}")
+        if config is not None:
+            _check_arrival(job_of_point, index, point)
         jobs_of_points.append(dataclasses.replace(job_of_point, name=name))
     return jobs_of_points
+
+
+def _check_arrival(job: engine.Job, index: int, point: Point) -> None:
+    """Raises LaunchError if the config of a job has not the values of its point."""
+    try:
+        config = _parsed_config(job)
+    except flags.Error as e:
+        reason = cli.flag_error(e)
+        raise engine.LaunchError(f"--sweep: point {index}: {reason}") from e
+    except (AttributeError, KeyError, IndexError) as e:
+        raise engine.LaunchError(
+            f"--sweep: point {index} ({', '.join(point)}): the config has no such key: "
+            f"{e}"
+        ) from e
+    for key, value in point.items():
+        arrived = _value_of(config, key)
+        try:
+            if _is_same(value, arrived):
+                continue
+        except errors.UserError as e:
+            raise engine.LaunchError(f"--sweep: {key} of point {index}: {e}") from e
+        raise engine.LaunchError(
+            f"--sweep: {key}={value!r} of point {index} would arrive as {arrived!r}, "
+            f"since the config file has a {type(arrived).__name__} there: write the "
+            "point's value as it would arrive, or change the type in the config file."
+        )
+
+
+def _is_same(value: Any, arrived: Any) -> bool:
+    """Returns whether a run has the value of a point."""
+    if isinstance(value, str) and not isinstance(arrived, str):
+        # As on the command line, a text may have the form of another type's value.
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            value = {"true": True, "false": False}.get(value, value)
+    if type(value) is int and type(arrived) is float:
+        return value == arrived
+    # Lists and tuples are the same to a run.
+    config = ml_collections.ConfigDict({"value": value})
+    arrived_config = ml_collections.ConfigDict({"value": arrived})
+    return identity_lib.is_equal(
+        config_values.to_json(config)["value"],
+        config_values.to_json(arrived_config)["value"],
+    )
+
+
+def _value_of(config: Any, key: str) -> Any:
+    """Returns the value of a config at a path such as 'optimizer.learning_rate'; an
+    empty text if it has none.
+    """
+    if config is None:
+        return ""
+    try:
+        return config_path.get_value(key, config)
+    except (KeyError, IndexError, ValueError):
+        return ""
 
 
 def claim(
@@ -94,9 +214,9 @@ def claim(
         another config than the requested one.
     """
     path = directory / POINTS_FILE
-    content = json.dumps(points, indent=1, default=str)
+    content = json.dumps(points, indent=1)
     old = jsonfile.read_if_exists(path, list)
-    if old not in (None, json.loads(content)):
+    if old is not None and not identity_lib.is_equal(old, json.loads(content)):
         raise engine.LaunchError(
             f"{directory} holds another sweep, which differs in "
             f"{_first_change(json.dumps(old, indent=1), content)}: give --workdir "
@@ -193,7 +313,7 @@ def _differences(job: engine.Job) -> str:
     new = config_lib.flatten(requested)
     texts = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
+        if not identity_lib.is_equal(old.get(key), new.get(key)):
             texts.append(f"{key}: {old.get(key)!r} instead of {new.get(key)!r}")
     return formatting.listed(texts, _SHOWN, "; ")
 
@@ -280,12 +400,12 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         ends = list(pool.map(supervise, todo))
     names_of_todo = [job.workdir.name for job in todo]
     codes = dict(zip(names_of_todo, ends, strict=True))
-    table = rows(all_jobs[0].workdir.parent)
-    for row in table:
+    all_rows = rows(all_jobs[0].workdir.parent)
+    for row in all_rows:
         # After a stop, the code of a job that was never started is that of the stop.
         if codes.get(row["run"]) and row["doing"] != _NOT_STARTED:
             row["doing"] = f"exit code {codes[row['run']]}"
-    print(f"\n{formatting.table(table)}")
+    print(f"\n{table(all_rows)}")
     for code in ends:
         if code:
             return code
@@ -328,7 +448,9 @@ def has_ended(job: engine.Job) -> bool:
     requested = requested_config(job)
     if requested is None:
         return False
-    is_requested = _with_present_names(config) == config_lib.flatten(requested)
+    is_requested = identity_lib.is_equal(
+        _with_present_names(config), config_lib.flatten(requested)
+    )
     return is_of_this_run and is_over and is_requested
 
 
@@ -336,17 +458,23 @@ def requested_config(job: engine.Job) -> dict[str, Any] | None:
     """Returns the config of a job as JSON values; None if it cannot be read, as for a
     program without --config.
     """
+    try:
+        return identity_lib.plain(_parsed_config(job))
+    except Exception:
+        # The job itself reports the error when it starts.
+        return None
+
+
+def _parsed_config(job: engine.Job) -> ml_collections.ConfigDict:
+    """Returns the config that a job's flags select; raises whatever they cause."""
     arguments = list(job.arguments)
     values = flags.FlagValues()
     holder = config_flags.DEFINE_config_file(
         "config", flag_values=values, sys_argv=arguments
     )
-    try:
-        values(arguments, known_only=True)
-        return identity_lib.plain(holder.value)
-    except Exception:
-        # The job itself reports the error when it starts.
-        return None
+    values(arguments, known_only=True)
+    # The config file is read on first use, which is this one.
+    return holder.value.lock()
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -408,7 +536,9 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
       point: its overrides.
       begun: the ID of the run that the sweep began there; None if it began none.
     """
-    row = {"run": directory.name, **point}
+    row = {"run": directory.name}
+    for key, value in point.items():
+        row[f"config.{key}" if key in _COLUMNS else key] = value
     try:
         there = run_in(directory)
         results = jsonfile.read_if_exists(directory / workdir.RESULTS) or {}
@@ -442,8 +572,23 @@ def _row(directory: pathlib.Path, point: Point, begun: Any) -> dict[str, Any]:
     row["step"] = "" if step is None else step
     evaluation = results.get("eval")
     if isinstance(evaluation, dict):
-        row |= evaluation
+        for name, value in evaluation.items():
+            # A metric must not take the place of a point's value.
+            row[f"eval/{name}" if name in row else name] = value
     return row
+
+
+def table(all_rows: Sequence[Mapping[str, Any]]) -> str:
+    """Formats the rows of a sweep, with the points' numbers in full."""
+    shown = []
+    for row in all_rows:
+        cells: dict[str, Any] = {}
+        for name, value in row.items():
+            # The points' values come before the status, and the results after it.
+            is_of_point = "doing" not in cells
+            cells[name] = str(value) if is_of_point else value
+        shown.append(cells)
+    return formatting.table(shown)
 
 
 def _is_point(point: Any) -> bool:
@@ -452,7 +597,35 @@ def _is_point(point: Any) -> bool:
     return all(isinstance(key, str) for key in point)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, where: str) -> str:
+    """Returns a value as a flag gives it.
+
+    Raises:
+      LaunchError: if a flag cannot give it.
+    """
     if isinstance(value, str):
         return value
+    if isinstance(value, list | tuple | dict):
+        return _literal(value, where)
     return json.dumps(value)
+
+
+def _literal(value: Any, where: str) -> str:
+    """Returns a value as a literal of Python, which is how a flag gives a tuple."""
+    if isinstance(value, list | tuple):
+        items = [_literal(item, where) for item in value]
+        if isinstance(value, list):
+            return f"[{', '.join(items)}]"
+        # The comma makes a tuple of one item.
+        return f"({''.join(f'{item}, ' for item in items)})"
+    if isinstance(value, dict):
+        pairs = [f"{key!r}: {_literal(item, where)}" for key, item in value.items()]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, float) and not math.isfinite(value):
+        if math.isnan(value):
+            raise engine.LaunchError(
+                f"{where}: a flag gives NaN only by itself, not within another value."
+            )
+        # Python has no literal of infinity, but one that is too large for a float.
+        return "1e999" if value > 0 else "-1e999"
+    return repr(value)

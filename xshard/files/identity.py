@@ -84,7 +84,7 @@ def compare(
     for key in sorted(old.keys() | new.keys()):
         before = old.get(key, _ABSENT)
         after = new.get(key, _ABSENT)
-        if _is_equal(before, after):
+        if is_equal(before, after):
             continue
         change = f"{key}: {_difference(before, after)}"
         if key in unknown:
@@ -94,7 +94,7 @@ def compare(
             )
             continue
         changes.append(change)
-        if not _is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):
+        if not is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):
             fatal.append(change)
     if fatal:
         raise errors.UserError(
@@ -129,7 +129,8 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _is_equal(old: Any, new: Any) -> bool:
+def is_equal(old: Any, new: Any) -> bool:
+    """Returns whether two values of config.json are the same."""
     if old is _ABSENT or new is _ABSENT:
         return old is new
     if config_values.is_import(old) and config_values.is_import(new):
@@ -152,7 +153,7 @@ def _difference(old: Any, new: Any) -> str:
         if len(old) != len(new):
             return f"a list of {len(old)} values -> one of {len(new)}"
         for i, (before, after) in enumerate(zip(old, new, strict=True)):
-            if not _is_equal(before, after):
+            if not is_equal(before, after):
                 return f"at {i}, {_difference(before, after)}"
     shown = []
     for value in (old, new):
