@@ -134,13 +134,13 @@ def with_merged_lora(state: state_lib.TrainState) -> state_lib.TrainState:
     """
 
     def merge(_: str, learner: learner_state.LearnerState) -> Any:
-        scale = learner.meta.lora_scale
-        if scale is None:
+        lora = learner.meta.lora
+        if lora is None:
             return learner
         # The state of the rules belongs to the matrices, so it has no parameters for
         # the evaluation of what they are merged into.
-        meta = dataclasses.replace(learner.meta, evaluation_rule=None)
-        merged = lora_lib.merge(learner.params, scale)
+        meta = dataclasses.replace(learner.meta, evaluation_rule=None, lora=None)
+        merged = lora_lib.merge(learner.params, lora.scale)
         return learner.replace(params=merged, meta=meta)
 
     return state_lib.map_learners(merge, state)

@@ -4,7 +4,8 @@ what a pattern selects.
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.files import tensors, weight_map
+from xshard.files import jsonfile, tensors, weight_map
 from xshard.learners import lora as lora_lib
 from xshard.optimizers import outer
 
@@ -29,6 +30,8 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
+# What a state without low-rank matrices is adapted by.
+_NO_LORA: Mapping[str, Any] = types.MappingProxyType({})
 # The most paths that a message gives as examples.
 _SHOWN = 5
 
@@ -70,6 +73,8 @@ class _Offer(NamedTuple):
       metas: how each array is stored, by its path in the state.
       num_groups: the size of the leading dimension of groups; 0: the arrays have none.
       read: reads arrays, by their stored names, onto devices.
+      lora: the low-rank adaptation of each learner, as `Lora.factors` has it; None if
+        it is not known.
     """
 
     where: Any
@@ -77,6 +82,7 @@ class _Offer(NamedTuple):
     metas: arrays_lib.ArrayMetas
     num_groups: int
     read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[jax.Array]]
+    lora: Mapping[str, Any] | None = None
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -95,18 +101,25 @@ def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def check_init(source: Source, target: Any) -> None:
+def check_init(source: Source, target: Any, lora: Mapping[str, Any] = _NO_LORA) -> None:
     """Checks whether `init_from` would work on a state like `target`.
 
     Raises:
-      CheckpointError: if there is no such checkpoint, nothing is selected, or a
-        selected leaf is missing in the checkpoint or has another shape there.
+      CheckpointError: if there is no such checkpoint, nothing is selected, a selected
+        leaf is missing in the checkpoint or has another shape there, or low-rank
+        matrices are of another adaptation.
     """
     leaves = leaves_lib.flatten(target)
-    _targets(source, _open(source, leaves), leaves)
+    offer = _open(source, leaves)
+    _check_lora(offer, _targets(source, offer, leaves), lora)
 
 
-def init_from(source: Source, state: Any, say: Callable[[str], None] = print) -> Any:
+def init_from(
+    source: Source,
+    state: Any,
+    say: Callable[[str], None] = print,
+    lora: Mapping[str, Any] = _NO_LORA,
+) -> Any:
     """Replaces leaves of a state with the leaves of the same path in a checkpoint.
 
     Floating-point types are converted to the state's.
@@ -115,6 +128,8 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
       source: the checkpoint or file, and the part of it to take.
       state: a tree of arrays; leaves that are not selected are unchanged.
       say: called with a summary.
+      lora: the low-rank adaptation of each learner, as `Lora.factors` has it, by the
+        learner's path.
 
     Returns:
       The tree, on the same devices.
@@ -125,6 +140,7 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
     leaves = leaves_lib.flatten(state)
     offer = _open(source, leaves)
     targets = _targets(source, offer, leaves)
+    unknown = _check_lora(offer, targets, lora)
     values = offer.read(list(targets.values()), say)
     for path, value in zip(targets, values, strict=True):
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
@@ -142,6 +158,8 @@ def init_from(source: Source, state: Any, say: Callable[[str], None] = print) ->
         message += (
             f"; not taken, and left at their initial values: {', '.join(lacking)}"
         )
+    if unknown:
+        message += f"; {unknown}"
     say(message)
     structure = jax.tree.structure(state)
     return jax.tree.unflatten(structure, list(leaves.values()))
@@ -176,7 +194,8 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
             f"such; --init_from={source.place} is neither."
         )
     attempt = place_lib.find(source.place)
-    metas = metadata_files.read_array_metas(attempt)
+    meta = metadata_files.read_meta(attempt)
+    metas = meta.arrays
     names = _renamed(source, attempt, metas, leaves)
     exchanged = _exchanged(metas)
     for path, name in names.items():
@@ -190,7 +209,29 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
         metas={path: metas[name] for path, name in names.items()},
         num_groups=reader.num_groups_of(metas),
         read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
+        lora=_adaptations(meta.metadata),
     )
+
+
+def _adaptations(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the low-rank adaptations in the metadata of a checkpoint; None if it has
+    none, as one of an earlier version.
+    """
+    try:
+        return jsonfile.parse(
+            metadata.get(lora_lib.METADATA), dict[str, dict[str, Any]]
+        )
+    except ValueError:
+        return None
+
+
+def _lora_in(notes: Mapping[str, str]) -> dict[str, Any] | None:
+    """Returns the low-rank adaptations in the metadata of a file, likewise."""
+    try:
+        content = jsonfile.loads(notes.get(lora_lib.METADATA, "").encode())
+    except ValueError:
+        return None
+    return _adaptations({lora_lib.METADATA: content})
 
 
 def _exchanged(names: Iterable[str]) -> dict[str, str]:
@@ -247,6 +288,7 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
         metas=metas,
         num_groups=int(count) if count.isdecimal() else 0,
         read=read,
+        lora=_lora_in(file.metadata),
     )
 
 
@@ -385,6 +427,55 @@ def _check_merged(
                 "be lost. Export the run, which merges them, and give the file: python "
                 "-m xshard.export RUN --to=FILE.safetensors."
             )
+
+
+def _check_lora(
+    offer: _Offer, targets: Mapping[str, reader.ArrayTarget], lora: Mapping[str, Any]
+) -> str:
+    """Checks that low-rank matrices are taken for the adaptation they were trained in.
+
+    Args:
+      offer: what is offered.
+      targets: what is taken, by its path in the state.
+      lora: the adaptation of each learner of the state.
+
+    Returns:
+      A note if it is not known what they were trained in; else empty.
+
+    Raises:
+      CheckpointError: if it is another adaptation.
+    """
+    note = ""
+    for path, target in targets.items():
+        if not re.search(lora_lib.PATHS, path) or not re.search(PARAMS, path):
+            continue
+        now = lora.get(_learner_of(path))
+        if now is None:
+            continue
+        before = (offer.lora or {}).get(_learner_of(target.path))
+        if before is None:
+            note = (
+                "it does not say by which alpha its low-rank matrices were trained: "
+                f"they are taken with {lora_lib.described(now)}"
+            )
+        elif before != now:
+            raise format_lib.CheckpointError(
+                f"{offer.where}: '{target.path}' was trained with "
+                f"{lora_lib.described(before)}, and this run has "
+                f"{lora_lib.described(now)}, with which it makes another model: give "
+                "those values, leave the matrices out by --init_select, or begin from "
+                "an export that merges them: python -m xshard.export RUN "
+                "--to=FILE.safetensors."
+            )
+    return note
+
+
+def _learner_of(path: str) -> str:
+    """Returns the path of the learner that a parameter belongs to; empty if there is
+    only one.
+    """
+    learner, _, _ = f"/{path}".partition("/params/")
+    return learner.removeprefix("/")
 
 
 def _target(

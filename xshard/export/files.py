@@ -13,8 +13,10 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.export import program
-from xshard.files import disk, tensors, weight_map
+from xshard.files import disk, jsonfile, tensors, weight_map
+from xshard.learners import lora as lora_lib
 from xshard.metrics import formatting
+from xshard.run import adaptations
 
 PROGRAM = ".stablehlo"
 
@@ -94,6 +96,10 @@ def write(
             groups = 0
         # Programs that read the hub's files ask for the format.
         notes = {"format": "pt"} if map_path else {checkpoint.GROUPS: str(groups)}
+        lora = adaptations.of(state)
+        if lora:
+            # Without it the low-rank matrices would not say what they mean.
+            notes[lora_lib.METADATA] = jsonfile.dumps(lora)
         tensors.write(path, arrays, notes)
         size = sum(x.nbytes for x in arrays.values())
         return f"{what}, {len(arrays)} arrays, {formatting.scaled(size, 'B')}{whose}"

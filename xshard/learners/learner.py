@@ -505,7 +505,7 @@ class Learner:
             statistics_module=self._statistics_module(opt, params),
             evaluation_rule=self._evaluation_rule(opt, params),
             outer_module=outer_rules[0].module_name if outer_rules else None,
-            lora_scale=self._lora.scale if self._lora else None,
+            lora=self._lora,
             slots_from_params=_slots_from_params(opt, params),
         )
         for rule in inspection.reducing(opt):

@@ -28,6 +28,11 @@ _B = "_lora_b"
 PATHS = "_lora_[ab]$"
 
 
+# The key of the adaptations in the metadata of a checkpoint or a file: what `factors`
+# returns, by the learner's path.
+METADATA = "lora"
+
+
 def lora(rank: int, alpha: float, select: str, *, train: str = "") -> "Lora":
     """Adapts a network by low-rank matrices, which alone are trained.
 
@@ -91,6 +96,14 @@ class Lora:
                 raise errors.UserError(
                     f"lora({name}={pattern!r}) is not a regular expression: {e}."
                 ) from e
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """What the product `a @ b` is multiplied by follows from, as JSON values.
+
+        It is saved with the matrices, which mean something else with another alpha.
+        """
+        return {"rank": int(self.rank), "alpha": float(self.alpha)}
 
     @property
     def scale(self) -> float:
@@ -234,6 +247,13 @@ class Lora:
                 "are selected are trained as they are, which leaves none to adapt."
             )
         return adapted
+
+
+def described(factors: Mapping[str, Any]) -> str:
+    """Returns `Lora.factors`, or what a checkpoint has in its place, as a call."""
+    rank = factors.get("rank")
+    alpha = factors.get("alpha")
+    return f"lora(rank={rank!r}, alpha={alpha!r})"
 
 
 def has_matrices(params: Any) -> bool:

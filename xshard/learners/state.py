@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from xshard.learners import lora as lora_lib
 from xshard.learners import noise_scale
 from xshard.optimizers import layouts, trees
 
@@ -39,8 +40,7 @@ class LearnerMeta:
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
         summed.
-      lora_scale: the factor of the products of low-rank matrices that are added to the
-        parameters; None without such matrices.
+      lora: the low-rank adaptation of the parameters; None without one.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -54,7 +54,7 @@ class LearnerMeta:
         default_factory=dict, compare=False
     )
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
-    lora_scale: float | None = dataclasses.field(default=None, compare=False)
+    lora: lora_lib.Lora | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

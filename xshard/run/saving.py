@@ -18,12 +18,13 @@ from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 from xshard.files import workdir
+from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState
 from xshard.metrics import formatting
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
-from xshard.run import nonfinite, resuming, states
+from xshard.run import adaptations, nonfinite, resuming, states
 
 # The key of a checkpoint's metadata for the number of rows that the run had logged when
 # it saved.
@@ -86,6 +87,7 @@ class Checkpoints:
         self.manager = states.StateManager(
             experiment, mesh, batches.example, directory, owner, self._note_committed
         )
+        self._metadata[lora_lib.METADATA] = adaptations.of(self.manager.target)
 
     # The start of a run.
 
@@ -113,7 +115,7 @@ class Checkpoints:
                 )
             )
         elif source is not None:
-            checkpoint.check_init(source, target)
+            checkpoint.check_init(source, target, adaptations.of(target))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -212,7 +214,7 @@ class Checkpoints:
         before = state_lib.learners(state)
         return state_lib.map_learners(
             lambda name, learner: _restart_copies(learner, before[name]),
-            checkpoint.init_from(source, state),
+            checkpoint.init_from(source, state, lora=adaptations.of(state)),
         )
 
     def record_restored_step(self, begin: resuming.StartState) -> None:

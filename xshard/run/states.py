@@ -20,7 +20,7 @@ from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.learners.state import LearnerState
 from xshard.optimizers import moving_average, trees
-from xshard.run import slices
+from xshard.run import adaptations, slices
 from xshard.stored import replica_state
 
 
@@ -80,6 +80,7 @@ class StateManager(checkpoint.Manager):
         self._seed = config.seed
         # The number of slices of the checkpoint that was read last.
         self._slices_read = 0
+        self._has_said_adaptation = False
 
     def init_state(self, example: Any) -> state_lib.TrainState:
         """Creates a new state.
@@ -105,6 +106,7 @@ class StateManager(checkpoint.Manager):
 
         Raises:
           CheckpointError: as `restore` does.
+          UserError: if the experiment now adapts the network in another way.
         """
         # Set once the checkpoint is known.
         stored_shapes: dict[str, Any] = {}
@@ -122,6 +124,12 @@ class StateManager(checkpoint.Manager):
             step,
             takes_one_group=config_lib.separates_slices(self._experiment.config),
         )
+        where = f"the checkpoint of step {restored.step} in {self.store}"
+        note = adaptations.check(restored.metadata, self.target, where)
+        if note and not self._has_said_adaptation:
+            # A reader of many checkpoints says it once.
+            self._has_said_adaptation = True
+            log(note)
         if has_fewer_statistics(restored.state, self.target):
             log(
                 f"step {restored.step} was saved without averages of the network's "
