@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
+from ml_collections.config_flags import config_path
 
 from xshard import config as config_lib
 from xshard import errors
@@ -117,9 +118,32 @@ def parse(
         # The config file is read on first use. Use it here, so that a missing file is
         # reported as a flag error.
         _ = config.value and config.value.is_locked
-        return words
     except Exception as e:
         raise errors.UserError(_parse_error(e)) from e
+    _check_tuples(config)
+    return words
+
+
+def _check_tuples(config: flags.FlagHolder) -> None:
+    """Raises UserError if a flag for a tuple was taken as a text that it is not.
+
+    ml_collections makes a tuple of one text of what is no literal of Python.
+    """
+    if config.value is None:
+        return
+    for argument in sys.argv[1:]:
+        match = re.match(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
+        if match is None:
+            continue
+        key, text = match.groups()
+        value = config_path.get_value(key, config.value)
+        is_bracketed = text.strip().startswith(("(", "[")) and value == (text,)
+        if is_bracketed or (value in ((None,), ("null",)) and text in ("None", "null")):
+            raise errors.UserError(
+                f"--config.{key}={text} must be a tuple as Python writes it, such as "
+                "(1, 0.5, None, True, 'text'); infinity is 1e999. Leave the flag out "
+                "for the value of the config file."
+            )
 
 
 def is_bug(e: Exception) -> bool:

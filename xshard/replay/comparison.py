@@ -20,7 +20,7 @@ from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
-from xshard.files import jsonfile, workdir
+from xshard.files import identity, jsonfile, workdir
 from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
@@ -245,7 +245,7 @@ def differing_facts(first: Run, second: Run) -> list[dict[str, str]]:
     for name in sorted(first.facts.keys() | second.facts.keys()):
         here = first.facts.get(name, "unknown")
         there = second.facts.get(name, "unknown")
-        if here != there:
+        if not identity.is_equal(here, there):
             rows.append({"what": name, "A": str(here), "B": str(there)})
     return rows
 
