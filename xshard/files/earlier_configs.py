@@ -50,8 +50,12 @@ def _update(old: Any, new: Any, path: str, unknown: set[str]) -> Any:
         for item, new_item in zip(old, new, strict=True):
             items.append(_update(item, new_item, path, unknown))
         return items
-    if config_values.is_import(new) and _describes(old, new):
-        return new
+    if config_values.is_import(new):
+        if _describes(old, new):
+            return new
+        if isinstance(old, dict) and "__name__" in old:
+            # A message shows its name, and not all of its attributes.
+            return f"function {old['__name__']}"
     described = _described(old)
     if described is None or old == new:
         return old
