@@ -117,7 +117,9 @@ class ReadConfig(ml_collections.FrozenConfigDict):
         # The values that were read, by key. This is an attribute of the object and no
         # item of the config, which is frozen.
         object.__setattr__(self, "_read", {})
-        super().__init__(config)
+        if isinstance(config, ml_collections.FrozenConfigDict):
+            config = config.as_configdict()
+        super().__init__(config_values.with_tuples(config))
         # ml_collections has read every item while it copied them.
         object.__setattr__(self, "_read", {})
 

@@ -16,9 +16,10 @@ import importlib.machinery
 import json
 import os
 import pathlib
+import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import ml_collections
@@ -28,6 +29,9 @@ from xshard import errors
 
 # What precedes the path of a function or a class: '$import MODULE:NAME'.
 IMPORT = "$import "
+# How earlier versions described most values that they could not hold, and a class.
+DESCRIBED = "unserializable object: "
+CLASS = re.compile(r"<class '(?:([\w.]+)\.)?(\w+)'>")
 # The key of config.json that is the run's own; see `xshard.files.workdir`.
 _RESERVED = "_run"
 # The deepest nesting of a config, well below that of the files that are read.
@@ -42,40 +46,40 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
     Raises:
       UserError: if JSON cannot hold a value exactly.
     """
-    return _Writer().value((), config)
+    return _dictionary((), config)
 
 
-def tuples(config: ml_collections.ConfigDict) -> list[str]:
-    """Lists the paths of a config's tuples, which JSON does not tell from lists.
-
-    An item of a list or a tuple has its number in the path, as in 'model.blocks.0'.
-    """
-    writer = _Writer()
-    writer.value((), config)
-    return writer.tuples
-
-
-def from_json(content: dict[str, Any], tuple_paths: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of a config from what `to_json` and `tuples` returned.
+def from_json(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config from what `to_json` returned, with tuples for all
+    lists, as an experiment gets them.
 
     Raises:
       UserError: if a function or a class cannot be imported.
     """
-    paths = set(tuple_paths)
 
     def restored(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, dict):
             return {key: restored((*path, key), item) for key, item in value.items()}
         if isinstance(value, list):
-            items = []
-            for i, item in enumerate(value):
-                items.append(restored((*path, str(i)), item))
-            return tuple(items) if ".".join(path) in paths else items
+            items = enumerate(value)
+            return tuple(restored((*path, str(i)), item) for i, item in items)
         if is_import(value):
             return _imported_for(".".join(path), value)
         return value
 
     return restored((), content)
+
+
+def with_tuples(value: Any) -> Any:
+    """Returns a value of a config, a dictionary for a config, with tuples for lists.
+
+    A file of JSON does not tell them apart, so an experiment does not, either.
+    """
+    if isinstance(value, ml_collections.ConfigDict | dict):
+        return {key: with_tuples(value[key]) for key in value}
+    if type(value) in (list, tuple):
+        return tuple(with_tuples(item) for item in value)
+    return value
 
 
 def is_import(value: Any) -> bool:
@@ -124,84 +128,78 @@ def _imported_for(key: str, text: str) -> Any:
         ) from e
 
 
-class _Writer:
-    """Converts values to JSON, and notes the paths of tuples."""
+def _value(path: tuple[str, ...], value: Any) -> Any:
+    """Returns the JSON value for the value at a path."""
+    if len(path) > _DEPTH:
+        _refuse(
+            path,
+            value,
+            f"it is nested more than {_DEPTH} levels deep",
+            "contain less, and not itself",
+        )
+    if isinstance(value, ml_collections.ConfigDict | dict):
+        return _dictionary(path, value)
+    kind = type(value)
+    if kind in (list, tuple):
+        return _list(path, value)
+    if kind is str:
+        return _text(path, value)
+    if kind is int:
+        return _integer(path, value)
+    if value is None or kind in (bool, float):
+        return value
+    if callable(value):
+        return _import(path, value)
+    _refuse(path, value, _cannot(kind), _instead(value))
 
-    def __init__(self) -> None:
-        self.tuples: list[str] = []
 
-    def value(self, path: tuple[str, ...], value: Any) -> Any:
-        """Returns the JSON value for the value at a path."""
-        if len(path) > _DEPTH:
+def _dictionary(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    if isinstance(value, ml_collections.FrozenConfigDict):
+        # The config that was frozen still has its lists, and does not note that its
+        # values are read.
+        value = value.as_configdict()
+    items = {}
+    fields = value
+    if isinstance(value, ml_collections.ConfigDict):
+        # In their own order. A ConfigDict itself sorts them, which fails if keys
+        # are of several types.
+        fields = config_dict.CustomJSONEncoder().default(value)
+    for key in fields:
+        name = _key(path, key)
+        inner = (*path, name)
+        try:
+            item = value[key]
+        except config_dict.RequiredValueError:
+            raise errors.UserError(
+                f"{'.'.join(inner)} is required and has no value: set it in the "
+                f"config file, or by --config.{'.'.join(inner)}=VALUE."
+            ) from None
+        items[name] = _value(inner, item)
+    return items
+
+
+def _list(path: tuple[str, ...], value: Any) -> list[Any]:
+    items = []
+    for i, item in enumerate(value):
+        inner = (*path, str(i))
+        # A config that is frozen for a run cannot have these.
+        if isinstance(item, ml_collections.ConfigDict | dict):
             _refuse(
-                path,
-                value,
-                f"it is nested more than {_DEPTH} levels deep",
-                "contain less, and not itself",
+                inner,
+                item,
+                "a list of a config cannot hold a dictionary",
+                "a dictionary of dictionaries by name, or a tuple of pairs "
+                "(key, value)",
             )
-        if isinstance(value, ml_collections.ConfigDict | dict):
-            return self._dictionary(path, value)
-        kind = type(value)
-        if kind in (list, tuple):
-            return self._list(path, value)
-        if kind is str:
-            return _text(path, value)
-        if kind is int:
-            return _integer(path, value)
-        if value is None or kind in (bool, float):
-            return value
-        if callable(value):
-            return f"{IMPORT}{_import_path(path, value)}"
-        _refuse(path, value, _cannot(kind), _instead(value))
-
-    def _dictionary(self, path: tuple[str, ...], value: Any) -> dict[str, Any]:
-        if isinstance(value, ml_collections.FrozenConfigDict):
-            # The config that was frozen still has its lists, and does not note that its
-            # values are read.
-            value = value.as_configdict()
-        items = {}
-        fields = value
-        if isinstance(value, ml_collections.ConfigDict):
-            # In their own order. A ConfigDict itself sorts them, which fails if keys
-            # are of several types.
-            fields = config_dict.CustomJSONEncoder().default(value)
-        for key in fields:
-            name = _key(path, key)
-            inner = (*path, name)
-            try:
-                item = value[key]
-            except config_dict.RequiredValueError:
-                raise errors.UserError(
-                    f"{'.'.join(inner)} is required and has no value: set it in the "
-                    f"config file, or by --config.{'.'.join(inner)}=VALUE."
-                ) from None
-            items[name] = self.value(inner, item)
-        return items
-
-    def _list(self, path: tuple[str, ...], value: Any) -> list[Any]:
-        if type(value) is tuple:
-            self.tuples.append(".".join(path))
-        items = []
-        for i, item in enumerate(value):
-            inner = (*path, str(i))
-            # A config that is frozen for a run cannot have these.
-            if isinstance(item, ml_collections.ConfigDict | dict):
-                _refuse(
-                    inner,
-                    item,
-                    "a list of a config cannot hold a dictionary",
-                    "a dictionary of dictionaries by name, or a tuple of pairs "
-                    "(key, value)",
-                )
-            if isinstance(item, ml_collections.FieldReference):
-                _refuse(
-                    inner,
-                    item,
-                    "a list of a config cannot hold a reference",
-                    "the value itself",
-                )
-            items.append(self.value(inner, item))
-        return items
+        if isinstance(item, ml_collections.FieldReference):
+            _refuse(
+                inner,
+                item,
+                "a list of a config cannot hold a reference",
+                "the value itself",
+            )
+        items.append(_value(inner, item))
+    return items
 
 
 def _key(path: tuple[str, ...], key: Any) -> str:
@@ -235,12 +233,12 @@ def _text(path: tuple[str, ...], value: str) -> str:
             "its surrogates are halves of one character, which JSON joins",
             "the character itself",
         )
-    if is_import(value):
+    if is_import(value) or value.startswith(DESCRIBED) or CLASS.fullmatch(value):
         _refuse(
             path,
             value,
-            f"a text that begins with {IMPORT!r} stands for a function in config.json",
-            "another text, or the function itself",
+            "in config.json such a text stands for another value",
+            "another text, or the function or class itself",
         )
     return value
 
@@ -256,37 +254,39 @@ def _integer(path: tuple[str, ...], value: int) -> int:
     return value
 
 
-def _import_path(path: tuple[str, ...], value: Any) -> str:
-    """Returns the path MODULE:NAME that imports a function or a class.
+def _import(path: tuple[str, ...], value: Any) -> str:
+    """Returns the text '$import MODULE:NAME' for a function or a class.
 
     Raises:
       UserError: if no path leads to this very object.
     """
-    for module_name, name in _candidates(value):
-        if _is_importable(module_name) and _leads_to(module_name, name, value):
-            return f"{module_name}:{name}"
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    module_name = getattr(value, "__module__", None) or type(value).__module__
+    if isinstance(name, str) and isinstance(module_name, str):
+        for text in candidates(module_name, name):
+            module_name, _, _ = text.removeprefix(IMPORT).partition(":")
+            if _is_importable(module_name) and _leads_to(text, value):
+                return text
     _refuse(path, value, _no_path(value), _function_instead(value))
 
 
-def _candidates(value: Any) -> Iterator[tuple[str, str]]:
-    """Yields the paths that may lead to a function or a class."""
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    module_name = getattr(value, "__module__", None) or type(value).__module__
-    if not isinstance(name, str) or not isinstance(module_name, str):
-        return
+def candidates(module_name: str, name: str) -> Iterator[str]:
+    """Yields the texts '$import MODULE:NAME' that may stand for what a module defines
+    under a name.
+    """
     parts = module_name.split(".")
     public = [part for part in parts if not part.startswith("_")]
     if len(public) < len(parts):
         # A library defines its functions in private modules, which move from version to
         # version: jax.nn.relu is in jax._src.nn.functions.
         for length in range(len(public), 0, -1):
-            yield ".".join(public[:length]), name
-    yield module_name, name
+            yield f"{IMPORT}{'.'.join(public[:length])}:{name}"
+    yield f"{IMPORT}{module_name}:{name}"
 
 
-def _leads_to(module_name: str, name: str, value: Any) -> bool:
+def _leads_to(text: str, value: Any) -> bool:
     try:
-        return imported(f"{module_name}:{name}") is value
+        return imported(text) is value
     # What the import of a module may raise is not known.
     except Exception:
         return False

@@ -12,8 +12,7 @@ import ml_collections
 
 from xshard import config_values
 
-# How the description of most values began that JSON cannot hold.
-_DESCRIBED = "unserializable object: "
+_FUNCTION = re.compile(r"function [\w<>]+")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # The attributes of a function that say which one it is. Others, such as its docstring,
 # are those of the library's version.
@@ -29,11 +28,76 @@ def update(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], se
         that is described, the path of that takes the place of the description.
 
     Returns:
-      The config of the run, and the paths of descriptions of other values that are now
-      replaced: what the value was is not known exactly.
+      The config of the run, and the paths of descriptions that do not tell exactly what
+      the value was.
     """
     unknown: set[str] = set()
     return _update(old, new, "", unknown), unknown
+
+
+def restore(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces descriptions by the functions and classes that they name with a module.
+
+    Args:
+      content: the config of a run, as JSON values.
+
+    Returns:
+      The config, and the paths of other descriptions: what these values were is not
+      known.
+    """
+    unknown: list[str] = []
+    return _restore(content, "", unknown), unknown
+
+
+def _restore(old: Any, path: str, unknown: list[str]) -> Any:
+    if isinstance(old, list):
+        items = []
+        for i, item in enumerate(old):
+            items.append(_restore(item, f"{path}.{i}", unknown))
+        return items
+    place = _named_place(old)
+    if place is not None:
+        for text in config_values.candidates(*place):
+            try:
+                value = config_values.imported(text)
+            except ImportError:
+                continue
+            if _describes(old, text):
+                return value
+    if place is not None or _described(old) is not None or _names_a_function(old):
+        unknown.append(path)
+        # Its attributes are no keys that a config could have.
+        return f"function {place[1]}" if isinstance(old, dict) and place else old
+    if isinstance(old, dict):
+        restored = {}
+        for key, item in old.items():
+            restored[key] = _restore(item, f"{path}.{key}" if path else key, unknown)
+        return restored
+    return old
+
+
+def _named_place(old: Any) -> tuple[str, str] | None:
+    """Returns the module and the name in the description of a function or a class; None
+    if it is no such description.
+    """
+    if isinstance(old, dict):
+        module = old.get("__module__")
+        name = old.get("__qualname__", old.get("__name__"))
+        if isinstance(module, str) and isinstance(name, str):
+            return module, name
+    if isinstance(old, str):
+        matched = config_values.CLASS.fullmatch(old)
+        if matched:
+            return matched[1] or "builtins", matched[2]
+    return None
+
+
+def _names_a_function(old: Any) -> bool:
+    if not isinstance(old, str):
+        return False
+    return (
+        old.startswith(config_values.DESCRIBED) or _FUNCTION.fullmatch(old) is not None
+    )
 
 
 def _update(old: Any, new: Any, path: str, unknown: set[str]) -> Any:
@@ -52,6 +116,10 @@ def _update(old: Any, new: Any, path: str, unknown: set[str]) -> Any:
         return items
     if config_values.is_import(new):
         if _describes(old, new):
+            if isinstance(old, str) and _FUNCTION.fullmatch(old):
+                # Another module may have a function of this name.
+                unknown.add(path)
+                return old
             return new
         if isinstance(old, dict) and "__name__" in old:
             # A message shows its name, and not all of its attributes.
@@ -65,11 +133,11 @@ def _update(old: Any, new: Any, path: str, unknown: set[str]) -> Any:
 
 def _described(old: Any) -> str | None:
     """Returns the description of a value, or None if it is none."""
-    if isinstance(old, str) and old.startswith(_DESCRIBED):
+    if isinstance(old, str) and old.startswith(config_values.DESCRIBED):
         return None if "<built-in function" in old else old
     # The attributes of a member of an enumeration.
     if isinstance(old, dict) and {"_name_", "_value_"} <= old.keys():
-        return f"{_DESCRIBED}{old['_name_']}"
+        return f"{config_values.DESCRIBED}{old['_name_']}"
     return None
 
 

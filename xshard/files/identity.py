@@ -49,17 +49,13 @@ def plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return config_values.to_json(config)
 
 
-def compare(
-    old: dict[str, Any], new: dict[str, Any], whose: str, *, is_exact: bool = False
-) -> list[str]:
+def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     """Checks whether a run may resume with another config than it was started with.
 
     Args:
       old: the run's config, as plain JSON values.
       new: the config to resume with, likewise.
       whose: the beginning of the message, such as '--workdir=DIR holds'.
-      is_exact: whether `old` surely holds each value exactly, and not the description
-        that earlier versions wrote of some.
 
     Returns:
       The changes, one text for each key.
@@ -67,9 +63,7 @@ def compare(
     Raises:
       UserError: if a change would make it another run.
     """
-    unknown: set[str] = set()
-    if not is_exact:
-        old, unknown = earlier_configs.update(old, new)
+    old, unknown = earlier_configs.update(old, new)
     old = config_lib.with_defaults(_flatten(old))
     new = config_lib.with_defaults(_flatten(new))
     if old.get("experiment") != new.get("experiment"):
@@ -89,9 +83,7 @@ def compare(
         change = f"{key}: {_difference(before, after)}"
         if key in unknown:
             # What the run began with is not known well enough to refuse anything.
-            changes.append(
-                f"{change} (unchecked: an earlier version described it only)"
-            )
+            changes.append(f"{change} (unchecked: the first is a description)")
             continue
         changes.append(change)
         if not is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):

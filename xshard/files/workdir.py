@@ -45,9 +45,10 @@ from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 import ml_collections
+from absl import logging
 
 from xshard import config_values, errors
-from xshard.files import disk, forks, jsonfile
+from xshard.files import disk, earlier_configs, forks, jsonfile
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 
@@ -55,9 +56,6 @@ RESULTS = "results.json"
 REACHED = "reached.json"
 # The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
-# The key, within the identity, of the paths of the config's tuples. A config.json that
-# lacks it is of a version that wrote some values as texts that only described them.
-_TUPLES = "tuples"
 SET_ASIDE = "set_aside"
 # A user creates this file: the run saves and stops, and does not train until it is
 # removed.
@@ -159,14 +157,9 @@ class Workdir:
         if old is None:
             self._check_holds_no_run()
             return []
-        identity = old.pop(IDENTITY, None)
-        is_exact = isinstance(identity, dict) and _TUPLES in identity
-        return identity_lib.compare(
-            old,
-            identity_lib.plain(config),
-            f"--workdir={self.path} holds",
-            is_exact=is_exact,
-        )
+        old.pop(IDENTITY, None)
+        new = identity_lib.plain(config)
+        return identity_lib.compare(old, new, f"--workdir={self.path} holds")
 
     def _check_holds_no_run(self) -> None:
         """Raises UserError if a directory without a config has files of a run."""
@@ -261,11 +254,7 @@ class Workdir:
                 self.check_provenance(provenance)
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
-            tuples = config_values.tuples(config)
-            content = {
-                IDENTITY: {**identity._asdict(), _TUPLES: tuples},
-                **identity_lib.plain(config),
-            }
+            content = {IDENTITY: identity._asdict(), **identity_lib.plain(config)}
             jsonfile.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:
                 jsonfile.write(self.origin, provenance._asdict())
@@ -349,27 +338,26 @@ class Workdir:
 
 
 def config_in(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """Returns the values of a run's config.
+    """Returns the values of a run's config, as its experiment gets them.
 
     Args:
       content: the content of config.json.
       path: its path.
 
     Raises:
-      UserError: if the content is not valid, or if a function of the config cannot be
-        imported.
+      UserError: if a function or a class of the config cannot be imported.
     """
-    values = dict(content)
-    identity = values.pop(IDENTITY, None)
-    if not isinstance(identity, dict) or _TUPLES not in identity:
-        return values
-    try:
-        tuples = jsonfile.parse(identity[_TUPLES], list[str])
-    except ValueError as e:
-        raise errors.UserError(
-            f"{path} is not a valid config of a run: '{_TUPLES}' of '{IDENTITY}': {e}."
-        ) from e
-    return config_values.from_json(values, tuples)
+    values = {key: value for key, value in content.items() if key != IDENTITY}
+    values, unknown = earlier_configs.restore(values)
+    if unknown:
+        logging.warning(
+            "%s: %s are texts as earlier versions wrote them for values that JSON "
+            "cannot hold. If they are, what is built from them may be another network: "
+            "resume the run once with this version, which holds values exactly.",
+            path,
+            ", ".join(unknown),
+        )
+    return config_values.from_json(values)
 
 
 def _read(path: pathlib.Path, what: str) -> dict[str, Any] | None:

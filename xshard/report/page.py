@@ -20,12 +20,13 @@ _PAGE = pathlib.Path(__file__).with_name("page.html")
 _REPEAT = f"""# repeat.py
 import json
 import ml_collections
+from xshard import config_values
 
 def get_config(path):
     with open(path) as file:
         config = json.load(file)
     config.pop("{workdir.IDENTITY}", None)  # A run of its own.
-    return ml_collections.ConfigDict(config)
+    return ml_collections.ConfigDict(config_values.from_json(config))
 """
 _REPEAT_EXPLANATION = (
     "The command of a run is not recorded. This file loads a run's config from its "
