@@ -64,11 +64,14 @@ def _restore(old: Any, path: str, unknown: list[str]) -> Any:
                 continue
             if _describes(old, text):
                 return value
-    if place is not None or _described(old) is not None or _names_a_function(old):
+    if _described(old) is not None or _names_a_function(old):
         unknown.append(path)
-        # Its attributes are no keys that a config could have.
-        return f"function {place[1]}" if isinstance(old, dict) and place else old
+        return old
     if isinstance(old, dict):
+        if any(key.startswith("__") for key in old):
+            # The attributes of an object are no keys that a config can have.
+            unknown.append(path)
+            return f"{config_values.DESCRIBED}{old.get('__name__', 'an object')}"
         restored = {}
         for key, item in old.items():
             restored[key] = _restore(item, f"{path}.{key}" if path else key, unknown)
