@@ -8,11 +8,12 @@ import difflib
 import itertools
 import json
 import math
+import os
 import pathlib
 import runpy
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -39,6 +40,7 @@ RUNS_FILE = "sweep_runs.json"
 # does without.
 _FINGERPRINT = "fingerprint/params"
 _LOG = "launch.log"
+_PLATFORMS = "JAX_PLATFORMS"
 _NOT_STARTED = "not started"
 # The columns of a table beside those of the points' keys and the results.
 _COLUMNS = ("run", "doing", "step")
@@ -472,9 +474,28 @@ def _parsed_config(job: engine.Job) -> ml_collections.ConfigDict:
     holder = config_flags.DEFINE_config_file(
         "config", flag_values=values, sys_argv=arguments
     )
-    values(arguments, known_only=True)
-    # The config file is read on first use, which is this one.
-    return holder.value.lock()
+    with _without_accelerators():
+        values(arguments, known_only=True)
+        # The config file is read on first use, which is this one.
+        return holder.value.lock()
+
+
+@contextlib.contextmanager
+def _without_accelerators() -> Iterator[None]:
+    """Lets JAX see the CPU only, if it is first imported within the context.
+
+    A config file that makes an array would otherwise take the accelerators of this
+    machine, which the processes of the job need.
+    """
+    before = os.environ.get(_PLATFORMS)
+    os.environ[_PLATFORMS] = "cpu"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PLATFORMS]
+        else:
+            os.environ[_PLATFORMS] = before
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:

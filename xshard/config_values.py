@@ -292,7 +292,6 @@ def _leads_to(text: str, value: Any) -> bool:
         return False
 
 
-@functools.cache
 def _is_importable(name: str) -> bool:
     """Returns whether another program can import a module by its name, and gets what
     this one has.
@@ -317,7 +316,9 @@ def _is_importable(name: str) -> bool:
 def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     """Searches for a module, also if Python has it already."""
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
+        # A finder of the import system before Python 3.4 has no such method.
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path) if find else None
         if spec is not None:
             return spec
     return None
