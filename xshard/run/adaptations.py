@@ -54,7 +54,7 @@ def check(metadata: Mapping[str, Any], state: state_lib.TrainState, where: str) 
                 f"{whose} was trained with {lora_lib.described(before)}, and the "
                 f"experiment now has {lora_lib.described(factors)}, with which its "
                 "low-rank matrices make another model: give the old values. For other "
-                "values, start a new run from an export of this one, which merges the "
+                "values, export this run with the old ones, which merges the "
                 "matrices: python -m xshard.export RUN --to=FILE.safetensors."
             )
     return ""
