@@ -279,6 +279,13 @@ def test_37_a_jax_array_a_cycle_and_the_key_of_the_identity_are_refused():
         config_values.to_json(ml_collections.ConfigDict({"a": cycle}))
     with pytest.raises(errors.UserError, match="'_run', under which config.json"):
         config_values.to_json(ml_collections.ConfigDict({"_run": 1}))
+    keys = ml_collections.ConfigDict()
+    keys["__doc__"] = 1
+    with pytest.raises(errors.UserError, match="'__doc__', an attribute"):
+        config_values.to_json(keys)
+    large = ml_collections.ConfigDict({"small": 1, "large": (0.123456789,) * 3_000_000})
+    with pytest.raises(errors.UserError, match=r"^large has 45 MB .* to a file"):
+        config_values.check(large)
     dotted = ml_collections.ConfigDict({"a.b": 1}, allow_dotted_keys=True)
     with pytest.raises(errors.UserError, match="'a.b': a dot separates"):
         config_values.to_json(dotted)

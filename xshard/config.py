@@ -193,8 +193,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: with the key, its value and the rule.
     """
-    # Raises if config.json cannot hold a value exactly.
-    config_values.to_json(config)
+    config_values.check(config)
     values = flatten(config.to_dict())
     missing = []
     for key in KEYS:

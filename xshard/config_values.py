@@ -36,6 +36,10 @@ CLASS = re.compile(r"<class '(?:([\w.]+)\.)?(\w+)'>")
 _RESERVED = "_run"
 # The deepest nesting of a config, well below that of the files that are read.
 _DEPTH = 100
+# The most bytes of a config, well below those of a file that is read.
+_BYTES = 32_000_000
+# The names of attributes of any object, which no key of a ConfigDict can have.
+ATTRIBUTES = frozenset(dir(object))
 # The most characters of a wrong value that a message shows.
 _SHOWN = 60
 
@@ -47,6 +51,24 @@ def to_json(config: ml_collections.ConfigDict) -> dict[str, Any]:
       UserError: if JSON cannot hold a value exactly.
     """
     return _dictionary((), config)
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Checks that config.json can hold a config exactly.
+
+    Raises:
+      UserError: with the key, its value, and what to write instead.
+    """
+    sizes = {}
+    for key, value in to_json(config).items():
+        sizes[key] = len(json.dumps(value, indent=2))
+    if sum(sizes.values()) > _BYTES:
+        largest = max(sizes, key=lambda key: sizes[key])
+        raise errors.UserError(
+            f"{largest} has {sizes[largest] / 1e6:.0f} MB of values, and config.json "
+            f"holds {_BYTES / 1e6:.0f} MB: write them to a file, which the experiment "
+            "reads, and give the config its path."
+        )
 
 
 def from_json(content: dict[str, Any]) -> dict[str, Any]:
@@ -215,6 +237,11 @@ def _key(path: tuple[str, ...], key: Any) -> str:
         raise errors.UserError(
             f"The config has the key {_shown(key)}{where}: a dot separates the keys of "
             f"a path, so write {key.replace('.', '_')!r}, or a dictionary within."
+        )
+    if key in ATTRIBUTES:
+        raise errors.UserError(
+            f"The config has the key {key!r}{where}, an attribute of every object of "
+            "Python: give it another name."
         )
     if not path and key == _RESERVED:
         raise errors.UserError(

@@ -68,7 +68,7 @@ def _restore(old: Any, path: str, unknown: list[str]) -> Any:
         unknown.append(path)
         return old
     if isinstance(old, dict):
-        if any(key.startswith("__") for key in old):
+        if not config_values.ATTRIBUTES.isdisjoint(old):
             # The attributes of an object are no keys that a config can have.
             unknown.append(path)
             return f"{config_values.DESCRIBED}{old.get('__name__', 'an object')}"
