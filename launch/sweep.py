@@ -174,9 +174,11 @@ def _is_same(value: Any, arrived: Any) -> bool:
     if isinstance(value, str) and not isinstance(arrived, str):
         # As on the command line, a text may have the form of another type's value.
         try:
-            value = ast.literal_eval(value)
+            # Python has no literal of 'inf'.
+            parse = float if isinstance(arrived, float) else ast.literal_eval
+            value = parse(value)
         except (ValueError, SyntaxError):
-            value = {"true": True, "false": False}.get(value, value)
+            value = {"true": True, "false": False}.get(value.lower(), value)
     if type(value) is int and type(arrived) is float:
         return value == arrived
     # Lists and tuples are the same to a run.
