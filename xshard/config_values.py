@@ -177,8 +177,7 @@ def _value(path: tuple[str, ...], value: Any) -> Any:
 
 def _dictionary(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     if isinstance(value, ml_collections.FrozenConfigDict):
-        # The config that was frozen still has its lists, and does not note that its
-        # values are read.
+        # The config that was frozen does not note that its values are read.
         value = value.as_configdict()
     items = {}
     fields = value
