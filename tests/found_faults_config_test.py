@@ -212,6 +212,7 @@ def test_37_what_a_config_holds_comes_back(sign):
     assert config.list == [1, [2, (3,)]]
     # The function is found where its library promises it, not where it happens to be.
     assert content["function"] == "$import jax.nn:relu"
+    assert "function = jax.nn:relu\n" in config_lib.describe(config)
 
 
 CONFIG_REFUSED = {

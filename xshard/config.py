@@ -265,13 +265,15 @@ def describe(config: ml_collections.ConfigDict) -> str:
     The keys of the experiment come last, and have no description.
     """
     values = flatten(config.to_dict())
+    shown = config_values.described
     lines = []
     for key in KEYS:
         if key.name in values:
-            lines += [f"# {key.meaning}", f"{key.name} = {values.pop(key.name)!r}"]
+            value = values.pop(key.name)
+            lines += [f"# {key.meaning}", f"{key.name} = {shown(value)}"]
     if values:
         lines.append("# The experiment's own.")
-        lines += [f"{name} = {value!r}" for name, value in values.items()]
+        lines += [f"{name} = {shown(value)}" for name, value in values.items()]
     return "\n".join(lines)
 
 

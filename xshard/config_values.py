@@ -125,6 +125,21 @@ def imported(text: str) -> Any:
     return value
 
 
+def described(value: Any) -> str:
+    """Returns a value of a config as a person reads it: a function by its path, not by
+    its address.
+    """
+    if isinstance(value, list | tuple):
+        items = [described(item) for item in value]
+        if isinstance(value, list):
+            return f"[{', '.join(items)}]"
+        # The comma makes a tuple of one item.
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if callable(value):
+        return _import((), value).removeprefix(IMPORT)
+    return repr(value)
+
+
 def is_same_import(text: str, other: str) -> bool:
     """Returns whether two texts '$import MODULE:NAME' stand for the same object.
 
