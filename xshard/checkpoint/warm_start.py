@@ -34,6 +34,10 @@ GROUPS = "groups"
 _NO_LORA: Mapping[str, Any] = types.MappingProxyType({})
 # The most paths that a message gives as examples.
 _SHOWN = 5
+_CONVERT = (
+    "Convert them, with the scales that belong to them, to float32, bfloat16 or "
+    "float16 by the program that wrote the file."
+)
 
 
 class Source(NamedTuple):
@@ -75,6 +79,9 @@ class _Offer(NamedTuple):
       read: reads arrays, by their stored names, onto devices.
       lora: the low-rank adaptation of each learner, as `Lora.factors` has it; None if
         it is not known.
+      ignored: descriptions of arrays that a map leaves out.
+      unsupported: the names of the types that are not supported, by the path in the
+        state of each array of such a type.
     """
 
     where: Any
@@ -83,6 +90,8 @@ class _Offer(NamedTuple):
     num_groups: int
     read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[jax.Array]]
     lora: Mapping[str, Any] | None = None
+    ignored: Sequence[str] = ()
+    unsupported: Mapping[str, str] = types.MappingProxyType({})
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -149,11 +158,14 @@ def init_from(
             value = value.astype(leaves[path].dtype)
         leaves[path] = value
 
-    unused = sorted(set(_selected(source, offer.metas)) - targets.keys())
+    offered = [*offer.metas, *offer.unsupported]
+    unused = sorted(set(_selected(source, offered)) - targets.keys())
     lacking = sorted(set(_selected(source, leaves)) - targets.keys())
     message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
         message += f"; not used: {', '.join(unused)}"
+    if offer.ignored:
+        message += f"; ignored by {source.map_path}: {', '.join(offer.ignored)}"
     if lacking:
         message += (
             f"; not taken, and left at their initial values: {', '.join(lacking)}"
@@ -256,14 +268,18 @@ def _exchanged(names: Iterable[str]) -> dict[str, str]:
 def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
     opened = tensors.open_path(source.place)
     file: weight_map.Arrays = opened
+    ignored: Sequence[str] = ()
     if source.map_path:
         if opened.unsupported:
+            described = [f"{x} ({kind})" for x, kind in opened.unsupported.items()]
             raise format_lib.CheckpointError(
                 f"{source.place} has arrays of types that are not supported: "
-                f"{', '.join(opened.unsupported)}."
+                f"{', '.join(described)}. {_CONVERT}"
             )
         found = weight_map.read(source.map_path)
-        file = weight_map.Mapped(opened, found, source.map_path)
+        mapped = weight_map.Mapped(opened, found, source.map_path)
+        ignored = mapped.ignored
+        file = mapped
         homeless = [x for x in _selected(source, file.shapes) if x not in set(leaves)]
         if homeless:
             raise format_lib.CheckpointError(
@@ -271,9 +287,16 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
                 f"does not have: {', '.join(homeless)}. Nothing is "
                 "taken in part: correct 'ours', or 'ignore' them."
             )
-    names = _renamed(source, source.place, file.shapes, leaves)
+    stored = [*file.shapes, *opened.unsupported]
+    if source.map_path:
+        stored = list(file.shapes)
+    names = _renamed(source, source.place, stored, leaves)
     metas = {}
+    unsupported = {}
     for path, name in names.items():
+        if name not in file.shapes:
+            unsupported[path] = opened.unsupported[name]
+            continue
         shape = file.shapes[name]
         # A file has no chunks: each array is one.
         metas[path] = arrays_lib.ArrayMeta(shape, file.dtypes[name], chunk_shape=shape)
@@ -289,6 +312,8 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
         num_groups=int(count) if count.isdecimal() else 0,
         read=read,
         lora=_lora_in(file.metadata),
+        ignored=ignored,
+        unsupported=unsupported,
     )
 
 
@@ -380,9 +405,16 @@ def _targets(
     groups = reader.Groups(offer.num_groups, reader.num_groups_of(leaves), source.group)
     targets = {}
     problems = []
+    needs_conversion = False
     for path in paths:
         stored = offer.metas.get(path)
         problem = _problem(path, stored, leaves_lib.describe(leaves[path]), groups)
+        if path in offer.unsupported:
+            # Network state of such a type is not left at its initial values, either.
+            kind = offer.unsupported[path]
+            problems.append(f"'{path}' is {kind} in it, which is not supported")
+            needs_conversion = True
+            continue
         if stored is not None and not problem:
             target = _target(path, stored, leaves[path], groups)
             targets[path] = target._replace(path=offer.names[path])
@@ -399,7 +431,9 @@ def _targets(
         problems = [f"'{path}' is missing from it" for path in paths]
     if problems:
         remedy = ""
-        if source.map_path:
+        if needs_conversion:
+            remedy = f"{_CONVERT} "
+        elif source.map_path:
             remedy = f"Correct the rules of {source.map_path}, or this run's config. "
         elif tensors.is_path(source.place):
             remedy = "If another program wrote it, give a map by --init_map. "

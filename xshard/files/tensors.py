@@ -44,7 +44,7 @@ class File:
       metadata: the writer's notes, text by name.
       shapes: the shapes of its arrays, by name. Arrays of unsupported types, such as
         8-bit floats, are left out.
-      unsupported: the names of those.
+      unsupported: the format's names of the types of those, such as 'F8_E4M3', by name.
       dtypes: the names of the arrays' types, such as 'bfloat16', by name.
     """
 
@@ -66,7 +66,7 @@ class File:
         self.metadata: dict[str, str] = self._file.metadata() or {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self.unsupported: list[str] = []
+        self.unsupported: dict[str, str] = {}
         names = self._file.keys()
         for name in names:
             array = self._file.get_slice(name)
@@ -74,7 +74,7 @@ class File:
                 self.shapes[name] = tuple(array.get_shape())
                 self.dtypes[name] = _TYPES[array.get_dtype()]
             else:
-                self.unsupported.append(name)
+                self.unsupported[name] = array.get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array.
@@ -86,6 +86,12 @@ class File:
         # A scalar has no dimensions. safetensors cannot slice it.
         if not index:
             return np.asarray(self._file.get_tensor(name))
+        sizes = []
+        for part, size in zip(index, self.shapes[name], strict=True):
+            sizes.append(len(range(*part.indices(size))))
+        # Nor can it slice where nothing is left.
+        if 0 in sizes:
+            return np.empty(sizes, np.dtype(self.dtypes[name]))
         return np.asarray(self._file.get_slice(name)[index])
 
 
@@ -109,7 +115,7 @@ class Files:
         self.metadata: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self.unsupported: list[str] = []
+        self.unsupported: dict[str, str] = {}
         self._files: dict[str, File] = {}
         try:
             names = jsonfile.parse(index.get("weight_map"), dict[str, str])
@@ -131,7 +137,7 @@ class Files:
                 opened[file_name] = File(str(beside))
             file = opened[file_name]
             if name in file.unsupported:
-                self.unsupported.append(name)
+                self.unsupported[name] = file.unsupported[name]
                 continue
             if name not in file.shapes:
                 raise errors.UserError(
@@ -188,9 +194,11 @@ def write(
       metadata: the notes to store, text by name.
 
     Raises:
-      UserError: if safetensors is not installed, or the file cannot be written.
+      UserError: if safetensors is not installed, the format has no type for an array,
+        or the file cannot be written.
     """
     _check_installed()
+    import safetensors
     from safetensors import numpy as library
 
     contiguous = {}
@@ -198,7 +206,14 @@ def write(
         # `ascontiguousarray` turns a scalar into an array of one dimension, so the
         # shape is restored.
         contiguous[name] = np.ascontiguousarray(array).reshape(np.shape(array))
-    content = library.save(contiguous, dict(metadata))
+    try:
+        content = library.save(contiguous, dict(metadata))
+    except safetensors.SafetensorError as e:
+        kinds = sorted({str(array.dtype) for array in contiguous.values()})
+        raise errors.UserError(
+            f"{path} cannot hold arrays of these types: {', '.join(kinds)} ({e}). "
+            "Convert them, or leave them out."
+        ) from e
     with disk.writing(path, WRITE_ELSEWHERE):
         disk.replace(path, content)
 

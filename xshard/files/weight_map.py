@@ -6,7 +6,7 @@ A map is a JSON file of rules, each of which holds in both directions:
       {"theirs": "wte.weight", "ours": "params/gpt2/wte"},
       {"theirs": "h.{layer}.attn.c_attn.weight", "split": 1, "stack": "layer",
        "ours": ["params/gpt2/q/w", "params/gpt2/k/w", "params/gpt2/v/w"]},
-      {"theirs": "lm_head.weight", "ignore": "the embedding, transposed"}
+      {"theirs": "lm_head.weight", "ignore": "the embedding", "equals": "wte.weight"}
     ]}
 
 A `{name}` in a pattern stands for a part of a name without dots and slashes. From their
@@ -15,10 +15,16 @@ one of several paths; then gives it another shape (`reshape`, a pair of theirs a
 ours); permutes its dimensions (`transpose`); and stacks the arrays of all values of one
 `{name}`, which are 0, 1, 2 and so on, along a new first dimension (`stack`).
 
+In each direction the first rule that matches holds. Both directions must agree on it,
+so that what is read is written back under the same names: what they would not agree on
+is refused. An array that is left out (`ignore`) is reported, and if it is only a copy
+of another one (`equals`), it is compared with that one.
+
 Names of theirs are without the `prefix`, which some programs write before them.
 """
 
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
@@ -28,6 +34,9 @@ import numpy as np
 
 from xshard import errors
 from xshard.files import jsonfile
+
+# The number of elements that are compared at a time.
+_COMPARED = 4 << 20
 
 
 class Rule(NamedTuple):
@@ -41,6 +50,7 @@ class Rule(NamedTuple):
       transpose: for each of our dimensions, that of the reshaped part.
       stack: the name in `theirs` whose arrays are stacked.
       ignore: why these arrays of theirs are left out.
+      equals: the array of theirs that a left-out one must be a copy of.
     """
 
     theirs: str
@@ -50,13 +60,14 @@ class Rule(NamedTuple):
     transpose: list[int] | None = None
     stack: str = ""
     ignore: str = ""
+    equals: str = ""
 
 
 class Map(NamedTuple):
     """The rules of a file.
 
     Attributes:
-      rules: the rules. The first that matches an array holds for it.
+      rules: the rules. The first that matches an array or a path holds for it.
       prefix: what may precede their names, and is not written.
     """
 
@@ -99,14 +110,23 @@ def _check_rule(what: str, rule: Rule) -> None:
     """Raises ValueError unless a rule can hold in both directions."""
     if bool(rule.ours) == bool(rule.ignore):
         raise ValueError(f"{what} needs either 'ours' or 'ignore'")
+    fields = _fields(rule.theirs)
+    if rule.equals and not rule.ignore:
+        raise ValueError(f"{what} has 'equals', which is for 'ignore'")
+    if not _fields(rule.equals) <= fields:
+        names = ", ".join(sorted(fields)) or "none"
+        raise ValueError(
+            f"{what} may have only its own {{names}} in {rule.equals!r}: {names}"
+        )
     if rule.ignore:
         return
     paths = _paths(rule)
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"{what} has one path twice in 'ours'")
     if (rule.split is None) != (len(paths) == 1):
         raise ValueError(f"{what} has 'split' exactly if 'ours' lists several paths")
     if rule.split is not None and rule.split < 0:
         raise ValueError(f"{what} splits dimension {rule.split}, which is below 0")
-    fields = _fields(rule.theirs)
     if rule.stack and rule.stack not in fields:
         raise ValueError(f"{what} stacks {rule.stack!r}, which is no {{name}} in it")
     wanted = fields - {rule.stack}
@@ -119,7 +139,9 @@ def _check_rule(what: str, rule: Rule) -> None:
         raise ValueError(f"{what} transposes by {order}, no permutation")
     if rule.reshape is not None:
         theirs, ours = rule.reshape
-        if np.prod(theirs) != np.prod(ours):
+        if min([*theirs, *ours], default=0) < 0:
+            raise ValueError(f"{what} reshapes {theirs} to {ours}, with sizes below 0")
+        if math.prod(theirs) != math.prod(ours):
             raise ValueError(f"{what} reshapes {theirs} to {ours}, of another size")
 
 
@@ -145,10 +167,11 @@ class Mapped:
       metadata: the writer's notes.
       shapes: the shapes of our arrays, by path.
       dtypes: the names of their types, by path.
+      ignored: descriptions of the arrays of theirs that the rules leave out.
     """
 
     def __init__(self, arrays: Arrays, weight_map: Map, map_path: str):
-        """Finds the rule of each array; reads none.
+        """Finds the rule of each array. It reads only what `equals` compares.
 
         Args:
           arrays: their arrays.
@@ -156,14 +179,18 @@ class Mapped:
           map_path: the file of the rules, for messages.
 
         Raises:
-          UserError: with each array that no rule matches or that does not fit its rule.
+          UserError: with each array that no rule matches, that does not fit its rule,
+            or that is not the copy that its rule says.
         """
         self.path = arrays.path
         self.metadata = arrays.metadata
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._arrays = arrays
-        self._sources = _sources(arrays.shapes, weight_map, arrays.path, map_path)
+        self._sources, ignored = _sources(
+            arrays.shapes, weight_map, arrays.path, map_path
+        )
+        self.ignored = _descriptions(arrays, ignored)
         problems = []
         for path, source in self._sources.items():
             shapes = {arrays.shapes[name] for name in source.names}
@@ -180,6 +207,7 @@ class Mapped:
                 f"Arrays of {arrays.path} do not fit the rules of {map_path}: "
                 f"{'; '.join(problems)}."
             )
+        _check_copies(arrays, ignored, weight_map.prefix, map_path)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads a part of an array of ours.
@@ -243,15 +271,19 @@ def to_theirs(
         if found is None:
             unmatched.append(path)
             continue
-        rule, part, values = found
+        number, part, values = found
+        rule = weight_map.rules[number]
         try:
             layers: list[Any] = [array]
             if rule.stack:
                 layers = list(array)
+                if not layers:
+                    raise ValueError(f"it stacks no {rule.stack}, so no array holds it")
             for layer, ours in enumerate(layers):
                 if rule.stack:
                     values = {**values, rule.stack: str(layer)}
                 name = _fill(rule.theirs, values)
+                _check_is_read_back(name, path, weight_map)
                 of_name = parts.setdefault(name, {})
                 if part in of_name or rule_of.get(name, rule) is not rule:
                     raise ValueError(f"'{name}' is that of another array, too")
@@ -273,6 +305,12 @@ def to_theirs(
             if len(forms) > 1:
                 problems.append(f"the parts of '{name}' differ: {sorted(forms)}")
                 continue
+            if rule.split >= in_order[0].ndim:
+                problems.append(
+                    f"'{name}' is split along dimension {rule.split}, which its parts "
+                    f"of shape {in_order[0].shape} do not have"
+                )
+                continue
             theirs[name] = np.concatenate(in_order, axis=rule.split)
     if unmatched:
         problems.append(f"no rule has 'ours' for {', '.join(unmatched)}")
@@ -284,37 +322,59 @@ def to_theirs(
     return theirs
 
 
+class _Ignored(NamedTuple):
+    """An array of theirs that a rule leaves out.
+
+    Attributes:
+      name: its name.
+      rule: the rule.
+      values: the values of the rule's {names}.
+    """
+
+    name: str
+    rule: Rule
+    values: dict[str, str]
+
+
 def _sources(
     names: Iterable[str], weight_map: Map, where: str, map_path: str
-) -> dict[str, _Source]:
-    """Returns where each array of ours comes from, by path."""
+) -> tuple[dict[str, _Source], list[_Ignored]]:
+    """Returns where each array of ours comes from, by path, and what is left out.
+
+    Raises:
+      UserError: with each array that no rule matches, or on which the two directions of
+        the map do not agree.
+    """
     unmatched = []
     # For each of our paths: the rule, the part, and their names by number of a layer.
     found: dict[str, tuple[Rule, int, dict[int, str]]] = {}
+    ignored = []
     problems = []
     used: set[int] = set()
     for name in names:
-        matched = None
-        for number, rule in enumerate(weight_map.rules):
-            values = _match(rule.theirs, name.removeprefix(weight_map.prefix))
-            if values is not None:
-                matched = (number, rule, values)
-                break
+        matched = _find_theirs(name.removeprefix(weight_map.prefix), weight_map.rules)
         if matched is None:
             unmatched.append(name)
             continue
-        number, rule, values = matched
+        number, values = matched
+        rule = weight_map.rules[number]
         used.add(number)
         if rule.ignore:
+            ignored.append(_Ignored(name, rule, values))
             continue
         layer = 0
         if rule.stack:
-            if not values[rule.stack].isdecimal():
+            # Another form of a number, such as 00, would be written back as this one.
+            if not re.fullmatch("0|[1-9][0-9]{0,8}", values[rule.stack]):
                 problems.append(f"'{name}' has no number for {{{rule.stack}}}")
                 continue
             layer = int(values[rule.stack])
         for part, pattern in enumerate(_paths(rule)):
             path = _fill(pattern, values)
+            problem = _not_written_back(name, path, values, weight_map)
+            if problem:
+                problems.append(problem)
+                continue
             _, _, layers = found.setdefault(path, (rule, part, {}))
             if layer in layers:
                 problems.append(f"'{layers[layer]}' and '{name}' both are '{path}'")
@@ -335,7 +395,123 @@ def _sources(
             f"{where} cannot be read by {map_path}: {'; '.join(problems)}. Correct "
             "the rules, or add rules with 'ignore' for what is to be left out."
         )
-    return sources
+    return sources, ignored
+
+
+def _not_written_back(
+    name: str, path: str, values: Mapping[str, str], weight_map: Map
+) -> str:
+    """Explains why an array of theirs would not be written back under its name.
+
+    Args:
+      name: its name.
+      path: our path, to which its rule leads.
+      values: the values of the rule's {names}.
+      weight_map: the map.
+
+    Returns:
+      The reason; empty if it would be.
+    """
+    found = _find(path, weight_map.rules)
+    # The rule that leads to a path matches it, so there is one.
+    assert found is not None
+    number, _, backwards = found
+    rule = weight_map.rules[number]
+    if rule.stack:
+        backwards = {**backwards, rule.stack: values.get(rule.stack, "0")}
+    written = _fill(rule.theirs, backwards)
+    if written == name.removeprefix(weight_map.prefix):
+        return ""
+    return (
+        f"'{name}' is '{path}', which rule {number + 1} writes back as '{written}': "
+        "each path needs one rule, which holds in both directions"
+    )
+
+
+def _check_is_read_back(name: str, path: str, weight_map: Map) -> None:
+    """Raises ValueError unless an array of theirs would be read as a path of ours."""
+    found = _find_theirs(name.removeprefix(weight_map.prefix), weight_map.rules)
+    if found is None:
+        raise ValueError(
+            f"'{name}' begins with the prefix {weight_map.prefix!r}, so no rule would "
+            "read it"
+        )
+    number, values = found
+    rule = weight_map.rules[number]
+    if rule.ignore:
+        raise ValueError(f"'{name}' is read by rule {number + 1}, which ignores it")
+    paths = [_fill(pattern, values) for pattern in _paths(rule)]
+    if path not in paths:
+        raise ValueError(
+            f"'{name}' is that of another array, too: rule {number + 1} reads it as "
+            f"{', '.join(paths)}"
+        )
+
+
+def _descriptions(arrays: Arrays, ignored: Iterable[_Ignored]) -> list[str]:
+    """Describes the arrays that are left out, those that are alike together."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, rule, _ in ignored:
+        sizes = ",".join(map(str, arrays.shapes[name]))
+        form = f"{arrays.dtypes[name]}[{sizes}]"
+        alike.setdefault((rule.theirs, form, rule.ignore), []).append(name)
+    described = []
+    for (pattern, form, reason), names in alike.items():
+        count = ""
+        if len(names) > 1:
+            count = f" and {len(names) - 1} more of '{pattern}'"
+        described.append(f"{names[0]}{count}, {form} ({reason})")
+    return described
+
+
+def _check_copies(
+    arrays: Arrays, ignored: Iterable[_Ignored], prefix: str, map_path: str
+) -> None:
+    """Raises UserError if an array that is left out is not the copy that it must be."""
+    names = {name.removeprefix(prefix): name for name in arrays.shapes}
+    problems = []
+    for name, rule, values in ignored:
+        if not rule.equals:
+            continue
+        original = names.get(_fill(rule.equals, values))
+        if original is None:
+            wanted = _fill(rule.equals, values)
+            problems.append(f"'{name}' is to equal '{wanted}', which is not there")
+        elif not _are_equal(arrays, name, original):
+            problems.append(
+                f"'{name}' {arrays.shapes[name]} does not equal '{original}' "
+                f"{arrays.shapes[original]}, so it is more than {rule.ignore}"
+            )
+    if problems:
+        raise errors.UserError(
+            f"{arrays.path} has what {map_path} would lose: {'; '.join(problems)}. "
+            "Train a model with a parameter for it, by a map that has 'ours' for it. "
+            "To leave it out all the same, give a map whose rule has no 'equals'."
+        )
+
+
+def _are_equal(arrays: Arrays, name: str, other: str) -> bool:
+    """Returns whether two arrays of theirs have the same shape and values."""
+    shape = arrays.shapes[name]
+    if arrays.shapes[other] != shape:
+        return False
+    whole = tuple(slice(0, size) for size in shape)
+    if math.prod(shape) == 0:
+        return True
+    if not shape:
+        return _have_equal_values(arrays.read(name, ()), arrays.read(other, ()))
+    # In parts, so that little is in memory at a time.
+    rows = max(_COMPARED // math.prod(shape[1:]), 1)
+    for start in range(0, shape[0], rows):
+        part = (slice(start, min(start + rows, shape[0])), *whole[1:])
+        if not _have_equal_values(arrays.read(name, part), arrays.read(other, part)):
+            return False
+    return True
+
+
+def _have_equal_values(x: np.ndarray, y: np.ndarray) -> bool:
+    # NaN equals itself here.
+    return bool(np.all((x == y) | ((x != x) & (y != y))))
 
 
 def _shape(source: _Source, theirs: tuple[int, ...]) -> tuple[int, ...]:
@@ -385,15 +561,28 @@ def _to_form_of_theirs(rule: Rule, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _find(path: str, rules: list[Rule]) -> tuple[Rule, int, dict[str, str]] | None:
-    """Returns the rule of a path of ours, the number of the part, and the {names}."""
-    for rule in rules:
+def _find(path: str, rules: list[Rule]) -> tuple[int, int, dict[str, str]] | None:
+    """Returns the first rule of a path of ours.
+
+    Returns:
+      The number of the rule from 0, that of the part, and the values of the {names}.
+    """
+    for number, rule in enumerate(rules):
         if rule.ignore:
             continue
         for part, pattern in enumerate(_paths(rule)):
             values = _match(pattern, path)
             if values is not None:
-                return rule, part, values
+                return number, part, values
+    return None
+
+
+def _find_theirs(name: str, rules: list[Rule]) -> tuple[int, dict[str, str]] | None:
+    """Returns the first rule of a name of theirs: its number, and the {names}."""
+    for number, rule in enumerate(rules):
+        values = _match(rule.theirs, name)
+        if values is not None:
+            return number, values
     return None
 
 
