@@ -2,15 +2,22 @@
 arrays, tokenizers, texts, positions in data, exports.
 """
 
+import codecs
 import json
+import os
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from safetensors import numpy as safetensors
 
+from configs import lm_words
+from experiments.lm import words
 from xshard import checkpoint, errors
+from xshard.data import text
 from xshard.files import tensors, weight_map
 
 _DATA_MAP = "experiments/lm/gpt2_map.json"
@@ -206,3 +213,181 @@ def test_44_arrays_of_size_zero_come_from_a_file(tmp_path):
 def test_44_a_type_that_a_file_cannot_hold_is_named(tmp_path):
     with pytest.raises(errors.UserError, match="cannot hold arrays of these types"):
         tensors.write(tmp_path / "a.safetensors", {"w": np.ones(2, complex)}, {})
+
+
+def _data_tokenizer(texts):
+    return text.train_tokenizer(texts, 300)
+
+
+_DATA_TEXT = "The quick brown fox jumps over the lazy dog, \N{SNOWMAN}  twice. " * 3
+
+
+@pytest.mark.parametrize("place", ["a file", "an object"])
+def test_38_settings_of_a_tokenizer_drop_add_and_draw_no_tokens(
+    tmp_path, place, caplog
+):
+    clean = _data_tokenizer([_DATA_TEXT])
+    expected = text.encoder(clean)(_DATA_TEXT)
+    changed = tokenizers.Tokenizer.from_str(clean.to_str())
+    changed.enable_truncation(5)
+    changed.enable_padding(length=700)
+    changed.model.dropout = 0.5
+    end = (text.END, clean.token_to_id(text.END))
+    changed.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{text.END} $A {text.END}", special_tokens=[end]
+    )
+    changed.save(str(tmp_path / "tokenizer.json"))
+    if place == "a file":
+        changed = text.load_tokenizer(tmp_path / "tokenizer.json")
+        # Also what is encoded without `encoder` is whole.
+        assert len(changed.encode(_DATA_TEXT).ids) == len(expected) + 1
+    encode = text.encoder(changed)
+    for _ in range(3):
+        np.testing.assert_array_equal(encode(_DATA_TEXT), expected)
+    for setting in ("truncation", "padding", "dropout=0.5"):
+        assert setting in caplog.text
+    caplog.clear()
+    text.encoder(text.load_tokenizer(tmp_path / "tokenizer.json"))
+    # Said once, by the function that reads the file.
+    assert caplog.text.count("switched off") == 1
+
+
+def test_38_an_end_that_is_no_special_token_does_not_end_a_text():
+    settings = json.loads(_data_tokenizer([_DATA_TEXT]).to_str())
+    settings["added_tokens"][0]["special"] = False
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    tokens = text.encoder(tokenizer)(f"one{text.END}two")
+    end = tokenizer.token_to_id(text.END)
+    assert (tokens == end).tolist() == [False] * (len(tokens) - 1) + [True]
+    with pytest.raises(errors.UserError, match="no token '<fin>'"):
+        text.encoder(tokenizer, "<fin>")
+
+
+def _data_metaspace():
+    """Returns a lossless tokenizer that is not over bytes, as SentencePiece's are."""
+    characters = sorted({*_DATA_TEXT, "\N{LOWER ONE EIGHTH BLOCK}", "q", "u", "\n"})
+    vocabulary = {text.END: 0, "q": 1, "u": 2, "qu": 3}
+    for character in characters:
+        vocabulary.setdefault(character, len(vocabulary))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [("q", "u")], fuse_unk=False)
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+        prepend_scheme="always"
+    )
+    tokenizer.decoder = tokenizers.decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_special_tokens([text.END])
+    return tokenizer
+
+
+def test_38_the_bytes_of_tokens_are_those_of_the_text():
+    byte_level = _data_tokenizer([_DATA_TEXT])
+    added = tokenizers.Tokenizer.from_str(byte_level.to_str())
+    added.add_tokens(["\N{SNOWMAN}  twice"])
+    for tokenizer in (byte_level, added, _data_metaspace()):
+        for sample in (_DATA_TEXT, "", "quick", "qu  \N{SNOWMAN}\N{SNOWMAN}  "):
+            tokens = text.encoder(tokenizer)(sample)
+            counts = text.byte_counter(tokenizer)(sample)
+            assert counts.shape == tokens.shape and counts.dtype == np.int32
+            assert counts.sum() == len(sample.encode()) + 1 and counts.min() >= 0
+    # Each token of ASCII stands for its letters.
+    encoding = byte_level.encode("the quick dog")
+    sizes = [len(token) for token in encoding.tokens]
+    assert text.byte_counter(byte_level)("the quick dog").tolist() == [*sizes, 1]
+
+
+def test_38_bytes_of_a_text_that_is_not_given_back_are_refused():
+    lossy = []
+    for normalizer in ("Lowercase", "NFKC", "Strip"):
+        changed = _data_tokenizer([_DATA_TEXT])
+        changed.normalizer = getattr(tokenizers.normalizers, normalizer)()
+        lossy.append(changed)
+    without_decoder = _data_metaspace()
+    without_decoder.decoder = None
+    unknown = tokenizers.Tokenizer(tokenizers.models.BPE({text.END: 0, "T": 1}, []))
+    for tokenizer in (*lossy, without_decoder, unknown):
+        with pytest.raises(
+            errors.UserError, match="The tokenizer gives back '.* for '"
+        ):
+            text.byte_counter(tokenizer)("The \N{ROMAN NUMERAL TWO} ")
+
+
+def _data_words(folder, tokenizer, **changes):
+    """Returns an experiment over 20 files of words."""
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(_DATA_TEXT * (1 + number % 3))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = lm_words.get_config()
+    changes = {
+        "text.files": (f"{folder}/*.txt",),
+        "text.tokenizer": str(folder / "tokenizer.json"),
+        "text.vocabulary": 320,
+        "text.length": 16,
+        "text.eval_windows": 0,
+        "sample.length": 4,
+        "sample.prompts": ("The quick brown fox jumps", f"dog{text.END}"),
+        **changes,
+    }
+    config.update_from_flattened_dict(changes)
+    return words.Words(config.lock())
+
+
+def test_38_an_evaluation_counts_all_bytes_whatever_a_tokenizer_sets(tmp_path):
+    tokenizer = _data_tokenizer([_DATA_TEXT])
+    tokenizer.add_tokens(["\N{SNOWMAN}  twice"])
+    tokenizer.enable_truncation(7)
+    experiment = _data_words(tmp_path, tokenizer)
+    rows = experiment.eval_data()
+    size = 0
+    for _, held_out in experiment._sources:
+        size += sum(os.path.getsize(path) + 1 for path in held_out)
+    assert rows["bytes"].sum() == size
+    lowercase = _data_tokenizer([_DATA_TEXT])
+    lowercase.normalizer = tokenizers.normalizers.Lowercase()
+    with pytest.raises(errors.UserError, match="gives back 'the quick"):
+        _data_words(tmp_path, lowercase).eval_data()
+    with pytest.raises(errors.UserError, match="vocabulary=280 must be at least"):
+        _data_words(tmp_path, tokenizer, **{"text.vocabulary": 280})._tokenizer
+
+
+def test_38_a_prompt_is_all_of_its_tokens_and_nothing_else(tmp_path):
+    tokenizer = _data_tokenizer([_DATA_TEXT])
+    end = (text.END, tokenizer.token_to_id(text.END))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{text.END} $A {text.END}", special_tokens=[end]
+    )
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=12)
+    experiment = _data_words(tmp_path, tokenizer)
+    full_stop = tokenizer.token_to_id(".")
+
+    def predict(batch):
+        logits = np.zeros((*batch["text"].shape, 320), np.float32)
+        logits[..., full_stop] = 1e6
+        return logits[:, :-1]
+
+    shown = experiment.samples(predict, jax.random.key(0)).splitlines()
+    assert shown[1] == "The quick brown fox jumps...."
+    # The end that a prompt has as text is text.
+    assert shown[3] == f"dog{text.END}...."
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_12_a_byte_order_mark_is_no_text(tmp_path, end):
+    path = tmp_path / "a.jsonl"
+    mark = codecs.BOM_UTF8
+    lines = ['{"a": 1}', "\ufeffsecond", "third\ufeff"]
+    path.write_bytes(mark + end.join(lines).encode())
+    found = text.Lines([path, path])
+    # A mark is one at the head of a file only.
+    assert [found[i] for i in range(len(found))] == lines * 2
+    assert json.loads(found[0]) == {"a": 1}
+    assert text.Files([path])[0] == end.join(lines)
+    for content, expected in [
+        (mark, []),
+        (mark + b"\n\nx", ["x"]),
+        (mark * 2, ["\ufeff"]),
+    ]:
+        path.write_bytes(content)
+        found = text.Lines([path])
+        assert [found[i] for i in range(len(found))] == expected

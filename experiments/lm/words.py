@@ -4,6 +4,7 @@ Files from one or more sources are packed into rows.
 """
 
 import functools
+import itertools
 import math
 
 import grain
@@ -40,11 +41,12 @@ class Words(experiment.LanguageModel):
             files = text_lib.Files([paths[int(i)] for i in spread])
             texts = (files[i] for i in range(len(files)))
             tokenizer = text_lib.train_tokenizer(texts, config.vocabulary, self._end)
-        if tokenizer.get_vocab_size() > config.vocabulary:
+        # The numbers of tokens may have gaps.
+        size = max(tokenizer.get_vocab().values()) + 1
+        if size > config.vocabulary:
             raise xshard.UserError(
-                f"text.vocabulary={config.vocabulary} must be at least the "
-                f"{tokenizer.get_vocab_size()} tokens of "
-                f"text.tokenizer={config.tokenizer!r}."
+                f"text.vocabulary={config.vocabulary} must be at least the {size} "
+                f"tokens of text.tokenizer={config.tokenizer!r}."
             )
         return tokenizer
 
@@ -66,6 +68,9 @@ class Words(experiment.LanguageModel):
 
     def _rows(self, documents):
         encode = text_lib.encoder(self._tokenizer, self._end)
+        return self._packed(documents, encode)
+
+    def _packed(self, documents, encode):
         return text_lib.pack(documents, encode, self.config.text.length + 1)
 
     def train_batches(self, part):
@@ -85,16 +90,15 @@ class Words(experiment.LanguageModel):
             paths += held_out
         documents = grain.MapDataset.source(text_lib.Files(paths))
         rows = data.stack(list(self._rows(documents)))
+        # Packed as the tokens are. The end of a file counts as one byte, as in the byte
+        # model.
+        count_bytes = text_lib.byte_counter(self._tokenizer, self._end)
+        rows["bytes"] = data.stack(list(self._packed(documents, count_bytes)))["text"]
         count = self.config.text.eval_windows
         if 0 < count < len(rows["text"]):
             chosen = np.linspace(0, len(rows["text"]) - 1, count).astype(np.int64)
             rows = {name: array[chosen] for name, array in rows.items()}
-        # In a byte-level vocabulary, each letter of a token's name stands for one byte.
-        # The end of a file counts as one byte, as in the byte model.
-        sizes = np.zeros(self.config.text.vocabulary, np.int32)
-        for name, token in self._tokenizer.get_vocab().items():
-            sizes[token] = 1 if name == self._end else len(name)
-        return {**rows, "bytes": sizes[rows["text"]]}
+        return rows
 
     def forward(self, batch, *, is_training):
         del is_training
@@ -134,8 +138,9 @@ class Words(experiment.LanguageModel):
         """
         tokenizer = self._tokenizer
         end = tokenizer.token_to_id(self._end)
+        encode = text_lib.encoder(tokenizer, self._end)
         prompts = self.config.sample.prompts
-        texts = [[end, *tokenizer.encode(prompt).ids] for prompt in prompts]
+        texts = [[end, *encode(prompt)[:-1].tolist()] for prompt in prompts]
 
         def predict_rows(rows):
             batch = {
@@ -155,9 +160,9 @@ class Words(experiment.LanguageModel):
         )
         shown = []
         for prompt, written in zip(prompts, texts, strict=True):
-            decoded = tokenizer.decode(written[1:], skip_special_tokens=False)
-            first, *_ = decoded.split(self._end)
-            shown.append(f"--- {prompt!r}\n{experiment.printable(first)}")
+            tokens = list(itertools.takewhile(lambda token: token != end, written[1:]))
+            decoded = tokenizer.decode(tokens, skip_special_tokens=False)
+            shown.append(f"--- {prompt!r}\n{experiment.printable(decoded)}")
         return "\n".join(shown)
 
 

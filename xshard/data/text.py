@@ -5,12 +5,15 @@ as `grain.IterDataset.mix`. `xshard.data.pipelines.Streams` makes batches from t
 result.
 """
 
+import codecs
+import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from absl import logging
 
 from xshard import errors
 from xshard.files import buckets
@@ -62,7 +65,8 @@ class Files:
         except OSError as e:
             raise errors.UserError(f"{path} cannot be read ({e}).") from e
         try:
-            return content.decode()
+            # Some programs begin a file with a mark of its encoding, which is no text.
+            return content.decode("utf-8-sig")
         except UnicodeError as e:
             raise errors.UserError(
                 f"{path} cannot be read as UTF-8 ({e}); repair it, or leave it out."
@@ -73,8 +77,8 @@ class Lines:
     """A source of the lines of files, file after file, such as those of JSON lines.
 
     A line is a `str` without its end, a newline that may follow a carriage return.
-    Lines without any character are left out. Each is read when it is accessed, by its
-    range of bytes.
+    Lines without any character are left out, and so is the byte order mark with which
+    some programs begin a file. Each is read when it is accessed, by its range of bytes.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike]):
@@ -148,7 +152,8 @@ def _index(path: str) -> tuple[np.ndarray, Hashable]:
         raise errors.UserError(f"{path} cannot be read ({e}).") from e
     codes = np.frombuffer(content, np.uint8)
     after_ends = np.flatnonzero(codes == ord("\n")) + 1
-    bounds = np.unique(np.concatenate([[0], after_ends, [len(codes)]]))
+    start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    bounds = np.unique(np.concatenate([[start], after_ends, [len(codes)]]))
     begins = bounds[:-1]
     sizes = np.diff(bounds)
     first = codes[begins]
@@ -249,6 +254,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, end: str = END) -> To
 def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
     """Loads a tokenizer from a file.
 
+    Settings of the file by which tokens would be dropped, added or drawn at random are
+    switched off, with a warning that names them: truncation, padding and dropout.
+
     Args:
       path: a file that `Tokenizer.save` of the package tokenizers wrote, such as a
         `tokenizer.json` of the hub.
@@ -270,25 +278,121 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
         raise errors.UserError(
             f"The tokenizer in {os.fspath(path)} has no token {end!r}."
         )
-    return tokenizer
+    return _without_losses(tokenizer, f"The tokenizer in {os.fspath(path)}", end)
 
 
 def encoder(tokenizer: Tokenizer, end: str = END) -> Callable[[str], np.ndarray]:
     """Returns the function that encodes a text as tokens, followed by `end`.
 
-    The tokens are an int32 array of shape (tokens,). If a text contains `end`
-    literally, it is encoded as ordinary bytes.
+    The tokens are an int32 array of shape (tokens,), the same at each call. If a text
+    contains `end` literally, it is encoded as ordinary bytes. Truncation, padding and
+    dropout are switched off, as `load_tokenizer` does, and a post-processor adds no
+    tokens.
+
+    Raises:
+      UserError: if the tokenizer has no token `end`.
     """
-    # A copy, so that the setting below does not change the caller's tokenizer.
-    tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+    encode, end_token = _encoder(tokenizer, end)
+
+    def encode_with_end(text: str) -> np.ndarray:
+        return np.array([*encode(text).ids, end_token], np.int32)
+
+    return encode_with_end
+
+
+def byte_counter(tokenizer: Tokenizer, end: str = END) -> Callable[[str], np.ndarray]:
+    """Returns the function that counts the bytes for which each token of a text stands.
+
+    The counts are an int32 array of shape (tokens,), in the order of the tokens of
+    `encoder`. Their sum is the size of the text in UTF-8, and 1 for `end`. Where
+    several tokens are parts of one character, its bytes are those of the first.
+
+    The function raises UserError if the tokens of a text do not decode to it, since a
+    model of them is no model of its bytes.
+    """
+    encode, _ = _encoder(tokenizer, end)
+
+    def count(text: str) -> np.ndarray:
+        encoding = encode(text)
+        decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
+        if decoded != text:
+            raise errors.UserError(
+                f"The tokenizer gives back {_difference(text, decoded)}, so its tokens "
+                "have no number of bytes. Use one that decodes to the same text, such "
+                "as those that train_tokenizer trains, over bytes and without a "
+                "normalizer."
+            )
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        sizes = 1 + (codes >= 1 << 7) + (codes >= 1 << 11) + (codes >= 1 << 16)
+        # Where each character begins, and the end of the text.
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        last = np.array([0, *[stop for _, stop in encoding.offsets]])
+        # What no token covers, such as a space, belongs to the next token.
+        ends = bounds[np.maximum.accumulate(last)]
+        at_end = bounds[-1] - ends[-1] + 1
+        return np.append(np.diff(ends), at_end).astype(np.int32)
+
+    return count
+
+
+def _encoder(tokenizer: Tokenizer, end: str) -> tuple[Callable[[str], Any], int]:
+    """Returns the function that encodes a text without `end`, and the token `end`."""
+    # A copy, so that the settings below do not change the caller's tokenizer.
+    tokenizer = _without_losses(tokenizer, "The tokenizer", end)
     tokenizer.encode_special_tokens = True
     end_token = tokenizer.token_to_id(end)
+    if end_token is None:
+        raise errors.UserError(
+            f"The tokenizer has no token {end!r}, which is to end each text: name "
+            "another one."
+        )
 
-    def encode(text: str) -> np.ndarray:
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array([*tokens, end_token], np.int32)
+    def encode(text: str) -> Any:
+        return tokenizer.encode(text, add_special_tokens=False)
 
-    return encode
+    return encode, end_token
+
+
+def _without_losses(tokenizer: Tokenizer, what: str, end: str) -> Tokenizer:
+    """Returns a copy of a tokenizer that drops, adds and draws no tokens.
+
+    Args:
+      tokenizer: the tokenizer.
+      what: what the warning calls it.
+      end: the token that ends a text, which no text may contain.
+    """
+    settings = json.loads(tokenizer.to_str())
+    off = []
+    for name in ("truncation", "padding"):
+        if settings.get(name):
+            off.append(name)
+            settings[name] = None
+    if settings["model"].get("dropout"):
+        off.append(f"dropout={settings['model']['dropout']}")
+        settings["model"]["dropout"] = None
+    # A token that is not special would be found in texts.
+    for token in settings["added_tokens"]:
+        if token["content"] == end:
+            token["special"] = True
+    if off:
+        logging.warning(
+            "%s has %s, by which tokens would be dropped, added or drawn at random: "
+            "switched off.",
+            what,
+            ", ".join(off),
+        )
+    return type(tokenizer).from_str(json.dumps(settings))
+
+
+def _difference(text: str, decoded: str) -> str:
+    """Describes where two texts begin to differ."""
+    same = 0
+    for character, other in zip(text, decoded, strict=False):
+        if character != other:
+            break
+        same += 1
+    begin = max(same - 10, 0)
+    return f"{decoded[begin : same + 20]!r} for {text[begin : same + 20]!r}"
 
 
 def pack(
