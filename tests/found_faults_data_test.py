@@ -2,9 +2,15 @@
 arrays, tokenizers, texts, positions in data, exports.
 """
 
+import base64
 import codecs
+import io
 import json
 import os
+import struct
+import tracemalloc
+import warnings
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +23,8 @@ from safetensors import numpy as safetensors
 from configs import lm_words
 from experiments.lm import words
 from xshard import checkpoint, errors
-from xshard.data import text
+from xshard import mesh as mesh_lib
+from xshard.data import batches, pipelines, text
 from xshard.files import tensors, weight_map
 
 _DATA_MAP = "experiments/lm/gpt2_map.json"
@@ -347,7 +354,7 @@ def test_38_an_evaluation_counts_all_bytes_whatever_a_tokenizer_sets(tmp_path):
     with pytest.raises(errors.UserError, match="gives back 'the quick"):
         _data_words(tmp_path, lowercase).eval_data()
     with pytest.raises(errors.UserError, match="vocabulary=280 must be at least"):
-        _data_words(tmp_path, tokenizer, **{"text.vocabulary": 280})._tokenizer
+        _data_words(tmp_path, tokenizer, **{"text.vocabulary": 280}).eval_data()
 
 
 def test_38_a_prompt_is_all_of_its_tokens_and_nothing_else(tmp_path):
@@ -391,3 +398,136 @@ def test_12_a_byte_order_mark_is_no_text(tmp_path, end):
         path.write_bytes(content)
         found = text.Lines([path])
         assert [found[i] for i in range(len(found))] == expected
+
+
+def _data_sources(weights, count=64):
+    """Returns which of some datasets the first rows of a mix come from."""
+    stream = pipelines.Stream(index=0, count=1, seed=0)
+    datasets = [[number] for number in range(len(weights))]
+    mix = pipelines.Mix(datasets, [(0, weights)], stream)
+    return [mix.source(row) for row in range(count)]
+
+
+@pytest.mark.parametrize(
+    "weights, like",
+    [
+        ([1.7e308, 1.7e308], [1, 1]),
+        ([1.7e308, 1.7e308, 1.7e308], [1, 1, 1]),
+        ([5e-324, 5e-324], [1, 1]),
+        ([1e-323, 5e-324], [2, 1]),
+        ([10**308, 3 * 10**307], [10, 3]),
+        ([np.float32(3e38), np.float32(3e38)], [1, 1]),
+        ([1.7e308, 5e-324], [1, 0]),
+        ([0, 1.7e308], [0, 1]),
+    ],
+)
+def test_12_weights_of_any_size_have_their_shares(weights, like):
+    assert _data_sources(weights) == _data_sources(like)
+    assert set(_data_sources(like)) == {i for i, x in enumerate(like) if x}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [np.nan, 1],
+        [np.inf, 1],
+        [-1, 2],
+        [0, 0],
+        [10**400, 1],
+        ["1", 1],
+        [None, 1],
+        [1j, 1],
+    ],
+)
+def test_12_weights_that_are_no_shares_are_refused(weights):
+    with pytest.raises(errors.UserError, match="of a mix must be rows"):
+        _data_sources(weights)
+
+
+def test_12_weights_of_words_are_checked_before_grain_divides(tmp_path):
+    tokenizer = _data_tokenizer([_DATA_TEXT])
+    changes = {"text.files": ("a", "b")}
+    for weights in [(np.nan, 1.0), (np.inf, 1.0), (1e-320, 1e-320), (1e308, 1e-308)]:
+        changes["text.weights"] = weights
+        with pytest.raises(errors.UserError, match="with finite ratios"):
+            _data_words(tmp_path, tokenizer, **changes)
+
+
+class _DataKeeper:
+    """Batches whose state has arrays."""
+
+    def __init__(self, *arrays):
+        self.arrays = list(arrays)
+
+    def __next__(self):
+        return {"x": np.zeros((8, 1), np.float32)}
+
+    def get_state(self):
+        return {"kept": self.arrays}
+
+    def set_state(self, state):
+        self.arrays = state["kept"]
+
+
+def _data_batches(iterator):
+    mesh = mesh_lib.make_mesh([[0]], devices=jax.devices()[:1])
+    return batches.TrainBatches(lambda part: iterator, mesh, batch_size=8, seed=0)
+
+
+def _data_forged(megabytes):
+    """Returns an array of zeros as a position has it, and what it claims to be."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(megabytes << 20, np.uint8))
+    content = base64.b64encode(zlib.compress(file.getvalue(), 9)).decode()
+    return {"npy": content}
+
+
+def test_18_a_position_inflates_within_bounds():
+    taken = _data_batches(_DataKeeper())
+    forged = _data_forged(160)
+    assert len(forged["npy"]) < 300_000
+    for kept in ([forged], [_data_forged(40)] * 4, {"a": {"tuple": [forged]}}):
+        position = {"step": 3, "iterator": {"kept": kept}}
+        tracemalloc.start()
+        try:
+            with pytest.raises(errors.UserError, match="of step 3 has a position in"):
+                taken.restore([position])
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        # What the bound lets through, twice: as bytes and as an array.
+        assert peak < 140 << 20
+    # What is claimed is not allocated, and what is cut off is no array.
+    header = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
+    header += b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999,), }"
+    header = header.ljust(127) + b"\n"
+    cut = base64.b64decode(_data_forged(1)["npy"])[:-9]
+    for content in (zlib.compress(header), cut, b"no zlib", zlib.compress(b"none")):
+        kept = [{"npy": base64.b64encode(content).decode()}]
+        with pytest.raises(errors.UserError, match="data that cannot be read"):
+            taken.restore([{"step": 3, "iterator": {"kept": kept}}])
+
+
+def test_18_a_large_state_is_restored_whatever_it_holds(monkeypatch):
+    # The bounds of a smaller machine, to be fast.
+    monkeypatch.setattr(batches, "_INFLATED_BYTES", 1 << 20)
+    empty = np.zeros(8 << 20, np.uint8)
+    # A buffer from the beginning, and one that grew.
+    for begin, later in [([empty], [empty + 1]), ([], [empty, np.arange(9)])]:
+        taken = _data_batches(_DataKeeper(*begin))
+        taken._iterator.arrays = later
+        position = json.loads(json.dumps(taken.position(5)))
+        again = _data_batches(_DataKeeper(*begin))
+        again.restore([position])
+        for found, kept in zip(again._iterator.arrays, later, strict=True):
+            np.testing.assert_array_equal(found, kept)
+            assert found.dtype == kept.dtype
+    # Arrays of other versions of the format, and of no elements.
+    odd = np.zeros(3, [("\N{SNOWMAN}", "<f4"), ("y", "<i2")])
+    for state in (odd, np.zeros((0, 3)), np.array(2.5), np.asfortranarray(np.eye(3))):
+        with warnings.catch_warnings():
+            # NumPy warns of the newest version.
+            warnings.simplefilter("ignore")
+            found = batches._from_json(batches._to_json(state))
+        assert found.dtype == state.dtype and found.shape == state.shape
+        np.testing.assert_array_equal(found, state)

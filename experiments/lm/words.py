@@ -189,14 +189,24 @@ def _check(config):
     """Raises UserError for values that would otherwise fail deep inside a library."""
     weights = config.text.weights
     files = config.text.files
-    if weights and (len(weights) != len(files) or min(weights) <= 0):
+    if weights and (len(weights) != len(files) or not _have_ratios(weights)):
         raise xshard.UserError(
             f"text.weights={weights!r} must have a number above 0 for each of the "
-            f"{len(files)} entries of text.files; or be empty, where all of them are "
-            "one source."
+            f"{len(files)} entries of text.files, with finite ratios; or be empty, "
+            "where all of them are one source."
         )
     for key in ("streams", "tokenizer_files"):
         if config.text[key] < 1:
             raise xshard.UserError(
                 f"text.{key}={config.text[key]!r} must be at least 1."
             )
+
+
+def _have_ratios(weights):
+    """Returns whether grain can mix by these weights."""
+    try:
+        is_good = all(0 < weight < math.inf for weight in weights)
+        # It divides by the smallest one.
+        return is_good and math.isfinite(100 / min(weights) * max(weights))
+    except (TypeError, OverflowError):
+        return False

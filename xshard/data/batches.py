@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,14 @@ _BYTES = "base64"
 _ARRAY = "npy"
 _TUPLE = "tuple"
 _MARKERS = (_BYTES, _ARRAY, _TUPLE)
+# A position may inflate to this size; to this multiple of its compressed size, which
+# is far below the thousandfold of a forged one; and to this multiple of what the
+# iterator has from its beginning, such as a buffer that is still empty.
+_INFLATED_BYTES = 64 << 20
+_INFLATED_FOLD = 100
+_INITIAL_FOLD = 4
+# More than NumPy's format has before an array's elements.
+_HEADER_BYTES = 1 << 10
 
 
 class TrainBatches:
@@ -95,7 +104,8 @@ class TrainBatches:
             batch_size, rows=tuple(rows_of_groups), seed=seed, sizes=self.sizes
         )
         self._iterator: Any = make(part)
-        _check_iterator(self._iterator)
+        # The size of the arrays of the iterator's first state.
+        self._initial_bytes = _check_iterator(self._iterator)
         self._acts_every_steps = getattr(self._iterator, "acts_every_steps", None)
         if self._acts_every_steps is not None:
             _check_acts(self._iterator, self._acts_every_steps)
@@ -225,7 +235,8 @@ class TrainBatches:
         """Restores the iterator's state at the end of the context."""
         # The state is copied, through the form that checkpoints use: the iterator may
         # write into its arrays.
-        state = _from_json(_to_json(self._iterator.get_state()))
+        encoded = self._encoded_state()
+        state = _from_json(encoded, _inflatable(encoded, self._initial_bytes))
         try:
             yield
         finally:
@@ -233,7 +244,17 @@ class TrainBatches:
 
     def position(self, step: int) -> dict[str, Any]:
         """Returns this process's position in its data after a step, as JSON values."""
-        return {"step": step, "iterator": _to_json(self._iterator.get_state())}
+        return {"step": step, "iterator": self._encoded_state()}
+
+    def _encoded_state(self) -> Any:
+        """Returns the iterator's state as JSON values that `_from_json` accepts."""
+        state = self._iterator.get_state()
+        encoded = _to_json(state)
+        size = _array_bytes(state)
+        if size > _inflatable(encoded, self._initial_bytes):
+            # Too uniform for the bounds, so it is compressed to an eighth at most.
+            encoded = _to_json(state, zlib.Z_HUFFMAN_ONLY)
+        return encoded
 
     def restore(self, positions: Sequence[Mapping[str, Any]]) -> None:
         """Restores the position from a checkpoint.
@@ -253,8 +274,22 @@ class TrainBatches:
                 "omit others. Start a new run in another directory with --init_from."
             )
         states = [position["iterator"] for position in positions]
+        # Fewer processes may have saved it, each with more of the data.
+        share = -(-jax.process_count() // len(states))
+        initial_bytes = share * self._initial_bytes
+
+        def decoded(state: Any) -> Any:
+            try:
+                return _from_json(state, _inflatable(state, initial_bytes))
+            except (ValueError, zlib.error) as e:
+                raise errors.UserError(
+                    f"The checkpoint of step {step} has a position in the training "
+                    f"data that cannot be read: {e}. Resume from another checkpoint, "
+                    "or start a new run in another directory with --init_from."
+                ) from e
+
         if hasattr(self._iterator, "join_states"):
-            joined = self._iterator.join_states([_from_json(x) for x in states])
+            joined = self._iterator.join_states([decoded(x) for x in states])
             self._iterator.set_state(joined)
             return
         # Equal states are not enough: processes that read different files may have
@@ -271,7 +306,7 @@ class TrainBatches:
                 "batches, and set its attribute state_is_shared = True; or define its "
                 "method join_states, as xshard.data.pipelines.Streams does."
             )
-        self._iterator.set_state(_from_json(states[jax.process_index()]))
+        self._iterator.set_state(decoded(states[jax.process_index()]))
 
     def _take_next(self) -> data.Arrays:
         try:
@@ -456,7 +491,15 @@ def _kind(batch: Any) -> list[Any] | None:
     return kind
 
 
-def _check_iterator(iterator: Any) -> None:
+def _check_iterator(iterator: Any) -> int:
+    """Checks an iterator's methods and its first state.
+
+    Returns:
+      The size of the state's arrays in bytes.
+
+    Raises:
+      UserError: if it is no iterator of training data.
+    """
     methods = ("__next__", "get_state", "set_state")
     lacking = [x for x in methods if not callable(getattr(iterator, x, None))]
     if lacking:
@@ -465,14 +508,16 @@ def _check_iterator(iterator: Any) -> None:
             f"{', '.join(lacking)}; an iterator of training data has __next__, "
             "get_state and set_state, as iter() of a grain.IterDataset has."
         )
+    state = iterator.get_state()
     try:
-        json.dumps(_to_json(iterator.get_state()))
+        json.dumps(_to_json(state))
     except TypeError as e:
         raise errors.UserError(
             f"get_state of {type(iterator).__name__} returned a value that "
             f"JSON cannot hold ({e}). It may contain numbers, texts, lists, "
             "tuples, dictionaries with texts as keys, bytes, and NumPy arrays."
         ) from e
+    return _array_bytes(state)
 
 
 def _check_acts(iterator: Any, every: Any) -> None:
@@ -489,11 +534,15 @@ def _check_acts(iterator: Any, every: Any) -> None:
         )
 
 
-def _to_json(state: Any) -> Any:
+def _to_json(state: Any, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
     """Converts a state to JSON values.
 
     Bytes, arrays and tuples become dictionaries with a marker key. Tuples must be
     restored as tuples, because grain's iterators distinguish them from lists.
+
+    Args:
+      state: the state.
+      strategy: zlib's strategy for arrays.
 
     Raises:
       TypeError: for any other type.
@@ -511,32 +560,113 @@ def _to_json(state: Any) -> Any:
         np.save(file, state, allow_pickle=False)
         # Arrays are compressed, since buffers are often mostly empty or have few
         # distinct values.
-        return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue(), 1)).decode()}
+        compressor = zlib.compressobj(1, strategy=strategy)
+        compressed = compressor.compress(file.getbuffer()) + compressor.flush()
+        return {_ARRAY: base64.b64encode(compressed).decode()}
     if isinstance(state, tuple):
-        return {_TUPLE: [_to_json(item) for item in state]}
+        return {_TUPLE: [_to_json(item, strategy) for item in state]}
     if isinstance(state, list):
-        return [_to_json(item) for item in state]
+        return [_to_json(item, strategy) for item in state]
     if isinstance(state, Mapping):
         for name in state:
             # JSON would make a string of another key.
             is_marker = name in _MARKERS and len(state) == 1
             if not isinstance(name, str) or is_marker:
                 raise TypeError(f"a dictionary with the key {name!r}")
-        return {name: _to_json(item) for name, item in state.items()}
+        return {name: _to_json(item, strategy) for name, item in state.items()}
     return state
 
 
-def _from_json(state: Any) -> Any:
-    """Converts JSON values to a state: the inverse of `_to_json`."""
-    if isinstance(state, list):
-        return [_from_json(item) for item in state]
-    if not isinstance(state, dict):
-        return state
-    if state.keys() == {_BYTES}:
-        return base64.b64decode(state[_BYTES])
-    if state.keys() == {_ARRAY}:
-        content = zlib.decompress(base64.b64decode(state[_ARRAY]))
-        return np.load(io.BytesIO(content), allow_pickle=False)
-    if state.keys() == {_TUPLE}:
-        return tuple(_from_json(item) for item in state[_TUPLE])
-    return {name: _from_json(item) for name, item in state.items()}
+def _from_json(state: Any, most: int | None = None) -> Any:
+    """Converts JSON values to a state: the inverse of `_to_json`.
+
+    Args:
+      state: the JSON values.
+      most: the most bytes to which all arrays together may inflate; by default those
+        of an iterator that begins without arrays.
+
+    Raises:
+      ValueError: if there are more, or an array is damaged.
+      zlib.error: likewise.
+    """
+    if most is None:
+        most = _inflatable(state, 0)
+    left = most
+
+    def decoded(value: Any) -> Any:
+        nonlocal left
+        if isinstance(value, list):
+            return [decoded(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if value.keys() == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        if value.keys() == {_ARRAY}:
+            decompressor = zlib.decompressobj()
+            compressed = base64.b64decode(value[_ARRAY])
+            # A bound of 0 would be none.
+            bound = max(left + _HEADER_BYTES, 1)
+            content = decompressor.decompress(compressed, bound)
+            if decompressor.unconsumed_tail or not decompressor.eof:
+                raise ValueError(
+                    f"its arrays are cut off, or have more than the {most} bytes to "
+                    "which a position of this iterator may inflate"
+                )
+            left -= len(content)
+            return _array_in(content)
+        if value.keys() == {_TUPLE}:
+            return tuple(decoded(item) for item in value[_TUPLE])
+        return {name: decoded(item) for name, item in value.items()}
+
+    return decoded(state)
+
+
+def _array_in(content: bytes) -> np.ndarray:
+    """Returns the array in NumPy's format; raises ValueError if it is damaged."""
+    file = io.BytesIO(content)
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        header = np.lib.format.read_array_header_1_0(file)
+    else:
+        header = np.lib.format.read_array_header_2_0(file)
+    shape, _, dtype = header
+    # NumPy would allocate what the header claims.
+    if math.prod(shape) * dtype.itemsize != len(content) - file.tell():
+        raise ValueError(f"an array of shape {shape} has {len(content)} bytes")
+    file.seek(0)
+    return np.load(file, allow_pickle=False)
+
+
+def _array_bytes(state: Any) -> int:
+    """Returns the size of the arrays in a state."""
+    if isinstance(state, np.ndarray):
+        return state.nbytes + _HEADER_BYTES
+    if isinstance(state, Mapping):
+        return sum(_array_bytes(item) for item in state.values())
+    if isinstance(state, list | tuple):
+        return sum(_array_bytes(item) for item in state)
+    return 0
+
+
+def _inflatable(encoded: Any, initial_bytes: int) -> int:
+    """Returns the most bytes to which the arrays of an encoded state may inflate.
+
+    Args:
+      encoded: the state as JSON values.
+      initial_bytes: the size of the arrays that the iterator has from its beginning.
+    """
+    return max(
+        _INFLATED_BYTES,
+        _INFLATED_FOLD * _compressed_bytes(encoded),
+        _INITIAL_FOLD * initial_bytes,
+    )
+
+
+def _compressed_bytes(encoded: Any) -> int:
+    if isinstance(encoded, list):
+        return sum(_compressed_bytes(item) for item in encoded)
+    if not isinstance(encoded, dict):
+        return 0
+    if encoded.keys() == {_ARRAY}:
+        return len(encoded[_ARRAY]) * 3 // 4
+    return sum(_compressed_bytes(item) for item in encoded.values())

@@ -121,7 +121,7 @@ class Mix:
         for steps, weights in table:
             self._table.append([steps, [float(weight) for weight in weights]])
         self._begins = [stream.rows_until(steps) for steps, _ in table]
-        self._bounds = [_bounds(weights) for _, weights in table]
+        self._bounds = [_bounds(weights) for _, weights in self._table]
         # Streams take their rows from different places of the order, so that a batch
         # of one row of each has the proportions, too.
         self._shift = _TURN * stream.index // stream.count
@@ -193,7 +193,7 @@ def _check_mix(table: Any, count: int) -> None:
     """Raises UserError unless a table has weights of `count` datasets for all steps."""
     rule = (
         "must be rows (steps, weights) with rising steps from 0 on, and a weight of at "
-        f"least 0 for each of the {count} datasets, not all 0, as in "
+        f"least 0, and finite, for each of the {count} datasets, not all 0, as in "
         f"[(0, {[1] * count}), (1000, {[1] * count})]"
     )
     try:
@@ -203,9 +203,11 @@ def _check_mix(table: Any, count: int) -> None:
         is_good = is_good and all(type(step) is int for step in steps)
         for row in weights:
             is_good = is_good and len(row) == count
-            is_good = is_good and all(0 <= weight < math.inf for weight in row)
-            is_good = is_good and sum(row) > 0
-    except (TypeError, IndexError, KeyError):
+            is_good = is_good and all(0 <= float(x) < math.inf for x in row)
+            is_good = is_good and not any(isinstance(x, str | bytes) for x in row)
+            is_good = is_good and any(x > 0 for x in row)
+    # A number may be too large for a float.
+    except (TypeError, ValueError, OverflowError, IndexError, KeyError):
         is_good = False
     if not is_good:
         raise errors.UserError(f"The table {table!r} of a mix {rule}.")
@@ -213,7 +215,9 @@ def _check_mix(table: Any, count: int) -> None:
 
 def _bounds(weights: Sequence[float]) -> list[int]:
     """Returns the ends of each dataset's share of a turn, but for the last one."""
-    ends = list(itertools.accumulate(weights))
+    # Scaled by a power of two, which rounds nothing, so that no sum overflows.
+    _, exponent = math.frexp(max(weights))
+    ends = list(itertools.accumulate(math.ldexp(x, -exponent) for x in weights))
     return [round(_TURN * (end / ends[-1])) for end in ends[:-1]]
 
 

@@ -236,7 +236,9 @@ class Csv(_File):
             # The header is the first line, so a new column rewrites the file.
             if new:
                 content = disk.read(self._path) or b""
-                rows = csv.DictReader(io.StringIO(content.decode(), newline=""))
+                rows = csv.DictReader(
+                    io.StringIO(content.decode("utf-8-sig"), newline="")
+                )
                 self._replace([*self._columns, *new], rows)
             with self._path.open("a", newline="") as file:
                 _table(file, self._columns).writerow(cells)
