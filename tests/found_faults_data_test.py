@@ -12,17 +12,21 @@ import tracemalloc
 import warnings
 import zlib
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from jax import export as jax_export
 from safetensors import numpy as safetensors
 
+import xshard
 from configs import lm_words
 from experiments.lm import words
-from xshard import checkpoint, errors
+from tests import toy
+from xshard import checkpoint, errors, export, loop
 from xshard import mesh as mesh_lib
 from xshard.data import batches, pipelines, text
 from xshard.files import tensors, weight_map
@@ -531,3 +535,142 @@ def test_18_a_large_state_is_restored_whatever_it_holds(monkeypatch):
             found = batches._from_json(batches._to_json(state))
         assert found.dtype == state.dtype and found.shape == state.shape
         np.testing.assert_array_equal(found, state)
+
+
+class _DataMean(xshard.Experiment):
+    """A state without a learner, and predictions with and without a key."""
+
+    def train_data(self):
+        return {"x": np.ones((16, 2), np.float32), "y": np.ones(16, np.int32)}
+
+    def eval_data(self):
+        return self.train_data()
+
+    def init(self, key, batch):
+        return {"center": jnp.zeros(2), "key": jax.random.split(key, 2)}
+
+    def train_step(self, state, batch, key):
+        center = state["center"] + 1
+        return {**state, "center": center}, {"size": jnp.sum(center)}
+
+    def eval_step(self, state, batch, key):
+        return {"distance": jnp.sum((batch["x"] - state["center"]) ** 2, -1)}
+
+    def predict(self, state, batch):
+        return batch["x"] - state["center"]
+
+
+class _DataDraws(_DataMean):
+    def predict(self, state, batch, key):
+        return batch["x"] - state["center"] + jax.random.normal(key, (2,))
+
+
+class _DataDrawsRows(_DataMean):
+    def predict(self, state, batch, key):
+        return jax.random.normal(key, batch["x"].shape)
+
+
+class _DataMayDraw(_DataMean):
+    def predict(self, state, batch, key=None):
+        noise = 0.0 if key is None else jax.random.normal(key, (2,))
+        return batch["x"] - state["center"] + noise
+
+
+class _DataNamesKey(_DataMean):
+    """Takes a key for nothing."""
+
+    def predict(self, state, batch, key):
+        return batch["x"] - state["center"]
+
+
+class _DataByName(_DataMean):
+    def predict(self, state, batch, *, key):
+        return batch["x"]
+
+
+class _DataNoisy(toy.Toy):
+    """A network that draws in its predictions."""
+
+    def forward(self, batch, *, is_training):
+        outputs = super().forward(batch, is_training=is_training)
+        return outputs + jax.random.normal(hk.next_rng_key(), outputs.shape)
+
+
+def _data_trained(folder, experiment):
+    if issubclass(experiment, toy.Toy):
+        config = toy.get_config()
+    else:
+        config = xshard.config.default()
+        config.update({"batch_size": 8, "eval_batch_size": 8})
+        config.precision = "params=float32,compute=float32,output=float32"
+    config.experiment = f"tests.found_faults_data_test.{experiment.__name__}"
+    config.steps = 1
+    config.eval_every_steps = 0
+    assert loop.run(config.lock(), str(folder / "run"), "") == 0
+    return xshard.load(str(folder / "run"))
+
+
+def _data_program(path):
+    return jax_export.deserialize(bytearray(path.read_bytes()))
+
+
+def test_32_an_experiment_without_a_learner_is_exported(tmp_path):
+    trained = _data_trained(tmp_path, _DataMean)
+    path = tmp_path / "a.stablehlo"
+    assert "step 1, predict of x" in export.write(trained, path)
+    x = np.ones((3, 2), np.float32)
+    np.testing.assert_array_equal(_data_program(path).call({"x": x}), x - 1)
+    for name, arguments in [("a.safetensors", False), ("b.stablehlo", True)]:
+        with pytest.raises(errors.UserError, match="no learner, .* center") as caught:
+            export.write(trained, tmp_path / name, arguments=arguments)
+        assert "--select=" not in str(caught.value)
+    export.write(trained, tmp_path / "a.safetensors", select="^center")
+    # Nor does the start of another run blame a flag that nobody gave.
+    source = checkpoint.Source(str(tmp_path / "a.safetensors"))
+    with pytest.raises(errors.UserError, match="no parameters or network state of a"):
+        checkpoint.check_init(source, {"center": jnp.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    "experiment, arguments",
+    [(_DataDraws, True), (_DataDrawsRows, False), (_DataNoisy, False)],
+)
+def test_33_a_prediction_with_a_key_is_exported(tmp_path, experiment, arguments):
+    trained = _data_trained(tmp_path, experiment)
+    path = tmp_path / "a.stablehlo"
+    select = "center" if issubclass(experiment, _DataMean) else checkpoint.BY_DEFAULT
+    said = export.write(trained, path, arguments=arguments, select=select)
+    assert "a random key ->" in said
+    before = []
+    if arguments:
+        export.write(trained, tmp_path / "a.safetensors", select=select)
+        before = [safetensors.load_file(tmp_path / "a.safetensors")]
+    width = 2 if issubclass(experiment, _DataMean) else 3
+    batch = {"x": np.ones((5, width), np.float32)}
+    program = _data_program(path)
+    for seed in (0, 1):
+        key = jax.random.key(seed)
+        found = program.call(*before, batch, key)
+        expected = trained.predict({**batch, "y": np.ones(5, np.float32)}, key)
+        # The sums of a linear layer are in another order.
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(errors.UserError, match=r"predict\(batch, "):
+        trained.predict({**batch, "y": np.ones(5, np.float32)})
+
+
+def test_33_a_key_is_taken_where_the_prediction_depends_on_it(tmp_path):
+    x = np.ones((2, 2), np.float32)
+    for experiment in (_DataMayDraw, _DataNamesKey):
+        folder = tmp_path / experiment.__name__
+        folder.mkdir()
+        trained = _data_trained(folder, experiment)
+        # Without a key where that is possible, as before.
+        assert "random key" not in export.write(trained, folder / "a.stablehlo")
+        found = _data_program(folder / "a.stablehlo").call({"x": x})
+        np.testing.assert_array_equal(found, x - 1)
+    trained = _data_trained(tmp_path, _DataMean)
+    with pytest.raises(errors.UserError, match="takes only a state and a batch"):
+        trained.predict({"x": x}, jax.random.key(0))
+    trained = trained._replace(experiment=_DataByName(trained.experiment.config))
+    with pytest.raises(errors.UserError, match="predict.self, state, batch, key"):
+        export.write(trained, tmp_path / "b.stablehlo")

@@ -343,6 +343,7 @@ def make_predict(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
+        validation.check_key(experiment.predict, bool(keys))
         state = state_lib.on_devices(state)
 
         def local_predict(

@@ -7,6 +7,7 @@ something other than intended.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -441,6 +442,51 @@ def _network_fix(e: Exception) -> str:
             "is_training or not, and choose among their outputs."
         )
     return ""
+
+
+def takes_key(predict: Callable[..., Any]) -> tuple[bool, bool]:
+    """Returns whether `Experiment.predict` may be given a random key, and whether it
+    must be.
+
+    Raises:
+      UserError: if it cannot be called with a state and a batch, with or without a key.
+    """
+    signature = inspect.signature(predict)
+
+    def accepts(count: int) -> bool:
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            return False
+        return True
+
+    may = accepts(3)
+    must = not accepts(2)
+    if must and not may:
+        raise errors.UserError(
+            f"{describe_method(predict)} has the parameters {signature}; it must take "
+            "a state and a batch, and may take a random key after them: predict(self, "
+            "state, batch, key)."
+        )
+    return may, must
+
+
+def check_key(predict: Callable[..., Any], has_key: bool) -> None:
+    """Raises UserError unless `Experiment.predict` can be called with a random key, or
+    without one.
+    """
+    may, must = takes_key(predict)
+    where = describe_method(predict)
+    if has_key and not may:
+        raise errors.UserError(
+            f"{where} was given a random key, but takes only a state and a batch: "
+            "leave the key out, or add a parameter: predict(self, state, batch, key)."
+        )
+    if must and not has_key:
+        raise errors.UserError(
+            f"{where} needs a random key, and its caller gave none: predict(batch, "
+            "jax.random.key(0)). With key=None as its default it can be called without."
+        )
 
 
 @contextlib.contextmanager

@@ -397,6 +397,12 @@ def _targets(
       CheckpointError: for the reasons of `check_init`.
     """
     paths = _selected(source, leaves)
+    if not paths and source.select == BY_DEFAULT:
+        raise format_lib.CheckpointError(
+            "This run has no parameters or network state of a learner, which "
+            f"--init_from={source.place} takes by default: name what to take by "
+            f"--init_select. It has {', '.join(list(leaves)[:_SHOWN])}."
+        )
     if not paths:
         raise format_lib.CheckpointError(
             f"--init_select='{source.select}' matches none of the paths of this run, "

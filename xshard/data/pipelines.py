@@ -117,7 +117,7 @@ class Mix:
         self.datasets = datasets
         _check_mix(table, len(datasets))
         # As JSON has it in a checkpoint.
-        self._table = []
+        self._table: list[list[Any]] = []
         for steps, weights in table:
             self._table.append([steps, [float(weight) for weight in weights]])
         self._begins = [stream.rows_until(steps) for steps, _ in table]

@@ -84,12 +84,17 @@ def write(
     if merge_lora and trained_lib.has_lora(state):
         state = trained_lib.with_merged_lora(state)
         note = ", low-rank matrices merged"
-    arrays = _arrays(state, select)
+    is_program = path.suffix == PROGRAM
+    if is_program and not arguments and select == checkpoint.BY_DEFAULT:
+        # A prediction has what it reads, also where no learner has parameters.
+        arrays = _arrays_of_prediction(state)
+    else:
+        arrays = _arrays(state, select)
     what = f"{path}: step {int(trained.state.step)}{note}{_nonfinite(arrays)}"
     if map_path:
         _check_map(path, trained, map_path)
         arrays = weight_map.to_theirs(arrays, weight_map.read(map_path), map_path)
-    if path.suffix == tensors.SUFFIX:
+    if not is_program:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         if groups == 1:
             # The arrays then have no dimension of groups.
@@ -183,10 +188,28 @@ def _nonfinite(arrays: Mapping[str, np.ndarray]) -> str:
     return f", NOT FINITE ({formatting.listed(paths)})"
 
 
+def _arrays_of_prediction(state: state_lib.TrainState) -> dict[str, np.ndarray]:
+    """Returns the arrays of a state that a prediction may read, by path, on the host:
+    those of learners, or all but random keys where there is none.
+    """
+    leaves = checkpoint.flatten(state)
+    paths = checkpoint.selected(checkpoint.BY_DEFAULT, leaves, "--select")
+    if not paths:
+        is_key = lambda x: jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        paths = [path for path, x in leaves.items() if not is_key(x)]
+    return {path: np.asarray(jax.device_get(leaves[path])) for path in paths}
+
+
 def _arrays(state: state_lib.TrainState, select: str) -> dict[str, np.ndarray]:
     """Returns the selected arrays of a state, by path, on the host."""
     leaves = checkpoint.flatten(state)
     paths = checkpoint.selected(select, leaves, "--select")
+    if not paths and select == checkpoint.BY_DEFAULT:
+        raise errors.UserError(
+            "This run has no learner, whose parameters and network state are exported "
+            "by default: choose among its arrays by --select. They are "
+            f"{formatting.listed(list(leaves))}."
+        )
     if not paths:
         raise errors.UserError(
             f"--select='{select}' matches none of the paths of this run, such as "
