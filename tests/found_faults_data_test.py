@@ -26,10 +26,11 @@ import xshard
 from configs import lm_words
 from experiments.lm import words
 from tests import toy
-from xshard import checkpoint, errors, export, loop
+from xshard import checkpoint, data, errors, export, loop
 from xshard import mesh as mesh_lib
 from xshard.data import batches, pipelines, text
-from xshard.files import tensors, weight_map
+from xshard.files import disk, tensors, weight_map
+from xshard.pod import rendezvous, startup
 
 _DATA_MAP = "experiments/lm/gpt2_map.json"
 
@@ -460,11 +461,13 @@ def test_12_weights_of_words_are_checked_before_grain_divides(tmp_path):
 class _DataKeeper:
     """Batches whose state has arrays."""
 
+    rows = 8
+
     def __init__(self, *arrays):
         self.arrays = list(arrays)
 
     def __next__(self):
-        return {"x": np.zeros((8, 1), np.float32)}
+        return {"x": np.zeros((self.rows, 1), np.float32)}
 
     def get_state(self):
         return {"kept": self.arrays}
@@ -674,3 +677,131 @@ def test_33_a_key_is_taken_where_the_prediction_depends_on_it(tmp_path):
     trained = trained._replace(experiment=_DataByName(trained.experiment.config))
     with pytest.raises(errors.UserError, match="predict.self, state, batch, key"):
         export.write(trained, tmp_path / "b.stablehlo")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rank": True}, "rank=True"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 2.0}, "rank=2.0"),
+        ({"rank": "2"}, "rank='2'"),
+        ({"alpha": "2"}, "alpha='2'"),
+        ({"alpha": True}, "alpha=True"),
+        ({"alpha": None}, "alpha=None"),
+        ({"alpha": float("nan")}, "alpha=nan"),
+        ({"alpha": -1}, "alpha=-1"),
+        ({"select": 3}, "select=3"),
+    ],
+)
+def test_22_values_of_lora_are_checked(changes, message):
+    with pytest.raises(errors.UserError, match=message):
+        xshard.lora(**{"rank": 2, "alpha": 2, "select": "", **changes})
+    assert xshard.lora(np.int64(2), np.float32(3), "").scale == 1.5
+
+
+def test_22_a_bool_is_no_number():
+    part = data.Part(8, (np.arange(8),), seed=0)
+    for call, message in [
+        (lambda: pipelines.Streams(lambda _: [], True, part), "True streams do not"),
+        (lambda: pipelines.Streams(lambda _: [], "8", part), "'8' streams do not"),
+        (lambda: text.train_tokenizer(["a"], "300"), "vocabulary of '300' must"),
+        (lambda: text.pack([], len, True), "length=True"),
+        (lambda: text.pack([], len, 2.5), "length=2.5"),
+        (lambda: xshard.make_mesh(model=True), "model_parallel=True"),
+        (lambda: xshard.make_mesh(slices=True), "slices=True"),
+        (lambda: xshard.early_stopping("loss", min_delta=True), "min_delta=True"),
+        (lambda: xshard.early_stopping("loss", patience=True), "patience=True"),
+    ]:
+        with pytest.raises(errors.UserError, match=message):
+            call()
+
+
+def _data_toy(**changes):
+    config = toy.get_config()
+    config.update_from_flattened_dict(changes)
+    return toy.Toy(config.lock())
+
+
+def _data_rows(count):
+    return {"x": np.ones((count, 3), np.float32), "y": np.ones(count, np.float32)}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_22_rows_that_do_not_divide_are_named(shards):
+    experiment = _data_toy(**{"reduction.shard_update": shards})
+    mesh = xshard.make_mesh(devices=jax.devices()[:4])
+    state = xshard.init(experiment, mesh, 0, _data_rows(8))
+    step = xshard.make_train_step(experiment, mesh)
+    message = r"'x' of the batch, of shape \(6, 3\), .* multiple of replicas = 4"
+    with pytest.raises(errors.UserError, match=message):
+        jax.eval_shape(step, state, _data_rows(6))
+    masked = {**_data_rows(6), "_mask": np.ones(6, bool)}
+    with pytest.raises(errors.UserError, match="multiple of replicas = 4"):
+        jax.eval_shape(xshard.make_eval_step(experiment, mesh), state, masked)
+    scalar = {**_data_rows(8), "y": np.float32(1)}
+    with pytest.raises(errors.UserError, match=r"'y' of the batch, of shape \(\)"):
+        jax.eval_shape(step, state, scalar)
+
+
+def test_22_rows_that_micro_batches_do_not_divide_are_named():
+    experiment = _data_toy(micro_batches=2)
+    for replicas, rows in [(1, 3), (4, 12)]:
+        mesh = xshard.make_mesh(devices=jax.devices()[:replicas])
+        state = xshard.init(experiment, mesh, 0, _data_rows(8))
+        step = xshard.make_train_step(experiment, mesh)
+        with pytest.raises(errors.UserError, match="multiple of micro_batches = 2 on"):
+            jax.eval_shape(step, state, _data_rows(rows))
+        jax.eval_shape(step, state, _data_rows(8))
+
+
+def test_36_a_batch_of_another_number_of_rows_says_what_to_do():
+    keeper = _DataKeeper()
+    taken = _data_batches(keeper)
+    next(taken)
+    keeper.rows = 4
+    with pytest.raises(errors.UserError, match="has 4 rows.* equally many"):
+        next(taken)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "::1:8476",
+        "fd00::1:8476",
+        "fe80::1%eth0:8476",
+        "::1",
+        "[::1]",
+        "[::1:8476",
+        "::1]:8476",
+        "[h0]:8476",
+        "[]:8476",
+        "http://h0:8476",
+        "h 0:8476",
+        "h0:\N{ARABIC-INDIC DIGIT THREE}",
+        "h0:0",
+        "h0:+1",
+        ":8476",
+    ],
+)
+def test_44_an_address_that_grpc_would_abort_on_is_refused(address):
+    with pytest.raises(rendezvous.StartError, match="must be HOST:PORT") as caught:
+        startup.resolve_process(address, 2, 0)
+    is_ipv6 = address.startswith(("::1:", "fd00", "fe80")) or address == "::1"
+    assert ("stands in brackets" in str(caught.value)) == is_ipv6
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["[::1]:8476", "[fe80::1%eth0]:8476", "127.0.0.1:1", "h-0.a_b.svc:65535", "h0:80"],
+)
+def test_44_an_address_that_is_one_is_taken(address):
+    assert startup.resolve_process(address, 2, 0).address == address
+
+
+def test_18_a_file_of_no_room_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="too large"):
+        disk.read(path)

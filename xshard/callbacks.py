@@ -90,7 +90,8 @@ def early_stopping(
         )
     if mode not in ("min", "max"):
         raise errors.UserError(f"mode={mode!r} must be 'min' or 'max'.")
-    if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
+    is_number = isinstance(min_delta, int | float) and not isinstance(min_delta, bool)
+    if not is_number or not 0 <= min_delta < math.inf:
         raise errors.UserError(
             f"min_delta={min_delta!r} must be a number of at least 0."
         )

@@ -77,7 +77,7 @@ def make_mesh(
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
     good = divisors(len(devices))
-    if not isinstance(model, int) or model not in good:
+    if not _is_integer(model) or model not in good:
         raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, "
             f"{len(devices)}; good values: {good}."
@@ -169,7 +169,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     # One hardware slice may count as several, for example for machines that a slower
     # network connects.
     good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
-    if not isinstance(slices, int) or slices not in good:
+    if not _is_integer(slices) or slices not in good:
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and "
             "equal the number of slices that the devices report, if they report any "

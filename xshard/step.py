@@ -111,6 +111,7 @@ def make_watched_step(
 
     # The name of this function appears in profiles and in the compilation cache.
     def train_step(state: TrainState, batch: Batch) -> Stepped:
+        _check_train_rows(batch, mesh)
         if not updates_in_shards(mesh, state):
             return analyzed_step(state, batch)
         state = state_lib.on_devices(state)
@@ -154,6 +155,7 @@ def make_analyzed_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> Stepped:
+        _check_train_rows(batch, mesh)
         state = state_lib.on_devices(state)
         replica_step = step_of_replica(experiment, mesh, state)
         stepped = replica_step.on(mesh)(state, batch)
@@ -161,6 +163,16 @@ def make_analyzed_step(
         return stepped._replace(state=stored)
 
     return train_step
+
+
+def _check_train_rows(batch: Batch, mesh: jax.sharding.Mesh) -> None:
+    """Raises UserError unless a training batch has equally many rows per replica."""
+    groups = mesh_lib.num_groups(mesh)
+    replicas = groups * mesh_lib.num_replicas(mesh)
+    what = f"replicas = {replicas}"
+    if groups > 1:
+        what = f"replicas of all groups = {replicas}"
+    validation.batch_rows(batch, replicas, what)
 
 
 def updates_in_shards(mesh: jax.sharding.Mesh, state: TrainState) -> bool:
@@ -266,6 +278,8 @@ def make_eval_step(
     def eval_step(
         state: TrainState, batch: Batch, number: Any = 0
     ) -> dict[str, jax.Array]:
+        replicas = mesh_lib.num_replicas(mesh)
+        validation.batch_rows(batch, replicas, f"replicas = {replicas}")
         state = state_lib.on_devices(state)
         evaluation = evaluation_of_replica(experiment, mesh, state)
         return evaluation.on(mesh)(state, batch, number)

@@ -444,6 +444,25 @@ def _network_fix(e: Exception) -> str:
     return ""
 
 
+def batch_rows(batch: Any, parts: int, what: str) -> None:
+    """Raises UserError unless the rows of each array of a batch divide into parts.
+
+    Args:
+      batch: a tree of arrays, or of shapes.
+      parts: the number of parts.
+      what: what they are, for the message, such as "replicas = 4".
+    """
+    for path, x in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(x)
+        if not shape or shape[0] % parts:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise errors.UserError(
+                f"The array {name!r} of the batch, of shape {shape}, does not divide "
+                f"into equal parts: its first dimension must be that of rows, and a "
+                f"multiple of {what}."
+            )
+
+
 def takes_key(predict: Callable[..., Any]) -> tuple[bool, bool]:
     """Returns whether `Experiment.predict` may be given a random key, and whether it
     must be.

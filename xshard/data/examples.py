@@ -202,7 +202,9 @@ def check_batch(batch: Any, rows: int) -> None:
     if found != rows:
         raise errors.UserError(
             f"{what} has {found} rows. It must have the {rows} rows of this process's "
-            "Part."
+            "Part: all batches have equally many, also where their sequences are "
+            "longer. Fill up with rows that the experiment's `weight` leaves out, or "
+            "pack short sequences into one row."
         )
 
 

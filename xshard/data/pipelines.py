@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -247,10 +248,11 @@ class Streams:
         Raises:
           UserError: if `count` does not divide the batch.
         """
-        if count < 1 or part.batch_size % count:
+        is_count = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+        if not is_count or count < 1 or part.batch_size % count:
             raise errors.UserError(
-                f"{count} streams do not fit batch_size={part.batch_size}: each feeds "
-                "equally many rows of a batch, so their number must divide it."
+                f"{count!r} streams do not fit batch_size={part.batch_size}: each "
+                "feeds equally many rows of a batch, so their number must divide it."
             )
         self._make = make
         self._count = count

@@ -7,6 +7,7 @@ result.
 
 import codecs
 import json
+import numbers
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent import futures
@@ -233,10 +234,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, end: str = END) -> To
         installed.
     """
     lib = _tokenizers()
-    if vocabulary <= 256:
+    if not _is_integer(vocabulary) or vocabulary <= 256:
         raise errors.UserError(
-            f"A vocabulary of {vocabulary} must have more than 256 tokens: the bytes, "
-            f"and {end}."
+            f"A vocabulary of {vocabulary!r} must have more than 256 tokens: the "
+            f"bytes, and {end}."
         )
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -418,15 +419,26 @@ def pack(
       are numbered from 1, and positions in each from 0. If the documents end, segment 0
       pads the last row. The dataset's state is a position in the documents, for
       `xshard.data.pipelines.Streams`.
+
+    Raises:
+      UserError: if the length is no number of tokens.
     """
     import grain
 
+    if not _is_integer(length) or length < 1:
+        raise errors.UserError(
+            f"pack(length={length!r}) must be a number of tokens, at least 1."
+        )
     if options is None:
         options = grain.ReadOptions(_READ_THREADS, _READ_AHEAD)
     encoded = documents.map(lambda document: {"text": encode(document)})
     return grain.experimental.ConcatThenSplitIterDataset(
         encoded.to_iter_dataset(options), length_struct={"text": length}
     )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _tokenizers() -> Any:

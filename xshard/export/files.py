@@ -70,6 +70,9 @@ def write(
     """
     path = pathlib.Path(to)
     _check(to, overwrite)
+    is_count = type(batch_size) is int and batch_size >= 1
+    if batch_size is not None and not is_count:
+        raise errors.UserError(f"batch_size={batch_size!r} must be a number of rows.")
     state = trained.for_evaluation()
     whose = ""
     if state is not trained.state:

@@ -34,6 +34,8 @@ _TRANSIENT = {
     errno.ENETUNREACH,
 }
 _TRIES = 4
+# The largest file that is read whole, far more than any run writes.
+_LARGEST_BYTES = 4 << 30
 _FIRST_WAIT_SECONDS = 0.1
 _RESUMES = (
     "Everything saved so far counts; the same command resumes from it once there is "
@@ -61,7 +63,11 @@ def retried(action: Callable[[], _T]) -> _T:
 
 
 def read(path: _Path) -> bytes | None:
-    """Reads a file; returns None if it does not exist."""
+    """Reads a file; returns None if it does not exist.
+
+    Raises:
+      OSError: if it cannot be read, or has more than 4 GiB.
+    """
     return _unless_absent(path, _content)
 
 
@@ -192,6 +198,9 @@ def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
 
 def _content(path: _Path) -> bytes:
     with naming(path), open(path, "rb") as file:
+        # A sparse file takes no room on the disk, and all of its size in memory.
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
         return file.read()
 
 

@@ -460,8 +460,7 @@ class Learner:
         parts = self._micro_batches
         if parts > 1:
             # The whole batch may not fit into the memory.
-            first = lambda x: x.reshape(parts, -1, *x.shape[1:])[0]
-            batch = jax.tree.map(first, batch)
+            batch = jax.tree.map(lambda x: x[0], _divided(batch, parts))
         evaluated = self.for_evaluation(state)
         gatherer = self._gatherer(state.meta)
 
@@ -687,7 +686,7 @@ class Learner:
         if parts == 1:
             of_params: Any = lambda params: value_of(params, (batch, keys[0]))
         else:
-            split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+            split = _divided(batch, parts)
             of_params = gradients.MicroBatches(value_of, (split, keys), measures)
         (value, rest), grads = opt.compute_gradients(
             of_params,
@@ -705,6 +704,14 @@ class Learner:
             net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return value, net_state, metrics, aux, grads, small_sq_norms
+
+
+def _divided(batch: Any, parts: int) -> Any:
+    """Returns a batch with a leading dimension of its micro-batches."""
+    validation.batch_rows(batch, parts, f"micro_batches = {parts} on each replica")
+    return jax.tree.map(
+        lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch
+    )
 
 
 def _rules_with_evaluation_params(

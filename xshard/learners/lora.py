@@ -8,6 +8,7 @@ https://arxiv.org/abs/2106.09685.
 import dataclasses
 import functools
 import math
+import numbers
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -79,11 +80,15 @@ class Lora:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        if not isinstance(self.rank, int) or self.rank < 1:
+        is_count = isinstance(self.rank, numbers.Integral)
+        # A bool is an int, too.
+        if not is_count or isinstance(self.rank, bool) or self.rank < 1:
             raise errors.UserError(
                 f"lora(rank={self.rank!r}) must be a whole number of at least 1."
             )
-        if not 0 < self.alpha < math.inf:
+        is_number = isinstance(self.alpha, numbers.Real)
+        is_number = is_number and not isinstance(self.alpha, bool)
+        if not is_number or not 0 < self.alpha < math.inf:
             raise errors.UserError(
                 f"lora(alpha={self.alpha!r}) must be a number above 0; with alpha=rank "
                 "the product is added as it is."

@@ -3,7 +3,9 @@
 The processes meet before JAX connects them, as `xshard.pod.rendezvous` describes.
 """
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -97,12 +99,7 @@ def resolve_process(
     assert address is not None
     assert num_processes is not None
     assert process_id is not None
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise rendezvous.StartError(
-            f"--coordinator_address={address} must be HOST:PORT, as in h0:8476. A "
-            "detected port may be JAX_COORDINATOR_PORT's."
-        )
+    _check_address(address)
     if not 0 <= process_id < num_processes:
         raise rendezvous.StartError(
             f"--process_id={process_id} must be from 0 to {num_processes - 1}, one "
@@ -111,6 +108,36 @@ def resolve_process(
     if num_processes == 1:
         return None
     return rendezvous.ProcessSpec(address, num_processes, process_id, devices)
+
+
+def _check_address(address: str) -> None:
+    """Raises StartError unless an address is HOST:PORT.
+
+    JAX's coordinator would abort the process.
+    """
+    host, _, port = address.rpartition(":")
+    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16
+    if host.startswith("[") and host.endswith("]"):
+        is_host = _is_ipv6(host[1:-1])
+    else:
+        is_host = re.fullmatch(r"[^\s:/\[\]]+", host)
+    if is_host and is_port:
+        return
+    hint = ""
+    if _is_ipv6(host) or _is_ipv6(address):
+        hint = " An IPv6 address stands in brackets, as in [fd00::1]:8476."
+    raise rendezvous.StartError(
+        f"--coordinator_address={address} must be HOST:PORT, as in h0:8476.{hint} A "
+        "detected port may be JAX_COORDINATOR_PORT's."
+    )
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def join(
