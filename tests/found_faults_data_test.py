@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import tokenizers
 from jax import export as jax_export
@@ -805,3 +806,50 @@ def test_18_a_file_of_no_room_is_not_read_into_memory(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="too large"):
         disk.read(path)
+
+
+class _DataBuckets(xshard.Supervised):
+    """Linear regression over rows of which some only fill a batch up."""
+
+    def train_data(self):
+        return {"x": np.ones((8, 3), np.float32), "is_row": np.ones(8, np.float32)}
+
+    def eval_data(self):
+        return self.train_data()
+
+    def forward(self, batch, *, is_training):
+        return hk.Linear(1, with_bias=False, name="linear")(batch["x"])[:, 0]
+
+    def loss(self, outputs, batch):
+        errors_of_rows = batch["is_row"] * (outputs - 1) ** 2
+        return jnp.sum(errors_of_rows) / jnp.maximum(self.weight(batch), 1), {}
+
+    def weight(self, batch):
+        return jnp.sum(batch["is_row"])
+
+    def evaluate(self, outputs, batch):
+        return {"error": (outputs - 1) ** 2}
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(optax.sgd(0.1), slice_axis_name="slice")
+
+
+@pytest.mark.parametrize("replicas, micro_batches", [(1, 1), (4, 1), (2, 2), (4, 2)])
+def test_36_rows_that_fill_up_a_batch_count_for_nothing(replicas, micro_batches):
+    config = toy.get_config()
+    config.micro_batches = micro_batches
+    experiment = _DataBuckets(config.lock())
+    mesh = xshard.make_mesh(devices=jax.devices()[:replicas])
+    rng = np.random.default_rng(0)
+    # Three of eight rows, so that some replicas have none.
+    x = np.zeros((8, 3), np.float32)
+    x[:3] = rng.normal(size=(3, 3))
+    batch = {"x": x, "is_row": (np.arange(8) < 3).astype(np.float32)}
+    state = xshard.init(experiment, mesh, 0, batch)
+    before = np.asarray(state.experiment.params["linear"]["w"])
+    step = jax.jit(xshard.make_train_step(experiment, mesh))
+    after, _ = step(state, batch)
+    gradient = 2 * x[:3].T @ (x[:3] @ before - 1) / 3
+    found = np.asarray(after.experiment.params["linear"]["w"])
+    # Sums of three float32 products, in another order.
+    np.testing.assert_allclose(found, before - 0.1 * gradient, rtol=1e-5, atol=1e-6)
