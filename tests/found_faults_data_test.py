@@ -7,6 +7,7 @@ import codecs
 import io
 import json
 import os
+import random
 import struct
 import tracemalloc
 import warnings
@@ -118,6 +119,79 @@ def test_03_an_export_writes_no_name_that_is_read_as_something_else():
     stacked = weight_map.Map([weight_map.Rule("w.{i}", "params/w", stack="i")])
     with pytest.raises(errors.UserError, match="stacks no i"):
         weight_map.to_theirs({"params/w": np.zeros((0, 2))}, stacked, "the map")
+
+
+class _DataArrays:
+    """Arrays in memory, as those of a file."""
+
+    path = "the file"
+
+    def __init__(self, arrays):
+        self.metadata = {}
+        self.shapes = {name: x.shape for name, x in arrays.items()}
+        self.dtypes = {name: x.dtype.name for name, x in arrays.items()}
+        self._arrays = arrays
+
+    def read(self, name, index):
+        return self._arrays[name][index]
+
+
+def _data_random_rule(draw):
+    """Returns a rule, which may overlap with others, and the shape of its arrays."""
+    pattern = draw.choice(["a", "b", "{x}", "a.{i}", "b.{i}", "a.{i}.{x}", "{x}_{y}"])
+    stack = "i" if "{i}" in pattern and draw.random() < 0.8 else ""
+    fields = [name for name in "xyi" if f"{{{name}}}" in pattern and name != stack]
+    ending = "".join(f"/{{{name}}}" for name in fields)
+    shape = [draw.choice([1, 2, 3, 4]) for _ in range(draw.choice([1, 2, 3]))]
+    split = None
+    ours = f"params/{draw.choice('st')}{ending}"
+    if draw.random() < 0.4:
+        split = draw.randrange(len(shape))
+        shape[split] *= 2
+        ours = [f"params/{draw.choice('st')}{part}{ending}" for part in "pq"]
+    part = list(shape)
+    if split is not None:
+        part[split] //= 2
+    reshape = None
+    order = None
+    if draw.random() < 0.3:
+        reshape = (part, [1, *part])
+        part = [1, *part]
+    if draw.random() < 0.5:
+        order = draw.sample(range(len(part)), len(part))
+    rule = weight_map.Rule(pattern, ours, split, reshape, order, stack)
+    return rule, shape
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_03_what_is_read_by_a_map_is_written_back_as_it_was(seed):
+    """Each array is read by its own rule, and comes back with its name and its bits."""
+    draw = random.Random(seed)
+    values = np.random.default_rng(seed)
+    accepted = 0
+    for _ in range(100):
+        rules = []
+        arrays = {}
+        prefix = draw.choice(["", "p."])
+        for _ in range(draw.randint(1, 4)):
+            rule, shape = _data_random_rule(draw)
+            rules.append(rule)
+            for x in draw.sample(["a", "b", "c"], draw.randint(1, 2)):
+                for i in range(draw.randint(1, 3)):
+                    fields = {"x": x, "y": "u", "i": str(i)}
+                    name = prefix + rule.theirs.format(**fields)
+                    arrays[name] = values.normal(size=shape)
+        found = weight_map.Map(rules, prefix)
+        try:
+            mapped = weight_map.Mapped(_DataArrays(arrays), found, "the map")
+        except errors.UserError:
+            continue
+        accepted += 1
+        back = weight_map.to_theirs(_data_whole(mapped), found, "the map")
+        assert {prefix + name for name in back} == arrays.keys()
+        for name, array in back.items():
+            np.testing.assert_array_equal(array, arrays[prefix + name])
+    assert accepted > 20
 
 
 def test_22_a_split_that_arrays_have_no_dimension_for_is_named(tmp_path):
@@ -323,6 +397,24 @@ def test_38_bytes_of_a_text_that_is_not_given_back_are_refused():
             errors.UserError, match="The tokenizer gives back '.* for '"
         ):
             text.byte_counter(tokenizer)("The \N{ROMAN NUMERAL TWO} ")
+
+
+def test_38_a_tokenizer_that_loses_texts_is_loaded_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "tokenizer.json"
+    lossless = _data_tokenizer([_DATA_TEXT])
+    lossless.save(str(path))
+    text.load_tokenizer(path)
+    assert not caplog.text
+    lossless.normalizer = tokenizers.normalizers.Lowercase()
+    words_only = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({text.END: 0, "word": 1}, unk_token="?")
+    )
+    for lossy, given_back in [(lossless, "'a word,"), (words_only, "an error")]:
+        caplog.clear()
+        lossy.save(str(path))
+        text.load_tokenizer(path)
+        assert "what differs is lost to a model" in caplog.text
+        assert given_back in caplog.text
 
 
 def _data_words(folder, tokenizer, **changes):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Tokenizer = Any
 # The token that ends a document, unless another one is given.
 END = "<|end|>"
+# A text by which a tokenizer shows whether it keeps cases, spaces, ends of lines and
+# characters other than English ones.
+_PROBE = "A word,  \N{LATIN SMALL LETTER E WITH ACUTE}\n"
 # The read-ahead of a stream. A process runs several streams, so each reads with one
 # thread.
 _READ_THREADS = 1
@@ -256,7 +259,9 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
     """Loads a tokenizer from a file.
 
     Settings of the file by which tokens would be dropped, added or drawn at random are
-    switched off, with a warning that names them: truncation, padding and dropout.
+    switched off, with a warning that names them: truncation, padding and dropout. A
+    tokenizer that does not decode to the same text, such as one with a normalizer, is
+    loaded with a warning, too.
 
     Args:
       path: a file that `Tokenizer.save` of the package tokenizers wrote, such as a
@@ -279,7 +284,22 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
         raise errors.UserError(
             f"The tokenizer in {os.fspath(path)} has no token {end!r}."
         )
-    return _without_losses(tokenizer, f"The tokenizer in {os.fspath(path)}", end)
+    what = f"The tokenizer in {os.fspath(path)}"
+    tokenizer = _without_losses(tokenizer, what, end)
+    try:
+        tokens = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        decoded = tokenizer.decode(tokens, skip_special_tokens=False)
+    except Exception as e:
+        # Some have no token for what is not in their vocabulary.
+        decoded = f"an error ({e})"
+    if decoded != _PROBE:
+        logging.warning(
+            "%s gives back %r for %r: what differs is lost to a model of its tokens.",
+            what,
+            decoded,
+            _PROBE,
+        )
+    return tokenizer
 
 
 def encoder(tokenizer: Tokenizer, end: str = END) -> Callable[[str], np.ndarray]:
