@@ -945,3 +945,36 @@ def test_36_rows_that_fill_up_a_batch_count_for_nothing(replicas, micro_batches)
     found = np.asarray(after.experiment.params["linear"]["w"])
     # Sums of three float32 products, in another order.
     np.testing.assert_allclose(found, before - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+class _DataShuffled(_DataKeeper):
+    """Batches of a data set that is shuffled anew whenever it is iterated, or not."""
+
+    def __init__(self, is_anew):
+        super().__init__()
+        self._is_anew = is_anew
+        self._order = np.random.default_rng(0)
+
+    def __next__(self):
+        self.arrays = [*self.arrays, np.zeros(1)]
+        order = self._order
+        if not self._is_anew:
+            order = np.random.default_rng(len(self.arrays))
+        x = order.normal(size=(8, 2)).astype(np.float32)
+        # NaN equals itself.
+        x[:, 1] = np.nan
+        return {"x": x}
+
+
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_36_data_that_cannot_be_put_back_is_warned_of(caplog, is_anew):
+    taken = _data_batches(_DataShuffled(is_anew))
+    for _ in range(3):
+        next(taken)
+    assert caplog.text.count("_DataShuffled gave another batch") == is_anew
+    # A run that resumes has other batches than the first.
+    caplog.clear()
+    taken = _data_batches(_DataShuffled(True))
+    taken.restore([taken.position(0)])
+    next(taken)
+    assert not caplog.text

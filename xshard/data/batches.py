@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
@@ -90,6 +91,7 @@ class TrainBatches:
         self._sharding = mesh_lib.sharding(mesh, mesh_lib.BATCH)
         self._rows = rows_lib.Rows(group_size, self._sharding, replicas, groups)
         self._skips: Mapping[int, int] = {}
+        self._first: dict[str, np.ndarray] | None = None
         # The names, shapes and dtypes of the last batch that passed the checks.
         self._checked_kind: list[Any] | None = None
 
@@ -115,6 +117,8 @@ class TrainBatches:
         # The first batch is read for its shapes, and then put back for the first step.
         with self._restoring_iterator():
             first = self._take_next()
+        # Compared with what the iterator gives after that.
+        self._first = {name: np.array(array) for name, array in first.items()}
         # One row is enough for names, dtypes and shapes.
         self.example = {name: np.array(array[:1]) for name, array in first.items()}
 
@@ -197,6 +201,7 @@ class TrainBatches:
         """
         every = self._acts_every_steps
         if every is not None and (step - 1) % every == 0:
+            self._first = None
             self._iterator.act(step, functools.partial(predict, state))
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
@@ -273,6 +278,7 @@ class TrainBatches:
                 f"checkpoint of step {step}. A resume would repeat some examples and "
                 "omit others. Start a new run in another directory with --init_from."
             )
+        self._first = None
         states = [position["iterator"] for position in positions]
         # Fewer processes may have saved it, each with more of the data.
         share = -(-jax.process_count() // len(states))
@@ -321,6 +327,9 @@ class TrainBatches:
         if kind is None or kind != self._checked_kind:
             data.check_batch(batch, len(self._rows.local_rows))
             self._checked_kind = kind
+        if self._first is not None:
+            _warn_unless_equal(self._iterator, self._first, batch)
+            self._first = None
         return batch
 
 
@@ -489,6 +498,28 @@ def _kind(batch: Any) -> list[Any] | None:
             return None
         kind.append((name, array.shape, array.dtype))
     return kind
+
+
+def _warn_unless_equal(iterator: Any, first: data.Arrays, again: data.Arrays) -> None:
+    """Warns if an iterator gives another batch after it was put back."""
+    are_equal = first.keys() == again.keys()
+    for name in first.keys() & again.keys():
+        before = first[name]
+        after = np.asarray(again[name])
+        if before.shape != after.shape:
+            are_equal = False
+            continue
+        # NaN equals itself here.
+        is_same = (before == after) | ((before != before) & (after != after))
+        are_equal = are_equal and bool(np.all(is_same))
+    if not are_equal:
+        logging.warning(
+            "%s gave another batch after set_state(get_state()) than before, so a run "
+            "that resumes will not go on with the same examples. If it wraps a data "
+            "set that shuffles anew each time it is iterated, make that data set anew, "
+            "with its seed.",
+            type(iterator).__name__,
+        )
 
 
 def _check_iterator(iterator: Any) -> int:
