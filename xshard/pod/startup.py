@@ -117,10 +117,9 @@ def _check_address(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16
+    is_host = re.fullmatch(r"[^\s:/\[\]]+", host) is not None
     if host.startswith("[") and host.endswith("]"):
         is_host = _is_ipv6(host[1:-1])
-    else:
-        is_host = re.fullmatch(r"[^\s:/\[\]]+", host)
     if is_host and is_port:
         return
     hint = ""
