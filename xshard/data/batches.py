@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import math
+import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -287,7 +288,7 @@ class TrainBatches:
         def decoded(state: Any) -> Any:
             try:
                 return _from_json(state, _inflatable(state, initial_bytes))
-            except (ValueError, zlib.error) as e:
+            except (ValueError, TypeError, zlib.error) as e:
                 raise errors.UserError(
                     f"The checkpoint of step {step} has a position in the training "
                     f"data that cannot be read: {e}. Resume from another checkpoint, "
@@ -656,11 +657,14 @@ def _array_in(content: bytes) -> np.ndarray:
     """Returns the array in NumPy's format; raises ValueError if it is damaged."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
+    read_header = np.lib.format.read_array_header_2_0
     if version == (1, 0):
-        header = np.lib.format.read_array_header_1_0(file)
-    else:
-        header = np.lib.format.read_array_header_2_0(file)
-    shape, _, dtype = header
+        read_header = np.lib.format.read_array_header_1_0
+    try:
+        shape, _, dtype = read_header(file)
+    except tokenize.TokenError as e:
+        # NumPy reads a header that no dictionary is as one of Python 2.
+        raise ValueError(f"an array has no header: {e}") from e
     # NumPy would allocate what the header claims.
     if math.prod(shape) * dtype.itemsize != len(content) - file.tell():
         raise ValueError(f"an array of shape {shape} has {len(content)} bytes")
