@@ -233,7 +233,7 @@ def test_41_a_head_that_is_not_the_embedding_is_refused_by_name(
     tied = {"transformer.wte.weight": embedding, "lm_head.weight": embedding.copy()}
     mapped = _data_mapped(tmp_path, tied, rules, "transformer.")
     assert mapped.ignored == [
-        "lm_head.weight, float32[4,3] (the embedding, to which the head is tied)"
+        "lm_head.weight float32[4,3] (the embedding, to which the head is tied)"
     ]
     changed = embedding.copy()
     changed[3, 2] = 0
@@ -265,7 +265,7 @@ def test_41_what_a_map_leaves_out_is_printed(tmp_path):
     state = {"params": {"w": jnp.zeros(2)}}
     said = []
     checkpoint.init_from(source, state, said.append)
-    masks = "mask.0 and 2 more of 'mask.{i}', bool[2,2] (constant)"
+    masks = "mask.0 bool[2,2] and 2 more of 'mask.{i}' (constant)"
     assert f"ignored by {map_path}: {masks}" in said[0]
 
 

@@ -460,7 +460,7 @@ def _descriptions(arrays: Arrays, ignored: Iterable[_Ignored]) -> list[str]:
         count = ""
         if len(names) > 1:
             count = f" and {len(names) - 1} more of '{pattern}'"
-        described.append(f"{names[0]}{count}, {form} ({reason})")
+        described.append(f"{names[0]} {form}{count} ({reason})")
     return described
 
 
