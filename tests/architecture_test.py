@@ -22,6 +22,7 @@ config
 files
 callbacks mesh samples
 optimizers
+group_randomness
 logical
 data
 validation

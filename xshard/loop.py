@@ -31,6 +31,7 @@ from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
     ending,
+    group_keys,
     nonfinite,
     preflight,
     profiles,
@@ -477,7 +478,7 @@ class Run:
             lambda: rows_lib.evaluations(self.workdir.metrics, start)
         )
         if self.step < 0:
-            self._print_overview(begin.state)
+            self._print_overview(begin)
         self.terminal.say(
             overview.plan(start, self.config.steps, store, self._evaluations.end)
         )
@@ -503,16 +504,24 @@ class Run:
             saved=saved,
         )
 
-    def _print_overview(self, state: state_lib.TrainState) -> None:
+    def _print_overview(self, begin: resuming.StartState) -> None:
         text = overview.begin(
             self.config,
             self.mesh,
-            state_lib.params(state),
+            state_lib.params(begin.state),
             self.changes,
             whole=self.terminal.verbose,
         )
         self.terminal.say(text)
         for line in preflight.warnings(self.experiment, self.config, self._target):
+            self.terminal.say(line)
+        group_notes = group_keys.notes(
+            self.experiment,
+            begin.state,
+            self.batches.example,
+            is_resumed=bool(begin.folder),
+        )
+        for line in group_notes:
             self.terminal.say(line)
 
     def _make_up_for_stop(self, begin: resuming.StartState) -> None:

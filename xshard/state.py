@@ -21,9 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, logical, validation
+from xshard import errors, group_randomness, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
@@ -92,7 +93,8 @@ def init(
       experiment: the experiment.
       mesh: a mesh from `xshard.mesh.make_mesh`.
       seed: the seed of all randomness. Group g of several groups is initialized like a
-        run of one group whose key is folded from the seed and g.
+        run of one group whose key is folded from the seed and g. That number is also
+        folded into each key of a rule's state that would be alike in all groups.
       example: a few examples; only their names, dtypes and the shapes of one example
         matter.
 
@@ -104,7 +106,22 @@ def init(
     >>> print(learner.params['linear']['w'].shape, learner.global_step, state.step)
     (2, 1, 1) [0 0] 0
     """
-    create = functools.partial(_create, experiment, mesh, seed, example)
+    alike, _ = random_alike(experiment, mesh, seed, example)
+    numbers = _group_numbers(experiment, mesh)
+
+    def create() -> TrainState:
+        state = _create(experiment, mesh, seed, example, numbers)
+        if not alike:
+            return state
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: (
+                group_randomness.fold(x, numbers)
+                if trees.path_name(path) in alike
+                else x
+            ),
+            state,
+        )
+
     shardings = _shardings(experiment, mesh, jax.eval_shape(create))
     options = None
     if mesh.devices.flat[0].platform == "cpu":
@@ -129,7 +146,8 @@ def abstract_state(
       seed: the seed of all randomness.
       example: a few examples.
     """
-    create = functools.partial(_create, experiment, mesh, seed, example)
+    numbers = _group_numbers(experiment, mesh)
+    create = functools.partial(_create, experiment, mesh, seed, example, numbers)
     shapes = jax.eval_shape(create)
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding),
@@ -143,15 +161,12 @@ def _create(
     mesh: jax.sharding.Mesh,
     seed: int,
     example: Batch,
+    numbers: Any,
 ) -> TrainState:
-    """Creates the first state of all groups."""
+    """Creates the first state of all groups, given the number of each."""
     root = jax.random.key(seed)
     init_key = jax.random.fold_in(root, _INIT)
     groups = mesh_lib.num_groups(mesh)
-    numbers = jnp.arange(groups)
-    if config_lib.separates_slices(experiment.config):
-        # Slices of one model begin with the same parameters.
-        numbers = jnp.zeros_like(numbers)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(init_key, numbers)
     # A single group has no dimension. There `jax.vmap` only binds the name of the axis.
     group_dim = 0 if groups > 1 else None
@@ -171,6 +186,58 @@ def _create(
     state = TrainState(step=jnp.int32(0), experiment=inner, rng=root)
     _check_even(experiment, mesh, state)
     return _for_all_slices(experiment, mesh, state)
+
+
+def _group_numbers(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> np.ndarray:
+    """Returns the number that each group's first state is derived from."""
+    numbers = np.arange(mesh_lib.num_groups(mesh))
+    if config_lib.separates_slices(experiment.config):
+        # Slices of one model begin with the same parameters, and their rules with the
+        # same keys, as the replicas of one model do.
+        return np.zeros_like(numbers)
+    return numbers
+
+
+def random_alike(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    example: Batch,
+) -> tuple[frozenset[str], list[str]]:
+    """Finds the random arrays that the experiment creates alike for all groups.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      seed: the seed of all randomness.
+      example: a few examples.
+
+    Returns:
+      `(keys, others)`: the paths of the random keys that rules keep, into which `init`
+      folds the group, and the paths of all others, which it leaves alike. Both are
+      empty unless there are several models.
+    """
+    keys: set[str] = set()
+    others: list[str] = []
+    if experiment_lib.num_models(experiment.config, mesh) == 1:
+        return frozenset(keys), others
+    numbers = _group_numbers(experiment, mesh)
+    create = functools.partial(_create, experiment, mesh, seed, example)
+    of_rules = tuple(
+        f"{trees.join(name, 'opt_state')}/"
+        for name in learners(jax.eval_shape(create, numbers))
+    )
+    for path, is_key in group_randomness.find(create, numbers):
+        if path == "rng":
+            # The root key is not of a group.
+            continue
+        if is_key and path.startswith(of_rules):
+            keys.add(path)
+        else:
+            others.append(path)
+    return frozenset(keys), others
 
 
 def _init_group(
