@@ -47,10 +47,12 @@ def make_mesh(
     """Lays devices out as groups of replicas.
 
     `mesh.devices[g].reshape(-1, model)[r]` are the devices of replica
-    `group_assignment[g][r]`. The layout makes the devices of a model neighbors first,
-    and then the replicas of a group: gradients are reduced within a group, and groups
-    do not communicate. With several slices, each group has the same number of replicas
-    in every slice.
+    `group_assignment[g][r]`. The devices of replica n are the same for all groups of a
+    size. They are numbered so that groups of consecutive numbers, such as [[0, 1], [2,
+    3]], are best: the layout makes the devices of a model neighbors first, and then the
+    replicas of such a group, since gradients are reduced within a group, and groups do
+    not communicate. With several slices, each group has the same number of replicas in
+    every slice.
 
     Args:
       group_assignment: the replica numbers of each group, such as [[0, 1], [2, 3]]; by
@@ -71,6 +73,8 @@ def make_mesh(
     >>> mesh = xshard.make_mesh([[0, 2], [1, 3]], devices=jax.devices()[:4])
     >>> print(dict(mesh.shape))
     {'group': 2, 'slice': 1, 'replica': 2, 'model': 1}
+    >>> print([device.id for device in mesh.devices[0].flat])
+    [0, 2]
     """
     if devices is None:
         # Sorted by ID, since `jax.devices()` orders devices by process.
@@ -96,6 +100,10 @@ def make_mesh(
     _check_slices(slices, replicas_per_group, devices)
     shape = (len(groups), slices, replicas_per_group // slices, model)
     layout = _lay_out(devices, shape)
+    # The layout is that of groups of consecutive numbers.
+    numbered = layout.reshape(replicas, model)
+    layout = numbered[np.ravel(groups)].reshape(shape)
+    _check_places(groups, layout)
     if separate_slices:
         # A network's collectives over slices and replicas then stay within a slice.
         if len(groups) > 1:
@@ -176,6 +184,20 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
             f"({len(sizes)}); good values: "
             f"{good or 'none: each group needs as many replicas in each slice'}."
         )
+
+
+def _check_places(groups: list[list[int]], layout: np.ndarray) -> None:
+    """Raises UserError if a slice of a mesh has devices of several hardware slices."""
+    for number in range(layout.shape[1]):
+        places = {slice_number(device) for device in layout[:, number].flat}
+        if layout.shape[1] > 1 and len(places) > 1:
+            blocks = np.arange(np.size(groups)).reshape(len(groups), -1).tolist()
+            raise errors.UserError(
+                f"group_assignment={_shortened(groups)} mixes hardware slices: the "
+                f"replicas that come at one place of each group form slice {number} "
+                f"of the mesh, but lie in the hardware slices {sorted(places)}. "
+                f"Consecutive numbers fit, as {_shortened(blocks)}."
+            )
 
 
 def divisors(number: int) -> list[int]:

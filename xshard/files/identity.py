@@ -88,6 +88,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
         changes.append(change)
         if not is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):
             fatal.append(change)
+    _check_order(old.get("group_assignment"), new.get("group_assignment"), whose)
     if fatal:
         raise errors.UserError(
             f"{whose} a run with another config ({'; '.join(fatal)}). A run cannot "
@@ -154,6 +155,24 @@ def _difference(old: Any, new: Any) -> str:
             one = f"{one[:_SHOWN]}... ({len(one)} characters)"
         shown.append(one)
     return " -> ".join(shown)
+
+
+def _check_order(old: Any, new: Any, whose: str) -> None:
+    """Raises UserError if the same groups come in another order.
+
+    The models of a checkpoint are in the order of its groups, so each group would go on
+    with another one's model.
+    """
+    if not isinstance(old, list) or not isinstance(new, list):
+        return
+    old_groups = [sorted(group) for group in old]
+    new_groups = [sorted(group) for group in new]
+    if old_groups != new_groups and sorted(old_groups) == sorted(new_groups):
+        raise errors.UserError(
+            f"{whose} a run with group_assignment={old!r}; {new!r} has the same groups "
+            "in another order, so that each would go on with the model and the data of "
+            "another one. Give them in the run's order."
+        )
 
 
 def _fixed(flat: dict[str, Any]) -> dict[str, Any]:
