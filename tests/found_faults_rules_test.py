@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax import contrib
 
 import xshard
-from tests import toy
+from tests import rows, toy
 from xshard import experiment as experiment_lib
 from xshard import loop
 from xshard import state as state_lib
+from xshard import step as step_lib
 
 
 class RulesNoisy(toy.Toy):
@@ -168,3 +170,200 @@ def test_07_a_run_goes_on_with_its_groups_in_their_order(tmp_path):
         loop.run(config, str(tmp_path), "")
     config.group_assignment = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert loop.run(config, str(tmp_path), "") == 0
+
+
+class RulesDivided(toy.Toy):
+    """Sums within parts of the replicas, in the place that the config names."""
+
+    def optimizer(self):
+        halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+        sgd = optax.sgd(0.1)
+        if self.config.place == "all":
+            return xshard.CrossShardOptimizer(sgd, group_assignment=[list(range(8))])
+        if self.config.place == "by hand":
+            return xshard.CrossShardOptimizer(_RulesGroupLoss(sgd, halves))
+        rule = xshard.CrossShardOptimizer(sgd, group_assignment=halves)
+        if self.config.place == "loss scale":
+            return xshard.MixedPrecisionLossScaleOptimizer(rule, 2.0)
+        if self.config.place == "within slices":
+            return xshard.CrossShardOptimizer(rule, axis_name="slice")
+        return rule
+
+
+class _RulesGroupLoss(xshard.OptimizerWrapper):
+    """Multiplies the update by the loss of a part of the replicas."""
+
+    def __init__(self, opt, groups):
+        super().__init__()
+        self.opt = xshard.OptaxOptimizer(opt)
+        self._groups = groups
+        self._sum = jnp.float32(0)
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        if not hk.running_init():
+            total = value[0] if isinstance(value, tuple) else value
+            self._sum = jax.lax.psum(total, "replica", axis_index_groups=self._groups)
+        return value, grads
+
+    def update(self, grads, params):
+        return self.opt.update(jax.tree.map(lambda g: g * self._sum, grads), params)
+
+
+@pytest.mark.parametrize("place", ["outermost", "loss scale", "within slices"])
+def test_08_a_rule_that_divides_a_run_s_group_is_refused(tmp_path, place):
+    config = _rules_config("RulesDivided", place=place, fingerprint_every_steps=0)
+    with pytest.raises(
+        xshard.errors.UserError, match=r"group_assignment=.* would drift apart"
+    ):
+        loop.Run(config, str(tmp_path))
+
+
+def test_08_a_value_of_parts_of_the_replicas_is_no_equal_one(tmp_path):
+    config = _rules_config("RulesDivided", place="by hand", fingerprint_every_steps=0)
+    with pytest.raises(xshard.errors.UserError, match="a value of a replica's own"):
+        loop.Run(config, str(tmp_path))
+
+
+def test_08_one_group_of_all_replicas_trains(tmp_path):
+    config = _rules_config("RulesDivided", place="all", steps=1)
+    assert loop.run(config, str(tmp_path), "") == 0
+
+
+class RulesScheduleFree(toy.Toy):
+    """Trains with other parameters than it evaluates."""
+
+    def optimizer(self):
+        rule = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
+        return xshard.CrossShardOptimizer(rule, **self.config.reduction)
+
+
+def test_06_a_jitted_function_tells_states_apart_by_their_rules():
+    experiment = RulesScheduleFree(toy.get_config())
+    mesh = xshard.make_mesh(devices=jax.devices()[:2])
+    state = state_lib.init(experiment, mesh, 0, experiment.train_data())
+    batch = {name: x[:16] for name, x in experiment.train_data().items()}
+    train_step = jax.jit(step_lib.make_train_step(experiment, mesh))
+    state, _ = train_step(state, batch)
+    for _ in range(3):
+        state, _ = train_step(state, batch)
+        # The state of a step is no new one to the next.
+        cached = train_step._cache_size()
+    assert cached == 2
+    evaluated = jax.jit(step_lib.make_for_evaluation(experiment, mesh))(state)
+    examples = {**experiment.eval_data(), "_mask": np.ones(10, bool)}
+    eval_step = jax.jit(step_lib.make_eval_step(experiment, mesh))
+    expected = eval_step(state, examples)["error"]
+    assert eval_step(evaluated, examples)["error"] == expected
+    assert jax.jit(eval_step)(evaluated, examples)["error"] == expected
+    assert jax.tree.structure(state) != jax.tree.structure(evaluated)
+
+
+@pytest.mark.parametrize("table", [(), ((2, 32), (4, 16)), ((2, 32), (50, 64))])
+def test_04_a_rate_that_follows_the_batch_needs_a_rule_that_follows(tmp_path, table):
+    config = toy.get_config()
+    config.batch_schedule = table
+    config.batch_learning_rate = "linear"
+    with pytest.raises(xshard.errors.UserError, match="backs_off=True"):
+        loop.Run(config, str(tmp_path))
+
+
+def test_04_the_rate_returns_with_the_batch(tmp_path):
+    config = toy.get_config()
+    config.experiment = "tests.toy.Lowered"
+    config.update(steps=6, log_every_steps=1, batch_schedule=((2, 32), (4, 16)))
+    config.batch_learning_rate = "linear"
+    assert loop.run(config, str(tmp_path), "") == 0
+    logged = rows.read(tmp_path)
+    scales = [row["update_scale"] for row in logged if "update_scale" in row]
+    assert scales == [1, 1, 2, 2, 1, 1]
+
+
+def _rules_by_layer(params):
+    """Labels the weights and the biases of a network, whose modules it looks up."""
+    return {"linear": {"w": "weights", "b": "biases"} if params["linear"] else {}}
+
+
+_RULES_WITH_LOSS = {
+    "a plateau of some layers": lambda: optax.partition(
+        {
+            "weights": optax.chain(optax.adam(0.1), contrib.reduce_on_plateau()),
+            "biases": optax.sgd(0.1),
+        },
+        _rules_by_layer,
+    ),
+    "a rule for each layer": lambda: optax.partition(
+        {"weights": optax.polyak_sgd(0.1), "biases": contrib.momo(0.1)},
+        _rules_by_layer,
+    ),
+    "masked": lambda: optax.masked(
+        optax.polyak_sgd(0.1), {"linear": {"w": True, "b": False}}
+    ),
+    "if finite": lambda: optax.apply_if_finite(optax.polyak_sgd(0.1), 3),
+    "in several steps": lambda: optax.MultiSteps(optax.polyak_sgd(0.1), 2),
+    "by hand": lambda: optax.GradientTransformation(
+        lambda params: (),
+        lambda grads, state, params=None, *, value: (
+            jax.tree.map(lambda g: -0.1 * value * g, grads),
+            state,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("backs_off", [False, True])
+@pytest.mark.parametrize("name", _RULES_WITH_LOSS)
+def test_24_the_loss_reaches_every_rule_within_a_rule(name, backs_off):
+    make = _RULES_WITH_LOSS[name]
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def loss(params):
+        return jnp.mean((x @ params["linear"]["w"] + params["linear"]["b"] - 1) ** 2)
+
+    def step(params):
+        rule = xshard.OptaxOptimizer(make(), name="opt", backs_off=backs_off)
+        return rule.minimize(loss, params)[1]
+
+    first = {"linear": {"w": jnp.ones([3]), "b": jnp.zeros([])}}
+    step = hk.transform_with_state(step)
+    params = first
+    _, state = step.init(None, params)
+    expected = first
+    transformation = make()
+    with jax.numpy_dtype_promotion("standard"):
+        optax_state = transformation.init(expected)
+        for _ in range(4):
+            value, grads = jax.value_and_grad(loss)(expected)
+            updates, optax_state = transformation.update(
+                grads, optax_state, expected, value=value
+            )
+            expected = optax.apply_updates(expected, updates)
+    for _ in range(4):
+        params, state = step.apply({}, state, None, params)
+    # The same operations, which XLA may fuse in another way.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        params,
+        expected,
+    )
+    assert np.all(params["linear"]["w"] != first["linear"]["w"])
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: optax.lbfgs(), "update needs 'value_fn'"),
+        (lambda: contrib.sophia(0.1), "update needs 'obj_fn'"),
+        (
+            lambda: optax.chain(
+                optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation()
+            ),
+            "'value', the loss, and what it is nested in does not pass that on",
+        ),
+    ],
+)
+def test_24_what_a_rule_cannot_be_given_is_named(make, message):
+    params = {"linear": {"w": jnp.ones([3])}}
+    create = hk.transform_with_state(lambda: xshard.OptaxOptimizer(make()).init(params))
+    with pytest.raises(ValueError, match=message):
+        create.init(None)

@@ -75,7 +75,7 @@ def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
 def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> None:
     """Raises UserError unless a rule reduces over all replicas of a mesh.
 
-    Its options must fit the mesh too.
+    Its options must fit the mesh too, and it must not divide an axis into groups.
 
     Args:
       where: what returned the rule, for messages.
@@ -98,6 +98,15 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
                 f"CrossShardOptimizer with {argument}='{axis}'."
             )
     for rule in rules:
+        groups = rule.group_assignment or []
+        if rule.axis_name in mesh_lib.BATCH and len(groups) > 1:
+            raise errors.UserError(
+                f"{where} returned {rule.name} with group_assignment={groups}, which "
+                f"sums within parts of the axis '{rule.axis_name}': the replicas of a "
+                "run's group would drift apart, and a checkpoint keeps only one copy "
+                "of their model. Leave it out, and set config.group_assignment for "
+                "groups that each train a model of their own."
+            )
         if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
             raise errors.UserError(
                 f"{rule.name} shards its update over the axis '{rule.axis_name}'; a "

@@ -258,6 +258,9 @@ def _of_collective(
     if name == "reduce_scatter":
         return [x.remove_labels(own).add_labels(*shards) for x in operands]
     results = varying.of_equation(eqn, operands)
+    if len(eqn.params.get("axis_index_groups") or ()) > 1:
+        # It leaves what is the own of each of these groups.
+        return results
     if name.startswith("all_gather") and any(shards & x.labels for x in operands):
         # Shards differ, and what is gathered from them is the global array. If a shard
         # was computed from a replica's own value, so was that array.
