@@ -28,7 +28,12 @@ from xshard import errors, group_randomness, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
-from xshard.learners.state import LearnerState, is_learner, layout_of_copies
+from xshard.learners.state import (
+    LearnerMeta,
+    LearnerState,
+    is_learner,
+    layout_of_copies,
+)
 from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 
@@ -388,6 +393,19 @@ def map_learners(
         replace, state.experiment, is_leaf=is_learner
     )
     return dataclasses.replace(state, experiment=inner)
+
+
+def metas(state: TrainState) -> dict[str, LearnerMeta]:
+    """Returns the metadata of all learners by path."""
+    return {name: learner.meta for name, learner in learners(state).items()}
+
+
+def with_metas(state: TrainState, metas: Mapping[str, LearnerMeta]) -> TrainState:
+    """Returns the state with other metadata of learners, given by path."""
+    return map_learners(
+        lambda name, learner: learner.replace(meta=metas.get(name, learner.meta)),
+        state,
+    )
 
 
 def shards_update(state: TrainState) -> bool:

@@ -220,6 +220,11 @@ def step_of_replica(
             returned = experiment.train_step(inner, batch, key)
 
         new, logged = validation.step(experiment.train_step, returned)
+        # What is traced for a state depends on its metadata, which is that of the rules
+        # and no result of a step. A teacher may be a learner's `for_evaluation`.
+        new = state_lib.with_metas(
+            dataclasses.replace(old, experiment=new), state_lib.metas(old)
+        ).experiment
         _check_structure(experiment, old.experiment, new)
         metrics, observed, norms = _metrics(experiment, logged)
         _check_observed(experiment, old.experiment, new, observed)
@@ -392,15 +397,21 @@ def make_for_evaluation(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def for_evaluation(state: TrainState) -> TrainState:
+        evaluated_metas = {}
+
         def local_state(stored: TrainState) -> TrainState:
             local = _local(stored, grouped)
             with _method_context(experiment, mesh, state, local.experiment) as inner:
                 evaluated = experiment.for_evaluation(inner)
-            return _stored(dataclasses.replace(local, experiment=evaluated), grouped)
+            whole = dataclasses.replace(local, experiment=evaluated)
+            evaluated_metas.update(state_lib.metas(whole))
+            # The specs of the results have the structure of the given state.
+            same = state_lib.with_metas(whole, state_lib.metas(state))
+            return _stored(same, grouped)
 
         specs = state_lib.specs(experiment, mesh, state, manual=True, whole_slots=True)
         mapped = logical.Mapped(local_state, in_specs=(specs,), out_specs=specs)
-        return mapped.on(mesh)(state)
+        return state_lib.with_metas(mapped.on(mesh)(state), evaluated_metas)
 
     return for_evaluation
 

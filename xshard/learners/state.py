@@ -24,8 +24,9 @@ NONFINITE = 2
 class LearnerMeta:
     """The properties of a learner's rules that decide how its state lies on the mesh.
 
-    All fields compare as equal, so they do not change a state's tree structure: a run
-    with a sharded update can resume without one, and vice versa.
+    They are part of a state's tree structure, since what is traced for a state depends
+    on them: a jitted function is traced anew for a state with other ones. A step leaves
+    them as they are.
 
     Attributes:
       shards_update: whether slots are sharded over the replicas.
@@ -43,18 +44,15 @@ class LearnerMeta:
       lora: the low-rank adaptation of the parameters; None without one.
     """
 
-    shards_update: bool = dataclasses.field(default=False, compare=False)
-    statistics_module: str | None = dataclasses.field(default=None, compare=False)
-    evaluation_rule: str | None = dataclasses.field(default=None, compare=False)
-    outer_module: str | None = dataclasses.field(default=None, compare=False)
-    slots_from_params: tuple[tuple[str, str], ...] = dataclasses.field(
-        default=(), compare=False
-    )
-    param_layouts: layouts.Layouts = dataclasses.field(
-        default_factory=dict, compare=False
-    )
-    reduce_dtype: str = dataclasses.field(default="float32", compare=False)
-    lora: lora_lib.Lora | None = dataclasses.field(default=None, compare=False)
+    shards_update: bool = False
+    statistics_module: str | None = None
+    evaluation_rule: str | None = None
+    outer_module: str | None = None
+    slots_from_params: tuple[tuple[str, str], ...] = ()
+    # A dictionary has no hash.
+    param_layouts: layouts.Layouts = dataclasses.field(default_factory=dict, hash=False)
+    reduce_dtype: str = "float32"
+    lora: lora_lib.Lora | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +84,7 @@ class LearnerState:
         return dataclasses.replace(self, **changes)
 
     def as_it_is(self) -> "LearnerState":
-        """Returns the state with its parameters as those to evaluate.
-
-        JAX does not tell it from the other one: give a jitted function one of both.
-        """
+        """Returns the state with its parameters as those to evaluate."""
         return self.replace(meta=dataclasses.replace(self.meta, evaluation_rule=None))
 
 
