@@ -453,7 +453,8 @@ def _check(
             "updates of rules made by OptaxOptimizer(..., backs_off=True), but this "
             "experiment has none: pass backs_off=True, or set the factor to 1."
         )
-    if batches.sizes.factor(config.steps) != 1 and not _has_scale(target):
+    follows = config.get("batch_learning_rate", config_lib.NONE) != config_lib.NONE
+    if follows and not _has_scale(target):
         raise errors.UserError(
             f"batch_learning_rate={config.batch_learning_rate!r} raises the updates of "
             "rules made by OptaxOptimizer(..., backs_off=True), but this experiment "
