@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from xshard.optimizers import extra_arguments
+
 _SCALE = "update_scale"
 
 
@@ -55,7 +57,7 @@ def with_back_off(transformation: Any) -> optax.GradientTransformation:
 
     # optax.chain unpacks tuples, and `transformation` may be another object with these
     # two methods.
-    first = optax.GradientTransformation(transformation.init, transformation.update)
+    first = extra_arguments.with_support(transformation)
     return optax.chain(first, optax.GradientTransformation(init, update))
 
 

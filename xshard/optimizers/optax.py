@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from xshard import errors
-from xshard.optimizers import back_off, base, trees
+from xshard.optimizers import back_off, base, extra_arguments, trees
 from xshard.optimizers import slots as slots_lib
 
 
@@ -82,7 +82,9 @@ class OptaxOptimizer(base.Optimizer):
             transformation = back_off.with_back_off(transformation)
         self.transformation = transformation
         self.schedules = _check_schedules(schedules or {})
-        self._needs_loss = _needs_loss(self.transformation)
+        self._takes_loss = bool(
+            extra_arguments.accepted(self.transformation, {"value": None})
+        )
         self._backs_off = backs_off
         self._evaluation_params = evaluation_params
         # Whether the update was tried. That is done once, when the state is created.
@@ -91,12 +93,12 @@ class OptaxOptimizer(base.Optimizer):
         self._known_slots: list[str] | None = None
 
     def reduce_loss(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
-        """Changes the loss that the update is given, if the transformation needs it.
+        """Changes the loss that the update is given, if the transformation may use it.
 
         Args:
           reduce: computes the loss from that of `compute_gradients`.
         """
-        if self._needs_loss and self._loss is not None:
+        if self._takes_loss and self._loss is not None:
             self._loss = reduce(self._loss)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
@@ -128,20 +130,25 @@ class OptaxOptimizer(base.Optimizer):
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
     def _call_update(self, grads: Any, state: Any, params: Any) -> Any:
-        """The transformation's own update, given the loss if it needs that."""
-        if not self._needs_loss:
-            return self.transformation.update(grads, state, params)
-        loss = self._loss
-        if loss is None and hk.running_init():
+        """The transformation's own update, given the loss if it takes that."""
+        arguments = {"grad": grads}
+        if self._loss is not None:
+            arguments["value"] = self._loss
+        elif hk.running_init():
             # State is created without a loss, and any number has its type.
-            loss = jnp.zeros(())
-        if loss is None:
+            arguments["value"] = jnp.zeros(())
+        accepted = extra_arguments.accepted(self.transformation, arguments)
+        try:
+            return self.transformation.update(grads, state, params, **accepted)
+        except Exception as e:
+            missing = _missing_arguments(e)
+            if "value" in arguments or missing is None or "'value'" not in missing[1]:
+                raise
             raise errors.UserError(
                 f"The update of {self.name} needs the loss of this step: call "
                 "compute_gradients of the rule, or minimize, which keep it, before "
                 "apply_gradients."
-            )
-        return self.transformation.update(grads, state, params, value=loss)
+            ) from e
 
     def state(self, params: trees.Params) -> Any:
         """Returns the state in optax's structure, with tuples like `ScaleByAdamState`.
@@ -302,6 +309,14 @@ class OptaxOptimizer(base.Optimizer):
                 # error recurs in the step.
                 return
             transformation, arguments = missing
+            if "'value'" in arguments and "value_fn" not in arguments:
+                raise errors.UserError(
+                    f"{self.name} cannot use {transformation}: its update needs "
+                    f"{arguments}, the loss, and what it is nested in does not pass "
+                    "that on. optax.chain and others pass it to a "
+                    "GradientTransformationExtraArgs only: make one of "
+                    f"{transformation}, or of what is around it."
+                ) from e
             raise ValueError(
                 f"{self.name} cannot use {transformation}: its update needs "
                 f"{arguments}, but a rule is given only gradients, parameters and the "
@@ -446,27 +461,10 @@ def _last_word(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _needs_loss(transformation: Any) -> bool:
-    """Returns whether an update needs the loss, as its argument `value`.
-
-    It is tried without one, on the shapes of a tree of one number.
-    """
-    params = {"module": {"name": jnp.zeros(())}}
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            state = jax.eval_shape(transformation.init, params)
-            hk.eval_shape(transformation.update, params, state, params)
-    except Exception as e:
-        missing = _missing_arguments(e)
-        if missing is None:
-            return False
-        _, arguments = missing
-        return "'value'" in arguments
-    return False
-
-
 def _missing_arguments(e: Exception) -> tuple[str, str] | None:
     """What an update lacks, if missing arguments caused its error.
+
+    It decides what a message says, and nothing else.
 
     Returns:
       The transformation's name and the arguments, in quotes.
