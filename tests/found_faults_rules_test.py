@@ -12,6 +12,7 @@ from optax import contrib
 
 import xshard
 from tests import rows, toy
+from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import loop
 from xshard import state as state_lib
@@ -367,3 +368,104 @@ def test_24_what_a_rule_cannot_be_given_is_named(make, message):
     create = hk.transform_with_state(lambda: xshard.OptaxOptimizer(make()).init(params))
     with pytest.raises(ValueError, match=message):
         create.init(None)
+
+
+def test_28_an_experiment_reads_a_key_by_its_earlier_name():
+    config = xshard.config.default()
+    config.on_parted = "roll_back"
+    config.model = {"on_parted": 3, "width": 8}
+    read = config_lib.ReadConfig(config)
+    assert "on_divergence" in read.unread()
+    assert read.on_parted == read["on_parted"] == read.get("on_parted") == "roll_back"
+    assert "on_divergence" not in read.unread()
+    assert "on_parted" not in read
+    assert hasattr(read, "on_parted")
+    # Only keys of the outermost level were renamed.
+    assert read.model.on_parted == 3
+    with pytest.raises(AttributeError):
+        read.checkpoint.on_parted  # noqa: B018
+    with pytest.raises(AttributeError):
+        read.model.on_divergence  # noqa: B018
+
+
+class RulesAveraged(xshard.Experiment):
+    """Averages its parameters on the lower tier, and names its values itself."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.learner = xshard.Learner(self._network, self._rule, config)
+
+    def train_data(self):
+        return toy.Toy(self.config).train_data()
+
+    def eval_data(self):
+        return self.train_data()
+
+    def _network(self, x):
+        return hk.Linear(1)(x)[:, 0]
+
+    def _rule(self):
+        rule = xshard.CrossShardOptimizer(optax.sgd(0.1))
+        return xshard.MovingAverageOptimizer(rule, 0.5)
+
+    def init(self, key, batch):
+        return self.learner.init(key, batch["x"])
+
+    def train_step(self, state, batch, key):
+        return self.learner.update(state, self._loss, batch, key)
+
+    def _loss(self, state, batch, key):
+        outputs, net_state = self.learner.apply(state, key, batch["x"])
+        return jnp.mean((outputs - batch["y"]) ** 2), net_state, {}
+
+    def for_evaluation(self, state):
+        return self.learner.for_evaluation(state)
+
+    def eval_step(self, state, batch, key):
+        values = {"error": self._error(self.for_evaluation(state), batch)}
+        if self.config.names_raw:
+            values["raw/error"] = self._error(state, batch)
+        return values
+
+    def _error(self, state, batch):
+        outputs, _ = self.learner.apply(state, None, batch["x"])
+        return (outputs - batch["y"]) ** 2
+
+
+@pytest.mark.parametrize("names_raw", [False, True])
+def test_34_raw_values_are_announced_where_there_are_some(tmp_path, capsys, names_raw):
+    config = _rules_config("RulesAveraged", names_raw=names_raw, steps=1)
+    assert loop.run(config, str(tmp_path), "") == 0
+    out = capsys.readouterr().out
+    assert "of MovingAverageOptimizer.evaluation_params" in out
+    assert ("'raw/...' are those that train" in out) == names_raw
+    assert ("raw/error" in rows.results(tmp_path)["eval"]) == names_raw
+
+
+@pytest.mark.parametrize(
+    "experiment, precision, warns",
+    [
+        ("RulesAveraged", "params=float32,compute=float16,output=float32", True),
+        ("RulesAveraged", "params=half,compute=float32,output=float32", True),
+        ("RulesAveraged", "params=float32,compute=bfloat16,output=float32", False),
+        ("RulesScaled", "params=float32,compute=float16,output=float32", False),
+    ],
+)
+def test_35_float16_without_a_loss_scale_is_said_once(
+    tmp_path, capsys, experiment, precision, warns
+):
+    config = _rules_config(experiment, precision=precision, names_raw=False, steps=1)
+    config.eval_every_steps = 0
+    config.on_nonfinite = "warn"
+    config.checkpoint.best_metric = ""
+    config.checkpoint.keep_best = 0
+    loop.run(config, str(tmp_path), "")
+    out = capsys.readouterr().out
+    assert out.count("warning: float16 without a loss scale") == warns
+
+
+class RulesScaled(RulesAveraged):
+    """Scales the loss by a number that is fixed."""
+
+    def _rule(self):
+        return xshard.MixedPrecisionLossScaleOptimizer(super()._rule(), 128.0)

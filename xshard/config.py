@@ -105,6 +105,8 @@ def default() -> Config:
 class ReadConfig(ml_collections.FrozenConfigDict):
     """A frozen config that records which of its keys have been read.
 
+    As in `Config`, a key is also found under its earlier name.
+
     >>> config = ReadConfig({'rate': 0.1, 'model': {'width': 8, 'depth': 2}})
     >>> config.model.width
     8
@@ -126,6 +128,8 @@ class ReadConfig(ml_collections.FrozenConfigDict):
     def __getitem__(self, key: Any) -> Any:
         """Returns a value, and records that it was read."""
         # Attributes, `get` and `items` all end up here.
+        if key in RENAMED and key not in self:
+            key = _present_name(key)
         value = super().__getitem__(key)
         if isinstance(key, str) and "." in key:
             # Each part of the key has been read in turn.
