@@ -194,7 +194,7 @@ class Run:
             train_step, "the training step"
         )
         self.predict = evaluation.predictions(predict, self.mesh)
-        metrics = self._evaluation.check(self._target, config.checkpoint)
+        self._metrics = self._evaluation.check(self._target, config.checkpoint)
 
         # What follows the steps.
         self._schedule = schedule_lib.Schedule.of(config)
@@ -214,7 +214,7 @@ class Run:
             "what the callbacks say", callbacks.SECONDS
         )
         self._evaluations = callbacks.Evaluations(
-            self.experiment.callbacks, metrics, decisions.gather
+            self.experiment.callbacks, self._metrics, decisions.gather
         )
         self.tracer = profiles.Tracer(
             self.workdir.path, self.terminal.say, self.set_phase
@@ -513,7 +513,10 @@ class Run:
             whole=self.terminal.verbose,
         )
         self.terminal.say(text)
-        for line in preflight.warnings(self.experiment, self.config, self._target):
+        warnings = preflight.warnings(
+            self.experiment, self.config, self._target, self._metrics
+        )
+        for line in warnings:
             self.terminal.say(line)
         group_notes = group_keys.notes(
             self.experiment,

@@ -506,6 +506,7 @@ class Learner:
             outer_module=outer_rules[0].module_name if outer_rules else None,
             lora=self._lora,
             slots_from_params=_slots_from_params(opt, params),
+            has_unscaled_half=self._uses_half() and not inspection.scales_loss(opt),
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
@@ -517,6 +518,12 @@ class Learner:
                     meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
                 )
         return meta
+
+    def _uses_half(self) -> bool:
+        """Returns whether gradients pass through float16, which has a small range."""
+        policy = self._policy
+        dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+        return jnp.float16 in map(jnp.dtype, dtypes)
 
     def _statistics_module(self, opt: base.Optimizer, params: Any) -> str | None:
         """Returns the module that keeps the network's state for evaluation."""

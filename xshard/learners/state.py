@@ -41,7 +41,9 @@ class LearnerMeta:
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
         summed.
-      lora: the low-rank adaptation of the parameters; None without one.
+      lora_scale: the factor of the products of low-rank matrices that are added to the
+        parameters; None without such matrices.
+      has_unscaled_half: whether gradients pass through float16 without a loss scale.
     """
 
     shards_update: bool = False
@@ -53,6 +55,7 @@ class LearnerMeta:
     param_layouts: layouts.Layouts = dataclasses.field(default_factory=dict, hash=False)
     reduce_dtype: str = "float32"
     lora: lora_lib.Lora | None = None
+    has_unscaled_half: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

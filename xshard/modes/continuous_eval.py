@@ -75,9 +75,9 @@ class ContinuousEvaluator:
             experiment, mesh, config.eval_batch_size
         )
         host_collectives.check_equal_data({"evaluation": self._evaluation.summary})
-        self._evaluation.check(self._checkpoints.target, config.checkpoint)
+        metrics = self._evaluation.check(self._checkpoints.target, config.checkpoint)
         self._notes = [
-            *preflight.evaluation_notes(experiment, self._checkpoints.target)
+            *preflight.evaluation_notes(experiment, self._checkpoints.target, metrics)
         ]
         self._watch = watch
         self._sleep = sleep

@@ -248,6 +248,11 @@ def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optim
     )
 
 
+def scales_loss(opt: base.Optimizer) -> bool:
+    """Returns whether a rule scales the loss."""
+    return bool(base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer))
+
+
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
     """The current loss scales of all rules, outermost first."""
     rules = base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer)

@@ -5,7 +5,7 @@ and JAX caches the trace of a jitted function for the function's first call.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
+from xshard.metrics import formatting
 from xshard.optimizers import cross_shard, layouts, trees
 from xshard.run import replica_analysis, slices
 from xshard.stored import replica_state
@@ -206,6 +207,7 @@ def warnings(
     experiment: experiment_lib.Experiment,
     config: ml_collections.ConfigDict,
     state: state_lib.TrainState,
+    metrics: Collection[str] | None,
 ) -> Iterator[str]:
     """Yields lines about what a run does, but its user may not mean.
 
@@ -213,6 +215,7 @@ def warnings(
       experiment: the experiment, after everything that the run needs was traced.
       config: the run's config.
       state: the shapes of the run's state.
+      metrics: the names of the evaluation's metrics; None if they are unknown.
     """
     unread = config_lib.unread(experiment.config, config)
     if unread:
@@ -220,19 +223,47 @@ def warnings(
             "warning: no code has read these keys of the config so far: "
             f"{', '.join(unread)}. If none reads them later, they have no effect."
         )
-    yield from evaluation_notes(experiment, state)
+    yield from _notes_of_half_precision(state)
+    yield from evaluation_notes(experiment, state, metrics)
     yield from slices.notes(config, mesh_lib.num_groups(state.step.sharding.mesh))
     yield from _note_of_whole_arrays(experiment, state)
 
 
+def _notes_of_half_precision(state: state_lib.TrainState) -> Iterator[str]:
+    """Yields a line if learners use float16 without a loss scale."""
+    names = []
+    for name, meta in state_lib.metas(state).items():
+        if meta.has_unscaled_half:
+            names.append(name)
+    if not names:
+        return
+    whose = f" of {formatting.listed(names)}" if any(names) else ""
+    yield (
+        f"warning: float16 without a loss scale{whose}: gradients below 6e-8 become 0, "
+        "and above 65504 infinite, and nothing shows the former. Wrap the rule in "
+        "xshard.MixedPrecisionLossScaleOptimizer(rule, 'dynamic'), or use bfloat16."
+    )
+
+
 def evaluation_notes(
-    experiment: experiment_lib.Experiment, state: state_lib.TrainState
+    experiment: experiment_lib.Experiment,
+    state: state_lib.TrainState,
+    metrics: Collection[str] | None,
 ) -> Iterator[str]:
     """Yields lines about learners that evaluate other parameters than those that train.
 
     Some are warnings: if the experiment leaves these parameters unused, and if the
     network's state does not fit them.
+
+    Args:
+      experiment: the experiment.
+      state: the shapes of the run's state.
+      metrics: the names of the evaluation's metrics; None if they are unknown.
     """
+    # An eval_step of the user's own computes what it likes.
+    raw = ""
+    if any("/raw/" in f"/{name}" for name in metrics or ()):
+        raw = "; 'raw/...' are those that train"
     is_used = experiment_lib.overrides(experiment, "for_evaluation")
     mesh = state.step.sharding.mesh
     for name, learner in state_lib.learners(state).items():
@@ -262,7 +293,7 @@ def evaluation_notes(
             continue
         yield (
             f"evaluations, samples, exports and xshard.load use the parameters{whose} "
-            f"of {rule}.evaluation_params; 'raw/...' are those that train"
+            f"of {rule}.evaluation_params{raw}"
         )
         floats = _floats(learner.net_state)
         if floats and learner.meta.statistics_module is None:

@@ -117,8 +117,8 @@ def describe_read(before: int, now: int) -> str:
     """
     return (
         f"Checkpoints of {before} slice(s) are read as {now}: with the parameters of "
-        "the last exchange, also as those that train ('raw/...'), and the network's "
-        "state of the first slice."
+        "the last exchange, also as those that train, and the network's state of the "
+        "first slice."
     )
 
 
