@@ -353,7 +353,7 @@ def test_24_the_loss_reaches_every_rule_within_a_rule(name, backs_off):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: optax.lbfgs(), "update needs 'value_fn'"),
+        (lambda: optax.lbfgs(), "update needs 'grad' and 'value_fn'"),
         (lambda: contrib.sophia(0.1), "update needs 'obj_fn'"),
         (
             lambda: optax.chain(
@@ -469,3 +469,230 @@ class RulesScaled(RulesAveraged):
 
     def _rule(self):
         return xshard.MixedPrecisionLossScaleOptimizer(super()._rule(), 128.0)
+
+
+class _RulesKeepsLoss(xshard.Optimizer):
+    """Keeps its loss where it must not."""
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = super().compute_gradients(loss, params, **kwargs)
+        hk.set_state("loss", value)
+        return value, grads
+
+    def update(self, grads, params):
+        return params
+
+
+class _RulesKeepsAround(xshard.OptimizerWrapper):
+    """Keeps its loss, after the rule within has returned it."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        hk.set_state("loss", value)
+        return value, grads
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: xshard.CrossShardOptimizer(_RulesKeepsLoss()), "_RulesKeepsLoss"),
+        (
+            lambda: xshard.MixedPrecisionLossScaleOptimizer(
+                xshard.CrossShardOptimizer(_RulesKeepsLoss()), 2.0
+            ),
+            "_RulesKeepsLoss",
+        ),
+        (
+            lambda: xshard.CrossShardOptimizer(
+                _RulesKeepsAround(xshard.OptaxOptimizer(optax.sgd(0.1)))
+            ),
+            "_RulesKeepsAround",
+        ),
+    ],
+)
+def test_27_the_rule_that_keeps_state_in_compute_gradients_is_named(make, name):
+    params = {"m": {"w": jnp.ones([])}}
+    step = hk.transform_with_state(
+        lambda: make().minimize(lambda params: params["m"]["w"], params)
+    )
+    message = f"^{name}.compute_gradients keeps the state 'loss'"
+    with pytest.raises(xshard.errors.UserError, match=message):
+        step.init(None)
+
+
+def _rules_mapped(f, shape=(2, 4)):
+    """Returns a function of each replica's rows, mapped as for sharded updates."""
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("slice", "replica"))
+    rows_of_all = jax.P(("slice", "replica"))
+    mapped = xshard.vmap_replicas(
+        lambda w, x: jax.tree.map(lambda y: y[None], f(w, x)),
+        mesh,
+        in_specs=(jax.P(), rows_of_all),
+        out_specs=rows_of_all,
+    )
+    return jax.jit(mapped)
+
+
+_RULES_WHERE = ("update", "vote", "aggregate", "exchange", "given")
+
+
+class _RulesOwn(xshard.OptimizerWrapper):
+    """Adds its replica's index in a phase."""
+
+    def __init__(self, opt, where):
+        super().__init__()
+        self.opt = opt
+        self._where = where
+
+    def _own(self, where, tree):
+        if where != self._where or hk.running_init():
+            return tree
+        index = jax.lax.axis_index("replica")
+        return jax.tree.map(lambda x: x + index.astype(x.dtype), tree)
+
+    def aggregate(self, grads):
+        return self._own("aggregate", self.opt.aggregate(grads))
+
+    def vote(self, grads):
+        return self._own("vote", jnp.int32(0)) < 9
+
+    def update(self, grads, params):
+        return self._own("update", self.opt.update(grads, params))
+
+    def exchange(self, before, after, applied):
+        return self._own("exchange", after)
+
+
+@pytest.mark.parametrize("shard_update", [True, False])
+@pytest.mark.parametrize("where", _RULES_WHERE)
+def test_25_a_replica_s_index_in_a_rule_is_named_in_a_step_of_one_s_own(
+    where, shard_update
+):
+    def make():
+        rule = xshard.OptaxOptimizer(optax.sgd(0.1))
+        reduced = xshard.CrossShardOptimizer(rule, shard_update=shard_update)
+        return _RulesOwn(reduced, where)
+
+    def step(params, x):
+        if where == "given":
+            index = jax.lax.axis_index("replica").astype(x.dtype)
+            params = jax.tree.map(lambda p: p + index, params)
+        return make().minimize(lambda p: jnp.mean(x @ p["m"]["w"]), params)[1]
+
+    params = {"m": {"w": jnp.ones((16, 2))}}
+    create = hk.transform_with_state(lambda params: make().init(params))
+    _, state = create.init(None, params)
+    apply = hk.transform_with_state(step).apply
+    mapped = xshard.vmap_replicas(
+        lambda params, x: apply({}, state, None, params, x)[0],
+        jax.sharding.Mesh(jax.devices(), "replica"),
+        in_specs=(jax.P(), jax.P("replica")),
+        out_specs=jax.P(),
+    )
+    message = "from a value of a replica's own"
+    if where == "given" and shard_update:
+        message = "is given the parameter 'm/w' with other values on each replica"
+    with pytest.raises(xshard.errors.UserError, match=message):
+        jax.eval_shape(mapped, params, jnp.ones((16, 16)))
+
+
+def _rules_wave(w, x):
+    return jnp.sum(jnp.sin(w * x))
+
+
+def _rules_wave_of_all(w, x):
+    return jax.lax.psum(_rules_wave(w, x), ("slice", "replica"))
+
+
+_RULES_CALLS = {
+    "a gradient": lambda f, w, x: jax.grad(f)(w, x),
+    "a gradient of what it closes over": lambda f, w, x: jax.grad(
+        lambda w: f(w, x) ** 2
+    )(w),
+    "a gradient of a scan": lambda f, w, x: jax.grad(
+        lambda w: jax.lax.scan(lambda c, _: (c + f(w, x) * c, None), 1.0, None, 3)[0]
+    )(w),
+    "a map as long as the replicas": lambda f, w, x: jax.vmap(
+        lambda scale: f(scale * w, x)
+    )(jnp.arange(4.0)),
+    "a map of gradients": lambda f, w, x: jax.vmap(
+        lambda scale: jax.grad(f)(scale * w, x)
+    )(jnp.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("f", [_rules_wave, _rules_wave_of_all])
+@pytest.mark.parametrize("name", _RULES_CALLS)
+def test_26_what_each_replica_calls_is_differentiated_and_mapped(name, f):
+    use = _RULES_CALLS[name]
+    w = jnp.array([2.0, 3.0])
+    x = jnp.arange(16.0).reshape(8, 2) + 1
+    got = _rules_mapped(lambda w, x: use(xshard.per_replica(f), w, x[0]))(w, x)
+    expected = _rules_mapped(lambda w, x: use(f, w, x[0]))(w, x)
+    # Sums in float32, in another order.
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_26_python_s_values_stay_what_they_are():
+    @xshard.per_replica
+    def scaled(x, count, *, flip, name=None):
+        assert name is None
+        return -x * count if flip else x[:count]
+
+    f = _rules_mapped(lambda w, x: (scaled(w, 1, flip=False), scaled(w, 3, flip=True)))
+    first, second = f(jnp.array([2.0, 3.0]), jnp.zeros(8))
+    np.testing.assert_array_equal(first[0], [2.0])
+    np.testing.assert_array_equal(second[0], [-6.0, -9.0])
+
+
+def _rules_draw(w):
+    return w + jax.random.normal(hk.next_rng_key(), w.shape)
+
+
+def _rules_count(w):
+    hk.set_state("count", hk.get_state("count") + 1)
+    return w
+
+
+@pytest.mark.parametrize(
+    "f, message",
+    [
+        (_rules_draw, "_rules_draw, .* draws a random key of Haiku's: give it"),
+        (_rules_count, "_rules_count, .* writes Haiku's state '~/count'"),
+    ],
+)
+def test_26_keys_and_state_of_haiku_are_refused_by_name(f, message):
+    transformed = hk.transform_with_state(xshard.per_replica(f))
+    state = {"~": {"count": jnp.int32(0)}}
+
+    def step(w, x):
+        return transformed.apply({}, state, jax.random.key(0), w)[0]
+
+    with pytest.raises(xshard.errors.UserError, match=message):
+        jax.eval_shape(_rules_mapped(step), jnp.ones(2), jnp.zeros(8))
+
+
+def test_26_haiku_s_parameters_and_state_are_read():
+    read = lambda: hk.get_parameter("p", [2]) + hk.get_state("count")
+    transformed = hk.transform_with_state(xshard.per_replica(read))
+    state = {"~": {"count": jnp.float32(3)}}
+    step = lambda w, x: transformed.apply({"~": {"p": w}}, state, None)[0]
+    np.testing.assert_array_equal(_rules_mapped(step)(jnp.ones(2), jnp.zeros(8)), 4.0)
+
+
+def test_26_gradients_that_cannot_be_are_refused_by_name():
+    w = jnp.ones(2)
+    own = xshard.per_replica(_rules_wave)
+    twice = lambda w, x: jax.grad(lambda w: jnp.sum(jax.grad(own)(w, x[0])))(w)
+    with pytest.raises(xshard.errors.UserError, match="_rules_wave.*twice"):
+        jax.eval_shape(_rules_mapped(twice), w, jnp.ones((8, 2)))
+    specs = (jax.P("slice"), jax.P())
+    sharded = xshard.per_replica(lambda w, x: jnp.sum(w), in_specs=specs)
+    in_shards = lambda w, x: jax.grad(sharded)(w, x)
+    with pytest.raises(xshard.errors.UserError, match="with in_specs or out_specs"):
+        jax.eval_shape(_rules_mapped(in_shards), w, jnp.ones(8))

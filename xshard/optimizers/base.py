@@ -576,6 +576,9 @@ _IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "in_loss", default=False
 )
 
+# The method of a rule that is being called: of a rule within others, its own.
+_METHOD: contextvars.ContextVar[Callable[..., Any]] = contextvars.ContextVar("method")
+
 
 @contextlib.contextmanager
 def _loss_is_called() -> Iterator[None]:
@@ -612,10 +615,10 @@ def _refusing_state(method: Callable[..., Any]) -> Iterator[None]:
             return
         name = context.full_name.rpartition("/")[2]
         raise errors.UserError(
-            f"{method.__qualname__} keeps the state {name!r}, which would go to the "
-            "module that calls the rule, where no phase finds it. Keep a value for "
-            "this step's phases as an attribute, self.value = value. State that later "
-            "steps need belongs in aggregate, vote or update, or in a method of "
+            f"{_METHOD.get().__qualname__} keeps the state {name!r}, which would go to "
+            "the module that calls the rule, where no phase finds it. Keep a value "
+            "for this step's phases as an attribute, self.value = value. State that "
+            "later steps need belongs in aggregate, vote or update, or in a method of "
             "another name."
         )
 
@@ -628,8 +631,13 @@ def _refusing_state(method: Callable[..., Any]) -> Iterator[None]:
         return set_value(value)
 
     creating = hk.custom_creator(create, params=False, state=True)
-    with creating, hk.custom_setter(write):
-        yield
+    token = _METHOD.set(method)
+    try:
+        # The checks of the rules around this one are called first.
+        with creating, hk.custom_setter(write):
+            yield
+    finally:
+        _METHOD.reset(token)
 
 
 def _on_each_replica(
@@ -644,7 +652,7 @@ def _on_each_replica(
 
     Where `vmap_replicas` maps the replicas, XLA would otherwise compute a loss for all
     replicas of a device together, which is slow for some losses: see
-    `replica_map.per_replica`.
+    `replica_map.on_each_replica`.
 
     That function traces the call as a separate program, whose arrays leave it only as
     results. So three things that the call changes become results too, and are put in
@@ -696,7 +704,7 @@ def _on_each_replica(
         (_, grads), _, _, _ = results
         return (jax.P(), specs_of(grads)), jax.P(), jax.P(), jax.P()
 
-    call = replica_map.per_replica(
+    call = replica_map.on_each_replica(
         of_replica,
         in_specs=(specs_of(params), jax.P()),
         out_specs=specs_of_results,
