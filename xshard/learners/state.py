@@ -24,9 +24,10 @@ NONFINITE = 2
 class LearnerMeta:
     """The properties of a learner's rules that decide how its state lies on the mesh.
 
-    They are part of a state's tree structure, since what is traced for a state depends
-    on them: a jitted function is traced anew for a state with other ones. A step leaves
-    them as they are.
+    What a function computes of a state depends on some of them. These are part of its
+    tree structure, so that a jitted function is traced anew for a state with other
+    ones. Those that say how arrays lie compare as equal: a state has the same values
+    and names with a sharded update and without. A step leaves them all as they are.
 
     Attributes:
       shards_update: whether slots are sharded over the replicas.
@@ -46,16 +47,17 @@ class LearnerMeta:
       has_unscaled_half: whether gradients pass through float16 without a loss scale.
     """
 
-    shards_update: bool = False
+    shards_update: bool = dataclasses.field(default=False, compare=False)
     statistics_module: str | None = None
     evaluation_rule: str | None = None
     outer_module: str | None = None
     slots_from_params: tuple[tuple[str, str], ...] = ()
-    # A dictionary has no hash.
-    param_layouts: layouts.Layouts = dataclasses.field(default_factory=dict, hash=False)
-    reduce_dtype: str = "float32"
+    param_layouts: layouts.Layouts = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    reduce_dtype: str = dataclasses.field(default="float32", compare=False)
     lora: lora_lib.Lora | None = None
-    has_unscaled_half: bool = False
+    has_unscaled_half: bool = dataclasses.field(default=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
