@@ -131,7 +131,7 @@ class OptaxOptimizer(base.Optimizer):
 
     def _call_update(self, grads: Any, state: Any, params: Any) -> Any:
         """The transformation's own update, given the loss if it takes that."""
-        arguments = {"grad": grads}
+        arguments = {}
         if self._loss is not None:
             arguments["value"] = self._loss
         elif hk.running_init():
