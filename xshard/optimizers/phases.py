@@ -101,10 +101,11 @@ class Step:
         partition = self._partition(params)
         if partition is None:
             done = self._apply_locally(grads, params)
-        else:
-            done = self._apply_in_shards(grads, params, partition)
-        self._check_equal(state_before, done)
-        return done
+            new = trees.present(done.params)
+            self._check_equal(state_before, done.applied, new)
+            return done
+        self._check_given(params)
+        return self._apply_in_shards(grads, params, partition)
 
     def _partition(self, params: trees.Params) -> shards.Partition | None:
         """How the step is sharded: by the outermost rule that shards it."""
@@ -146,6 +147,7 @@ class Step:
             """A global array, declared to lie in shards on the replicas."""
             return replica_map.constrain(x, partition.spec(layout))
 
+        first_state = skips.current_state()
         # With parameters in shards like the gradients, each device computes only its
         # shard of what an update computes by elements.
         trained = trees.present(grads)
@@ -173,6 +175,8 @@ class Step:
             )
         exchanged = trees.leaves_by_path(exchanged)
         new_shards = {path: exchanged[path] for path in trained}
+        # Only a global array can be constrained.
+        self._check_equal(first_state, applied, new_shards)
         new_shards = partition.map(constrain, new_shards)
         return Applied(
             params=trees.replace(params, partition.gather_global(new_shards)),
@@ -249,16 +253,40 @@ class Step:
                 f"own {phase}."
             )
 
-    def _check_equal(self, state_before: skips.State, done: Applied) -> None:
-        """Raises UserError if the step depends on a value that differs by replica.
+    def _check_given(self, params: trees.Params) -> None:
+        """Raises UserError if the parameters of a sharded update differ by replica.
 
         Where `vmap_replicas` maps the replicas, JAX shows that. Elsewhere it does
         nothing.
         """
+
+        def error(path: str) -> Exception:
+            return errors.UserError(
+                f"{self._rule.name} shards its update, and is given the parameter "
+                f"{path!r} with other values on each replica. Give it the same on all "
+                "of them, with a spec of vmap_replicas that names no axis; or set "
+                "shard_update=False."
+            )
+
+        replica_map.check_equal(trees.leaves_by_path(params), error)
+
+    def _check_equal(
+        self, state_before: skips.State, applied: Any, params: dict[str, Any]
+    ) -> None:
+        """Raises UserError if the step depends on a value that differs by replica.
+
+        Where `vmap_replicas` maps the replicas, JAX shows that. Elsewhere it does
+        nothing.
+
+        Args:
+          state_before: the state before the step.
+          applied: the vote.
+          params: the new parameters, by path.
+        """
         arrays = {}
-        if done.applied is not True:
-            arrays["its vote"] = done.applied
-        for path, x in trees.present(done.params).items():
+        if applied is not True:
+            arrays["its vote"] = applied
+        for path, x in params.items():
             arrays[repr(path)] = x
         modules = {rule.module_name for rule in self._rules}
         for (module, name), (_, x) in skips.writes_since(state_before).items():
