@@ -359,7 +359,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # The leading dimension is that of slices.
             error_specs[path] = jax.P(None, *shard_specs[path])
         keeps_shards = self.shard_update and partition.count > 1
-        call = replica_map.per_replica(
+        call = replica_map.on_each_replica(
             functools.partial(self._reduce, keeps_shards=keeps_shards),
             in_specs=(summand_specs, error_specs),
             out_specs=(shard_specs if keeps_shards else jax.P(), error_specs),

@@ -194,7 +194,7 @@ class Gatherer:
             if path in sharded_specs
         }
         gather = functools.partial(self.gather, dtype=dtype)
-        return replica_map.per_replica(gather, in_specs=(sharded_specs,))(arrays)
+        return replica_map.on_each_replica(gather, in_specs=(sharded_specs,))(arrays)
 
     def apply(
         self,

@@ -407,7 +407,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             keep = lambda operands: (zeros, errors_of_rounding)
             return lax.cond(is_due, exchange, keep, operands)
 
-        mean, errors_of_rounding = replica_map.per_replica(
+        mean, errors_of_rounding = replica_map.on_each_replica(
             on_replica,
             in_specs=(jax.P(), specs, specs_of_errors, jax.P()),
             out_specs=(specs, specs_of_errors),

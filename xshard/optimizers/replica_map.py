@@ -7,8 +7,8 @@ ordinary, global array, which XLA partitions over the devices as its sharding sa
 rule needs no code of its own to update arrays in shards.
 
 Some computation still belongs on each replica: XLA does not partition the gradient of a
-mapped convolution, and a sum should be scattered rather than made whole. `per_replica`
-calls such parts in a `jax.shard_map`.
+mapped convolution, and a sum should be scattered rather than made whole.
+`on_each_replica` calls such parts in a `jax.shard_map`.
 """
 
 import contextlib
@@ -136,7 +136,7 @@ def vmap_replicas(
 
     def on_all_replicas(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        specs = _leaf_specs(in_specs, args)
+        specs = leaf_specs(in_specs, args)
         divided = [
             _divide(replicas, spec, jnp.asarray(x))
             for spec, x in zip(specs, leaves, strict=True)
@@ -146,8 +146,9 @@ def vmap_replicas(
             return f(*jax.tree.unflatten(structure, leaves))
 
         mapped: Callable[[list[Any]], Any] = on_replica
-        # The axes of size 1 come first, so that no `jax.shard_map` of `per_replica` is
-        # within their `jax.vmap`, which would map its collectives a second time.
+        # The axes of size 1 come first, so that no `jax.shard_map` of a replica's own
+        # call is within their `jax.vmap`, which would map its collectives a second
+        # time.
         for axis in replicas.axes:
             if axis not in replicas.long_axes:
                 mapped = _bind_axis_name(mapped, axis)
@@ -162,13 +163,13 @@ def vmap_replicas(
             )
         # Traced without the arguments' meshes: JAX does not let a program that was
         # traced for arrays on a mesh run on one replica's part of them, as
-        # `per_replica` does.
+        # `on_each_replica` does.
         shapes = [_shape_of(x, x.shape) for x in divided]
         trace = jax.make_jaxpr(mapped, return_shape=True)
         with _MAPPED_OVER(replicas), _explain_unmapped_collectives():
             program, result_shapes = trace(shapes)
         results = jax_internals.as_function(program)(*divided)
-        specs = _leaf_specs(out_specs, result_shapes)
+        specs = leaf_specs(out_specs, result_shapes)
         joined = [
             _join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)
         ]
@@ -177,19 +178,13 @@ def vmap_replicas(
     return on_all_replicas
 
 
-def per_replica(
+def on_each_replica(
     f: Callable[..., Any], *, in_specs: Any = _GLOBAL, out_specs: Any = _GLOBAL
 ) -> Callable[..., Any]:
     """Returns a function that each replica calls by itself where `vmap_replicas` maps
     the replicas; elsewhere it is as it was.
 
-    A run maps its step so where the update is sharded. XLA then computes what
-    `train_step` does for all replicas of a device together. That is slower for some
-    computation: a convolution with weights of a replica's own, the gradient of a
-    convolution with respect to such weights, and a loop or a branch that depends on a
-    replica's own values, of which all replicas take as many rounds as the longest and
-    both sides. The loss of `Learner.update` is called on each replica already; wrap
-    other such code yourself.
+    A user's code calls it as `own_calls.per_replica`, which may be differentiated.
 
     Args:
       f: a function of arrays, which may use collectives over the mapped axes. What it
@@ -203,15 +198,6 @@ def per_replica(
     Returns:
       A function with the same arguments and results. What `f` makes equal on all
       replicas is a global array.
-
-    >>> @xshard.per_replica
-    ... def step(x):
-    ...     return jax.lax.while_loop(lambda x: x[0] < 100, lambda x: 2 * x, x)
-    >>> devices = jax.devices()[:4]
-    >>> mesh, spec = jax.sharding.Mesh(devices, ('replica',)), jax.P('replica')
-    >>> step = xshard.vmap_replicas(step, mesh, in_specs=spec, out_specs=spec)
-    >>> print(jax.jit(step)(jnp.array([1., 3., 5., 7.])))
-    [128. 192. 160. 112.]
     """
 
     @functools.wraps(f)
@@ -221,21 +207,13 @@ def per_replica(
             return f(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         leaves = [jnp.asarray(x) for x in leaves]
-        specs = _leaf_specs(in_specs, args) + _leaf_specs(_GLOBAL, kwargs)
-        shapes = [
-            _shape_of(x, _shard_shape(replicas.mesh, spec, x.shape))
-            for spec, x in zip(specs, leaves, strict=True)
-        ]
+        specs = leaf_specs(in_specs, args) + leaf_specs(_GLOBAL, kwargs)
 
         def of_leaves(leaves: Sequence[Any]) -> Any:
             args, kwargs = jax.tree.unflatten(structure, leaves)
             return f(*args, **kwargs)
 
-        trace = jax.make_jaxpr(of_leaves, return_shape=True)
-        # As within the `jax.shard_map` that calls it: a collective may ask which axes
-        # are left to XLA.
-        with not_mapped(), jax.sharding.use_abstract_mesh(replicas.mesh_of_replica):
-            program, result_shapes = trace(shapes)
+        program, result_shapes = traced(of_leaves, leaves, specs=specs)
         # What `f` closes over may be mapped, too, so it becomes an argument.
         constants = list(program.consts)
         result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
@@ -243,12 +221,46 @@ def per_replica(
             replicas,
             jax_internals.with_constants_as_arguments(program),
             in_specs=[_GLOBAL] * len(constants) + specs,
-            out_specs=_leaf_specs(result_specs, result_shapes),
+            out_specs=leaf_specs(result_specs, result_shapes),
         )
         results = on_each(*constants, *leaves)
         return jax.tree.unflatten(jax.tree.structure(result_shapes), results)
 
     return call
+
+
+def traced(
+    f: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], *, specs: Sequence[jax.P]
+) -> tuple[jax_internals.ClosedJaxpr, Any]:
+    """Traces a function of one replica, where `vmap_replicas` maps them.
+
+    Args:
+      f: a function of a list of arrays.
+      arrays: the arrays.
+      specs: how each of them lies along the mapped axes.
+
+    Returns:
+      The program, and the shapes of the results.
+    """
+    replicas = _current()
+    assert replicas is not None
+    shapes = [
+        _shape_of(x, _shard_shape(replicas.mesh, spec, x.shape))
+        for spec, x in zip(specs, arrays, strict=True)
+    ]
+    trace = jax.make_jaxpr(f, return_shape=True)
+    # As within the `jax.shard_map` that calls it: a collective may ask which axes are
+    # left to XLA.
+    with not_mapped(), jax.sharding.use_abstract_mesh(replicas.mesh_of_replica):
+        return trace(shapes)
+
+
+def same_replicas() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns a function whose contexts have the replicas that are mapped now.
+
+    JAX computes a gradient later than what it is the gradient of.
+    """
+    return functools.partial(_MAPPED_OVER, _current())
 
 
 class _ReplicaProgram:
@@ -326,6 +338,12 @@ class _ReplicaProgram:
         def rule(
             axis_size: int, is_mapped: Sequence[bool], *args: Any
         ) -> tuple[list[Any], list[bool]]:
+            if not is_mapped[0] and axis_size > 1:
+                # The number is mapped along each axis of the replicas, so this is
+                # another `jax.vmap`, within that of the innermost axis.
+                assert depth == 0
+                call_all = self._vmapped(is_mapped[1:])
+                return call_all(*args[1:]), [True] * len(self._out_specs)
             if axis_size == 1:
                 # An axis of size 1, along which its own index, say, is mapped.
                 unmapped = [False] * len(self._out_specs)
@@ -340,6 +358,25 @@ class _ReplicaProgram:
             return outer(*args), [axis in axes for axes in now_result_axes]
 
         return call
+
+    def _vmapped(self, is_mapped: Sequence[bool]) -> Callable[..., list[Any]]:
+        """Returns the program mapped by `jax.vmap`, as each replica calls it.
+
+        Args:
+          is_mapped: whether each argument has a leading dimension to map.
+        """
+        dims = [0 if mapped else None for mapped in is_mapped]
+        mapped_program = jax.vmap(
+            jax_internals.as_function(self._program), in_axes=dims
+        )
+        in_specs = []
+        for spec, mapped in zip(self._in_specs[1:], is_mapped, strict=True):
+            in_specs.append(jax.P(None, *spec) if mapped else spec)
+        return on_each_replica(
+            mapped_program,
+            in_specs=tuple(in_specs),
+            out_specs=[jax.P(None, *spec) for spec in self._out_specs],
+        )
 
     def _axes_of_results(
         self, depth: int, arg_axes: Sequence[_AxisNames]
@@ -429,7 +466,7 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
         return declare(tree, given)
     # Each device keeps its replica's own copy, so that the fingerprints show a
     # declaration that is wrong.
-    return per_replica(declare)(tree, given)
+    return on_each_replica(declare)(tree, given)
 
 
 def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
@@ -525,7 +562,8 @@ def _shape_of(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
-def _leaf_specs(specs: Any, tree: Any) -> list[jax.P]:
+def leaf_specs(specs: Any, tree: Any) -> list[jax.P]:
+    """Returns the spec of each leaf of a tree, given a prefix of it."""
     return jax.tree.leaves(jax.tree.broadcast(specs, tree))
 
 

@@ -148,7 +148,7 @@ class Partition:
 
         holds = _all_hold(test, whole)
         if sharded:
-            holds &= replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+            holds &= replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
         return holds
 
     def gather_global(self, tree: Any) -> Any:
@@ -167,7 +167,7 @@ class Partition:
             # The program does not show that what is gathered in steps is equal.
             return replica_map.equal_on_replicas(self.map(self.gather, shards))
 
-        whole = replica_map.per_replica(gather, in_specs=(specs,))(sharded)
+        whole = replica_map.on_each_replica(gather, in_specs=(specs,))(sharded)
         return trees.replace(tree, whole)
 
     def spec(self, layout: layouts_lib.Layout, *, manual: bool = False) -> jax.P:
@@ -190,7 +190,7 @@ class Partition:
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             return self.count * trees.sum_of_squares(shards)
 
-        local = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        local = replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
         return local, trees.sum_of_squares(whole)
 
     def sums_of_squares_by_array(
@@ -225,7 +225,7 @@ class Partition:
                 squares[path] = sum_of_squares.astype(jnp.float32)
             return jnp.stack(list(squares.values()))
 
-        local = replica_map.per_replica(of_replica, in_specs=(specs,))(sharded)
+        local = replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
         return local, jnp.stack(whole)
 
     def _divide(
