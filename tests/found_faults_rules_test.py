@@ -696,3 +696,67 @@ def test_26_gradients_that_cannot_be_are_refused_by_name():
     in_shards = lambda w, x: jax.grad(sharded)(w, x)
     with pytest.raises(xshard.errors.UserError, match="with in_specs or out_specs"):
         jax.eval_shape(_rules_mapped(in_shards), w, jnp.ones(8))
+
+
+class RulesTogether(toy.Wide):
+    """Trains by rules that do not go together, with the reason."""
+
+    def optimizer(self):
+        sgd = optax.sgd(0.1)
+        if self.config.rule == "an average of schedule-free":
+            sgd = optax.contrib.schedule_free(sgd, 0.1)
+        rule = xshard.CrossShardOptimizer(
+            sgd, slice_axis_name="slice", **self.config.reduction
+        )
+        if "average" in self.config.rule:
+            return xshard.MovingAverageOptimizer(rule, 0.5)
+        return rule
+
+
+class RulesClipped(RulesTogether):
+    """Clips the gradients of each replica."""
+
+    def clip_gradients(self, grads):
+        return grads
+
+
+@pytest.mark.parametrize(
+    "experiment, rule, changes, message",
+    [
+        (
+            "RulesClipped",
+            "plain",
+            {"reduction": {"shard_update": True, "shard_params": True}},
+            "shard_params=True cannot be used with clip_gradients: no replica has its "
+            "own gradients",
+        ),
+        (
+            "RulesTogether",
+            "plain",
+            {
+                "reduction": {"shard_update": True, "shard_params": True},
+                "noise_scale_steps": 5,
+            },
+            "noise_scale_steps cannot be used with .* no replica has its own",
+        ),
+        (
+            "RulesTogether",
+            "an average",
+            {"outer": {"every_steps": 2}, "slices": 2},
+            "cannot be used with outer.every_steps=2: each slice would keep another",
+        ),
+        (
+            "RulesTogether",
+            "an average of schedule-free",
+            {},
+            "rules that each have parameters of their own for evaluation",
+        ),
+    ],
+)
+def test_29_what_does_not_go_together_is_refused_with_the_reason(
+    tmp_path, experiment, rule, changes, message
+):
+    config = _rules_config(experiment, rule=rule)
+    config.update(changes)
+    with pytest.raises(xshard.errors.UserError, match=message):
+        loop.Run(config, str(tmp_path))
