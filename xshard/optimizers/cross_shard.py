@@ -277,11 +277,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         mapped = self._mapped_axes()
         if not mapped:
             return loss
-        total = lax.psum(
-            trees.widen(loss),
-            axis_name=tuple(mapped),
-            axis_index_groups=self.group_assignment,
-        )
+        with self._explaining_groups():
+            total = lax.psum(
+                trees.widen(loss),
+                axis_name=tuple(mapped),
+                axis_index_groups=self.group_assignment,
+            )
         if self.reduction is Reduction.MEAN:
             return total / self._num_summands()
         return total
@@ -301,20 +302,26 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
         rounding_errors = self._rounding_errors(grads)
-        try:
+        with self._explaining_groups():
             if replica_map.is_current():
                 sums, rounding_errors = self._reduce_mapped(grads, rounding_errors)
             else:
                 sums, rounding_errors = self._reduce(grads, rounding_errors)
+        for path, error in rounding_errors.items():
+            hk.set_state(f"{layouts.ERROR}/{path}", error)
+        return sums
+
+    @contextlib.contextmanager
+    def _explaining_groups(self) -> Iterator[None]:
+        """Raises ValueError with a remedy if JAX cannot sum over the groups."""
+        try:
+            yield
         except NotImplementedError as e:
             raise ValueError(
                 f"group_assignment={self.group_assignment} needs jax.shard_map(..., "
                 "check_vma=False): JAX has no sums over groups where it checks which "
                 "values vary, nor under vmap."
             ) from e
-        for path, error in rounding_errors.items():
-            hk.set_state(f"{layouts.ERROR}/{path}", error)
-        return sums
 
     def _rounding_errors(self, grads: trees.Gradients) -> dict[str, jax.Array]:
         """The errors of rounding to int8 that earlier steps left, by path.
