@@ -17,6 +17,7 @@ from xshard import experiment as experiment_lib
 from xshard import loop
 from xshard import state as state_lib
 from xshard import step as step_lib
+from xshard.run import preflight
 
 
 class RulesNoisy(toy.Toy):
@@ -312,8 +313,14 @@ _RULES_WITH_LOSS = {
 }
 
 
-@pytest.mark.parametrize("backs_off", [False, True])
-@pytest.mark.parametrize("name", _RULES_WITH_LOSS)
+@pytest.mark.parametrize(
+    "name, backs_off",
+    [
+        *((name, True) for name in _RULES_WITH_LOSS),
+        ("a rule for each layer", False),
+        ("by hand", False),
+    ],
+)
 def test_24_the_loss_reaches_every_rule_within_a_rule(name, backs_off):
     make = _RULES_WITH_LOSS[name]
     x = jnp.arange(6.0).reshape(2, 3)
@@ -451,17 +458,21 @@ def test_34_raw_values_are_announced_where_there_are_some(tmp_path, capsys, name
         ("RulesScaled", "params=float32,compute=float16,output=float32", False),
     ],
 )
-def test_35_float16_without_a_loss_scale_is_said_once(
-    tmp_path, capsys, experiment, precision, warns
-):
-    config = _rules_config(experiment, precision=precision, names_raw=False, steps=1)
-    config.eval_every_steps = 0
-    config.on_nonfinite = "warn"
-    config.checkpoint.best_metric = ""
-    config.checkpoint.keep_best = 0
+def test_35_float16_without_a_loss_scale_is_said_once(experiment, precision, warns):
+    config = _rules_config(experiment, precision=precision)
+    made = experiment_lib.load(config.experiment)(config_lib.ReadConfig(config))
+    mesh = xshard.make_mesh(devices=jax.devices()[:2])
+    state = state_lib.abstract_state(made, mesh, 0, made.train_data())
+    said = list(preflight.warnings(made, config, state, None))
+    assert "\n".join(said).count("warning: float16 without a loss scale") == warns
+
+
+def test_35_a_run_says_so_when_it_begins(tmp_path, capsys):
+    config = _rules_config("RulesAveraged", names_raw=False, steps=1)
+    config.precision = "params=float32,compute=float16,output=float32"
     loop.run(config, str(tmp_path), "")
     out = capsys.readouterr().out
-    assert out.count("warning: float16 without a loss scale") == warns
+    assert out.count("warning: float16 without a loss scale") == 1
 
 
 class RulesScaled(RulesAveraged):

@@ -26,11 +26,14 @@ class Alike(NamedTuple):
 
     Attributes:
       path: its path in the state.
-      is_key: whether it is certainly a random key, or the plain numbers of one.
+      is_key: whether it is a random key, or the plain numbers of one.
+      is_certain: whether the program shows that it is random. A constant of the code
+        with the shape and the type of a key's plain numbers may be those.
     """
 
     path: str
     is_key: bool
+    is_certain: bool
 
 
 def find(create: Callable[[Any], Any], numbers: Any) -> list[Alike]:
@@ -51,10 +54,9 @@ def find(create: Callable[[Any], Any], numbers: Any) -> list[Alike]:
             continue
         has_shape = _has_shape_of_key(x)
         is_key = _is_key(x) or (has_shape and _PLAIN_KEY in variation.labels)
-        # The program does not show what a constant of the code is: it may be the plain
-        # numbers of a key that was made before.
-        if is_key or has_shape or _RANDOM in variation.labels:
-            found.append(Alike(trees.path_name(path), is_key))
+        is_certain = is_key or _RANDOM in variation.labels
+        if is_certain or has_shape:
+            found.append(Alike(trees.path_name(path), is_key, is_certain))
     return found
 
 

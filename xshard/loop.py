@@ -478,7 +478,7 @@ class Run:
             lambda: rows_lib.evaluations(self.workdir.metrics, start)
         )
         if self.step < 0:
-            self._print_overview(begin)
+            self._print_overview(begin.state)
         self.terminal.say(
             overview.plan(start, self.config.steps, store, self._evaluations.end)
         )
@@ -504,11 +504,11 @@ class Run:
             saved=saved,
         )
 
-    def _print_overview(self, begin: resuming.StartState) -> None:
+    def _print_overview(self, state: state_lib.TrainState) -> None:
         text = overview.begin(
             self.config,
             self.mesh,
-            state_lib.params(begin.state),
+            state_lib.params(state),
             self.changes,
             whole=self.terminal.verbose,
         )
@@ -518,13 +518,8 @@ class Run:
         )
         for line in warnings:
             self.terminal.say(line)
-        group_notes = group_keys.notes(
-            self.experiment,
-            begin.state,
-            self.batches.example,
-            is_resumed=bool(begin.folder),
-        )
-        for line in group_notes:
+        example = self.batches.example
+        for line in group_keys.notes(self.experiment, state, example):
             self.terminal.say(line)
 
     def _make_up_for_stop(self, begin: resuming.StartState) -> None:

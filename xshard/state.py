@@ -234,13 +234,14 @@ def random_alike(
         f"{trees.join(name, 'opt_state')}/"
         for name in learners(jax.eval_shape(create, numbers))
     )
-    for path, is_key in group_randomness.find(create, numbers):
+    for path, is_key, is_certain in group_randomness.find(create, numbers):
         if path == "rng":
             # The root key is not of a group.
             continue
-        if is_key and path.startswith(of_rules):
+        is_of_rule = path.startswith(of_rules)
+        if is_key and is_of_rule:
             keys.add(path)
-        else:
+        elif is_certain or is_of_rule:
             others.append(path)
     return frozenset(keys), others
 

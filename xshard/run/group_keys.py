@@ -19,8 +19,6 @@ def notes(
     experiment: experiment_lib.Experiment,
     state: state_lib.TrainState,
     example: Any,
-    *,
-    is_resumed: bool,
 ) -> Iterator[str]:
     """Yields warnings of random state that is alike in all groups.
 
@@ -30,7 +28,6 @@ def notes(
       experiment: the experiment.
       state: the state that the run begins with.
       example: a few examples.
-      is_resumed: whether the state is that of a checkpoint.
     """
     mesh = state.step.sharding.mesh
     keys, others = state_lib.random_alike(
@@ -39,20 +36,21 @@ def notes(
     if others:
         yield (
             f"warning: all groups begin with the same {formatting.listed(others)}, "
-            "which comes from a random key that is not the group's. Where groups "
-            "should differ, draw it from the key that init is given, as "
-            "hk.next_rng_key() does in a module."
+            "which is a random key, or drawn with one, that is not the group's. Where "
+            "groups should differ, use the key that init is given, as "
+            "hk.next_rng_key() does in a module, or in a rule jax.random.key."
         )
-    if is_resumed and keys:
-        equal = _equal_keys(mesh, state, keys)
-        if equal:
-            yield (
-                "warning: all groups hold the same random keys "
-                f"{formatting.listed(equal)}, as runs of earlier versions began with, "
-                "so their rules draw the same numbers. The keys stay as they are, "
-                "because others would make it another run: begin a new run for groups "
-                "that are independent."
-            )
+    # A new state has other keys in each group. One of an earlier version has not, nor
+    # has one that takes its keys from another run's.
+    equal = _equal_keys(mesh, state, keys) if keys else []
+    if equal:
+        yield (
+            "warning: all groups hold the same random keys "
+            f"{formatting.listed(equal)}, which come from a checkpoint of an earlier "
+            "version, or of another run, so their rules draw the same numbers. The "
+            "keys stay as they are, because others would make it another run: begin a "
+            "new one, with keys of its own, for groups that are independent."
+        )
 
 
 def _equal_keys(
