@@ -42,8 +42,7 @@ class LearnerMeta:
         shards; otherwise empty.
       reduce_dtype: the type in which the gradients of parameters held in shards are
         summed.
-      lora_scale: the factor of the products of low-rank matrices that are added to the
-        parameters; None without such matrices.
+      lora: the low-rank adaptation of the parameters; None without one.
       has_unscaled_half: whether gradients pass through float16 without a loss scale.
     """
 
