@@ -11,9 +11,10 @@ import secrets
 import shlex
 import subprocess
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from xshard import cli, errors
+from xshard.files import disk
 from xshard.pod import rendezvous
 
 # The placeholder for the token in a plan. The token is created when the plan runs, and
@@ -121,13 +122,13 @@ class Plan:
         """
         token = make_token()
         for path, content in self.files.items():
-            _write(path, content, 0o666)
+            with _naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                disk.replace(path, content.encode(), durably=False)
         with contextlib.ExitStack() as stack:
             for path, content in self.private.items():
-                # An existing file would keep its mode, and others could read the token.
-                path.unlink(missing_ok=True)
+                _write_private(path, content.replace(TOKEN, token))
                 stack.callback(path.unlink, missing_ok=True)
-                _write(path, content.replace(TOKEN, token), 0o600)
             environment = {**os.environ, rendezvous.TOKEN_VARIABLE: token}
             return self._run_commands(environment, replace=replace and not self.private)
 
@@ -163,12 +164,26 @@ def shell_code(code: int) -> int:
     return code
 
 
-def _write(path: pathlib.Path, content: str, mode: int) -> None:
-    try:
+def _write_private(path: pathlib.Path, content: str) -> None:
+    """Creates a file that only this user may read.
+
+    In a folder that others may write to, such as /tmp, a file or a link may be there
+    already, or come there at any time: through it others would read the token, or have
+    a file of this user overwritten. So it is created anew, or not at all.
+    """
+    with _naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "w") as file:
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "w") as file:
             file.write(content)
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Converts an OSError to a LaunchError that names the file."""
+    try:
+        yield
     except OSError as e:
         raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
 

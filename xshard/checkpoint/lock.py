@@ -19,9 +19,9 @@ import weakref
 from collections.abc import Callable
 
 from xshard.checkpoint import store as store_lib
-from xshard.files import forks
+from xshard.files import disk, forks
 
-NAME = ".lock"
+NAME = store_lib.LOCK
 RENEW_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 
@@ -48,7 +48,7 @@ class FileLock:
         """Takes the lock; raises CheckpointError if another process holds it."""
         assert store.path is not None
         try:
-            store.path.mkdir(parents=True, exist_ok=True)
+            disk.make_folder(store.path)
             file = os.open(store.path / NAME, os.O_WRONLY | os.O_CREAT, 0o666)
         except OSError as e:
             raise store_lib.CheckpointError(

@@ -31,6 +31,8 @@ _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
 # A database stores values smaller than this, with their checksum, in its nodes next to
 # their keys.
 INLINE_BYTES = 1024
+# The name of the lock of a store; see `xshard.checkpoint.lock`.
+LOCK = ".lock"
 
 # The text of an error for users.
 reason = buckets.reason
@@ -80,6 +82,8 @@ class Store:
         if self._spec["driver"] == "file":
             self.path = pathlib.Path(self.url)
         self._objects: Any = None
+        # What `_lacking` returns, once it is known.
+        self._lacks: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -91,16 +95,24 @@ class Store:
         return hash(self.url)
 
     def database(
-        self, prefix: str, context: ts.Context | None = None, **options: Any
+        self,
+        prefix: str,
+        context: ts.Context | None = None,
+        *,
+        is_written: bool = False,
+        **options: Any,
     ) -> Any:
         """Opens the OCDBT database below a prefix, by default in a new context.
 
         Contexts are not shared for the life of the store, because a context keeps its
         cache in memory.
         """
+        base = {**self._spec, "path": f"{self._spec['path']}{prefix}"}
+        if is_written:
+            base |= self._lacking()
         spec = {
             "driver": "ocdbt",
-            "base": {**self._spec, "path": f"{self._spec['path']}{prefix}"},
+            "base": base,
             "config": {
                 "manifest_kind": "single",
                 "max_inline_value_bytes": INLINE_BYTES,
@@ -228,8 +240,11 @@ class Store:
             shutil.rmtree(self.path / prefix)
 
     def sync(self, prefix: str) -> None:
-        """Makes the folders above and below a prefix durable. In an object store
-        everything already is.
+        """Makes the folders below a prefix durable, and those above it up to the
+        store's own. In an object store everything already is.
+
+        The folders above the store are durable from their creation; see
+        `disk.make_folder`. Those that somebody else created are not the run's.
         """
         if self.path is None:
             return
@@ -238,14 +253,15 @@ class Store:
             if not disk.exists(top):
                 return
             # A file is synced by whoever writes it, but its name survives a power loss
-            # only when its folder is synced, and so on up to the root.
+            # only when its folder is synced, and so on up to the store.
+            if "file_io_sync" in self._lacking():
+                for name in _files(self.path, prefix):
+                    disk.sync(self.path / name)
             for folder in _folders(top):
                 disk.sync(folder)
-            for parent in top.parents:
-                # This process cannot have created a folder that it may not read, so
-                # there is nothing to sync.
-                with contextlib.suppress(PermissionError):
-                    disk.sync(parent)
+            while top != self.path:
+                top = top.parent
+                disk.sync(top)
 
     def sync_folder(self, prefix: str) -> None:
         """Makes the list of names directly in a folder durable, such as a deletion."""
@@ -279,8 +295,31 @@ class Store:
 
     def _kv(self) -> Any:
         if self._objects is None:
-            self._objects = self._opened(self._spec, make_context(self._retries))
+            spec = {**self._spec, **self._lacking()}
+            self._objects = self._opened(spec, make_context(self._retries))
         return self._objects
+
+    def _lacking(self) -> dict[str, Any]:
+        """Returns options of tensorstore for what the disk of the store does not have.
+
+        Without them tensorstore fails there. It syncs the file and the folder of each
+        object, and locks a file while it writes it. What it does not sync, `sync` does
+        as far as the disk allows; and a store is written by one run at a time, which
+        has its own lock, in which no two processes write one object.
+        """
+        if self.path is None:
+            return {}
+        lock = self.path / LOCK
+        # A process that may not read the lock writes only the marks of a person.
+        if self._lacks is None and os.access(lock, os.R_OK):
+            lacks: dict[str, Any] = {}
+            with _named():
+                if not disk.can_sync(self.path) or not disk.can_sync(lock):
+                    lacks["file_io_sync"] = False
+                if not disk.can_lock(lock):
+                    lacks["file_io_locking"] = {"mode": "none"}
+            self._lacks = lacks
+        return self._lacks or {}
 
     def _opened(self, spec: Mapping[str, Any], context: ts.Context) -> Any:
         # Tensorstore raises an error in the spec, such as an invalid name of a bucket,

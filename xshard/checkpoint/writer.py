@@ -89,7 +89,7 @@ def merge(attempt: format_lib.SaveAttempt, processes: list[int]) -> ts.KvStore:
     # Tensorstore copies entries by reference only between databases that share one
     # context.
     context = store_lib.make_context()
-    merged = attempt.store.database(attempt.prefix, context)
+    merged = attempt.store.database(attempt.prefix, context, is_written=True)
     transaction = ts.Transaction(atomic=True)
     for process in processes:
         part = attempt.store.database(attempt.part(process), context)
@@ -268,7 +268,10 @@ class _Batches:
     ):
         """Opens the database, for arguments as those of `write_part`."""
         self._database = store_lib.Database(
-            attempt.store, attempt.part(process), target_data_file_size=_FILE_BYTES
+            attempt.store,
+            attempt.part(process),
+            is_written=True,
+            target_data_file_size=_FILE_BYTES,
         )
         self._arrays = arrays
         self._written = written

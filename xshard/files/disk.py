@@ -7,11 +7,16 @@ before a caller relies on them.
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
+import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, TypeVar
+
+from absl import logging
 
 from xshard import errors
 
@@ -33,6 +38,9 @@ _TRANSIENT = {
     errno.ENETDOWN,
     errno.ENETUNREACH,
 }
+# Errors of a disk that does not have an operation at all, such as `fsync` of a folder
+# or `flock`. Trying again is of no use, and it is no failure of the disk.
+LACKING = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _TRIES = 4
 # The largest file that is read whole, far more than any run writes.
 _LARGEST_BYTES = 4 << 30
@@ -121,14 +129,16 @@ def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]
       path: the file to replace.
       durably: as for `replace`.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    temporary, file = _open_temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with file:
             yield file
             file.flush()
             if durably:
-                os.fsync(file.fileno())
-        temporary.replace(path)
+                _sync_open(file.fileno(), path)
+            # Before the file is closed, which ends its lock: another program would
+            # take it for what a killed one has left.
+            temporary.replace(path)
     except BaseException:
         # On a full disk, what was written so far would take the room that is left.
         with contextlib.suppress(OSError):
@@ -139,14 +149,178 @@ def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]
         sync(path.parent)
 
 
-def sync(path: _Path) -> None:
-    """Makes the content of a file, or the list of names of a folder, durable."""
+def make_folder(folder: _Path) -> None:
+    """Creates a folder and those above it that are missing, durably.
+
+    Only what this creates is synced, and the folder that each new one is an entry of.
+    The folders above belong to others, and may be of a kind that cannot be synced, such
+    as the root of an automounter or a read-only disk.
+    """
+    folder = pathlib.Path(folder).absolute()
+    missing = []
+    existing = folder
+    while not existing.is_dir():
+        missing.append(existing)
+        # A broken link has no folder to create below it, and `mkdir` names it.
+        if existing.is_symlink() or existing == existing.parent:
+            break
+        existing = existing.parent
+    if missing and _may_be_new(existing):
+        _sync_if_allowed(existing.parent)
+    for new in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            new.mkdir()
+        if not new.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(new)
+            )
+        _sync_if_allowed(new.parent)
+
+
+def _may_be_new(folder: pathlib.Path) -> bool:
+    """Returns whether a killed `make_folder` may have created a folder and not synced
+    it. It is empty then, since each is synced before the next one is created.
+    """
+    try:
+        return not os.path.ismount(folder) and not any(os.scandir(folder))
+    except PermissionError:
+        return False
+
+
+def can_sync(path: _Path) -> bool:
+    """Returns whether the disk of a file or folder has `fsync` for it.
+
+    Raises:
+      OSError: if it has, and that fails.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
-            os.fsync(fd)
+            return _has_synced(fd)
     finally:
         os.close(fd)
+
+
+def can_lock(path: _Path) -> bool:
+    """Returns whether the disk of a file has the locks of `fcntl`."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+    except OSError as e:
+        return e.errno not in LACKING | {errno.ENOLCK}
+    finally:
+        os.close(fd)
+    return True
+
+
+def sync(path: _Path) -> None:
+    """Makes the content of a file, or the list of names of a folder, durable.
+
+    On a disk that has no such operation for it, it is as durable as such a disk makes
+    it, and a warning says so once.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        _sync_open(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _sync_open(fd: int, path: _Path) -> None:
+    with naming(path):
+        has_synced = _has_synced(fd)
+    if not has_synced:
+        logging.log_first_n(
+            logging.WARNING,
+            "the disk of %s has no fsync for it: what is written there outlives this "
+            "program, and a loss of power only as far as the disk sees to that itself",
+            1,
+            os.fspath(path),
+        )
+
+
+def _has_synced(fd: int) -> bool:
+    """Syncs an open file; returns whether its disk can."""
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in LACKING:
+            raise
+        return False
+    return True
+
+
+def _sync_if_allowed(folder: pathlib.Path) -> None:
+    # A user may be allowed to create a folder in one that they may not read, which
+    # cannot be opened to be synced.
+    with contextlib.suppress(PermissionError):
+        sync(folder)
+
+
+def _open_temporary(path: pathlib.Path) -> tuple[pathlib.Path, BinaryIO]:
+    """Creates the file that is to replace another, and returns its path.
+
+    Several programs may write one file at a time, such as a report; each has its own
+    temporary file, and the last one to finish replaces the others' result. A link or a
+    file that somebody else put there is neither followed nor overwritten.
+
+    A program that was killed leaves its temporary file. The first name is always the
+    same, so that the next program finds what was left there and takes its place; that
+    nobody writes it any more is known from its lock.
+    """
+    first = path.with_name(f".{path.name}.new")
+    file = _create(first)
+    if file is None and _remove_leftover(first):
+        file = _create(first)
+    if file is not None:
+        if _is_locked_at(file, first):
+            return first, file
+        file.close()
+    while True:
+        other = first.with_name(f"{first.name}.{secrets.token_hex(4)}")
+        file = _create(other)
+        if file is not None:
+            return other, file
+
+
+def _create(path: pathlib.Path) -> BinaryIO | None:
+    """Creates and opens a file; returns None if there is something of its name."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.fdopen(os.open(path, flags, 0o666), "wb")
+    except FileExistsError:
+        return None
+
+
+def _remove_leftover(path: pathlib.Path) -> bool:
+    """Deletes a temporary file of this user that no process writes any more; returns
+    whether it did.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_ours or not _is_locked_at(file, path):
+                return False
+            path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def _is_locked_at(file: BinaryIO, path: pathlib.Path) -> bool:
+    """Locks an open file; returns whether that succeeds and the path is still its.
+
+    Only the holder of the lock removes the file from its path.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except OSError:
+        # Another process holds it, or the disk has no locks.
+        return False
 
 
 @contextlib.contextmanager

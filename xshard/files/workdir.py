@@ -270,7 +270,7 @@ class Workdir:
         """
         path = self.path / _LOCK
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            disk.make_folder(self.path)
             file = disk.retried(lambda: path.open("w"))
         except OSError as e:
             raise errors.UserError(

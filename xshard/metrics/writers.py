@@ -6,7 +6,6 @@ import heapq
 import importlib
 import importlib.util
 import io
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -244,12 +243,13 @@ class Csv(_File):
                 _table(file, self._columns).writerow(cells)
 
     def _replace(self, columns: list[str], rows: Iterable[Row]) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.new")
-        with temporary.open("w", newline="") as file:
+        with disk.replacing(self._path, durably=False) as content:
+            file = io.TextIOWrapper(content, "utf-8", newline="")
             table = _table(file, columns)
             table.writeheader()
             table.writerows(rows)
-        os.replace(temporary, self._path)
+            # It flushes, and leaves the file to `replacing`.
+            file.detach()
         self._columns = columns
 
 
