@@ -253,7 +253,7 @@ class Run:
             stack.enter_context(self._compile_cache())
             stack.enter_context(self.checkpoints.opened())
             if self._watch is not None:
-                self._watch.publish()
+                self._watch.publish(self.workdir.is_lost)
                 self.tracer.watch_file(self._watch)
                 self._watch.in_each_tick(self._spans.flush)
                 stack.enter_context(self._spans.opened())
@@ -485,7 +485,7 @@ class Run:
         self.step = start
         if start < self.config.steps and not self._is_over():
             self._exchange.on_process_0(
-                lambda: results_lib.discard_early_end(self.workdir.path)
+                lambda: results_lib.discard_early_end(self.workdir)
             )
         # The log drops rows after the checkpoint, because the run repeats their steps.
         self._resources.enter_context(self._log.opened(start))

@@ -4,6 +4,7 @@ from .catalog import Catalog, Entry, newest_entry, read_catalog
 from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
+from .lock import LostError
 from .manager import Committed, Manager, NonfiniteError
 from .reader import Restored, num_groups
 from .retention import Keep, Saved
@@ -28,6 +29,7 @@ __all__ = [
     "Committed",
     "Entry",
     "Keep",
+    "LostError",
     "Manager",
     "NonfiniteError",
     "Owner",

@@ -12,10 +12,14 @@
         PINNED                a mark: no retention rule deletes this checkpoint
         DAMAGED               a mark with the reason: the checkpoint no longer counts
         METRICS               the metrics of an evaluation that ran after the save
+        ABANDONED             a mark: the run had not committed the attempt when another
+                              process took its lock over, and it never counts; see
+                              `xshard.checkpoint.lock`
     removed/step_...          a note for each attempt that a person deleted
     RUN                       the run that owns these checkpoints (see `Owner`)
 
-An attempt counts if it may be restored: it has COMMIT and is not marked DAMAGED.
+An attempt counts if it may be restored: it has COMMIT and is not marked DAMAGED or
+ABANDONED.
 
 What makes a restored state the saved one, from the inside out: each chunk is followed
 by its CRC-32C, and so is each node of the databases' trees. COMMIT has the SHA-256 of
@@ -30,7 +34,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
@@ -44,9 +48,10 @@ MANIFEST = "manifest.ocdbt"
 PINNED = "PINNED"
 DAMAGED = "DAMAGED"
 METRICS = "METRICS"
+ABANDONED = "ABANDONED"
 RUN = "RUN"
 REMOVED = "removed/"
-_MARKS = {COMMIT, PINNED, DAMAGED, METRICS}
+_MARKS = {COMMIT, PINNED, DAMAGED, METRICS, ABANDONED}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 # JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
 _NOT_FINITE = "not finite"
@@ -57,6 +62,16 @@ CheckpointError = store_lib.CheckpointError
 _Time = Annotated[
     float, jsonfile.Rule("a time", lambda seconds: 0 <= seconds <= _LAST_SECOND)
 ]
+
+
+class Changes(Protocol):
+    """What changes the objects of a store: a store, or a run's lock on it."""
+
+    def create(self, name: str, content: bytes) -> None:
+        """Creates an object as `Store.create` does."""
+
+    def delete(self, name: str) -> None:
+        """Deletes an object as `Store.delete` does."""
 
 
 class Commit(NamedTuple):
@@ -134,7 +149,8 @@ class SaveAttempt:
       store: the store that holds the folder.
       step: the step.
       nonce: a random string that distinguishes attempts to save the same step.
-      marks: which of COMMIT, PINNED, DAMAGED and METRICS exist in the folder.
+      marks: which of COMMIT, PINNED, DAMAGED, METRICS and ABANDONED exist in the
+        folder.
       is_link: whether the folder is a symbolic link, which only a person creates. Links
         are read, never deleted.
     """
@@ -158,7 +174,7 @@ class SaveAttempt:
     @property
     def counts(self) -> bool:
         """Whether the attempt is a checkpoint that may be restored."""
-        return COMMIT in self.marks and DAMAGED not in self.marks
+        return COMMIT in self.marks and not self.marks & {DAMAGED, ABANDONED}
 
     def __str__(self) -> str:
         return f"{self.store}/{self.folder}"
@@ -169,9 +185,13 @@ class SaveAttempt:
 
 
 def attempts(store: store_lib.Store) -> list[SaveAttempt]:
-    """Lists all attempts in a store, oldest step first."""
+    """Lists all attempts in a store, oldest step first, without abandoned ones of which
+    nothing is left but the mark.
+    """
     listed = []
     for name, folder in store.folders(_NAME).items():
+        if folder.names == {ABANDONED}:
+            continue
         listed.append(attempt_in(store, name, folder.names & _MARKS, folder.is_link))
     return sorted(listed, key=lambda attempt: (attempt.step, attempt.nonce))
 
@@ -245,13 +265,13 @@ def unpin(attempt: SaveAttempt) -> None:
     attempt.store.delete(attempt.prefix + PINNED)
 
 
-def note_removed(attempt: SaveAttempt) -> None:
+def note_removed(attempt: SaveAttempt, changes: Changes) -> None:
     """Records that a person deletes a checkpoint, which permits its run to resume from
     an earlier one.
     """
     note = {"removed": time.strftime("%Y-%m-%d %H:%M:%S")}
     if attempt.store.read(REMOVED + attempt.folder) is None:
-        attempt.store.create(REMOVED + attempt.folder, to_json(note))
+        changes.create(REMOVED + attempt.folder, to_json(note))
 
 
 def is_removed(store: store_lib.Store, folder: str) -> bool:
@@ -302,13 +322,15 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
         )
 
 
-def add_metrics(attempt: SaveAttempt, metrics: dict[str, float]) -> None:
+def add_metrics(
+    attempt: SaveAttempt, metrics: dict[str, float], changes: Changes
+) -> None:
     """Adds metrics to a checkpoint that was saved without them, replacing any that were
     added before.
     """
     # `create` refuses to overwrite an object that has other content.
-    attempt.store.delete(attempt.prefix + METRICS)
-    attempt.store.create(attempt.prefix + METRICS, seal(metrics))
+    changes.delete(attempt.prefix + METRICS)
+    changes.create(attempt.prefix + METRICS, seal(metrics))
 
 
 def serialize_commit(commit: Commit) -> bytes:

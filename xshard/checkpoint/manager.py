@@ -174,7 +174,7 @@ class Manager:
         self._exchange = host_collectives.Exchange(
             f"checkpoints in {self.store}", deadline_seconds
         )
-        self._lock: lock_lib.FileLock | lock_lib.Lease | None = None
+        self._lock: lock_lib.Lock | None = None
         self._deletions = deletions.Deletions()
         # The plan of the last save, and what it depends on.
         self._plan: tuple[Any, ownership.Plan] | None = None
@@ -321,6 +321,8 @@ class Manager:
         def action_with_reasons() -> Any:
             try:
                 return action()
+            except store_lib.CheckpointError:
+                raise
             except errors.UserError as e:
                 raise store_lib.CheckpointError(str(e)) from e
             except (OSError, ValueError, RuntimeError) as e:
@@ -372,10 +374,22 @@ class Manager:
 
     def _acquire(self) -> None:
         """Locks the folder, and records the run as its owner; on process 0."""
-        if self._lock is None:
-            self._lock = lock_lib.acquire(self.store, self._log)
+        self._locked()
+
+    def _locked(self) -> lock_lib.Lock:
+        """Returns the lock of the folder, which it takes if necessary."""
+        lock = self._lock
+        if lock is None:
+            lock = lock_lib.acquire(self.store, self._log)
+            try:
+                writer.settle(self.store, lock)
+            except BaseException:
+                lock.leave()
+                raise
+            self._lock = lock
         if self._owner is not None:
             format_lib.claim(self.store, self._owner)
+        return lock
 
     def _release(self) -> None:
         lock = self._lock
@@ -592,12 +606,12 @@ class Manager:
           counts.
         """
         # Only the process that holds the lock writes and deletes here.
-        self._acquire()
+        lock = self._locked()
         attempts = format_lib.attempts(self.store)
         # What is left of an attempt that is being deleted is for the deletion, which
         # may take long.
         self._remove_dead(
-            [attempt for attempt in attempts if attempt not in self._deleting]
+            lock, [attempt for attempt in attempts if attempt not in self._deleting]
         )
         for attempt in attempts:
             if attempt.step == step and self._counts(attempt):
@@ -648,6 +662,7 @@ class Manager:
         """
         nonfinite = _nonfinite(reports)
         nbytes = sum(plan.loads)
+        lock = self._locked()
         try:
             # Merge: the chunks stay where they are, and one database refers to them.
             writers = [i for i, report in enumerate(reports) if report["keys"]]
@@ -661,11 +676,10 @@ class Manager:
             writer.describe(attempt, plan.arrays, request.metadata, data)
 
             # Commit. What the checkpoint relies on, such as logged rows, is durable
-            # before COMMIT exists. The lock is checked last: if another run has taken
-            # the folder over, this checkpoint must not count.
+            # before COMMIT exists. The lock creates it: if another run has taken the
+            # folder over, this checkpoint must not count.
             request.before_commit()
-            if self._lock is not None:
-                self._lock.check()
+            lock.check()
             writer.commit(
                 attempt,
                 num_keys,
@@ -673,7 +687,11 @@ class Manager:
                 request.metrics,
                 nonfinite if self._must_be_finite is not None else None,
                 self._owner,
+                lock,
             )
+        except lock_lib.LostError:
+            # The attempt is for the run that has the lock now.
+            raise
         except BaseException:
             self._remove_failed(attempt)
             raise
@@ -693,11 +711,14 @@ class Manager:
         self._deletions.add(self._remove_old)
 
     def check(self) -> None:
-        """Raises CheckpointError if the last save has finished and failed.
+        """Raises CheckpointError if the last save has finished and failed, or another
+        run is known to have the lock of the folder.
 
         Does not wait. It leaves a NonfiniteError to `save` and `wait`, which raise it
         on all processes at the same step.
         """
+        if self._lock is not None:
+            self._lock.check_noticed()
         # Called after each step, most of which have no save to ask about.
         if self._saving is None or not self._saving.end.done():
             return
@@ -730,7 +751,10 @@ class Manager:
             error = end.exception()
         self._saving = None
         if error is not None:
-            raise store_lib.CheckpointError(
+            kind = store_lib.CheckpointError
+            if isinstance(error, lock_lib.LostError):
+                kind = lock_lib.LostError
+            raise kind(
                 f"Step {step} could not be saved in {self.store}: "
                 f"{store_lib.reason(error)}. Earlier checkpoints are unchanged."
             ) from error
@@ -796,7 +820,8 @@ class Manager:
 
         def add() -> None:
             before()
-            format_lib.add_metrics(format_lib.find(self.store, step), metrics)
+            attempt = format_lib.find(self.store, step)
+            format_lib.add_metrics(attempt, metrics, self._lock or self.store)
 
         self.on_process_0(add)
 
@@ -811,9 +836,11 @@ class Manager:
         """
         if not folders:
             return
+        lock = self._locked()
+        lock.announce(folders)
         for attempt in format_lib.attempts(self.store):
             if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
-                writer.remove(attempt, by_hand=True)
+                writer.remove(attempt, changes=lock, by_hand=True)
 
     def clean(self) -> None:
         """Deletes old checkpoints, and the leftovers of attempts that do not count.
@@ -828,25 +855,38 @@ class Manager:
 
     def _remove_leftovers(self) -> None:
         # Only the process that holds the lock knows that no attempt is under way.
-        if self._lock is None:
+        lock = self._lock
+        if lock is None:
             return
         try:
-            self._remove_dead(format_lib.attempts(self.store))
+            self._remove_dead(lock, format_lib.attempts(self.store))
         except store_lib.CheckpointError as e:
             self._log(f"leftover folders in {self.store} could not be deleted: {e}")
         self._remove_old()
 
-    def _remove_dead(self, attempts: list[format_lib.SaveAttempt]) -> None:
-        """Deletes those of some attempts that have no COMMIT."""
+    def _remove_dead(
+        self, lock: lock_lib.Lock, attempts: list[format_lib.SaveAttempt]
+    ) -> None:
+        """Deletes those of some attempts that have no COMMIT.
+
+        Args:
+          lock: the lock of the folder.
+          attempts: the attempts, which were listed before this call: if the lock is
+            still held now, none of them is that of another run which is under way.
+        """
         for attempt in attempts:
             # A damaged attempt has COMMIT, too, and stays in place for inspection. A
             # link was created by a person, and is for that person to delete.
-            if format_lib.COMMIT in attempt.marks or attempt.is_link:
+            is_abandoned = format_lib.ABANDONED in attempt.marks
+            has_commit = format_lib.COMMIT in attempt.marks and not is_abandoned
+            if has_commit or attempt.is_link:
                 continue
             # COMMIT is read by name before anything is deleted, since a listing may lag
             # behind.
-            if self.store.read(attempt.prefix + format_lib.COMMIT) is None:
-                writer.remove(attempt)
+            commit = self.store.read(attempt.prefix + format_lib.COMMIT)
+            if commit is None or is_abandoned:
+                lock.check()
+                writer.remove(attempt, changes=lock)
 
     def _remove_failed(self, attempt: format_lib.SaveAttempt) -> None:
         """Deletes an attempt that failed.
@@ -854,7 +894,9 @@ class Manager:
         If the deletion fails, a later save deletes it.
         """
         try:
-            writer.remove(attempt)
+            lock = self._locked()
+            lock.announce([attempt.folder])
+            writer.remove(attempt, changes=lock)
         except Exception as e:
             self._log(
                 f"{attempt} does not count, but could not be deleted: "
@@ -866,15 +908,19 @@ class Manager:
 
         A failure is logged and otherwise ignored.
         """
+        lock = self._lock
+        if lock is None:
+            return
         try:
             committed = self._committed()
             kept = self._keep.kept([self._for_rules(attempt) for attempt in committed])
-            for attempt in committed:
-                if attempt.step in kept:
-                    continue
+            old = [attempt for attempt in committed if attempt.step not in kept]
+            if old:
+                lock.announce([attempt.folder for attempt in old])
+            for attempt in old:
                 self._deleting.add(attempt)
                 try:
-                    writer.remove(attempt)
+                    writer.remove(attempt, changes=lock)
                 finally:
                     self._deleting.discard(attempt)
         except Exception as e:
@@ -980,7 +1026,7 @@ class Manager:
             return
         note = {"damage": damage, "found": time.strftime("%Y-%m-%d %H:%M:%S")}
         try:
-            self.store.create(
+            self._lock.create(
                 attempt.prefix + format_lib.DAMAGED, format_lib.to_json(note)
             )
         except store_lib.CheckpointError as e:

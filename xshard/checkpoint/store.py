@@ -156,9 +156,7 @@ class Store:
             # object now exists.
             existing = self.read(name)
         if existing != content:
-            raise CheckpointError(
-                f"{self.url}/{name} already exists with other content"
-            )
+            raise exists(self, name)
 
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
         """Replaces an object if it still has a given generation.
@@ -225,9 +223,17 @@ class Store:
                     folders[entry.name] = Folder(names, entry.is_symlink())
         return folders
 
-    def delete(self, name: str) -> None:
-        """Deletes one object, if it exists."""
-        self._when_done(self._kv().write(name, None))
+    def delete(self, name: str, generation: bytes | None = None) -> None:
+        """Deletes one object, if it exists.
+
+        Args:
+          name: the object.
+          generation: the one that it must have to be deleted; None: any.
+        """
+        if generation is None:
+            self._when_done(self._kv().write(name, None))
+        else:
+            self._when_done(self._kv().write(name, None, if_equal=generation))
 
     def delete_folder(self, prefix: str) -> None:
         """Deletes all objects below a prefix, and the folder itself on a disk. The
@@ -326,6 +332,11 @@ class Store:
         # before there is a future.
         with self._raising():
             return ts.KvStore.open(spec, context=context).result()
+
+
+def exists(store: Store, name: str) -> CheckpointError:
+    """Returns the error that an object which is to be created has other content."""
+    return CheckpointError(f"{store.url}/{name} already exists with other content")
 
 
 def _parse(url: str) -> tuple[dict[str, Any], str]:

@@ -25,6 +25,7 @@ import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
 from xshard.files import identity as identity_lib
@@ -157,6 +158,7 @@ def commit(
     metrics: dict[str, float],
     nonfinite: list[str] | None,
     owner: format_lib.Owner | None,
+    changes: format_lib.Changes,
 ) -> None:
     """Creates COMMIT, which makes an attempt count.
 
@@ -168,6 +170,7 @@ def commit(
       nonfinite: paths of checked arrays that are not finite, possibly incomplete; None:
         no arrays were checked.
       owner: the run that saves the attempt; None: it is not recorded.
+      changes: the lock of the run, which creates COMMIT while it is held.
     """
     # The checksums are those of what the store returns, not of what was sent to it.
     checksums = {}
@@ -197,15 +200,22 @@ def commit(
     )
     # `create` is atomic and does not overwrite, so that COMMIT exists as a whole or not
     # at all.
-    attempt.store.create(attempt.prefix + format_lib.COMMIT, content)
+    changes.create(attempt.prefix + format_lib.COMMIT, content)
 
 
-def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
+def remove(
+    attempt: format_lib.SaveAttempt,
+    *,
+    changes: format_lib.Changes | None = None,
+    by_hand: bool = False,
+) -> None:
     """Deletes an attempt. It stops counting first, so that an interrupted deletion
     leaves nothing to restore.
 
     Args:
       attempt: the attempt.
+      changes: the lock of the run that deletes, without which nothing is deleted;
+        None: a person does.
       by_hand: whether to record the deletion in the store, which permits the run to
         resume from an earlier step.
 
@@ -217,9 +227,11 @@ def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
             f"{attempt} is a symbolic link, which a run never creates: delete it and "
             "its target by hand."
         )
+    if changes is None:
+        changes = attempt.store
     if by_hand:
         try:
-            format_lib.note_removed(attempt)
+            format_lib.note_removed(attempt, changes)
         except format_lib.CheckpointError as e:
             # A run needs the note of its newest checkpoint only. A full disk, which has
             # no room for a note, must let older ones be deleted.
@@ -231,9 +243,43 @@ def remove(attempt: format_lib.SaveAttempt, *, by_hand: bool = False) -> None:
                 ) from e
     # Without COMMIT the attempt does not count, however far the rest of the deletion
     # gets. The sync keeps this order through a power loss.
-    attempt.store.delete(attempt.prefix + format_lib.COMMIT)
+    changes.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
-    attempt.store.delete_folder(attempt.prefix)
+    if format_lib.ABANDONED in attempt.marks and attempt.store.path is None:
+        # The mark stays: the run that was writing the attempt may wake up and create
+        # its COMMIT.
+        for name in attempt.store.names(attempt.prefix):
+            if name != attempt.prefix + format_lib.ABANDONED:
+                attempt.store.delete(name)
+    else:
+        attempt.store.delete_folder(attempt.prefix)
+
+
+def settle(store: store_lib.Store, lock: lock_lib.Lock) -> None:
+    """Makes what the last holder of a store's lock does late do no harm.
+
+    This process has taken the lock over from it, and has not looked yet which
+    checkpoints count. See `xshard.checkpoint.lock`.
+
+    Args:
+      store: the store.
+      lock: its lock, which this process holds.
+    """
+    if lock.inherited is None:
+        return
+    for attempt in format_lib.attempts(store):
+        if attempt.folder in lock.inherited:
+            # A person may have pinned it since, and the deletion have failed.
+            if format_lib.PINNED not in attempt.marks:
+                remove(attempt, changes=lock)
+        # COMMIT is read by name, since a listing may lag behind.
+        elif store.read(attempt.prefix + format_lib.COMMIT) is None:
+            note = {"abandoned": time.strftime("%Y-%m-%d %H:%M:%S")}
+            if format_lib.ABANDONED not in attempt.marks:
+                store.create(
+                    attempt.prefix + format_lib.ABANDONED, format_lib.to_json(note)
+                )
+    lock.announce([])
 
 
 class _Transaction:

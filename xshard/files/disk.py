@@ -168,12 +168,12 @@ def make_folder(folder: _Path) -> None:
     if missing and _may_be_new(existing):
         _sync_if_allowed(existing.parent)
     for new in reversed(missing):
-        with contextlib.suppress(FileExistsError):
+        try:
             new.mkdir()
-        if not new.is_dir():
-            raise NotADirectoryError(
-                errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(new)
-            )
+        except FileExistsError:
+            # Another process may have created it meanwhile.
+            if not new.is_dir():
+                raise
         _sync_if_allowed(new.parent)
 
 

@@ -121,7 +121,13 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
             yield line.endswith(b"\n"), _object_in(line)
 
 
-def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> None:
+def write(
+    path: pathlib.Path,
+    value: Any,
+    *,
+    keep_nonfinite: bool = False,
+    replace: Callable[[pathlib.Path, bytes], None] = disk.replace,
+) -> None:
     """Replaces a file, durably, with indented JSON; raises UserError with the path if
     it cannot be written.
 
@@ -130,10 +136,11 @@ def write(path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False) -> No
       value: the value.
       keep_nonfinite: whether to write numbers that are not finite as Python does, such
         as Infinity, and not as null.
+      replace: replaces a file's content.
     """
     content = json.dumps(value, indent=2) if keep_nonfinite else dumps(value, indent=2)
     with disk.writing(path):
-        disk.replace(path, f"{content}\n".encode())
+        replace(path, f"{content}\n".encode())
 
 
 class Rule(NamedTuple):

@@ -17,7 +17,7 @@ from xshard.files import jsonfile, workdir
 
 def write(directory: workdir.Workdir, results: dict[str, Any]) -> None:
     """Writes the results of the run in a work directory, with the run's ID."""
-    jsonfile.write(directory.results, {**results, "run": directory.run_id()})
+    directory.write(directory.results, {**results, "run": directory.run_id()})
 
 
 def nonfinite_reason(directory: pathlib.Path) -> str:
@@ -53,7 +53,7 @@ def callback_stop(directory: pathlib.Path) -> tuple[int, str] | None:
     return step, str(reason)
 
 
-def discard_early_end(directory: pathlib.Path) -> None:
+def discard_early_end(directory: workdir.Workdir) -> None:
     """Deletes the results if they say that the run ended before its last step.
 
     A run calls it when it trains further. Otherwise programs that look at the directory
@@ -63,8 +63,9 @@ def discard_early_end(directory: pathlib.Path) -> None:
     Raises:
       UserError: if results.json is damaged.
     """
-    if nonfinite_reason(directory) or callback_stop(directory) is not None:
-        (directory / workdir.RESULTS).unlink()
+    path = directory.path
+    if nonfinite_reason(path) or callback_stop(path) is not None:
+        directory.delete(directory.results)
 
 
 def _read(directory: pathlib.Path) -> dict[str, Any]:

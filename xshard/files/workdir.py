@@ -38,17 +38,17 @@ PROFILE          created by a person, with a number of steps or empty; the run t
 """
 
 import contextlib
-import fcntl
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_collections
 from absl import logging
 
 from xshard import config_values, errors
-from xshard.files import disk, earlier_configs, forks, jsonfile
+from xshard.files import claim as claim_lib
+from xshard.files import disk, earlier_configs, jsonfile
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 
@@ -63,9 +63,16 @@ STOP_FILE = "STOP"
 # A user creates this file: the run traces its next steps and removes it.
 PROFILE_FILE = "PROFILE"
 PROFILES = "profile"
-_LOCK = ".lock"
 # The entries that stay in place when a run is set aside.
-_STAYS = {SET_ASIDE, _LOCK, "logs", "launch.log", STOP_FILE, PROFILE_FILE}
+_STAYS = {
+    SET_ASIDE,
+    claim_lib.LOCK,
+    claim_lib.HOLDER,
+    "logs",
+    "launch.log",
+    STOP_FILE,
+    PROFILE_FILE,
+}
 
 
 class NewestCheckpoint(NamedTuple):
@@ -90,6 +97,7 @@ class Workdir:
       checkpoints: where its checkpoints are unless the config names another place.
       metrics, samples, norms, results, config, origin, roll_backs: the paths of its
         files, as listed above.
+      claim: the claim to the directory, while this process holds it; else None.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -103,6 +111,8 @@ class Workdir:
         self.origin = self.path / "origin.json"
         self.roll_backs = self.path / "roll_backs.json"
         self._reached = self.path / REACHED
+        self.claim: claim_lib.Claim | None = None
+        self._was_lost = False
 
     def identity(self) -> identity_lib.Identity | None:
         """Returns the identity of the run in this directory; None if there is no run.
@@ -220,7 +230,27 @@ class Workdir:
 
     def record_newest(self, reached: NewestCheckpoint) -> None:
         """Records the newest checkpoint that the run reached, durably."""
-        jsonfile.write(self._reached, reached._asdict())
+        self.write(self._reached, reached._asdict())
+
+    def write(
+        self, path: pathlib.Path, value: Any, *, keep_nonfinite: bool = False
+    ) -> None:
+        """Replaces a file of the directory as `jsonfile.write` does.
+
+        Raises:
+          UserError: if it cannot be written, or another process has taken the directory
+            over. Then the file is that process's, and stays as it is.
+        """
+        replace = disk.replace if self.claim is None else self.claim.replace
+        jsonfile.write(path, value, keep_nonfinite=keep_nonfinite, replace=replace)
+
+    def delete(self, path: pathlib.Path) -> None:
+        """Deletes a file of the directory; raises UserError as `write` does."""
+        with disk.writing(path):
+            if self.claim is None:
+                path.unlink()
+            else:
+                self.claim.delete(path)
 
     @contextlib.contextmanager
     def opened(
@@ -255,9 +285,9 @@ class Workdir:
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
             content = {IDENTITY: identity._asdict(), **identity_lib.plain(config)}
-            jsonfile.write(self.config, content, keep_nonfinite=True)
+            self.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:
-                jsonfile.write(self.origin, provenance._asdict())
+                self.write(self.origin, provenance._asdict())
             yield
 
     @contextlib.contextmanager
@@ -268,33 +298,36 @@ class Workdir:
           UserError: if the directory cannot be written, or another process holds the
             lock.
         """
-        path = self.path / _LOCK
         try:
-            disk.make_folder(self.path)
-            file = disk.retried(lambda: path.open("w"))
+            claim = claim_lib.Claim(self.path)
+        except claim_lib.InUseError as e:
+            raise errors.UserError(f"--workdir={e}") from e
         except OSError as e:
             raise errors.UserError(
                 f"--workdir={self.path} cannot be written: {e.strerror} ({e.filename})."
             ) from e
-        # The kernel drops the lock when no process has the file open any more, however
-        # they end. A forked child would keep the lock of a run that was killed, so it
-        # closes the file.
-        with file, contextlib.ExitStack() as stack:
-            stack.callback(forks.undo_in_children(file.close))
-            self._lock(file)
-            yield
-
-    def _lock(self, file: IO[str]) -> None:
+        except ValueError as e:
+            raise errors.UserError(f"--workdir={self.path} cannot be used: {e}") from e
+        self.claim = claim
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise errors.UserError(
-                f"--workdir={self.path} is in use by another process."
-            ) from e
-        except OSError as e:
-            raise errors.UserError(
-                f"{self.path / _LOCK} cannot be locked: {e.strerror}."
-            ) from e
+            yield
+        finally:
+            self._was_lost = claim.is_lost()
+            self.claim = None
+            claim.release()
+
+    def is_lost(self) -> bool:
+        """Returns whether another process has taken the directory over from this one,
+        which must write nothing more in it.
+        """
+        return self._was_lost or (self.claim is not None and self.claim.is_lost())
+
+    def check_noticed(self) -> None:
+        """Raises UserError if it is known that another process has taken the directory
+        over; asks no disk.
+        """
+        if self.claim is not None:
+            self.claim.check_noticed()
 
     def _set_aside(self, run: str, elsewhere: str) -> None:
         """Moves everything that a run has written to a folder of its own.
@@ -319,6 +352,10 @@ class Workdir:
         with disk.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for name in names:
+                # Another process that has taken the directory over may have done this,
+                # and begun a new run.
+                if self.claim is not None:
+                    self.claim.check()
                 os.rename(self.path / name, folder / name)
             disk.sync(folder)
             disk.sync(self.path)

@@ -103,6 +103,7 @@ class Watchdog:
         self._status = status.Status(self._hosts[self._index])
         # Whether the directory belongs to this run, so that the status may be written.
         self._is_published = False
+        self._is_lost: Callable[[], bool] = lambda: False
         # What the talking thread also does in each tick.
         self._in_each_tick: list[Callable[[], None]] = []
         # When the next exchange with the other processes is due.
@@ -167,12 +168,17 @@ class Watchdog:
         self._stall.note_progress()
         self._status.set_phase(phase, **more)
 
-    def publish(self) -> None:
+    def publish(self, is_lost: Callable[[], bool] = lambda: False) -> None:
         """Starts to write the status of the processes into the directory, once it
         belongs to this run.
+
+        Args:
+          is_lost: returns whether it no longer does. Its status is then that of the
+            process to which it belongs.
         """
         if self._index == 0:
             attempts.preserve_previous(self._directory)
+        self._is_lost = is_lost
         self._is_published = True
 
     def end(self, phase: str) -> None:
@@ -419,7 +425,7 @@ class Watchdog:
             time.sleep(_LEAVE_SECONDS / 100)
 
     def _write_status(self) -> None:
-        if self._index == 0 and self._is_published:
+        if self._index == 0 and self._is_published and not self._is_lost():
             texts = self._board.read(_ALIVE)
             rows = [json.loads(texts[index]) for index in sorted(texts)]
             # With a single process the board stays empty.

@@ -217,6 +217,7 @@ class RollBacks:
             self._reasons.append(replication.ReplicaDivergenceError)
         self._save_every = config.checkpoint.every_steps
         self._last_step = config.steps
+        self._directory = directory
         self._path = directory.roll_backs
         self._manager = manager
         self._batches = batches
@@ -356,7 +357,7 @@ class RollBacks:
         # Nothing has been changed yet: a kill before this write leaves no trace, and
         # one after it is completed.
         values = [x._asdict() for x in (*self._entries, entry)]
-        self._exchange.on_process_0(lambda: jsonfile.write(self._path, values))
+        self._exchange.on_process_0(lambda: self._directory.write(self._path, values))
         self._log(f"{entry} (roll-back {len(values)} of at most {self._limit})")
 
     def is_first_after(self, step: int) -> bool:

@@ -305,6 +305,7 @@ class Checkpoints:
 
         `checkpoint.on_failure` says which.
         """
+        self._directory.check_noticed()
         # Called after each step, so it enters no context.
         try:
             self.manager.check()
@@ -355,7 +356,9 @@ class Checkpoints:
             self._tolerate(e)
 
     def _tolerate(self, e: checkpoint.CheckpointError) -> None:
-        if not self._tolerates_failure or isinstance(e, checkpoint.NonfiniteError):
+        # The run that has the lock now saves; this one must end.
+        must_end = isinstance(e, checkpoint.NonfiniteError | checkpoint.LostError)
+        if not self._tolerates_failure or must_end:
             raise e
         states.log(
             f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on."
