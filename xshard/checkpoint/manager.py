@@ -924,7 +924,9 @@ class Manager:
                 finally:
                     self._deleting.discard(attempt)
         except Exception as e:
-            self._log(f"old checkpoints in {self.store} could not be deleted: {e}")
+            # After `close`, the deletions that are left are for the next run.
+            if self._lock is lock:
+                self._log(f"old checkpoints in {self.store} could not be deleted: {e}")
 
     def _for_rules(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
         """Describes a checkpoint for the retention rules."""

@@ -264,13 +264,15 @@ class _Held:
 
     def release(self) -> None:
         self.ended.set()
+        # First, since a disk may be slow. Another process that comes now renames the
+        # folder, and the rest finds nothing to do.
+        self.forget()
         # A forked child has no claim, but a copy of this object.
         if os.getpid() == self._process:
             with contextlib.suppress(OSError):
                 _clear(self._own)
                 self._own.rmdir()
                 self._own.parent.rmdir()
-        self.forget()
 
 
 class _Taking:

@@ -182,7 +182,7 @@ def _may_be_new(folder: pathlib.Path) -> bool:
     it. It is empty then, since each is synced before the next one is created.
     """
     try:
-        return not os.path.ismount(folder) and not any(os.scandir(folder))
+        return not os.path.ismount(folder) and not os.listdir(folder)
     except PermissionError:
         return False
 
