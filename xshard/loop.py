@@ -253,7 +253,7 @@ class Run:
             stack.enter_context(self._compile_cache())
             stack.enter_context(self.checkpoints.opened())
             if self._watch is not None:
-                self._watch.publish(self.workdir.is_lost)
+                self._watch.publish()
                 self.tracer.watch_file(self._watch)
                 self._watch.in_each_tick(self._spans.flush)
                 stack.enter_context(self._spans.opened())

@@ -45,6 +45,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from absl import logging
 
@@ -127,15 +128,6 @@ class Claim:
         """
         self._held.check_noticed()
 
-    def is_lost(self) -> bool:
-        """Returns whether another process is known to have taken the claim over."""
-        with contextlib.suppress(OSError):
-            try:
-                self.check()
-            except LostError:
-                return True
-        return False
-
     def create(self, path: pathlib.Path, content: bytes) -> None:
         """Creates a file below the folder, as a whole and durably, if it is absent.
 
@@ -143,7 +135,8 @@ class Claim:
           FileExistsError: if a file of that name has other content.
           LostError: if this process no longer holds the claim.
         """
-        source = self._held.write(content)
+        with self._held.writing() as (source, file):
+            file.write(content)
         try:
             with self._held.acting():
                 _link(source, path)
@@ -160,7 +153,20 @@ class Claim:
         Raises:
           LostError: if this process no longer holds the claim.
         """
-        source = self._held.write(content)
+        with self.replacing(path) as file:
+            file.write(content)
+
+    @contextlib.contextmanager
+    def replacing(self, path: pathlib.Path) -> Iterator[BinaryIO]:
+        """Yields a file that replaces another when the context ends, as `replace` does.
+
+        After an exception in the context, it does not.
+
+        Raises:
+          LostError: if this process no longer holds the claim.
+        """
+        with self._held.writing() as (source, file):
+            yield file
         with self._held.acting():
             source.replace(path)
         disk.sync(path.parent)
@@ -230,20 +236,25 @@ class _Held:
         """Returns the path of a new file in this holder's folder."""
         return self._own / secrets.token_hex(8)
 
-    def write(self, content: bytes) -> pathlib.Path:
-        """Writes a new file in this holder's folder, durably; returns its path."""
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[tuple[pathlib.Path, BinaryIO]]:
+        """Yields the path of a new file in this holder's folder, and the file.
+
+        It is durable when the context ends, and deleted after an exception in it.
+        """
         path = self.new_path()
         with self.acting():
-            try:
-                with path.open("xb") as file:
-                    file.write(content)
+            file = path.open("xb")
+        try:
+            with file:
+                yield path, file
+            with self.acting():
                 disk.sync(path)
-            except BaseException:
-                # On a full disk, it would take the room that is left.
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                raise
-        return path
+        except BaseException:
+            # On a full disk, it would take the room that is left.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
 
     def renew(self) -> None:
         """Gives a sign of life."""
@@ -374,6 +385,13 @@ class _Taking:
                 return
             if names != [name] or _note(self._holders / name) != first:
                 raise in_use(self._folder)
+
+
+def holder_folder(folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the folder of the process that holds a folder; None if none does."""
+    for name in _names(folder / HOLDER):
+        return folder / HOLDER / name
+    return None
 
 
 def in_use(folder: pathlib.Path) -> InUseError:

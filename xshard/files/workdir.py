@@ -112,7 +112,6 @@ class Workdir:
         self.roll_backs = self.path / "roll_backs.json"
         self._reached = self.path / REACHED
         self.claim: claim_lib.Claim | None = None
-        self._was_lost = False
 
     def identity(self) -> identity_lib.Identity | None:
         """Returns the identity of the run in this directory; None if there is no run.
@@ -312,15 +311,8 @@ class Workdir:
         try:
             yield
         finally:
-            self._was_lost = claim.is_lost()
             self.claim = None
             claim.release()
-
-    def is_lost(self) -> bool:
-        """Returns whether another process has taken the directory over from this one,
-        which must write nothing more in it.
-        """
-        return self._was_lost or (self.claim is not None and self.claim.is_lost())
 
     def check_noticed(self) -> None:
         """Raises UserError if it is known that another process has taken the directory

@@ -106,11 +106,16 @@ class Log:
                 rows=lambda: rows_lib.read(self._directory.metrics),
                 samples=lambda: rows_lib.read(self._directory.samples),
                 norms=lambda: rows_lib.read(self._directory.norms),
+                claim=self._directory.claim,
             )
             # These drop the rows of the steps that the run repeats, before a writer
             # reads them.
-            self._samples = writers_lib.JsonLines(self._directory.samples, start)
-            self._norms = writers_lib.JsonLines(self._directory.norms, start)
+            self._samples = writers_lib.JsonLines(
+                self._directory.samples, start, self._directory.claim
+            )
+            self._norms = writers_lib.JsonLines(
+                self._directory.norms, start, self._directory.claim
+            )
             self._writers = writers_lib.open_all(self._config.writers, part)
         self.rows = writers_lib.count(self._writers)
         self._before = {"step": start}
@@ -246,6 +251,9 @@ class Log:
                 stack.callback(writer.close)
 
     def _send(self, row: rows_lib.Row) -> None:
+        # What a service has received cannot be taken back.
+        if self._directory.claim is not None:
+            self._directory.claim.check()
         self.rows += 1
         writers_lib.write(self._writers, row)
 

@@ -8,9 +8,10 @@ import importlib.util
 import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from xshard import errors
+from xshard.files import claim as claim_lib
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows as rows_lib
 
@@ -60,6 +61,8 @@ class Part(NamedTuple):
       rows: returns the rows up to that step, including fingerprints.
       samples: returns the rows of samples up to that step.
       norms: returns the rows of the norms of parameters up to that step.
+      claim: the claim to the work directory, which another process may take over from
+        one that is suspended; None: nobody else writes there.
     """
 
     directory: pathlib.Path
@@ -68,6 +71,7 @@ class Part(NamedTuple):
     rows: Callable[[], Iterator[Row]]
     samples: Callable[[], Iterator[Row]] = lambda: iter(())
     norms: Callable[[], Iterator[Row]] = lambda: iter(())
+    claim: claim_lib.Claim | None = None
 
     def history(self) -> Iterator[Row]:
         """Yields the earlier rows without fingerprints.
@@ -148,10 +152,22 @@ def count(writers: Sequence[Writer]) -> int:
 
 
 class _File:
-    """A plain file that is opened for each row, so that no row is buffered."""
+    """A plain file that is opened for each row, so that no row is buffered.
 
-    def __init__(self, path: pathlib.Path):
+    Each part of a run replaces the file before it appends to it. A process that was
+    suspended while another one took the run over appends at most a late row to the file
+    that it has open, which is no longer the one with the name.
+    """
+
+    def __init__(self, path: pathlib.Path, claim: claim_lib.Claim | None):
+        """Opens nothing yet.
+
+        Args:
+          path: the file.
+          claim: the claim to the work directory; None: nobody else writes there.
+        """
         self._path = path
+        self._claim = claim
 
     def flush(self) -> None:
         """Does nothing: no row is buffered."""
@@ -166,6 +182,27 @@ class _File:
     def close(self) -> None:
         """Does nothing: the file is open only while it is written to."""
 
+    def _replacing(
+        self, *, durably: bool
+    ) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Returns a context with a file that replaces this one at its end."""
+        if self._claim is not None:
+            return self._claim.replacing(self._path)
+        return disk.replacing(self._path, durably=durably)
+
+    def _append(self, line: str) -> None:
+        """Appends a line, with its end.
+
+        Raises:
+          LostError: if another process has taken the work directory over.
+        """
+        with self._path.open("ab") as file:
+            # Once the file is open: a process that takes the directory over after this
+            # check replaces the file, and the line goes to the one that was there.
+            if self._claim is not None:
+                self._claim.check()
+            file.write(line.encode())
+
 
 class JsonLines(_File):
     """A file with one JSON object per line, each with a 'step'.
@@ -175,17 +212,24 @@ class JsonLines(_File):
       last: the step of the last row; -1 if there is none.
     """
 
-    def __init__(self, path: pathlib.Path, step: int):
+    def __init__(
+        self, path: pathlib.Path, step: int, claim: claim_lib.Claim | None = None
+    ):
         """Opens the file to append rows after `step`.
 
         Later rows, from an interrupted part of the run, are dropped, and so are lines
         that hold no row, such as the last one of a process that was killed.
+
+        Args:
+          path: the file.
+          step: the step.
+          claim: the claim to the work directory; None: nobody else writes there.
         """
-        super().__init__(path)
+        super().__init__(path, claim)
         self.last = -1
         kept: list[bytes] = []
-        before = disk.read(path) or b""
-        for line in before.splitlines():
+        before = disk.read(path)
+        for line in (before or b"").splitlines():
             row = rows_lib.parse(line)
             if row is not None and row["step"] <= step:
                 kept.append(line + b"\n")
@@ -193,16 +237,17 @@ class JsonLines(_File):
         self.count = len(kept)
         content = b"".join(kept)
         # The file is compared as bytes. A last row that lost only its newline would
-        # otherwise merge with the next row.
-        if content != before:
-            with disk.writing(path):
-                disk.replace(path, content)
+        # otherwise merge with the next row. Where another process may still have the
+        # file open, it is always replaced.
+        if content != (before or b"") or (claim is not None and before is not None):
+            with disk.writing(path), self._replacing(durably=True) as file:
+                file.write(content)
 
     def write(self, row: Row) -> None:
         """Appends a row."""
         self.last = row["step"]
-        with disk.writing(self._path), self._path.open("a") as file:
-            file.write(jsonfile.dumps(row) + "\n")
+        with disk.writing(self._path):
+            self._append(jsonfile.dumps(row) + "\n")
 
 
 class Csv(_File):
@@ -213,9 +258,20 @@ class Csv(_File):
     that first appears later becomes the last column, and the file is rewritten.
     """
 
-    def __init__(self, path: pathlib.Path, history: Callable[[], Iterator[Row]]):
-        """Rewrites the file with the rows of earlier parts of the run."""
-        super().__init__(path)
+    def __init__(
+        self,
+        path: pathlib.Path,
+        history: Callable[[], Iterator[Row]],
+        claim: claim_lib.Claim | None = None,
+    ):
+        """Rewrites the file with the rows of earlier parts of the run.
+
+        Args:
+          path: the file.
+          history: returns those rows.
+          claim: the claim to the work directory; None: nobody else writes there.
+        """
+        super().__init__(path, claim)
         # The rows are read twice, so that only one row of a long run is in memory.
         columns: dict[str, None] = {}
         for row in history():
@@ -239,16 +295,17 @@ class Csv(_File):
                     io.StringIO(content.decode("utf-8-sig"), newline="")
                 )
                 self._replace([*self._columns, *new], rows)
-            with self._path.open("a", newline="") as file:
-                _table(file, self._columns).writerow(cells)
+            line = io.StringIO(newline="")
+            _table(line, self._columns).writerow(cells)
+            self._append(line.getvalue())
 
     def _replace(self, columns: list[str], rows: Iterable[Row]) -> None:
-        with disk.replacing(self._path, durably=False) as content:
+        with self._replacing(durably=False) as content:
             file = io.TextIOWrapper(content, "utf-8", newline="")
             table = _table(file, columns)
             table.writeheader()
             table.writerows(rows)
-            # It flushes, and leaves the file to `replacing`.
+            # It flushes, and leaves the file open.
             file.detach()
         self._columns = columns
 
@@ -264,11 +321,11 @@ def _table(file: TextIO, columns: Sequence[str]) -> "csv.DictWriter[str]":
 
 
 def _jsonl(part: Part) -> Writer:
-    return JsonLines(part.directory / "metrics.jsonl", part.step)
+    return JsonLines(part.directory / "metrics.jsonl", part.step, part.claim)
 
 
 def _csv(part: Part) -> Writer:
-    return Csv(part.directory / "metrics.csv", part.rows)
+    return Csv(part.directory / "metrics.csv", part.rows, part.claim)
 
 
 def _tensorboard(part: Part) -> Writer:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 import jax
 
 from xshard import errors
-from xshard.files import workdir
+from xshard.files import claim, workdir
 from xshard.pod import (
     attempts,
     exit_codes,
@@ -103,7 +103,8 @@ class Watchdog:
         self._status = status.Status(self._hosts[self._index])
         # Whether the directory belongs to this run, so that the status may be written.
         self._is_published = False
-        self._is_lost: Callable[[], bool] = lambda: False
+        # What exists for as long as the directory belongs to this process.
+        self._holder: pathlib.Path | None = None
         # What the talking thread also does in each tick.
         self._in_each_tick: list[Callable[[], None]] = []
         # When the next exchange with the other processes is due.
@@ -168,17 +169,13 @@ class Watchdog:
         self._stall.note_progress()
         self._status.set_phase(phase, **more)
 
-    def publish(self, is_lost: Callable[[], bool] = lambda: False) -> None:
+    def publish(self) -> None:
         """Starts to write the status of the processes into the directory, once it
         belongs to this run.
-
-        Args:
-          is_lost: returns whether it no longer does. Its status is then that of the
-            process to which it belongs.
         """
         if self._index == 0:
             attempts.preserve_previous(self._directory)
-        self._is_lost = is_lost
+            self._holder = claim.holder_folder(self._directory)
         self._is_published = True
 
     def end(self, phase: str) -> None:
@@ -425,11 +422,24 @@ class Watchdog:
             time.sleep(_LEAVE_SECONDS / 100)
 
     def _write_status(self) -> None:
-        if self._index == 0 and self._is_published and not self._is_lost():
+        if self._index == 0 and self._is_published and self._may_write():
             texts = self._board.read(_ALIVE)
             rows = [json.loads(texts[index]) for index in sorted(texts)]
             # With a single process the board stays empty.
             status.write(self._directory, rows or [self._status.row()])
+
+    def _may_write(self) -> bool:
+        """Returns whether the status in the directory is this process's to write, and
+        not that of a process which has taken the directory over.
+        """
+        if self._holder is None or self._holder.exists():
+            return True
+        # The run has ended and freed the directory, or lost it.
+        with contextlib.suppress(OSError, ValueError):
+            for row in status.read_if_exists(self._directory) or ():
+                own = self._status.row()
+                return (row["host"], row["pid"]) == (own["host"], own["pid"])
+        return True
 
     def _name(self, index: int) -> str:
         return f"process {index} on {self._hosts[index]}"
