@@ -3,21 +3,24 @@ write to, and after its lock has passed to another process.
 """
 
 import contextlib
-import ctypes
 import errno
+import fcntl
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from launch import engine
 from tests import forks
 from tests.checkpoint import harness
-from tests.faults import faults_test, shim
-from xshard.files import disk
+from tests.launch import harness as launch_harness
+from xshard.checkpoint import lock
+from xshard.checkpoint import store as store_lib
 
 _DISKS_SAVES = """
 import sys
@@ -78,9 +81,11 @@ def _disks_automounted(root):
     options = f"fd={write},pgrp={os.getpgrp()},minproto=5,maxproto=5,indirect"
     try:
         arguments = ("-t", "autofs", "-o", options, "autofs")
-        with _disks_mounted(root, *arguments, pass_fds=[write]):
-            with _disks_mounted(root / "user", "-t", "tmpfs", "tmpfs"):
-                yield root / "user"
+        with (
+            _disks_mounted(root, *arguments, pass_fds=[write]),
+            _disks_mounted(root / "user", "-t", "tmpfs", "tmpfs") as user,
+        ):
+            yield user
     finally:
         os.close(read)
         os.close(write)
@@ -126,3 +131,117 @@ def test_13_only_folders_that_the_run_created_are_synced(tmp_path):
         synced
     )
     assert all(path.startswith(str(theirs)) for path in synced)
+
+
+def _disks_stop_before(monkeypatch, owner, name, is_act):
+    """Suspends this process, as Ctrl-Z does, before the first call of a function that
+    is the act in question.
+    """
+    original = getattr(owner, name)
+
+    def suspended(*args, **kwargs):
+        if is_act(*args):
+            monkeypatch.setattr(owner, name, original)
+            # To this thread, which otherwise might go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, suspended)
+
+
+def _disks_lacks_flock(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def _disks_save(folder, steps, suspended_at, has_flock):
+    """Saves some steps; is suspended before one act of the last of them."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(lock, "RENEW_SECONDS", 0.1)
+    patch.setattr(lock, "WATCH_SECONDS", 1.0)
+    if not has_flock:
+        patch.setattr(fcntl, "flock", _disks_lacks_flock)
+    manager = harness.make_manager(folder, keep_last=1)
+    for step in steps:
+        if step == steps[-1]:
+            # On a disk, the acts are operations of the system; on a bucket, requests.
+            is_commit = lambda *args: str(args[-1]).endswith("COMMIT")
+            is_of_commit = lambda *args: "COMMIT" in str(args)
+            is_first = lambda *args: "step_00000002" in str(args)
+            is_old = lambda *args: is_of_commit(*args) and is_first(*args)
+            if suspended_at == "commit":
+                _disks_stop_before(patch, os, "link", is_commit)
+                _disks_stop_before(patch, store_lib.Store, "create", is_of_commit)
+            if suspended_at == "retention":
+                _disks_stop_before(patch, pathlib.Path, "replace", is_old)
+                _disks_stop_before(patch, store_lib.Store, "delete", is_old)
+            if suspended_at == "what is dead":
+                # It was begun by a process that was killed.
+                dead = store_lib.Store(folder)
+                dead.create("step_00000001.01234567/p0/x", b"")
+                _disks_stop_before(
+                    patch, store_lib.Store, "delete_folder", lambda *_: True
+                )
+            if suspended_at == "before it looks":
+                _disks_stop_before(patch, store_lib.Store, "folders", lambda *_: True)
+        manager.save(step, {"x": np.full(1000, step, np.float32)}, {})
+        manager.wait()
+    manager.close()
+    print("saved", manager.all_steps(), flush=True)
+
+
+def _disks_is_suspended(process):
+    assert process.poll() is None, process.communicate()[0]
+    stat = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.fixture(scope="module")
+def disks_s3():
+    with harness.s3() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "x")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        yield f"s3://bucket/%s?endpoint={url}&region=us-east-1"
+
+
+@pytest.mark.parametrize(
+    "instant", ["commit", "retention", "what is dead", "before it looks"]
+)
+@pytest.mark.parametrize("place", ["disk", "lock lost", "gcs", "s3"])
+def test_14_a_process_suspended_past_its_lock_stops_and_harms_nothing(
+    request, tmp_path, place, instant
+):
+    folder = str(tmp_path / "run")
+    if place == "gcs":
+        folder = f"{request.getfixturevalue('gcs')}{tmp_path.name}"
+    if place == "s3":
+        folder = request.getfixturevalue("disks_s3") % tmp_path.name
+    environment = harness.environment()
+
+    def start(steps, suspended_at):
+        has_flock = place == "lock lost"
+        arguments = (folder, steps, suspended_at, has_flock)
+        return forks.Process(_disks_save, *arguments, env=environment)
+
+    with start([1, 2, 3], instant) as late:
+        launch_harness.wait_until(lambda: _disks_is_suspended(late))
+        if place == "lock lost":
+            # As the server of a network disk does to a client that is silent.
+            (tmp_path / "run" / lock.NAME).unlink()
+        # The other one has saved, and has all of the next step there but its COMMIT.
+        with start([10, 11], "commit") as other:
+            launch_harness.wait_until(lambda: _disks_is_suspended(other))
+            os.kill(late.pid, signal.SIGCONT)
+            said, _ = late.communicate(harness.FOREVER)
+            os.kill(other.pid, signal.SIGCONT)
+            output, _ = other.communicate(harness.FOREVER)
+    assert late.returncode == 1, said
+    assert "no longer holds" in said, said
+    assert other.returncode == 0 and "saved [11]" in output, output
+    manager = harness.make_manager(folder)
+    assert manager.all_steps() == [11]
+    restored = manager.restore({"x": jnp.zeros(1000)})
+    assert np.all(restored.state["x"] == 11)
+    # The next run finds nothing that is in its way.
+    harness.save(manager, 12, {"x": np.full(1000, 12, np.float32)})
+    assert manager.all_steps() == [11, 12]
+    manager.close()

@@ -270,6 +270,8 @@ class Lease:
         """Deletes an object as `Store.delete` does, while the lease is held."""
         self.check()
         self._store.delete(name)
+        # A process that was suspended in between knows it here.
+        self.check()
 
     def announce(self, folders: Sequence[str]) -> None:
         """Writes into the lease which folders are about to be deleted."""

@@ -732,10 +732,13 @@ class Manager:
         """Waits for the last save to finish, and a moment for deletions.
 
         Raises:
-          CheckpointError: if the save failed; earlier checkpoints are unchanged.
+          CheckpointError: if the save failed; earlier checkpoints are unchanged. Or if
+            another run is known to have the lock of the folder.
         """
         self._join_save()
         self._deletions.wait()
+        if self._lock is not None:
+            self._lock.check_noticed()
 
     def _join_save(self) -> None:
         """Waits for the last save; raises its error, if any, once only.
@@ -771,7 +774,8 @@ class Manager:
         Waits for no slow deletion.
         """
         try:
-            self.wait()
+            self._join_save()
+            self._deletions.wait()
         finally:
             self._deletions.cancel()
             # The lock on an object store is an object, so this is a deletion as well.

@@ -145,7 +145,8 @@ class Claim:
                 raise
         with contextlib.suppress(FileNotFoundError):
             source.unlink()
-        disk.sync(path.parent)
+        with self._held.acting():
+            disk.sync(path.parent)
 
     def replace(self, path: pathlib.Path, content: bytes) -> None:
         """Replaces a file below the folder, as a whole and durably.
@@ -169,7 +170,7 @@ class Claim:
             yield file
         with self._held.acting():
             source.replace(path)
-        disk.sync(path.parent)
+            disk.sync(path.parent)
 
     def delete(self, path: pathlib.Path) -> None:
         """Deletes a file below the folder, durably, if it exists.
@@ -182,7 +183,7 @@ class Claim:
             if not disk.exists(path):
                 return
             path.replace(target)
-        disk.sync(path.parent)
+            disk.sync(path.parent)
         with contextlib.suppress(FileNotFoundError):
             target.unlink()
 

@@ -176,6 +176,7 @@ class ContinuousEvaluator:
             step=self._last_evaluated,
             config=identity_lib.plain(self._config),
             rows=lambda: rows_lib.read(path),
+            claim=self._output.claim,
         )
         self._writers = writers.open_all(self._config.writers, part)
         for writer in self._writers:
