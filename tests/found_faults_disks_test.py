@@ -16,11 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import forks
+from launch import engine
+from tests import forks, toy
 from tests.checkpoint import harness
 from tests.launch import harness as launch_harness
+from xshard import errors
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
+from xshard.files import claim, disk, workdir
 
 _DISKS_SAVES = """
 import sys
@@ -156,8 +159,8 @@ def _disks_lacks_flock(*_):
 def _disks_save(folder, steps, suspended_at, has_flock):
     """Saves some steps; is suspended before one act of the last of them."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(lock, "RENEW_SECONDS", 0.1)
-    patch.setattr(lock, "WATCH_SECONDS", 1.0)
+    patch.setattr(lock, "RENEW_SECONDS", 0.05)
+    patch.setattr(lock, "WATCH_SECONDS", 0.3)
     if not has_flock:
         patch.setattr(fcntl, "flock", _disks_lacks_flock)
     manager = harness.make_manager(folder, keep_last=1)
@@ -245,3 +248,240 @@ def test_14_a_process_suspended_past_its_lock_stops_and_harms_nothing(
     harness.save(manager, 12, {"x": np.full(1000, 12, np.float32)})
     assert manager.all_steps() == [11, 12]
     manager.close()
+
+
+_DISKS_WITHOUT = """
+import errno, fcntl, os, sys
+def lacks(*_):
+    raise OSError(getattr(errno, sys.argv[2]), os.strerror(getattr(errno, sys.argv[2])))
+fcntl.flock = lacks
+"""
+
+
+@pytest.mark.parametrize("error", ["ENOSYS", "ENOTSUP", "ENOLCK", "EINVAL"])
+def test_15_a_lease_takes_the_place_of_flock(tmp_path, error):
+    done = _disks_run(f"{_DISKS_WITHOUT}\n{_DISKS_SAVES}", tmp_path / "run", error)
+    assert done.stdout == "[1, 2]\n", done.stderr
+    assert done.stderr.count("has no locks (flock: ") == 1
+    assert "A lease takes their place" in done.stderr
+    # What its end leaves is in nobody's way.
+    assert sorted(path.name[:13] for path in (tmp_path / "run").iterdir()) == [
+        ".lock",
+        "step_00000001",
+        "step_00000002",
+    ]
+
+
+@pytest.fixture
+def disks_without_flock(monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", _disks_lacks_flock)
+    monkeypatch.setattr(claim, "RENEW_SECONDS", 0.05)
+
+
+def _disks_claim(folder, **options):
+    return claim.Claim(folder, renew_seconds=0.05, watch_seconds=0.5, **options)
+
+
+def test_15_a_lease_is_refused_to_a_second_run_and_passes_on_after_a_kill(
+    tmp_path, disks_without_flock
+):
+    said = []
+    first = _disks_claim(tmp_path)
+    with pytest.raises(claim.InUseError, match=r"in use by another process \(process "):
+        # Far longer than the first one needs to show that it lives.
+        claim.Claim(tmp_path, watch_seconds=harness.FOREVER)
+    first.check()
+    # As if it had been killed, or suspended.
+    first._held.ended.set()
+    second = _disks_claim(tmp_path, say=said.append)
+    assert len(said) == 1 and "watching for 0.5 s whether that process" in said[0]
+    with pytest.raises(claim.LostError, match="no longer holds .* holds it"):
+        first.check()
+    late = tmp_path / "late"
+    for act in (first.create, first.replace):
+        with pytest.raises(claim.LostError):
+            act(late, b"late")
+    second.create(late, b"in time")
+    with pytest.raises(claim.LostError):
+        first.delete(late)
+    assert late.read_bytes() == b"in time"
+    # The end of the first one takes nothing from the second.
+    first.release()
+    second.check()
+    second.delete(late)
+    second.release()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_15_of_several_that_take_a_claim_over_one_succeeds(
+    tmp_path, disks_without_flock
+):
+    last = _disks_claim(tmp_path)
+    last._held.ended.set()
+    outcomes = []
+
+    def take():
+        try:
+            outcomes.append(_disks_claim(tmp_path))
+        except claim.InUseError as e:
+            outcomes.append(e)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (holder,) = [outcome for outcome in outcomes if isinstance(outcome, claim.Claim)]
+    assert len(outcomes) == 8
+    holder.check()
+    holder.release()
+
+
+def _disks_make(kind, path):
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (path.parent.parent / "somebody's").write_text("content")
+        path.symlink_to(path.parent.parent / "somebody's")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(kind)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_17_what_is_no_lock_on_a_disk_is_named(tmp_path, kind):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    _disks_make(kind, folder / ".lock")
+    message = r"run/\.lock is .*, not the lock of a run: .* move it away"
+    with pytest.raises(store_lib.CheckpointError, match=message):
+        harness.make_manager(folder).acquire()
+    with (
+        pytest.raises(errors.UserError, match=f"--workdir={folder}.*{message}"),
+        workdir.Workdir(folder).opened(toy.get_config()),
+    ):
+        pass
+    if kind == "link":
+        assert (tmp_path / "somebody's").read_text() == "content"
+
+
+_DISKS_CONTENTS = (
+    b"",
+    b"{}",
+    b"[]",
+    b"7",
+    b"null",
+    b'{"owner": 7}',
+    b'{"owner": "a"}',
+    b'{"owner": "a", "beats": "many"}',
+    b'{"owner": "a", "beats": 1, "deleting": "all"}',
+    b"\xff\x00\xfe",
+    b'{"owner": "a", "beats": ' + b"1" * 5000 + b"}",
+    b"[" * 100_000,
+    b" " * (2 << 20),
+)
+
+
+def test_17_what_is_no_lease_on_a_bucket_is_named(gcs, tmp_path):
+    for number, content in enumerate(_DISKS_CONTENTS):
+        folder = f"{gcs}{tmp_path.name}/{number}"
+        store_lib.Store(folder).create(".lock", content)
+        message = r"/\.lock is not the lease of a run: .*Make sure .* then delete it"
+        with pytest.raises(store_lib.CheckpointError, match=message):
+            harness.make_manager(folder).acquire()
+        # On a disk the kernel holds the lock, whatever is in the file.
+        disk_folder = tmp_path / str(number)
+        disk_folder.mkdir()
+        (disk_folder / ".lock").write_bytes(content)
+        manager = harness.make_manager(disk_folder)
+        manager.acquire()
+        manager.close()
+
+
+def test_17_the_lease_of_an_earlier_version_is_read(gcs, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "WATCH_SECONDS", 0.5)
+    folder = f"{gcs}{tmp_path.name}"
+    store_lib.Store(folder).create(".lock", b'{"owner": "host/0123", "beats": 3}')
+    manager = harness.make_manager(folder)
+    manager.acquire()
+    manager.close()
+
+
+def test_17_what_is_no_holder_of_a_folder_is_named(tmp_path):
+    (tmp_path / ".holder" / "mine").mkdir(parents=True)
+    with pytest.raises(
+        store_lib.CheckpointError, match="mine was not written by a run"
+    ):
+        harness.make_manager(tmp_path).acquire()
+    assert (tmp_path / ".holder" / "mine").is_dir()
+
+
+def test_23_files_that_several_write_at_a_time_are_whole(tmp_path):
+    path = tmp_path / "report.html"
+    contents = [str(number).encode() * 100_000 for number in range(8)]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(disk.replacing(path)) for _ in contents]
+        for part in (slice(None, 50_000), slice(50_000, None)):
+            for file, content in zip(files, contents, strict=True):
+                file.write(content[part])
+    # The contexts end in reverse, so the first one replaced the others' result.
+    assert path.read_bytes() == contents[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_23_a_killed_writer_leaves_nothing_in_the_way(tmp_path):
+    path = tmp_path / "report.html"
+    program = """
+import os, pathlib, signal, sys
+from xshard.files import disk
+with disk.replacing(pathlib.Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert _disks_run(program, path).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".report.html.new"]
+    disk.replace(path, b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+@pytest.mark.parametrize("name", [".report.html.new", "report.html"])
+def test_23_a_link_that_somebody_put_there_is_not_followed(tmp_path, name):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("content")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / name).symlink_to(theirs)
+    disk.replace(folder / "report.html", b"mine")
+    assert theirs.read_text() == "content"
+    assert (folder / "report.html").read_bytes() == b"mine"
+
+
+def test_23_a_token_is_written_to_a_file_of_its_own(tmp_path, monkeypatch):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("content")
+    path = tmp_path / "job.token"
+    path.symlink_to(theirs)
+    show = f"import os, stat; s = os.lstat({str(path)!r}); print(oct(s.st_mode))"
+    plan = engine.Plan(
+        [[sys.executable, "-c", f"{show}; open({str(tmp_path / 'ran')!r}, 'w')"]],
+        private={path: engine.TOKEN},
+    )
+    assert plan.run() == 0
+    assert (tmp_path / "ran").exists() and not os.path.lexists(path)
+    assert theirs.read_text() == "content"
+
+    # Somebody is faster than the launcher.
+    unlink = pathlib.Path.unlink
+
+    def unlinked(self, **options):
+        unlink(self, **options)
+        if self == path:
+            path.symlink_to(theirs)
+
+    monkeypatch.setattr(pathlib.Path, "unlink", unlinked)
+    with pytest.raises(engine.LaunchError, match=r"job\.token cannot be written"):
+        plan.run()
+    assert theirs.read_text() == "content"
