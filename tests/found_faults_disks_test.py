@@ -2,9 +2,11 @@
 write to, and after its lock has passed to another process.
 """
 
+import collections
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import pathlib
 import signal
@@ -20,7 +22,7 @@ from launch import engine
 from tests import forks, toy
 from tests.checkpoint import harness
 from tests.launch import harness as launch_harness
-from xshard import errors
+from xshard import cli, errors, loop
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
 from xshard.files import claim, disk, workdir
@@ -206,6 +208,7 @@ def disks_s3():
         yield f"s3://bucket/%s?endpoint={url}&region=us-east-1"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "instant", ["commit", "retention", "what is dead", "before it looks"]
 )
@@ -258,6 +261,7 @@ fcntl.flock = lacks
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", ["ENOSYS", "ENOTSUP", "ENOLCK", "EINVAL"])
 def test_15_a_lease_takes_the_place_of_flock(tmp_path, error):
     done = _disks_run(f"{_DISKS_WITHOUT}\n{_DISKS_SAVES}", tmp_path / "run", error)
@@ -289,7 +293,7 @@ def test_15_a_lease_is_refused_to_a_second_run_and_passes_on_after_a_kill(
     first = _disks_claim(tmp_path)
     with pytest.raises(claim.InUseError, match=r"in use by another process \(process "):
         # Far longer than the first one needs to show that it lives.
-        claim.Claim(tmp_path, watch_seconds=harness.FOREVER)
+        claim.Claim(tmp_path, renew_seconds=0.05, watch_seconds=harness.FOREVER)
     first.check()
     # As if it had been killed, or suspended.
     first._held.ended.set()
@@ -485,3 +489,76 @@ def test_23_a_token_is_written_to_a_file_of_its_own(tmp_path, monkeypatch):
     with pytest.raises(engine.LaunchError, match=r"job\.token cannot be written"):
         plan.run()
     assert theirs.read_text() == "content"
+
+
+def _disks_train(folder, suspended_at):
+    """Trains the toy; is suspended between a question for the claim and the act."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(fcntl, "flock", _disks_lacks_flock)
+    for module in (lock, claim):
+        patch.setattr(module, "RENEW_SECONDS", 0.05)
+        patch.setattr(module, "WATCH_SECONDS", 0.5)
+    if suspended_at == "a row":
+        check = claim.Claim.check
+        counts = collections.Counter()
+
+        def checked(self):
+            check(self)
+            if self is current.workdir.claim:
+                counts["checks"] += 1
+                # For each row there is one before all writers, and one of each file.
+                # This is that of metrics.jsonl for the evaluation of step 6.
+                if counts["checks"] == 5:
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+        patch.setattr(claim.Claim, "check", checked)
+    if suspended_at == "reached.json":
+        is_it = lambda _, path: path.name == "reached.json"
+        _disks_stop_before(patch, pathlib.Path, "replace", is_it)
+    if suspended_at == "results.json":
+        is_it = lambda _, path: path.name == "results.json"
+        _disks_stop_before(patch, pathlib.Path, "replace", is_it)
+    current = loop.Run(toy.get_config().lock(), folder)
+
+    def program():
+        with current.opened():
+            current.complete()
+        return 0
+
+    return cli.run(program)
+
+
+def _disks_files(folder):
+    """Returns what a run promises of its directory, without times."""
+    files = {}
+    for name in ("metrics.jsonl", "metrics.csv", "results.json", "reached.json"):
+        files[name] = (folder / name).read_text()
+    for path in folder.glob("checkpoints/*/COMMIT"):
+        files[path.parent.name] = path.read_text()
+    return files
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("instant", ["a row", "reached.json", "results.json"])
+def test_14_a_run_that_was_suspended_changes_no_file_of_the_next(tmp_path, instant):
+    environment = harness.environment()
+    folder = tmp_path / "run"
+
+    def start(suspended_at):
+        return forks.Process(_disks_train, str(folder), suspended_at, env=environment)
+
+    with start(instant) as late:
+        launch_harness.wait_until(lambda: _disks_is_suspended(late))
+        with start("") as other:
+            output, _ = other.communicate(harness.FOREVER)
+        assert other.returncode == 0, output
+        before = _disks_files(folder)
+        os.kill(late.pid, signal.SIGCONT)
+        said, _ = late.communicate(harness.FOREVER)
+    assert late.returncode == 1, said
+    assert "no longer holds" in said and "Traceback" not in said, said
+    assert _disks_files(folder) == before
+    # No row is missing, and none is there twice.
+    lines = before["metrics.jsonl"].splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [4, 6, 8, 12, 12]

@@ -79,8 +79,8 @@ class Claim:
         folder: pathlib.Path,
         say: Callable[[str], None] = logging.info,
         *,
-        renew_seconds: float = RENEW_SECONDS,
-        watch_seconds: float = WATCH_SECONDS,
+        renew_seconds: float,
+        watch_seconds: float,
     ):
         """Claims a folder, and creates it if necessary.
 

@@ -298,7 +298,11 @@ class Workdir:
             lock.
         """
         try:
-            claim = claim_lib.Claim(self.path)
+            claim = claim_lib.Claim(
+                self.path,
+                renew_seconds=claim_lib.RENEW_SECONDS,
+                watch_seconds=claim_lib.WATCH_SECONDS,
+            )
         except claim_lib.InUseError as e:
             raise errors.UserError(f"--workdir={e}") from e
         except OSError as e:
