@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,8 @@ from xshard import cli, errors, loop
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
 from xshard.files import claim, disk, workdir
+from xshard.metrics import clock
+from xshard.pod import attempts, status
 
 _DISKS_SAVES = """
 import sys
@@ -562,3 +565,41 @@ def test_14_a_run_that_was_suspended_changes_no_file_of_the_next(tmp_path, insta
     lines = before["metrics.jsonl"].splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == [4, 6, 8, 12, 12]
+
+
+def test_44_goodput_does_not_depend_on_the_wall_clock(tmp_path, monkeypatch):
+    day = 86400.0
+    now = [time.time()]
+    up = [1000.0]
+    age = [0.0]
+    monkeypatch.setattr(status.time, "time", lambda: now[0])
+    monkeypatch.setattr(clock, "boot", lambda: ("one boot", up[0]))
+    monkeypatch.setattr(clock, "age", lambda: age[0])
+
+    def run(begin, jump):
+        age[0] = 0.0
+        of_process = status.Status("host")
+        for step in (begin + 1, begin + 10):
+            of_process.set_phase(
+                status.TRAINING, step=step, seconds=lambda: {"training": age[0]}
+            )
+        for clocks in (now, up, age):
+            clocks[0] += 100.0
+        now[0] += jump
+        row = of_process.row() | {"first": begin, "trained": 10, "step": begin + 10}
+        status.write(tmp_path, [row])
+
+    run(0, day)
+    attempts.preserve_previous(tmp_path)
+    # The clock is set right, and then a day ahead again, between two starts.
+    for seconds in (-day, day):
+        now[0] += 10.0 + seconds
+        up[0] += 10.0
+        run(10, 0.0)
+        attempts.preserve_previous(tmp_path)
+    first, second, third = attempts.read(tmp_path)
+    assert [attempt.down for attempt in (first, second, third)] == [10.0, 10.0, 0.0]
+    goodput = attempts.goodput([first, second, third])
+    assert goodput.seconds == pytest.approx(320.0)
+    # The second start's steps were made again by the third.
+    assert goodput.share == pytest.approx(200.0 / 320.0)

@@ -249,6 +249,20 @@ class Clock:
 _IMPORTED = time.monotonic()
 
 
+def boot() -> tuple[str, float]:
+    """Returns the ID of the machine's present boot, and the seconds since then, also
+    those in which the machine was suspended. They do not depend on the wall clock.
+
+    Without support by the system, the ID is empty.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            identity = file.read().strip()
+        return identity, time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError, ValueError):
+        return "", time.monotonic()
+
+
 def age() -> float:
     """Returns the seconds since this process started.
 

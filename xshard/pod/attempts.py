@@ -99,10 +99,10 @@ def read(directory: pathlib.Path) -> list[Attempt]:
     # Goes backwards in time: if a later attempt started from a step, no earlier work
     # beyond that step counted.
     last_that_counts = None
-    next_begun = None
+    next_row = None
     for row in reversed(_rows(directory)):
-        attempts.append(_attempt(row, last_that_counts, next_begun))
-        next_begun = row["begun"]
+        attempts.append(_attempt(row, last_that_counts, next_row))
+        next_row = row
         if row["first"] is not None:
             last_that_counts = _smaller(row["first"], last_that_counts)
     attempts.reverse()
@@ -127,17 +127,18 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput | None:
 
 
 def _attempt(
-    row: Mapping[str, Any], last_that_counts: int | None, next_begun: float | None
+    row: Mapping[str, Any],
+    last_that_counts: int | None,
+    next_row: Mapping[str, Any] | None,
 ) -> Attempt:
     """Builds an attempt from its last status.
 
     Args:
       row: the last status of the attempt's process 0.
       last_that_counts: the last step that may count; None if all may.
-      next_begun: when the next attempt began; None if there is none.
+      next_row: the last status of the next attempt; None if there is none.
     """
-    # Clocks may have been set back meanwhile.
-    ended = max(row["time"], row["begun"])
+    ended = row["begun"] + _running(row)
     seconds = dict.fromkeys(TIME_CATEGORIES, 0.0)
     for category in TIME_CATEGORIES:
         seconds[category] += row["seconds"].get(category, 0.0)
@@ -146,7 +147,7 @@ def _attempt(
         useful = max(0, last - row["first"]) / row["trained"]
         seconds[REPEATED] = (1 - useful) * seconds[clock.TRAINING]
         seconds[clock.TRAINING] *= useful
-    rest = max(0.0, ended - row["begun"] - sum(seconds.values()))
+    rest = max(0.0, _running(row) - sum(seconds.values()))
     if row["trained"]:
         seconds[OTHER] += rest
     else:
@@ -154,10 +155,10 @@ def _attempt(
         # the rest of its time was the start.
         seconds[clock.START] += rest
     down = 0.0
-    if next_begun is not None and not row["doing"].startswith(status.DONE):
-        down = max(0.0, next_begun - ended)
+    if next_row is not None and not row["doing"].startswith(status.DONE):
+        down = _seconds_between(row, next_row)
     end = row["doing"]
-    is_replaced = next_begun is not None and not status.has_ended(row)
+    is_replaced = next_row is not None and not status.has_ended(row)
     if is_replaced or status.silent_seconds(row):
         end = f"killed; was {end}"
     return Attempt(
@@ -169,6 +170,25 @@ def _attempt(
         seconds=seconds,
         down=down,
     )
+
+
+def _running(row: Mapping[str, Any]) -> float:
+    """Returns the seconds from the beginning of an attempt to its last status."""
+    running = row.get("running")
+    if running is not None:
+        return running
+    # An earlier version wrote only the times, and the clock may have been set back.
+    return max(0.0, row["time"] - row["begun"])
+
+
+def _seconds_between(row: Mapping[str, Any], next_row: Mapping[str, Any]) -> float:
+    """Returns the seconds from the last status of an attempt to the next attempt."""
+    if row.get("boot") and row["boot"] == next_row.get("boot"):
+        # On one machine, the wall clock need not be asked, which may be a day ahead.
+        seconds = next_row["up"] - _running(next_row) - row["up"]
+    else:
+        seconds = next_row["begun"] - row["begun"] - _running(row)
+    return max(0.0, seconds)
 
 
 def _smaller(step: int, limit: int | None) -> int:

@@ -63,6 +63,9 @@ class _Row(NamedTuple):
     parts: dict[str, float] | None = None
     recent_parts: dict[str, float] | None = None
     recent_seconds: float = 0.0
+    running: float | None = None
+    boot: str = ""
+    up: float = 0.0
 
 
 class Status:
@@ -146,6 +149,8 @@ class Status:
           parts: the seconds since the first step in each part, as `clock.Clock.parts`
             returns them.
           recent_parts, recent_seconds: the same of the last minute, and its length.
+          running: the seconds since the process began, whatever the wall clock says.
+          boot, up: the ID of the machine's present boot, and the seconds since then.
         """
         changing = self._changing
         if changing["step"] is not None:
@@ -163,6 +168,7 @@ class Status:
             recent_seconds = now - begin
             for name, value in parts.items():
                 recent_parts[name] = value - before[name]
+        boot, up = clock.boot()
         return {
             **changing,
             "begun": self._begun,
@@ -174,6 +180,9 @@ class Status:
             "parts": _rounded(parts),
             "recent_parts": _rounded(recent_parts),
             "recent_seconds": round(recent_seconds, 3),
+            "running": round(clock.age(), 3),
+            "boot": boot,
+            "up": round(up, 3),
         }
 
 
