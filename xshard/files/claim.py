@@ -247,8 +247,9 @@ class _Held:
         with self.acting():
             file = path.open("xb")
         try:
-            with file:
+            with file, disk.naming(path):
                 yield path, file
+                file.flush()
             with self.acting():
                 disk.sync(path)
         except BaseException:

@@ -351,9 +351,12 @@ def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
                 f"{path.parent} does not exist: create it, or restore it if it was "
                 "moved or removed."
             )
-        raise errors.UserError(
-            f"{path} could not be written: {e.strerror or e}. {fix}"
-        ) from e
+        reason = e.strerror or str(e)
+        failed = e.filename
+        # Such as the folder in which a new content is prepared.
+        if isinstance(failed, str) and os.path.dirname(failed) != str(path.parent):
+            reason += f" ({failed})"
+        raise errors.UserError(f"{path} could not be written: {reason}. {fix}") from e
 
 
 def _unless_absent(path: _Path, action: Callable[[_Path], _T]) -> _T | None:
