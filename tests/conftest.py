@@ -124,3 +124,14 @@ def gcs():
     with harness.gcs() as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
         yield "gs://bucket/"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Returns a place in a bucket of a stand-in for S3, with %s for a folder."""
+    from tests.checkpoint import harness
+
+    with harness.s3() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "x")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        yield f"s3://bucket/%s?endpoint={url}&region=us-east-1"

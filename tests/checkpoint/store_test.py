@@ -17,14 +17,6 @@ from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
 
 
-@pytest.fixture(scope="module")
-def s3():
-    with harness.s3() as url, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "x")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        yield f"s3://bucket/%s?endpoint={url}&region=us-east-1"
-
-
 @pytest.fixture(params=["disk", "gcs", "s3"])
 def folder(request, tmp_path):
     """Returns a new folder on each store in turn."""
