@@ -4,6 +4,7 @@ write to, and after its lock has passed to another process.
 
 import contextlib
 import fcntl
+import json
 import os
 import pathlib
 import signal
@@ -17,6 +18,7 @@ import pytest
 from launch import engine
 from tests import toy
 from tests.checkpoint import harness, suspended
+from tests.faults import lacking_disk
 from xshard import errors
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
@@ -27,6 +29,7 @@ from xshard.pod import attempts, status
 _DISKS_SAVES = """
 import sys
 from tests.checkpoint import harness, suspended
+from tests.faults import lacking_disk
 manager = harness.make_manager(sys.argv[1])
 for step in (1, 2):
     harness.save(manager, step, harness.make_tree())
@@ -147,6 +150,34 @@ def test_14_a_process_suspended_past_its_lock_stops_and_harms_nothing(
 
 def test_14_a_run_that_was_suspended_changes_no_file_of_the_next(tmp_path):
     suspended.check_run(tmp_path, "a row")
+
+
+_DISKS_TRAINS = """
+import sys
+from tests import toy
+from xshard import loop
+config = toy.get_config()
+for steps in (7, 12):
+    config.steps = steps
+    print("code", loop.run(config, sys.argv[1], ""))
+"""
+
+
+def test_15_a_run_trains_and_resumes_on_a_disk_without_locks(tmp_path):
+    if lacking_disk.missing():
+        pytest.skip(lacking_disk.missing())
+    with lacking_disk.mounted(tmp_path / "disk") as mounted:
+        with (mounted / "file").open("w") as file, pytest.raises(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done = _disks_run(_DISKS_TRAINS, mounted / "run")
+        assert done.stdout.count("code 0") == 2, done.stderr
+        for lacks in ("has no fsync", "has no locks (flock: Function not implemented)"):
+            assert done.stderr.count(lacks) == 1
+        lines = (mounted / "run" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        assert steps == [4, 6, 7, 7, 8, 12, 12]
+        left = {path.name for path in (mounted / "run").rglob(".*")}
+        assert left == {".lock"}
 
 
 _DISKS_WITHOUT = """

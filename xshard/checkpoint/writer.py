@@ -88,12 +88,13 @@ def merge(attempt: format_lib.SaveAttempt, processes: list[int]) -> ts.KvStore:
     place.
     """
     # Tensorstore copies entries by reference only between databases that share one
-    # context.
+    # context and are opened alike.
     context = store_lib.make_context()
     merged = attempt.store.database(attempt.prefix, context, is_written=True)
     transaction = ts.Transaction(atomic=True)
     for process in processes:
-        part = attempt.store.database(attempt.part(process), context)
+        prefix = attempt.part(process)
+        part = attempt.store.database(prefix, context, is_written=True)
         part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     return merged
