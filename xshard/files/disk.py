@@ -135,7 +135,7 @@ def replacing(path: pathlib.Path, *, durably: bool = True) -> Iterator[BinaryIO]
             yield file
             file.flush()
             if durably:
-                _sync_open(file.fileno(), path)
+                sync_open(file.fileno(), path)
             # Before the file is closed, which ends its lock: another program would
             # take it for what a killed one has left.
             temporary.replace(path)
@@ -165,8 +165,6 @@ def make_folder(folder: _Path) -> None:
         if existing.is_symlink() or existing == existing.parent:
             break
         existing = existing.parent
-    if missing and _may_be_new(existing):
-        _sync_if_allowed(existing.parent)
     for new in reversed(missing):
         try:
             new.mkdir()
@@ -175,16 +173,6 @@ def make_folder(folder: _Path) -> None:
             if not new.is_dir():
                 raise
         _sync_if_allowed(new.parent)
-
-
-def _may_be_new(folder: pathlib.Path) -> bool:
-    """Returns whether a killed `make_folder` may have created a folder and not synced
-    it. It is empty then, since each is synced before the next one is created.
-    """
-    try:
-        return not os.path.ismount(folder) and not os.listdir(folder)
-    except PermissionError:
-        return False
 
 
 def can_sync(path: _Path) -> bool:
@@ -222,12 +210,13 @@ def sync(path: _Path) -> None:
     """
     fd = os.open(path, os.O_RDONLY)
     try:
-        _sync_open(fd, path)
+        sync_open(fd, path)
     finally:
         os.close(fd)
 
 
-def _sync_open(fd: int, path: _Path) -> None:
+def sync_open(fd: int, path: _Path) -> None:
+    """Makes an open file or folder durable, as `sync` does."""
     with naming(path):
         has_synced = _has_synced(fd)
     if not has_synced:

@@ -128,8 +128,8 @@ class EventFiles:
             for row in history():
                 out.write(_record(_event(row)))
             out.flush()
-            os.fsync(out.fileno())
-            temporary.rename(self._file)
+            disk.sync_open(out.fileno(), temporary)
+            os.rename(temporary, self._file)
             disk.sync(self._path)
         except BaseException:
             with contextlib.suppress(OSError):
