@@ -35,6 +35,8 @@ STOP             created by a person; the run saves and stops, and does not star
                  the file is removed
 PROFILE          created by a person, with a number of steps or empty; the run traces
                  its next steps, and removes the file
+.lock, .holder/  the lock of the directory, and the part of it that is the present
+                 holder's; see `xshard.files.claim`
 """
 
 import contextlib
