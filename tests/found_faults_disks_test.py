@@ -232,6 +232,9 @@ def test_15_a_lease_is_refused_to_a_second_run_and_passes_on_after_a_kill(
         with pytest.raises(claim.LostError):
             act(late, b"late")
     second.create(late, b"in time")
+    second.create(tmp_path / "removed" / "note", b"")
+    second.delete(tmp_path / "removed" / "note")
+    (tmp_path / "removed").rmdir()
     with pytest.raises(claim.LostError):
         first.delete(late)
     assert late.read_bytes() == b"in time"

@@ -129,7 +129,8 @@ class Claim:
         self._held.check_noticed()
 
     def create(self, path: pathlib.Path, content: bytes) -> None:
-        """Creates a file below the folder, as a whole and durably, if it is absent.
+        """Creates a file below the folder, as a whole and durably, if it is absent. A
+        folder that is missing is created.
 
         Raises:
           FileExistsError: if a file of that name has other content.
@@ -139,7 +140,13 @@ class Claim:
             file.write(content)
         try:
             with self._held.acting():
-                _link(source, path)
+                try:
+                    _link(source, path)
+                except FileNotFoundError:
+                    # A folder is missing: this holder's own, if it was taken over.
+                    self._held.check()
+                    disk.make_folder(path.parent)
+                    _link(source, path)
         except FileExistsError:
             if disk.read(path) != content:
                 raise
