@@ -99,6 +99,13 @@ class Evaluation:
             with np.errstate(all="ignore"):
                 for split in totals:
                     for name, value in self._metrics(split, totals[split]).items():
+                        if name in is_per_group:
+                            raise errors.UserError(
+                                f"Two splits of the evaluation data have a metric "
+                                f"called {name!r}: the name of a split precedes those "
+                                "of its metrics. Give the split another name than "
+                                f"{split!r}, or the metric."
+                            )
                         is_per_group[name] = isinstance(value, list)
         except errors.UserError:
             raise

@@ -505,6 +505,7 @@ def _metrics(
     observed: Observed = {}
     for name, value in logged.items():
         if isinstance(value, Outcome):
+            validation.learner_name(where, name)
             outcome = value.joined()
             if outcome.norms is not None:
                 norms[name] = outcome.norms

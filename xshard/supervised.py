@@ -259,7 +259,11 @@ class Supervised(experiment.Experiment):
         rows = len(next(iter(batch.values())))
         allows_arrays = experiment.overrides(self, "summarize")
         return validation.evaluation(
-            self.evaluate, returned, rows, allows_arrays=allows_arrays
+            self.evaluate,
+            returned,
+            rows,
+            allows_arrays=allows_arrays,
+            families=validation.EVALUATION_FAMILIES,
         )
 
     def _has_ensemble(self) -> bool:

@@ -19,16 +19,35 @@ import optax
 from xshard import errors
 from xshard.optimizers import base, trees
 
-# The metrics that every step logs. An experiment's scalars need other names.
-_RESERVED_METRICS = (
+# Names that a run logs by itself. An experiment's values need other names.
+_RESERVED = (
     "loss",
     "skipped",
     "global_step",
     "loss_scale",
     "gradient_norm",
     "parameter_norm",
+    "updates_per_step",
+    "noise_scale",
     "step",
+    "kind",
 )
+# Under these names, a learner's counts are read back from its rows, where the learner's
+# name precedes them. So no other name ends in one of them.
+_COUNTS = ("skipped", "global_step", "loss_scale", "updates_per_step")
+# The first words of names that a run logs by itself, and what they hold.
+_FAMILIES = {
+    "eval": "the results of evaluations",
+    "roll_back": "roll-backs",
+    "perf": "times and rates",
+    "fingerprint": "the fingerprints of the state",
+    "norms": "the norms of each parameter",
+}
+# Likewise, among the values of an evaluation.
+EVALUATION_FAMILIES = {
+    "raw": "the values of the parameters that train, beside those of averages",
+    "ensemble": "the values of all groups together",
+}
 _MAPPED_AXES = ("group", "slice", "replica")
 _Scalars = dict[str, jax.Array]
 
@@ -130,11 +149,13 @@ def scalar(
       The scalar as float32, or as an integer.
     """
     _check_name(where, name)
-    if name in _RESERVED_METRICS:
+    _check_free(f"{where} returned a scalar called", name)
+    last = name.rpartition("/")[2]
+    if last in _COUNTS:
         raise errors.UserError(
-            f"{where} returned a scalar called {name!r}, which every run logs by "
-            "itself. Leave it out, or give it another name. These names are taken: "
-            f"{', '.join(_RESERVED_METRICS)}."
+            f"{where} returned a scalar called {name!r}, which ends in {last!r} as the "
+            "name of a learner's own count does. Give it another name, such as "
+            f"{name.removesuffix(last)}my_{last}."
         )
     if isinstance(value, Mapping):
         inner = next(iter(value), "name")
@@ -162,6 +183,37 @@ def scalar(
     if keep_integers and is_integer and fits:
         return jnp.asarray(value)
     return jnp.asarray(value, jnp.float32)
+
+
+def learner_name(where: str, name: str) -> None:
+    """Raises UserError if a learner's name, which begins the names of its values, is
+    one that a run logs by itself.
+    """
+    _check_free(f"{where} returned the outcome of a learner called", name)
+
+
+def _check_free(what: str, name: str, families: Mapping[str, str] = _FAMILIES) -> None:
+    """Raises UserError if a run logs a name by itself.
+
+    Args:
+      what: the beginning of the message, up to the name.
+      name: the name.
+      families: the first words of names that are reserved, and what they hold.
+    """
+    if families is _FAMILIES and name in _RESERVED:
+        raise errors.UserError(
+            f"{what} {name!r}, which every run logs by itself. Leave it out, or give "
+            f"it another name, such as 'my_{name}'. These names are taken: "
+            f"{', '.join(_RESERVED)}."
+        )
+    first, _, rest = name.partition("/")
+    if first in families:
+        other = f"{first}_{rest}" if rest else f"my_{first}"
+        raise errors.UserError(
+            f"{what} {name!r}. A run logs {families[first]} by itself, under names "
+            f"that begin with '{first}/', so {first!r} and all such names are taken. "
+            f"Give it another name, such as {other!r}."
+        )
 
 
 def per_example(
@@ -212,6 +264,7 @@ def evaluation(
     rows: int,
     *,
     allows_arrays: bool = False,
+    families: Mapping[str, str] | None = None,
 ) -> _Scalars:
     """Checks the values that an evaluation method returned for a batch.
 
@@ -221,6 +274,7 @@ def evaluation(
       rows: the number of examples of the batch.
       allows_arrays: whether an example's value may be an array, because the experiment
         overrides `summarize`.
+      families: the first words of names that the method's caller adds itself.
 
     Returns:
       The values as arrays.
@@ -239,6 +293,7 @@ def evaluation(
                 f"{where} returned a value called 'count', which is the number of "
                 "examples; give it another name."
             )
+        _check_evaluated(f"{where} returned a value called", name, families or {})
         _check_per_example(where, name, value, rows=rows, allows_arrays=allows_arrays)
     return {name: jnp.asarray(value) for name, value in returned.items()}
 
@@ -260,12 +315,23 @@ def summary(where: str, returned: Any) -> dict[str, float]:
         )
     for name, value in returned.items():
         _check_name(where, name)
+        _check_evaluated(f"{where} returned a number called", name, EVALUATION_FAMILIES)
         if not _is_number(value) or np.shape(value):
             raise errors.UserError(
                 f"{where} returned {_in_words(value)} as {name!r}. An evaluation "
                 "reports numbers: reduce the sum of an array to a number in summarize."
             )
     return {name: float(value) for name, value in returned.items()}
+
+
+def _check_evaluated(what: str, name: str, families: Mapping[str, str]) -> None:
+    """Raises UserError if a value of an evaluation has a name that is taken."""
+    if name == "step":
+        raise errors.UserError(
+            f"{what} 'step', under which callbacks see the step of each evaluation. "
+            "Give it another name, such as 'my_step'."
+        )
+    _check_free(what, name, families)
 
 
 def _check_per_example(
