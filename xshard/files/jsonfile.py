@@ -27,6 +27,11 @@ from xshard.files import disk
 # writes.
 _FILE_BYTES = 64 << 20
 LINE_BYTES = 4 << 20
+_DECODER = json.JSONDecoder()
+# What JSON may have around a value.
+_SPACE = " \t\n\r"
+# About how much of a file of lines is read at once.
+_SOME_BYTES = 1 << 20
 # The deepest nesting, low enough for recursive functions on the parsed value.
 _DEPTH = 200
 _LARGEST = 1 << 63
@@ -47,7 +52,7 @@ def loads(content: bytes, kind: type = dict) -> Any:
         nested too deeply.
     """
     try:
-        value = json.loads(content, object_pairs_hook=_object)
+        value = _parsed(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_depth(content, value)
@@ -113,12 +118,13 @@ def read_lines(path: pathlib.Path) -> Iterator[tuple[bool, dict[str, Any] | None
         lines = _lines(file)
         while True:
             with _reading(path):
-                line = next(lines, None)
-            if line is None:
+                some = _some(lines)
+            if not some:
                 return
             # The yield is outside `_reading`: an error that the caller throws in is not
             # an error of reading the file.
-            yield line.endswith(b"\n"), _object_in(line)
+            for line in some:
+                yield line.endswith(b"\n"), _object_in(line)
 
 
 def write(
@@ -345,6 +351,22 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield prefix
 
 
+def _some(lines: Iterator[bytes]) -> list[bytes]:
+    """Returns the next lines, of about a megabyte together; none at the end.
+
+    A file may have many, and to enter a context for each would take as long as to parse
+    it.
+    """
+    some = []
+    size = 0
+    for line in lines:
+        some.append(line)
+        size += len(line)
+        if size >= _SOME_BYTES:
+            break
+    return some
+
+
 def _object_in(line: bytes) -> dict[str, Any] | None:
     try:
         return loads(line)
@@ -376,6 +398,19 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as e:
         raise errors.UserError(f"{path} cannot be read: {_reason(e)}.") from e
+
+
+def _parsed(content: bytes) -> Any:
+    """Parses a JSON value; raises ValueError if it has a duplicate key."""
+    # Rows are such objects, and a file may have hundreds of thousands. They are UTF-8.
+    if content.startswith(b'{"') and content.count(b"{") == 1:
+        text = content.decode("utf-8", "surrogatepass")
+        value, end = _DECODER.raw_decode(text)
+        # Each key is followed by a colon, so no key is there twice if there are as many
+        # colons as keys.
+        if content.count(b":") == len(value) and not text[end:].strip(_SPACE):
+            return value
+    return json.loads(content, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

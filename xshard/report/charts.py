@@ -22,6 +22,8 @@ SECTIONS = (LEARNING, UPDATES, SPEED)
 # What the line of the batch size in the chart of a noise scale is called.
 BATCH_SIZE = "batch size"
 _NOISE_SCALE = "noise_scale"
+# The rows that are smoothed at a time.
+_BLOCK = 128
 # The quantities of the updates, those that change in steps, and those without a chart.
 _UPDATES = (
     "loss_scale",
@@ -152,19 +154,38 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
       values: shape [rows].
       weight: the weight of the earlier rows, from 0 to less than 1.
     """
-    averages = []
+    is_finite = np.isfinite(values)
+    finite = values[is_finite]
+    rows = len(finite)
+    # A block's averages begin with 0, and are those of all its rows at once.
+    blocks = np.pad(finite, (0, -rows % _BLOCK)).reshape(-1, _BLOCK)
+    distance = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
+    weights = np.where(distance >= 0, weight ** np.maximum(distance, 0.0), 0.0)
+    totals = blocks @ ((1 - weight) * weights).T
+    # What the blocks before contribute, at the last row of the one before.
+    earlier = []
     total = 0.0
-    total_weight = 0.0
-    for value in values.tolist():
-        if not math.isfinite(value):
-            averages.append(math.nan)
-            continue
-        total = weight * total + (1 - weight) * value
-        # The sum of all weights so far, which is less than 1 at first, corrects the
-        # bias.
-        total_weight = weight * total_weight + (1 - weight)
-        averages.append(total / total_weight)
-    return np.array(averages)
+    for last in totals[:, -1].tolist():
+        earlier.append(total)
+        total = weight**_BLOCK * total + last
+    totals += np.outer(earlier, weight ** np.arange(1.0, _BLOCK + 1))
+    # The sum of all weights so far, which is less than 1 at first, corrects the bias.
+    averages = np.full(len(values), np.nan)
+    averages[is_finite] = totals.ravel()[:rows] / _total_weights(rows, weight)
+    return averages
+
+
+def _total_weights(rows: int, weight: float) -> np.ndarray:
+    """Returns the sums of the weights of the first row, the first two, and so on."""
+    total_weights = np.ones(rows)
+    # The first row whose weight is lost in the last bit of the sum, and those after it,
+    # need no power, which takes long.
+    count = 1
+    if weight:
+        count = math.ceil(math.log(np.finfo(np.float64).eps / 4) / math.log(weight))
+    first = np.arange(1.0, min(rows, count) + 1)
+    total_weights[: len(first)] = 1 - weight**first
+    return total_weights
 
 
 def thin(values: np.ndarray, parts: int) -> np.ndarray:
@@ -179,15 +200,19 @@ def thin(values: np.ndarray, parts: int) -> np.ndarray:
     rows = len(values)
     if rows <= 2 * parts:
         return np.arange(rows)
-    kept = {0, rows - 1}
-    for part in np.array_split(np.arange(rows), parts):
-        known = part[np.isfinite(values[part])]
-        if len(known):
-            kept |= {known[values[known].argmin()], known[values[known].argmax()]}
-        else:
-            # One non-finite row is kept, so that the part is drawn as a gap.
-            kept.add(part[0])
-    return np.array(sorted(kept))
+    kept = [np.array([0, rows - 1])]
+    # The first parts have one more row than the others.
+    size, more = divmod(rows, parts)
+    middle = more * (size + 1)
+    for begin, end, length in ((0, middle, size + 1), (middle, rows, size)):
+        of_parts = values[begin:end].reshape(-1, length)
+        first = np.arange(begin, end, length)
+        is_finite = np.isfinite(of_parts)
+        # Without a finite row, the first one is kept both times, so that the part is
+        # drawn as a gap.
+        kept.append(first + np.where(is_finite, of_parts, np.inf).argmin(axis=1))
+        kept.append(first + np.where(is_finite, of_parts, -np.inf).argmax(axis=1))
+    return np.unique(np.concatenate(kept))
 
 
 def _lines(index: int, run: runs_lib.Run) -> Iterator[tuple[str, Line]]:
