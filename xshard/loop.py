@@ -25,6 +25,7 @@ from xshard.metrics import deferred, overview, spans, writers
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
+from xshard.metrics import writer as writer_lib
 from xshard.pod import exit_codes, host_collectives, status
 from xshard.pod import origin as origin_lib
 from xshard.pod import request as request_lib
@@ -259,6 +260,9 @@ class Run:
                 stack.enter_context(self._spans.opened())
             stack.enter_context(self._resources)
             yield
+            if self._log.outcome is None:
+                # The caller has only made steps.
+                self.end(ending.outcome(self._stop))
 
     def _compile_cache(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which compiled programs are cached."""
@@ -313,7 +317,12 @@ class Run:
                     results_lib.write(self.workdir, results)
         with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
             self.checkpoints.wait()
+        self.end(ending.outcome(self._stop, results))
         return state, self._stop, results
+
+    def end(self, outcome: writer_lib.Outcome) -> None:
+        """Notes how the run ends, which the writers are told when they are closed."""
+        self._log.outcome = outcome
 
     def train(self) -> tuple[state_lib.TrainState, request_lib.Request | None]:
         """Trains to the last step, or until a callback or a request ends it earlier.
@@ -715,6 +724,7 @@ def run(
         try:
             state, stop, results = current.roll_backs.retry(current.complete)
         except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
+            current.end(ending.nonfinite_outcome(str(e)))
             current.terminal.close()
             kept = current.checkpoints.kept()
             ending.fail(current.step, str(e), kept, current.workdir)

@@ -1,6 +1,7 @@
 """Samples that show what an experiment has trained: texts, images and histograms.
 
-A row of samples.jsonl is `{'step': 500, 'samples': {name: item}}`. An item is one of
+A row of samples.jsonl is `{'step': 500, 'kind': 'samples', 'samples': {name:
+item}}`. An item is one of
 
     {'kind': 'text', 'text': ...}
     {'kind': 'image', 'png': ..., 'height': ..., 'width': ..., 'channels': ...}
@@ -23,6 +24,8 @@ from xshard import errors
 from xshard.files import jsonfile
 
 Item = dict[str, Any]
+# The kind of a row, as `xshard.metrics.rows` reads it.
+_KIND = "samples"
 # The name of a text that an experiment returns without a dictionary.
 _ONLY = "samples"
 _NUM_BINS = 40
@@ -188,7 +191,7 @@ def row(where: str, step: int, samples: Mapping[str, Any]) -> dict[str, Any]:
             f"of a step must be below {jsonfile.LINE_BYTES:,} bytes together. The "
             f"largest is {largest!r}: show less of it, or at a lower resolution."
         )
-    return {"step": step, "samples": items}
+    return {"step": step, "kind": _KIND, "samples": items}
 
 
 def text(samples: Mapping[str, Any]) -> str:
@@ -205,9 +208,12 @@ def text(samples: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def is_row(row: Mapping[str, Any]) -> bool:
+def is_row(candidate: Mapping[str, Any]) -> bool:
     """Returns whether a row holds samples rather than metrics."""
-    return isinstance(row.get("samples"), dict)
+    # Rows of earlier versions have no kind.
+    is_of_samples = candidate.get("kind", _KIND) == _KIND
+    # The file may have been edited by hand.
+    return is_of_samples and isinstance(candidate.get("samples"), dict)
 
 
 def items(row: Mapping[str, Any]) -> dict[str, Item]:

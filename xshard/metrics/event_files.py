@@ -24,12 +24,13 @@ from tensorboardX.proto import (
 
 from xshard import samples
 from xshard.files import disk, jsonfile
-from xshard.metrics import norms, rows
+from xshard.metrics import norms, rows, writer
 
 # TensorBoard recognizes the start of a session only after an event with this version.
 _VERSION = "brain.Event:2"
 # Values for which an event has fields, so that they are no scalars.
 _FIELDS = ("step", "perf/time")
+_OUTCOME = "perf/outcome"
 _PREFIX = "events.out.tfevents"
 # The number that orders the files: the time, or one more than the last file's if the
 # clock was set back.
@@ -39,7 +40,7 @@ _LAST_NUMBER = 10**10 - 1
 _OURS = re.compile(_NUMBER.pattern + r".+\.xshard")
 
 
-class EventFiles:
+class EventFiles(writer.Writer):
     """A folder with the rows of a run as event files.
 
     Numbers are scalars, and samples are texts, images and histograms. With several
@@ -68,6 +69,8 @@ class EventFiles:
           ValueError: if the file cannot be written.
         """
         self._path = directory
+        # The step of the last row.
+        self._last = 0
         with disk.writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
             before = sorted(entry.name for entry in directory.iterdir())
@@ -77,10 +80,11 @@ class EventFiles:
             for name in ours[:-1]:
                 _delete(directory / name)
 
-    def write(self, row: rows.Row) -> None:
+    def write(self, row: rows.Row, /) -> None:
         """Writes a row of numbers, of norms or of samples; what is not finite becomes
         NaN.
         """
+        self._last = row["step"]
         with disk.writing(self._path):
             self._out.write(_record(_event(row)))
             # Rows are rare, so each is flushed and visible at once.
@@ -89,8 +93,17 @@ class EventFiles:
     write_samples = write
     write_norms = write
 
-    def flush(self) -> None:
-        """Does nothing: no row is buffered."""
+    def write_outcome(self, outcome: writer.Outcome, /) -> None:
+        """Writes how the run ended as the text 'perf/outcome', at its last row."""
+        if outcome.kind == writer.ROLLED_BACK:
+            # The next file begins at once.
+            return
+        text = {"kind": "text", "text": outcome.in_words()}
+        summary = summary_pb2.Summary(value=[_sample(_OUTCOME, text)])
+        event = event_pb2.Event(wall_time=time.time(), step=self._last, summary=summary)
+        with disk.writing(self._path):
+            self._out.write(_record(event))
+            self._out.flush()
 
     def sync(self) -> None:
         """Syncs the file to disk; may be called from another thread.
@@ -127,6 +140,7 @@ class EventFiles:
             )
             for row in history():
                 out.write(_record(_event(row)))
+                self._last = row["step"]
             out.flush()
             disk.sync_open(out.fileno(), temporary)
             os.rename(temporary, self._file)

@@ -23,10 +23,12 @@ from xshard.metrics import flops as flops_lib
 from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
+from xshard.metrics import writer as writer_lib
 from xshard.metrics import writers as writers_lib
 
 # The norms of parameters that a step returns, by the learner's name.
 _Norms = Mapping[str, learner_state.ArrayNorms]
+_ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
 
@@ -38,6 +40,8 @@ class Log:
 
     Attributes:
       rows: the number of rows in the log, including earlier parts of the run.
+      outcome: how the run ended, which the writers are told before they are closed;
+        None if it goes on in this process, or ends by an exception.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Log:
         """
         config = experiment.config
         self.rows = 0
+        self.outcome: writer_lib.Outcome | None = None
         self._directory = directory
         self._config = config
         # Read from the config once, because each look-up takes microseconds.
@@ -122,13 +127,13 @@ class Log:
         self._paced = (start, 0.0)
         try:
             yield
-        except BaseException:
+        except BaseException as e:
             # The exception that ended the run must not be replaced by one from closing
             # a writer.
             with contextlib.suppress(OSError, ValueError):
-                self._close()
+                self._close(writer_lib.outcome_of(e))
             raise
-        self._close()
+        self._close(self.outcome or _ROLLED_BACK)
 
     def fetch(
         self, step: int, metrics: Mapping[str, jax.Array]
@@ -170,13 +175,11 @@ class Log:
         row = norms_lib.row(step, norms)
         self._norms.write(row)
         for writer in self._writers:
-            # Custom writers need not have this method.
-            if hasattr(writer, "write_norms"):
-                writer.write_norms(row)
+            writer.write_norms(row)
 
     def write_row(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Writes the row of a step, and waits for its metrics if they are not ready."""
-        row: rows_lib.Row = {"step": step}
+        row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.TRAIN}
         for name, value in metrics.items():
             row[name] = rows_lib.to_number(value)
         row = with_skips(row)
@@ -208,9 +211,7 @@ class Log:
             if rows is not None:
                 rows.sync()
         for writer in self._writers:
-            # Custom writers need not have this method.
-            if hasattr(writer, "sync"):
-                writer.sync()
+            writer.sync()
 
     def write_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes an evaluation of the state after a step."""
@@ -239,16 +240,11 @@ class Log:
             return
         self._samples.write(row)
         for writer in self._writers:
-            # Custom writers need not have this method.
-            if hasattr(writer, "write_samples"):
-                writer.write_samples(row)
+            writer.write_samples(row)
 
-    def _close(self) -> None:
+    def _close(self, outcome: writer_lib.Outcome) -> None:
         self._terminal.close()
-        with contextlib.ExitStack() as stack:
-            # All writers are closed, even if one of them fails.
-            for writer in self._writers:
-                stack.callback(writer.close)
+        writers_lib.close(self._writers, outcome)
 
     def _send(self, row: rows_lib.Row) -> None:
         # What a service has received cannot be taken back.
@@ -310,10 +306,10 @@ def with_skips(row: rows_lib.Row) -> rows_lib.Row:
 
 def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]:
     """Returns the row of an evaluation after a step, and a line to print."""
-    row: rows_lib.Row = {"step": step}
+    row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.EVALUATION}
     numbers = []
     for name, value in values.items():
-        row[f"eval/{name}"] = value
+        row[rows_lib.OF_EVALUATION + name] = value
         numbers.append(f"{name} {formatting.number(value)}")
     row["perf/time"] = _now()
     return row, f"step {step}  evaluation: {'  '.join(numbers)}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from xshard import config as config_lib
 from xshard import errors
-from xshard.metrics import rows, sent_rows
+from xshard.metrics import rows, sent_rows, writer
 
 # MLflow refuses larger requests, and longer names and values of parameters.
 _MOST_METRICS = 1000
@@ -27,6 +27,20 @@ _PAUSE_SECONDS = 10
 # The end of a run waits this long for the next answer of the server. A run that is
 # preempted has little time.
 _LONGEST_WAIT_SECONDS = 20
+# MLflow's status of a run. One that is to go on when its command runs again is
+# scheduled; KILLED means that a user ended it.
+_STATUSES = {
+    writer.DONE: "FINISHED",
+    writer.STOPPED: "SCHEDULED",
+    writer.INTERRUPTED: "KILLED",
+    writer.NOT_FINITE: "FAILED",
+    writer.FAILED: "FAILED",
+    writer.ROLLED_BACK: "RUNNING",
+}
+# The tags of how the run ended, and of the last roll-back.
+_OUTCOME = "xshard.outcome"
+_ROLL_BACK = "xshard.roll_back"
+_LONGEST_TAG = 5000
 
 
 class _Waiting(NamedTuple):
@@ -35,13 +49,15 @@ class _Waiting(NamedTuple):
     Attributes:
       metrics: the metrics.
       row: the place of the row in `SentRows`, if these are its last metrics, or None.
+      roll_back: a description of the roll-back that the row is about; or empty.
     """
 
     metrics: list[Any]
     row: tuple[int, ...] | None
+    roll_back: str
 
 
-class MlflowRun:
+class MlflowRun(writer.Writer):
     """One MLflow run for all parts of a run.
 
     Its name is the work directory's name, and its parameters are the config's keys.
@@ -58,6 +74,7 @@ class MlflowRun:
         directory: pathlib.Path,
         config: dict[str, Any],
         history: Callable[[], Iterator[rows.Row]],
+        step: int = 0,
     ):
         """Starts or resumes the MLflow run, and sends the rows that it lacks.
 
@@ -66,6 +83,7 @@ class MlflowRun:
             MLflow run, and the last row known to be stored.
           config: the run's config.
           history: returns the earlier rows.
+          step: the step that the run resumes from.
 
         Raises:
           UserError: if no server is named, or it does not answer.
@@ -79,8 +97,14 @@ class MlflowRun:
                 "MLFLOW_TRACKING_URI, as in http://localhost:5000."
             )
         self._mlflow = mlflow
-        self._sent = sent_rows.SentRows(directory / "mlflow" / "xshard.json")
+        self._sent = sent_rows.SentRows(
+            directory / "mlflow" / "xshard.json", goes_back=True
+        )
+        # Without one, the MLflow run ends as if MLflow itself ended it.
+        self._outcome: writer.Outcome | None = None
         is_first = not self._sent.id
+        # An earlier part that was killed has said nothing about its end.
+        tags = {_OUTCOME: "runs" if is_first else f"runs, resumed from step {step}"}
         try:
             # MLflow allows one active run in a process, and a run that rolls back opens
             # its writers again. So this one is only known by its ID.
@@ -88,6 +112,7 @@ class MlflowRun:
                 run = mlflow.start_run(
                     run_id=self._sent.id or None,
                     run_name=directory.name,
+                    tags=tags,
                     log_system_metrics=False,
                 )
                 mlflow.end_run("RUNNING")
@@ -127,7 +152,7 @@ class MlflowRun:
                 synchronous=True,
             )
 
-    def write(self, row: rows.Row) -> None:
+    def write(self, row: rows.Row, /) -> None:
         """Sends a row of numbers, unless it has been sent."""
         now = int(1000 * row.get("perf/time", time.time()))
         metrics = []
@@ -143,6 +168,13 @@ class MlflowRun:
                 metrics.append(entity)
         if not self._sent.is_new(row):
             return
+        roll_back = ""
+        if rows.kind(row) == rows.ROLL_BACK:
+            # MLflow deletes no values.
+            roll_back = (
+                f"before step {row['step']}: each step from there on has values from "
+                "before it and, with later times, those that count"
+            )
         with self._change:
             for begin in range(0, len(metrics), _MOST_METRICS):
                 some = metrics[begin : begin + _MOST_METRICS]
@@ -150,7 +182,7 @@ class MlflowRun:
                 place = None
                 if is_end:
                     place = self._sent.last
-                self._waiting.append(_Waiting(some, place))
+                self._waiting.append(_Waiting(some, place, roll_back))
             self._change.notify_all()
 
     def _name(self, name: str) -> str:
@@ -187,6 +219,11 @@ class MlflowRun:
             failure = ""
             try:
                 self._client.log_batch(self._sent.id, metrics=metrics, synchronous=True)
+                for waiting in batch:
+                    if waiting.roll_back:
+                        self._client.set_tag(
+                            self._sent.id, _ROLL_BACK, waiting.roll_back
+                        )
             except self._mlflow.exceptions.MlflowException as e:
                 failure = str(e)
             with self._change:
@@ -227,11 +264,12 @@ class MlflowRun:
         self._change.notify_all()
         self._change.wait_for(lambda: self._is_closed, _PAUSE_SECONDS)
 
-    def flush(self) -> None:
-        """Does nothing: a thread sends the rows."""
+    def write_outcome(self, outcome: writer.Outcome, /) -> None:
+        """Notes how the run ended, which `close` tells the server."""
+        self._outcome = outcome
 
     def close(self) -> None:
-        """Waits until all rows are stored.
+        """Waits until all rows are stored, and tells the server how the run ended.
 
         If the server does not answer, a line on stderr says so, and the next part sends
         them.
@@ -244,13 +282,26 @@ class MlflowRun:
             self._thread.join()
             try:
                 with _silence():
-                    self._client.set_terminated(self._sent.id)
+                    self._end()
             except self._mlflow.exceptions.MlflowException as e:
                 failure = str(e)
         if failure:
             _say(
                 f"MLflow has not stored all rows ({failure}); a resumed run sends them."
             )
+
+    def _end(self) -> None:
+        """Gives the MLflow run its status, and the tag that says why."""
+        if self._outcome is None:
+            self._client.set_terminated(self._sent.id)
+            return
+        text = self._outcome.in_words()[:_LONGEST_TAG]
+        self._client.set_tag(self._sent.id, _OUTCOME, text)
+        status = _STATUSES[self._outcome.kind]
+        if self._outcome.goes_on:
+            self._client.update_run(self._sent.id, status=status)
+        else:
+            self._client.set_terminated(self._sent.id, status)
 
     def _wait(self) -> str:
         """Waits until all rows are stored; returns why they are not."""

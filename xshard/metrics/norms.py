@@ -1,10 +1,11 @@
 """The norms of each parameter, its gradient and its update, as rows of norms.jsonl.
 
-A row is `{'step': 500, 'norms': {learner: {'paths': [...], 'gradient': [...],
-'parameter': [...], 'update': [...]}}}`, in which the lists have an element for each
-parameter that is trained. With several groups, the elements of the last three are lists
-of one number per group. A learner that is the whole of an experiment's state has the
-name ''. Paths stand once in a row, since a model may have thousands of parameters.
+A row is `{'step': 500, 'kind': 'norms', 'norms': {learner: {'paths': [...],
+'gradient': [...], 'parameter': [...], 'update': [...]}}}`, in which the lists have an
+element for each parameter that is trained. With several groups, the elements of the
+last three are lists of one number per group. A learner that is the whole of an
+experiment's state has the name ''. Paths stand once in a row, since a model may have
+thousands of parameters.
 """
 
 import math
@@ -58,7 +59,7 @@ def row(step: int, norms: Mapping[str, Any]) -> rows.Row:
         for kind, of_kind in zip(KINDS, values, strict=True):
             lists[kind] = [_rounded(value) for value in of_kind.tolist()]
         by_learner[learner] = lists
-    new = {"step": step, _NORMS: by_learner}
+    new = {"step": step, rows.KIND: rows.NORMS, _NORMS: by_learner}
     size = len(jsonfile.dumps(new))
     if size >= jsonfile.LINE_BYTES:
         raise errors.UserError(
@@ -70,7 +71,9 @@ def row(step: int, norms: Mapping[str, Any]) -> rows.Row:
 
 def is_row(candidate: Mapping[str, Any]) -> bool:
     """Returns whether a row holds norms of parameters rather than metrics."""
-    return isinstance(candidate.get(_NORMS), Mapping)
+    is_of_norms = rows.kind(candidate) == rows.NORMS
+    # The file may have been edited by hand.
+    return is_of_norms and isinstance(candidate.get(_NORMS), Mapping)
 
 
 def parameters(norms_row: Mapping[str, Any]) -> Iterator[Norms]:

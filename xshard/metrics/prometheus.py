@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors
-from xshard.metrics import rows
+from xshard.metrics import rows, writer
 
 # The port by default, that of OpenTelemetry's exporter.
 PORT = 9464
 _PREFIX = "xshard_"
 
 
-class Endpoint:
+class Endpoint(writer.Writer):
     """The newest number of each name, at http://HOST:PORT/metrics.
 
     The row value 'eval/error' is the gauge `xshard_eval_error`, with the label `run`,
     the work directory's name, and `group`, the number of the group, empty if there is
     one. Values that are not finite are NaN. `xshard_step` is the last step with a row.
-    The endpoint ends with the run.
+    The endpoint ends with the run, and so does not show how it ended.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Endpoint:
         for row in history():
             self.write(row)
 
-    def write(self, row: rows.Row) -> None:
+    def write(self, row: rows.Row, /) -> None:
         """Shows the numbers of a row."""
         for name, value in row.items():
-            if name == "step" and not rows.is_of_training(row):
+            if name == "step" and rows.kind(row) != rows.TRAIN:
                 continue
             if isinstance(value, list):
                 for group, of_group in enumerate(value):
@@ -87,9 +87,6 @@ class Endpoint:
         return self._client.Gauge(
             unique, name, ["run", "group"], registry=self._registry
         )
-
-    def flush(self) -> None:
-        """Does nothing: numbers are shown at once."""
 
     def close(self) -> None:
         """Closes the port."""

@@ -1,10 +1,13 @@
 """The rows of a run: what they hold, and how they are read back from a file.
 
 A row maps names to numbers, or to lists of numbers with several groups. Each row has
-'step', the number of completed steps. Rows of evaluations have names that begin with
-'eval/', rows of roll-backs have names that begin with 'roll_back/', and all other rows
-are of training. Values under 'perf/' may differ between runs with the same bits. The
-only texts in a row are fingerprints of the state.
+'step', the number of completed steps, and 'kind', what it is about: 'train', a training
+step; 'evaluation', whose names begin with 'eval/'; 'roll_back', whose names begin with
+'roll_back/'. Rows of samples.jsonl have the kind 'samples', and those of norms.jsonl
+'norms'. Values under 'perf/' may differ between runs with the same bits. The only other
+texts in a row are fingerprints of the state.
+
+Rows of earlier versions have no kind. It follows from their names then.
 
 The launcher reads rows, too, so this module imports nothing that imports JAX, which
 would take a second, unless a function needs it.
@@ -21,26 +24,43 @@ from xshard.files import disk, jsonfile
 
 Row = dict[str, Any]
 
-EVALUATION = "eval/"
-ROLL_BACK = "roll_back/"
+# The name under which a row says its kind, and the kinds.
+KIND = "kind"
+TRAIN = "train"
+EVALUATION = "evaluation"
+ROLL_BACK = "roll_back"
+SAMPLES = "samples"
+NORMS = "norms"
+
+# What the names of some values begin with.
+OF_EVALUATION = "eval/"
+OF_ROLL_BACK = "roll_back/"
 PERFORMANCE = "perf/"
 # The most lines that a note on skipped lines names.
 _NAMED_LINES = 5
 
 
-def is_of_evaluation(row: Row) -> bool:
-    """Returns whether a row has the results of an evaluation."""
-    return any(name.startswith(EVALUATION) for name in row)
+def kind(row: Mapping[str, Any]) -> str:
+    """Returns the kind of a row.
 
-
-def is_of_roll_back(row: Row) -> bool:
-    """Returns whether a row describes a roll-back."""
-    return any(name.startswith(ROLL_BACK) for name in row)
-
-
-def is_of_training(row: Row) -> bool:
-    """Returns whether a row has the metrics of a training step."""
-    return not is_of_evaluation(row) and not is_of_roll_back(row)
+    >>> kind({'step': 5, 'kind': 'train', 'loss': 0.3})
+    'train'
+    >>> kind({'step': 5, 'eval/loss': 0.4})
+    'evaluation'
+    """
+    said = row.get(KIND)
+    if isinstance(said, str):
+        return said
+    # An earlier version wrote the row.
+    if isinstance(row.get(SAMPLES), Mapping):
+        return SAMPLES
+    if isinstance(row.get(NORMS), Mapping):
+        return NORMS
+    if any(name.startswith(OF_ROLL_BACK) for name in row):
+        return ROLL_BACK
+    if any(name.startswith(OF_EVALUATION) for name in row):
+        return EVALUATION
+    return TRAIN
 
 
 def flat(row: Row) -> Row:
@@ -58,16 +78,30 @@ def flat(row: Row) -> Row:
 
 
 def reproducible(row: Row) -> Row:
-    """Returns a row without the values that may differ between runs of equal bits."""
-    return {name: x for name, x in row.items() if not name.startswith(PERFORMANCE)}
+    """Returns a row without the values that may differ between runs of equal bits.
+
+    Its kind is left out, too, which rows of earlier versions lack.
+    """
+    kept = {}
+    for name, value in row.items():
+        if name != KIND and not name.startswith(PERFORMANCE):
+            kept[name] = value
+    return kept
 
 
-def numbers(row: Row) -> Row:
+def without_fingerprints(row: Row) -> Row:
     """Returns a row without fingerprints."""
     from xshard.stored import fingerprint  # Imports JAX.
 
     prefix = fingerprint.PREFIX
     return {name: x for name, x in row.items() if not name.startswith(prefix)}
+
+
+def numbers(row: Row) -> Row:
+    """Returns a row without fingerprints and without its kind."""
+    values = without_fingerprints(row)
+    values.pop(KIND, None)
+    return values
 
 
 def to_number(value: Any) -> Any:
@@ -165,9 +199,10 @@ def by_step(path: pathlib.Path) -> tuple[dict[int, Row], dict[int, Row]]:
     training: dict[int, Row] = {}
     evaluated: dict[int, Row] = {}
     for row in read(path):
-        if is_of_training(row):
+        of_kind = kind(row)
+        if of_kind == TRAIN:
             training[row["step"]] = reproducible(row)
-        elif is_of_evaluation(row):
+        elif of_kind == EVALUATION:
             evaluated[row["step"]] = reproducible(row)
     return dict(sorted(training.items())), evaluated
 
@@ -178,12 +213,12 @@ def evaluations(path: pathlib.Path, last: int) -> Iterator[Row]:
     The names are without 'eval/', and values that were not finite are NaN.
     """
     for row in read(path):
-        if row["step"] > last or not is_of_evaluation(row):
+        if row["step"] > last or kind(row) != EVALUATION:
             continue
         evaluation: Row = {"step": row["step"]}
         for name, value in row.items():
-            if name.startswith(EVALUATION):
-                evaluation[name.removeprefix(EVALUATION)] = _null_to_nan(value)
+            if name.startswith(OF_EVALUATION):
+                evaluation[name.removeprefix(OF_EVALUATION)] = _null_to_nan(value)
         yield evaluation
 
 

@@ -2,29 +2,34 @@
 
 import pathlib
 
-from xshard import samples
 from xshard.files import disk, jsonfile
 from xshard.metrics import norms, rows
+
+_ROLL_BACK_NUMBER = rows.OF_ROLL_BACK + "number"
+# The places of the rows of a step, by their kinds.
+_RANKS = {rows.ROLL_BACK: -1, rows.TRAIN: 0, rows.EVALUATION: 1, rows.SAMPLES: 2}
 
 
 class SentRows:
     """The run of a service that all parts of a run belong to, and its last row.
 
     Rows in a service cannot be deleted. Repeated steps give the same bits, so the rows
-    that were sent stay valid. If a part of the run was killed before it sent its rows,
-    the next part sends them.
+    that were sent stay valid, unless a roll-back repeats them with other data. If a
+    part of the run was killed before it sent its rows, the next part sends them.
 
     Attributes:
       id: the service's ID of its run; empty until there is one.
       last: the last row that was counted: its step, and its rank among the rows of the
-        step.
+        step; before them, if the service goes back, the number of the last roll-back.
     """
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, *, goes_back: bool = False):
         """Reads what earlier parts recorded.
 
         Args:
           path: the file of the record.
+          goes_back: whether the service takes rows of steps before its last. Then the
+            steps that are made again after a roll-back, with other data, are new.
         """
         self._path = path
         with disk.writing(path):
@@ -32,6 +37,12 @@ class SentRows:
             note = jsonfile.read_if_exists(path) or {}
         self.id: str = note.get("id", "")
         self.last: tuple[int, ...] = tuple(note.get("sent", (0, 0)))
+        self._goes_back = goes_back
+        if goes_back and len(self.last) == 2:
+            # An earlier version wrote the record, or there is none.
+            self.last = (0, *self.last)
+        # The number of the roll-back that the next row comes after.
+        self._roll_back = 0
         # Rows of norms come in an order of their own. The step of the last one.
         self._last_norms = note.get("sent_norms", 0)
 
@@ -41,11 +52,21 @@ class SentRows:
             is_new = row["step"] > self._last_norms
             self._last_norms = max(self._last_norms, row["step"])
             return is_new
-        place = (row["step"], _rank(row))
+        place = self._place(row)
         if place <= self.last:
             return False
         self.last = place
         return True
+
+    def _place(self, row: rows.Row) -> tuple[int, ...]:
+        """Returns the place of a row among all rows, in the order of `last`."""
+        kind = rows.kind(row)
+        place = (row["step"], _RANKS.get(kind, 0))
+        if not self._goes_back:
+            return place
+        if kind == rows.ROLL_BACK:
+            self._roll_back = row[_ROLL_BACK_NUMBER]
+        return (self._roll_back, *place)
 
     def record(self, last: tuple[int, ...] | None = None) -> None:
         """Writes the ID, and the last row that has been sent.
@@ -64,14 +85,3 @@ class SentRows:
             }
             content = jsonfile.dumps(note).encode()
             disk.replace(self._path, content, durably=False)
-
-
-def _rank(row: rows.Row) -> int:
-    """Returns the place of a row among the rows of its step."""
-    if rows.is_of_roll_back(row):
-        return -1
-    if rows.is_of_evaluation(row):
-        return 1
-    if samples.is_row(row):
-        return 2
-    return 0

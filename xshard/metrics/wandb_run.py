@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xshard import errors, samples
-from xshard.metrics import norms, rows, sent_rows
+from xshard.metrics import norms, rows, sent_rows, writer
 
 # The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
+# The name in wandb's summary of how the run ended.
+_OUTCOME = "perf/outcome"
 
 
-class WandbRun:
+class WandbRun(writer.Writer):
     """One Weights & Biases run for all parts of a run.
 
     Its name is the work directory's name. wandb finds the project, the entity, the key
@@ -68,11 +70,18 @@ class WandbRun:
         # The ID is recorded now, so that it survives if this part is killed.
         self._sent.record()
         self._wandb = wandb
+        # The names of numbers so far.
+        self._numbers: set[str] = set()
+        # Without one, the wandb run ends as if wandb itself ended it.
+        self._outcome: writer.Outcome | None = None
         for row in history():
             self.write(row)
 
-    def write(self, row: rows.Row) -> None:
+    def write(self, row: rows.Row, /) -> None:
         """Sends a row of numbers, of norms or of samples, unless it has been sent."""
+        is_of_numbers = not norms.is_row(row) and not samples.is_row(row)
+        if is_of_numbers:
+            self._numbers |= rows.numbers(row).keys()
         if not self._sent.is_new(row):
             return
         if norms.is_row(row):
@@ -81,9 +90,12 @@ class WandbRun:
         values: dict[str, Any] = {}
         if samples.is_row(row):
             for name, item in samples.items(row).items():
+                # Under the same name it would replace the number of the step.
+                if name in self._numbers:
+                    name = f"samples/{name}"
                 values[name] = self._sample(item)
         else:
-            for name, value in rows.flat(row).items():
+            for name, value in rows.flat(rows.numbers(row)).items():
                 if value is not None:
                     values[name] = value
         self._run.log(values, step=row["step"])
@@ -111,10 +123,20 @@ class WandbRun:
             f'<img src="{source}" width="{width}" style="image-rendering: pixelated">'
         )
 
-    def flush(self) -> None:
-        """Does nothing: wandb's own process sends the rows in the background."""
+    def write_outcome(self, outcome: writer.Outcome, /) -> None:
+        """Writes how the run ended to wandb's summary, and as its exit code.
+
+        wandb shows a run that stopped to go on as preempted.
+        """
+        self._outcome = outcome
+        self._run.summary[_OUTCOME] = outcome.in_words()
+        if outcome.kind == writer.STOPPED:
+            self._run.mark_preempting()
 
     def close(self) -> None:
         """Waits until all rows are sent, or on disk if wandb is offline."""
-        self._run.finish()
+        if self._outcome is None:
+            self._run.finish()
+        else:
+            self._run.finish(exit_code=self._outcome.code or 0)
         self._sent.record()

@@ -1,4 +1,4 @@
-"""Writers of a run's rows: their interface, and those that write plain files."""
+"""Writers of a run's rows: how they are opened, and those that write plain files."""
 
 import contextlib
 import csv
@@ -8,47 +8,78 @@ import importlib.util
 import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from xshard import errors
 from xshard.files import claim as claim_lib
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows as rows_lib
+from xshard.metrics import writer as writer_lib
 
 Row = rows_lib.Row
+Writer = writer_lib.Writer
 
 
-class Writer(Protocol):
-    """The interface of writers, which receive a run's rows in the order of their steps.
+class _Adapted(Writer):
+    """A user's writer of another class, which has the methods `write`, `flush` and
+    `close`, and those others of `Writer` that it needs.
 
-    Only process 0 has writers. A row maps names to numbers, or to lists of numbers with
-    several groups. Every row has 'step', the number of completed steps. A row of
-    training has 'loss' and the other metrics of a step; a row of an evaluation has
-    'eval/...'. Values under 'perf/' may differ between runs with the same bits. A row
-    arrives when its numbers have reached the host, some steps after they were computed.
-
-    A resumed run starts from a checkpoint and repeats the steps after it. So a writer
-    begins by dropping the rows of later steps, as far as its destination supports that.
-
-    Any method may raise ValueError or OSError. The run then ends, and its checkpoints
-    remain valid. A failing writer must not lose anything that was written before.
+    Its rows hold numbers alone, without their kind.
     """
 
+    def __init__(self, name: str, writer: Any):
+        """Takes the writer.
+
+        Args:
+          name: its name in the config.
+          writer: what the name's function returned.
+
+        Raises:
+          UserError: if it lacks one of the three methods.
+        """
+        of_writer: dict[str, Any] = {}
+        for method in _METHODS:
+            of_writer[method] = getattr(writer, method, None)
+        lacking = [x for x in _REQUIRED if not callable(of_writer[x])]
+        if lacking:
+            raise errors.UserError(
+                f"writers has {name!r}, which opened a {type(writer).__name__} without "
+                f"{', '.join(lacking)}: derive its class from "
+                "xshard.metrics.writer.Writer, whose methods say what each receives."
+            )
+        self._methods = of_writer
+
+    def _call(self, method: str, *args: Any) -> None:
+        if self._methods[method] is not None:
+            self._methods[method](*args)
+
     def write(self, row: Row, /) -> None:
-        """Writes a row; it must not modify the row."""
+        """Writes the numbers of a row."""
+        self._call("write", rows_lib.numbers(row))
+
+    def write_samples(self, row: Row, /) -> None:
+        """Writes a row of samples, if the writer takes them."""
+        self._call("write_samples", row)
+
+    def write_norms(self, row: Row, /) -> None:
+        """Writes a row of norms, if the writer takes them."""
+        self._call("write_norms", row)
+
+    def write_outcome(self, outcome: writer_lib.Outcome, /) -> None:
+        """Writes the outcome, if the writer takes it."""
+        self._call("write_outcome", outcome)
 
     def flush(self) -> None:
-        """Hands all rows to the destination, since a checkpoint must have its rows.
+        """Flushes the writer."""
+        self._call("flush")
 
-        A writer may also have a method `sync`, which makes the flushed rows durable. It
-        is called from another thread, before the checkpoint is committed. It may have a
-        method `write_samples`, which receives a row of samples in the format of
-        `xshard.samples`, and a method `write_norms`, which receives a row of norms in
-        the format of `xshard.metrics.norms`.
-        """
+    def sync(self) -> None:
+        """Syncs the writer, if it can."""
+        self._call("sync")
 
     def close(self) -> None:
-        """Closes the writer; also called after one of the methods has raised."""
+        """Closes the writer."""
+        self._call("close")
 
 
 class Part(NamedTuple):
@@ -78,7 +109,7 @@ class Part(NamedTuple):
 
         It is for a writer that is new to the run, or that rewrites its file.
         """
-        return map(rows_lib.numbers, self.rows())
+        return map(rows_lib.without_fingerprints, self.rows())
 
     def everything(self) -> Iterator[Row]:
         """Yields the earlier rows of numbers, of norms and of samples, in the order of
@@ -94,7 +125,8 @@ def check(names: Any) -> None:
     """Raises UserError unless a config's `writers` names writers, with 'jsonl'.
 
     A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine':
-    a class or function that takes a `Part` and returns a `Writer`.
+    a class or function that takes a `Part` and returns a `Writer`, or an object with
+    the methods `write`, `flush` and `close`, and those of its others that it needs.
     """
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     if not is_list or len(set(names)) < len(names):
@@ -122,25 +154,40 @@ def open_all(names: Sequence[str], part: Part) -> list[Writer]:
     # The others read the file of 'jsonl' through `part.rows`, so it comes first: it
     # drops the rows of the steps that the run repeats.
     ordered = sorted(names, key=lambda name: name != "jsonl")
-    opened = []
-    with contextlib.ExitStack() as stack:
+    opened: list[Writer] = []
+    try:
         for name in ordered:
             writer = _find(name)(part)
-            stack.callback(writer.close)
+            if not isinstance(writer, Writer):
+                writer = _Adapted(name, writer)
             opened.append(writer)
-        # All are open, and the caller closes them.
-        stack.pop_all()
+    except BaseException as e:
+        # The exception must not be replaced by one from closing a writer.
+        with contextlib.suppress(OSError, ValueError):
+            close(opened, writer_lib.outcome_of(e))
+        raise
     return opened
 
 
 def write(writers: Sequence[Writer], row: Row) -> None:
     """Writes a row with each writer; only text files receive its fingerprints."""
-    numbers = rows_lib.numbers(row)
+    without = rows_lib.without_fingerprints(row)
     for writer in writers:
         if isinstance(writer, JsonLines | Csv):
             writer.write(row)
         else:
-            writer.write(numbers)
+            writer.write(without)
+
+
+def close(writers: Sequence[Writer], outcome: writer_lib.Outcome) -> None:
+    """Tells each writer the outcome, and closes it.
+
+    All are told and closed, even if one of them fails.
+    """
+    with contextlib.ExitStack() as stack:
+        for writer in reversed(writers):
+            stack.callback(writer.close)
+            stack.callback(writer.write_outcome, outcome)
 
 
 def count(writers: Sequence[Writer]) -> int:
@@ -151,8 +198,10 @@ def count(writers: Sequence[Writer]) -> int:
     return 0
 
 
-class _File:
+class _File(Writer):
     """A plain file that is opened for each row, so that no row is buffered.
+
+    It needs no outcome: results.json has it.
 
     Each part of a run replaces the file before it appends to it. A process that was
     suspended while another one took the run over appends at most a late row to the file
@@ -169,18 +218,12 @@ class _File:
         self._path = path
         self._claim = claim
 
-    def flush(self) -> None:
-        """Does nothing: no row is buffered."""
-
     def sync(self) -> None:
         """Syncs the file, if it exists, and its directory entry to disk."""
         with disk.writing(self._path):
             if disk.exists(self._path):
                 disk.sync(self._path)
                 disk.sync(self._path.parent)
-
-    def close(self) -> None:
-        """Does nothing: the file is open only while it is written to."""
 
     def _replacing(
         self, *, durably: bool
@@ -344,7 +387,9 @@ def _wandb(part: Part) -> Writer:
 def _mlflow(part: Part) -> Writer:
     from xshard.metrics import mlflow_run
 
-    return mlflow_run.MlflowRun(part.directory, part.config, part.history)
+    return mlflow_run.MlflowRun(
+        part.directory, part.config, part.history, step=part.step
+    )
 
 
 def _prometheus(part: Part) -> Writer:
@@ -356,6 +401,9 @@ def _prometheus(part: Part) -> Writer:
     )
 
 
+# The methods of a writer, and those that a user's writer of another class must have.
+_REQUIRED = ("write", "flush", "close")
+_METHODS = (*_REQUIRED, "write_samples", "write_norms", "write_outcome", "sync")
 # The packages of writers that are extras.
 _EXTRAS = {
     "wandb": "wandb",

@@ -22,9 +22,10 @@ from xshard.files import disk, jsonfile, results, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
 from xshard.metrics import rows as rows_lib
+from xshard.metrics import writer as writer_lib
 from xshard.pod import exit_codes, host_collectives, request
 from xshard.pod import watchdog as watchdog_lib
-from xshard.run import preflight, saving, states
+from xshard.run import ending, preflight, saving, states
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each
@@ -179,14 +180,29 @@ class ContinuousEvaluator:
             claim=self._output.claim,
         )
         self._writers = writers.open_all(self._config.writers, part)
-        for writer in self._writers:
-            self._resources.callback(writer.close)
+        self._resources.push(self._close_writers)
         best_path = self._output.path / "best.json"
         keep = states.keep(self._config.checkpoint)
         # An old best.json is opened even if the config no longer keeps best
         # checkpoints, so that its pins are removed.
         if keep.best or disk.exists(best_path):
             self._best = _Best(best_path, keep, self._checkpoints, path)
+
+    def _close_writers(
+        self, kind: type[BaseException] | None, e: BaseException | None, *_: Any
+    ) -> None:
+        """Tells the writers how the job ended, an exception included, and closes them.
+
+        It is the exit of a context.
+        """
+        del kind
+        assert self._writers is not None
+        if e is None:
+            writers.close(self._writers, ending.outcome(self._stop))
+            return
+        # The exception must not be replaced by one from closing a writer.
+        with contextlib.suppress(OSError, ValueError):
+            writers.close(self._writers, writer_lib.outcome_of(e))
 
     def _check_owner(self) -> None:
         """Raises UserError if the checkpoints are those of another run."""
@@ -458,10 +474,10 @@ def _logged_values(
 
     If a step has several rows, the last one counts.
     """
-    name = f"{rows_lib.EVALUATION}{metric}"
+    name = f"{rows_lib.OF_EVALUATION}{metric}"
     logged = {}
     for row in rows_lib.read(path):
-        if name in row:
+        if rows_lib.kind(row) == rows_lib.EVALUATION and name in row:
             logged[row["step"]] = row[name]
     values = {}
     for step, value in logged.items():

@@ -445,7 +445,7 @@ def _without_fingerprints(rows: list[rows_lib.Row], last: int) -> list[rows_lib.
     kept = []
     for row in rows:
         if row["step"] > last:
-            row = rows_lib.numbers(row)
+            row = rows_lib.without_fingerprints(row)
         kept.append(row)
     return kept
 

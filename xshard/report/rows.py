@@ -1,10 +1,10 @@
 """Reads the rows of a metrics.jsonl as columns, one for each name."""
 
-import collections
+import contextlib
 import math
 import pathlib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,23 @@ class Column(NamedTuple):
 
 
 Columns = dict[str, Column]
-# For each name, the steps of the rows that have it, and their values.
-_Table = collections.defaultdict[str, tuple[list[int], list[Any]]]
+
+
+class _Alike(NamedTuple):
+    """The rows of a file that have the same names, in their order.
+
+    Attributes:
+      numbers: the place of each row in the file.
+      values: the values of each row, in the order of the names.
+    """
+
+    numbers: list[int]
+    values: list[tuple[Any, ...]]
+
+
+# The rows of a kind, by their names. There may be hundreds of thousands, but few that
+# differ in their names. So they are turned into columns many at a time.
+_Table = dict[tuple[str, ...], _Alike]
 
 
 class Rows(NamedTuple):
@@ -40,23 +55,24 @@ class Rows(NamedTuple):
 
 def read(path: pathlib.Path) -> Rows:
     """Reads a file, which a run may be writing; a missing file has no rows."""
-    training: _Table = collections.defaultdict(lambda: ([], []))
-    evaluation: _Table = collections.defaultdict(lambda: ([], []))
+    tables: dict[str, _Table] = {logged_rows.TRAIN: {}, logged_rows.EVALUATION: {}}
     notes: list[str] = []
-    for row in _rows(path, notes):
-        if logged_rows.is_of_roll_back(row):
+    for number, row in enumerate(_rows(path, notes)):
+        table = tables.get(logged_rows.kind(row))
+        if table is None:
             continue
-        step = row.pop("step")
-        table = evaluation if logged_rows.is_of_evaluation(row) else training
-        for name, value in logged_rows.numbers(row).items():
-            steps, values = table[name]
-            steps.append(step)
-            values.append(value)
-    evaluated = {
-        name.removeprefix(logged_rows.EVALUATION): column
-        for name, column in _columns(evaluation, path.name, notes).items()
-    }
-    return Rows(_columns(training, path.name, notes), evaluated, notes)
+        names = tuple(row)
+        if names not in table:
+            table[names] = _Alike([], [])
+        alike = table[names]
+        alike.numbers.append(number)
+        alike.values.append(tuple(row.values()))
+    training = _columns(tables[logged_rows.TRAIN], path.name, notes)
+    evaluated = {}
+    of_evaluations = _columns(tables[logged_rows.EVALUATION], path.name, notes)
+    for name, column in of_evaluations.items():
+        evaluated[name.removeprefix(logged_rows.OF_EVALUATION)] = column
+    return Rows(training, evaluated, notes)
 
 
 def newest_samples(
@@ -99,12 +115,29 @@ def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[logged_rows.Row]:
 
 
 def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
+    # For each set of names, the rows' numbers and their values by name.
+    parts = []
+    for names, alike in table.items():
+        of_names = dict(zip(names, zip(*alike.values, strict=True), strict=True))
+        parts.append((np.array(alike.numbers), of_names))
+    # An empty row with all names, in the order in which they first appear.
+    all_names = dict.fromkeys(name for names in table for name in names)
     columns = {}
     are_means = False
-    for name, (all_steps, all_values) in table.items():
-        # If a step has two rows, the later one counts: the run has repeated the step.
-        steps, last = np.unique(np.array(all_steps, np.int64)[::-1], return_index=True)
-        values = [all_values[-1 - index] for index in last.tolist()]
+    # Many names occur in the same rows.
+    orders: dict[tuple[int, ...], tuple[np.ndarray, list[int] | None]] = {}
+    for name in logged_rows.numbers(all_names):
+        if name == "step":
+            continue
+        indices = tuple(i for i, (_, part) in enumerate(parts) if name in part)
+        if indices not in orders:
+            orders[indices] = _order([parts[i] for i in indices])
+        steps, order = orders[indices]
+        values: Sequence[Any] = parts[indices[0]][1][name]
+        if len(indices) > 1:
+            values = [value for i in indices for value in parts[i][1][name]]
+        if order is not None:
+            values = [values[i] for i in order]
         kept, array, is_mean = _array(values)
         are_means |= is_mean
         name = formatting.printable(name)
@@ -124,7 +157,30 @@ def _columns(table: _Table, file: str, notes: list[str]) -> Columns:
     return columns
 
 
-def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray, bool]:
+def _order(
+    parts: Sequence[tuple[np.ndarray, dict[str, tuple[Any, ...]]]],
+) -> tuple[np.ndarray, list[int] | None]:
+    """Returns the steps of rows, ascending and each once, and the row of each.
+
+    If a step has two rows, the later one counts: the run has repeated the step.
+
+    Args:
+      parts: the numbers of the rows and their values by name, in several parts.
+
+    Returns:
+      The steps; and their rows, as indices into the rows of all parts, one after
+      another, or None if they are all rows as they are.
+    """
+    numbers = np.concatenate([part[0] for part in parts])
+    steps = np.concatenate([np.array(part[1]["step"], np.int64) for part in parts])
+    if np.all(np.diff(steps) > 0):
+        return steps, None
+    in_file = np.argsort(numbers)
+    ascending, last = np.unique(steps[in_file][::-1], return_index=True)
+    return ascending, in_file[::-1][last].tolist()
+
+
+def _array(values: Sequence[Any]) -> tuple[slice | list[int], np.ndarray, bool]:
     """Returns the numbers of values that have any.
 
     Args:
@@ -137,8 +193,10 @@ def _array(values: list[Any]) -> tuple[slice | list[int], np.ndarray, bool]:
     """
     # Most columns are plain numbers. There may be millions, so these are converted at
     # once. NumPy converts None to nan.
-    if set(map(type, values)) <= {float, types.NoneType}:
-        return slice(None), np.array(values, np.float64)[:, np.newaxis], False
+    if set(map(type, values)) <= {float, int, types.NoneType}:
+        # An integer may be too large for a float.
+        with contextlib.suppress(OverflowError):
+            return slice(None), np.array(values, np.float64)[:, np.newaxis], False
     numbers = [_numbers(value) for value in values]
     kept = [index for index, row in enumerate(numbers) if row]
     is_mean = len({len(numbers[index]) for index in kept}) > 1

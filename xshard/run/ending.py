@@ -12,7 +12,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import results as results_lib
 from xshard.files import workdir
-from xshard.metrics import formatting, overview, rows
+from xshard.metrics import formatting, overview, rows, writer
 from xshard.pod import exit_codes
 from xshard.pod import request as request_lib
 from xshard.run import nonfinite
@@ -108,6 +108,36 @@ def stopped(stop: request_lib.Request, step: int, store: Any, command: str) -> i
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
     print(f"to resume{each_process()}: {command}")
     return stop.code
+
+
+def outcome(
+    stop: request_lib.Request | None, values: Mapping[str, Any] | None = None
+) -> writer.Outcome:
+    """Returns the outcome of a run that no exception ended.
+
+    Args:
+      stop: the request that stopped it, or None.
+      values: the content of results.json; None if there is none.
+    """
+    if stop is not None:
+        kind = writer.STOPPED
+        if stop.code == exit_codes.INTERRUPTED:
+            kind = writer.INTERRUPTED
+        return writer.Outcome(kind, stop.why, stop.code)
+    if values is None:
+        return writer.Outcome(writer.DONE, code=exit_codes.DONE)
+    if not values["finite"]:
+        return nonfinite_outcome(values["why"], values)
+    ended = values.get("ended", "")
+    return writer.Outcome(writer.DONE, ended, exit_codes.DONE, values)
+
+
+def nonfinite_outcome(
+    why: str, values: Mapping[str, Any] | None = None
+) -> writer.Outcome:
+    """Returns the outcome of a run that ends with values that are not finite."""
+    code = exit_codes.NONFINITE
+    return writer.Outcome(writer.NOT_FINITE, why, code, values or {})
 
 
 def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:

@@ -378,6 +378,7 @@ class RollBacks:
         entry = self._in_effect[step - 1]
         return {
             "step": step,
+            rows_lib.KIND: rows_lib.ROLL_BACK,
             "roll_back/number": self._entries.index(entry) + 1,
             "roll_back/trouble_step": entry.step,
             "roll_back/first_batch": entry.first_batch,
