@@ -27,6 +27,7 @@ class Heartbeat:
           tick_seconds: the time from one call of `update` or `unanswered` to the next.
         """
         self._timeouts = timeouts
+        self._shortest = min(timeouts.start, timeouts.heartbeat)
         self._tick_seconds = tick_seconds
         self._rows = dict.fromkeys(range(count), "")
         # For each process, the number of ticks in a row without a new row.
@@ -58,7 +59,10 @@ class Heartbeat:
             self._silent_ticks[index] += 1
             if row != before:
                 self._silent_ticks[index] = 0
-            if silence[index] > self._limit(row):
+            # Only the row of a process that is silent is parsed: thousands of others
+            # write theirs in each tick.
+            is_silent = silence[index] > self._shortest
+            if is_silent and silence[index] > self._limit(row):
                 is_any_lost = True
         if not is_any_lost:
             return 0.0

@@ -38,9 +38,11 @@ NOT_FINITE = "failed: not finite"
 RUNNING = "running"
 SILENT = "silent"
 UNKNOWN = "unknown"
-# A process writes its status twice a second, so after this time without one it is not
-# running.
+# A process says its status twice a second, and process 0 writes those of all within a
+# few seconds. So after this time without one a process is not running.
 _SILENT_SECONDS = 10.0
+# How many processes' rows process 0 writes in a second, at about that rate.
+_WRITTEN_PER_SECOND = 256
 _RATE_ROWS = 60
 _RECENT_SECONDS = 60.0
 
@@ -231,11 +233,28 @@ def check_row(row: Any) -> None:
 
 def write(directory: pathlib.Path, rows: Sequence[Any]) -> None:
     """Writes the status of all processes, if the directory exists."""
+    write_texts(directory, [jsonfile.dumps(row) for row in rows])
+
+
+def write_texts(directory: pathlib.Path, texts: Sequence[str]) -> None:
+    """Writes the status of all processes, each given as JSON, if the directory
+    exists.
+    """
     # A full disk must not end a run because of its status.
     with contextlib.suppress(OSError):
         if directory.is_dir():
-            content = jsonfile.dumps(list(rows)).encode()
+            content = f"[{', '.join(texts)}]".encode()
             disk.replace(directory / FILE, content, durably=False)
+
+
+def seconds_between_writes(count: int) -> float:
+    """Returns the time between two writes of the file, for a number of processes.
+
+    The file of a thousand processes has 700 kB. It is written more rarely, so that
+    process 0, for whose interpreter all others wait, has time for the training. The
+    rows of running processes stay younger than `_SILENT_SECONDS`.
+    """
+    return min(count / _WRITTEN_PER_SECOND, _SILENT_SECONDS / 2.5)
 
 
 # What follows from the status of processes.

@@ -6,7 +6,6 @@ computed or compiled, and while a step never ends because a peer is gone.
 
 import contextlib
 import faulthandler
-import json
 import os
 import pathlib
 import select
@@ -16,13 +15,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TextIO
 
 import jax
 
 from xshard import errors
-from xshard.files import claim, workdir
+from xshard.files import claim, jsonfile, workdir
 from xshard.pod import (
     attempts,
     exit_codes,
@@ -109,6 +108,8 @@ class Watchdog:
         self._in_each_tick: list[Callable[[], None]] = []
         # When the next exchange with the other processes is due.
         self._due = 0.0
+        # When the status of all processes is next written.
+        self._write_due = 0.0
         # Held by the thread that ends this process, so that no other thread reports a
         # second reason.
         self._exit_lock = threading.Lock()
@@ -349,11 +350,12 @@ class Watchdog:
         return failures[min(failures)]
 
     def _post_status(self) -> None:
-        self._board.write(_ALIVE, json.dumps(self._status.row()))
+        self._board.write(_ALIVE, jsonfile.dumps(self._status.row()))
 
     def _check_heartbeats(self) -> None:
-        seconds = self._heartbeat.update(self._board.read(_ALIVE))
-        self._write_status()
+        texts = self._board.read(_ALIVE)
+        seconds = self._heartbeat.update(texts)
+        self._write_status(texts)
         if not seconds:
             return
         names = ", ".join(map(self._name, sorted(self._heartbeat.lost)))
@@ -421,12 +423,27 @@ class Watchdog:
         while not others <= self._board.read(_GONE).keys():
             time.sleep(_LEAVE_SECONDS / 100)
 
-    def _write_status(self) -> None:
-        if self._index == 0 and self._is_published and self._may_write():
+    def _write_status(self, texts: Mapping[int, str] | None = None) -> None:
+        """Writes the status of all processes, on process 0.
+
+        Args:
+          texts: what they have written on the board, for a write that waits until one
+            is due; None to read it, and to write at once.
+        """
+        is_own = self._index == 0 and self._is_published
+        if not is_own or not self._may_write():
+            return
+        now = time.monotonic()
+        if texts is None:
             texts = self._board.read(_ALIVE)
-            rows = [json.loads(texts[index]) for index in sorted(texts)]
-            # With a single process the board stays empty.
-            status.write(self._directory, rows or [self._status.row()])
+        elif now < self._write_due:
+            return
+        self._write_due = now + status.seconds_between_writes(self._count) - 0.1
+        # The texts are JSON already. With a single process the board stays empty.
+        rows = [texts[index] for index in sorted(texts)]
+        status.write_texts(
+            self._directory, rows or [jsonfile.dumps(self._status.row())]
+        )
 
     def _may_write(self) -> bool:
         """Returns whether the status in the directory is this process's to write, and
