@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 
 from xshard import callbacks, checkpoint, evaluation, logical
@@ -379,7 +380,10 @@ class Run:
             state = stepped.state
             metrics = stepped.metrics
             self.step = step
-            newest = next(iter(metrics.values()))
+            newest = next(iter(metrics.values()), None)
+            if newest is None:
+                # The step logs nothing. The next one donates its state.
+                newest = jnp.copy(state.step)
             if is_first:
                 # The step's program has been compiled by now, so timing starts here.
                 self.clock.started()

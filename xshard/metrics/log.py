@@ -312,7 +312,8 @@ def evaluation(step: int, values: Mapping[str, Any]) -> tuple[rows_lib.Row, str]
         row[rows_lib.OF_EVALUATION + name] = value
         numbers.append(f"{name} {formatting.number(value)}")
     row["perf/time"] = _now()
-    return row, f"step {step}  evaluation: {'  '.join(numbers)}"
+    text = "  ".join(numbers) or "no metrics"
+    return row, f"step {step}  evaluation: {text}"
 
 
 def changes(before: rows_lib.Row, row: rows_lib.Row) -> str:
