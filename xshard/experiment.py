@@ -187,7 +187,9 @@ class Experiment(abc.ABC):
         Args:
           state: the state that `init` or the previous step returned.
           batch: the replica's part of the batch.
-          key: a random key for this replica and this step.
+          key: a random key for this replica and this step. One that is equal on all
+            replicas of a group is a part of the state: `init` keeps its own key, and
+            each step splits it.
 
         Returns:
           The new state, and the values to log: the outcome of `Learner.update`, or

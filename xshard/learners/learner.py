@@ -278,7 +278,9 @@ class Learner:
             become `aux` of the outcome.
           batch: the replica's part of a batch, a tree of arrays. Micro-batches split
             their first dimension.
-          key: the replica's own key.
+          key: the replica's own key. The loss gets keys that derive from it: Haiku's
+            next one, as `hk.next_rng_key()` returns it in a function transformed with
+            `key`, and one more for each further micro-batch.
 
         Returns:
           The state after the update, and an `Outcome` to return among the metrics of
