@@ -5,6 +5,7 @@ import math
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import xshard
 from tests import rows as rows_of
 from tests import toy
-from xshard import errors, loop
+from xshard import errors, loop, validation
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writer, writers
 from xshard.pod import exit_codes, heartbeat, request, startup, status, watchdog
@@ -154,20 +155,34 @@ def _rows_told(directory):
     return [json.loads(line) for line in lines]
 
 
+def _rows_refusal(name):
+    return f"called '{name}'.*such as '?{ROWS_TAKEN[name]}"
+
+
 @pytest.mark.parametrize("name", ROWS_TAKEN)
+def test_10_a_scalar_under_a_name_of_the_run_is_refused(name):
+    with pytest.raises(errors.UserError, match=_rows_refusal(name)):
+        validation.scalar("Mine.loss", name, 1.0)
+
+
+@pytest.mark.parametrize("name", ["eval/loss", "updates_per_step", "noise_scale"])
 @pytest.mark.parametrize("experiment", ["RowsNamed", "RowsLearner"])
-def test_10_a_scalar_under_a_name_of_the_run_is_refused(tmp_path, experiment, name):
+def test_10_it_is_refused_before_the_run_writes(tmp_path, experiment, name):
     config = _rows_config(experiment, scalars=(name,))
-    message = f"called '{name}'.*such as '?{ROWS_TAKEN[name]}"
-    with pytest.raises(errors.UserError, match=message):
+    with pytest.raises(errors.UserError, match=_rows_refusal(name)):
         loop.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["eval", "roll_back", "perf", "fingerprint", "kind"])
-def test_42_a_learner_under_a_name_of_the_run_is_refused(tmp_path, name):
-    config = _rows_config("RowsLearner", learner=name)
+@pytest.mark.parametrize("name", ["roll_back", "perf", "fingerprint", "norms", "step"])
+def test_42_a_learner_under_a_name_of_the_run_is_refused(name):
     with pytest.raises(errors.UserError, match=f"a learner called '{name}'.*my_{name}"):
+        validation.learner_name("Mine.train_step", name)
+
+
+def test_42_a_learner_is_refused_before_the_run_writes(tmp_path):
+    config = _rows_config("RowsLearner", learner="eval")
+    with pytest.raises(errors.UserError, match="a learner called 'eval'.*my_eval"):
         loop.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -604,3 +619,30 @@ def test_19_who_is_silent_is_known_within_the_promised_time():
     assert ticks * 0.5 == pytest.approx(timeouts.heartbeat, abs=2)
     # A row in the file is never as old as that of a silent process.
     assert status.seconds_between_writes(4096) + 0.5 < status._SILENT_SECONDS / 2
+
+
+class RowsShared(RowsBare):
+    """Draws one number for all replicas, by a key in its state, and logs it."""
+
+    def init(self, key, batch):
+        return {"key": key, "count": jnp.int32(0)}
+
+    def train_step(self, state, batch, key):
+        shared, next_key = jax.random.split(state["key"])
+        drawn = jax.random.bits(shared, dtype=jnp.uint32) >> 8
+        new = {"key": next_key, "count": state["count"] + 1}
+        # An integer must be equal on all replicas.
+        return new, {"drawn": drawn.astype(jnp.int32)}
+
+
+def test_36_a_key_in_the_state_is_equal_on_all_replicas(tmp_path):
+    config = _rows_config("RowsShared", metrics=("x",))
+    assert _rows_run(tmp_path, config) == 0
+    drawn = [row["drawn"] for row in rows_of.read(tmp_path) if row["kind"] == "train"]
+    assert len(set(drawn)) == 4
+
+
+def test_36_an_evaluation_batch_is_a_multiple_of_the_replicas(tmp_path):
+    config = _rows_config("RowsNamed", eval_batch_size=12)
+    with pytest.raises(errors.UserError, match="eval_batch_size=12.*replicas = 8"):
+        loop.Run(config, str(tmp_path / "run"))
