@@ -64,8 +64,10 @@ class SentRows:
         place = (row["step"], _RANKS.get(kind, 0))
         if not self._goes_back:
             return place
-        if kind == rows.ROLL_BACK:
-            self._roll_back = row[_ROLL_BACK_NUMBER]
+        number = row.get(_ROLL_BACK_NUMBER)
+        # The file may have been edited by hand.
+        if kind == rows.ROLL_BACK and isinstance(number, int):
+            self._roll_back = number
         return (self._roll_back, *place)
 
     def record(self, last: tuple[int, ...] | None = None) -> None:
