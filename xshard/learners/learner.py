@@ -330,11 +330,11 @@ class Learner:
         )
         if estimated is not None:
             new["opt_state"] = _move_statistics(
-                new["opt_state"], state, estimated, jnp.where(applied, 1.0, 0.0)
+                new["opt_state"], state, estimated, jnp.float32(1), applied
             )
         elif update.rate is not None:
             new["opt_state"] = _move_statistics(
-                new["opt_state"], state, net_state, jnp.where(applied, update.rate, 0)
+                new["opt_state"], state, net_state, update.rate, applied
             )
         sq_norms = dict(local_sq_norms)
         for name, sq_norm in update.sq_norms.items():
@@ -683,14 +683,14 @@ class Learner:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
             shards = gatherer.select_shards(params)
-            whole = gatherer.gather(shards)
+            whole = gatherer.gather(shards, like=trees.leaves_by_path(state.params))
             with run_context.with_shards(whole, shards, gathered):
                 whole_state = state.replace(params=trees.replace(params, whole))
                 returned = loss(whole_state, *inputs)
             value, *rest = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
             # the mean.
-            return value / parts, rest
+            return trees.widen(value) / parts, rest
 
         if parts == 1:
             of_params: Any = lambda params: value_of(params, (batch, keys[0]))
@@ -699,7 +699,7 @@ class Learner:
             of_params = gradients.MicroBatches(value_of, (split, keys), measures)
         (value, rest), grads = opt.compute_gradients(
             of_params,
-            state.params,
+            _with_wide_shards(state),
             var_list=self.trained_paths(state.params),
             gate_gradients=base.Optimizer.GATE_NONE,
             aggregation_method=self._aggregation_method,
@@ -739,6 +739,20 @@ def _slots_from_params(opt: base.Optimizer, params: Any) -> tuple[tuple[str, str
     return tuple(slots)
 
 
+def _with_wide_shards(state: state_lib.LearnerState) -> Any:
+    """Returns a learner's parameters, with those in shards in float32 or wider.
+
+    The gradient of a shard is a sum over the replicas, of the shard's type. A narrower
+    one could not represent the sum, of which a rule then takes the mean.
+    """
+    wide = {}
+    for path, x in trees.leaves_by_path(state.params).items():
+        layout = state.meta.param_layouts.get(path)
+        if layout is not None and layout.shards_param:
+            wide[path] = trees.widen(x)
+    return trees.replace(state.params, wide)
+
+
 def _floats(net_state: Any) -> dict[str, jax.Array]:
     """Returns the floating-point arrays of a network's state, by path."""
     leaves = trees.leaves_by_path(net_state)
@@ -747,15 +761,21 @@ def _floats(net_state: Any) -> dict[str, jax.Array]:
 
 
 def _move_statistics(
-    opt_state: Any, old: state_lib.LearnerState, net_state: Any, rate: Any
+    opt_state: Any,
+    old: state_lib.LearnerState,
+    net_state: Any,
+    rate: jax.Array,
+    applied: jax.Array,
 ) -> Any:
     """Returns a rule's state in which the network's state for evaluation has moved.
 
     Args:
       opt_state: the new state of all rules.
       old: the learner's state before the update.
-      net_state: the network's state towards which it moves.
-      rate: by how much: a scalar, 0 for not at all and 1 for the whole way.
+      net_state: the network's state towards which it moves. It may hold any values if
+        the update is not applied.
+      rate: by how much: a scalar, 1 for the whole way.
+      applied: whether the update was applied; otherwise nothing moves.
     """
     name = old.meta.statistics_module
     assert name is not None
@@ -766,8 +786,9 @@ def _move_statistics(
         if average is None:
             # A step of an earlier version, which kept none, is repeated as it was.
             continue
+        # Selected: a rate of zero would make NaN of what is not finite.
         change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
-        averages[path] = average - change
+        averages[path] = jnp.where(applied, average - change, average)
     return _with_statistics(opt_state, name, averages)
 
 

@@ -159,7 +159,11 @@ class Gatherer:
         return found
 
     def gather(
-        self, param_shards: Mapping[str, jax.Array], dtype: Any = None
+        self,
+        param_shards: Mapping[str, jax.Array],
+        dtype: Any = None,
+        *,
+        like: Mapping[str, jax.Array] = types.MappingProxyType({}),
     ) -> dict[str, jax.Array]:
         """Gathers a replica's shards. The gradients are its shards of sums.
 
@@ -168,13 +172,15 @@ class Gatherer:
         Args:
           param_shards: the replica's shards, by path.
           dtype: the type to gather in; each array's own by default.
+          like: arrays by path, in whose types to gather those of their paths instead.
 
         Returns:
           The whole arrays, by path.
         """
         arrays = {}
         for path, shard in param_shards.items():
-            arrays[path] = self._gather(self._layouts[path], shard, dtype)
+            type_of_path = like[path].dtype if path in like else dtype
+            arrays[path] = self._gather(self._layouts[path], shard, type_of_path)
         return arrays
 
     def gather_global(self, params: Any, dtype: Any) -> dict[str, jax.Array]:
@@ -334,6 +340,8 @@ class Gatherer:
             total = self._partition.scatter(
                 layout, trees.widen(grad), self._reduce_dtype
             )
+            # A sum may not fit a narrow type of which its mean is. So who takes a mean
+            # differentiates with respect to shards in a wide one.
             return total.astype(shard.dtype), None
 
         gather = jax.custom_vjp(named)

@@ -1,0 +1,154 @@
+"""Tests of faults that were found in the numbers of a step: of values that are not
+finite, of narrow types, and of what is equal on all replicas.
+"""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import xshard
+from tests import toy
+from xshard.optimizers import trees
+
+# Divisible by 1, 2, 3, 4, 6 and 8 replicas, each with 1, 2 or 3 micro-batches.
+NUMERICS_ROWS = 144
+
+
+class NumericsNormalized(toy.Normalized):
+    """Has a batch norm, and a rule whose steps are skipped if they are not finite."""
+
+    def optimizer(self):
+        reduction = self.config.reduction
+        if self.config.rule == "averages":
+            rule = xshard.CrossShardOptimizer(optax.adam(0.1), **reduction)
+            return xshard.MovingAverageOptimizer(rule, 0.5)
+        if self.config.rule == "free":
+            rule = optax.contrib.schedule_free_sgd(0.1)
+            return xshard.CrossShardOptimizer(rule, **reduction)
+        rule = xshard.CrossShardOptimizer(optax.adam(0.1), **reduction)
+        rule = xshard.MovingAverageOptimizer(rule, 0.5)
+        return xshard.MixedPrecisionLossScaleOptimizer(rule, "dynamic")
+
+
+def _numerics_config(**changes):
+    config = toy.get_config()
+    config.batch_size = NUMERICS_ROWS
+    config.reduction.update(changes.pop("reduction", {}))
+    with config.unlocked():
+        config.update(changes)
+    return config.lock()
+
+
+def _numerics_batch():
+    x = np.random.default_rng(0).normal(size=(NUMERICS_ROWS, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+class _NumericsSteps:
+    """Makes steps of an experiment on some devices.
+
+    Attributes:
+      state: the state after the last step.
+    """
+
+    def __init__(self, kind, devices, groups=None, **changes):
+        experiment = kind(_numerics_config(**changes))
+        mesh = xshard.make_mesh(groups, devices=jax.devices()[:devices])
+        self.state = xshard.init(experiment, mesh, 0, _numerics_batch())
+        self._step = jax.jit(xshard.make_train_step(experiment, mesh))
+
+    def __call__(self, batch=None):
+        """Makes a step; returns its metrics on the host."""
+        batch = _numerics_batch() if batch is None else batch
+        self.state, metrics = self._step(self.state, batch)
+        return jax.device_get(metrics)
+
+    def leaves(self):
+        """Returns the arrays of the state on the host, by path."""
+        leaves = trees.present(self.state.experiment)
+        return {path: np.asarray(x) for path, x in leaves.items()}
+
+
+def _numerics_bits(x):
+    return np.ascontiguousarray(x).view(np.uint8).tolist()
+
+
+@pytest.mark.parametrize(
+    "rule, devices, changes",
+    [
+        ("averages", 1, {}),
+        ("averages", 4, {"reduction": {"shard_update": True}}),
+        ("averages", 2, {"micro_batches": 2, "estimate_statistics": False}),
+        ("free", 2, {}),
+        ("scaled", 2, {"reduction": {"shard_params": True}}),
+    ],
+)
+def test_01_a_skipped_step_leaves_statistics_for_evaluation(rule, devices, changes):
+    changes = {"estimate_statistics": True, "on_nonfinite": "skip", **changes}
+    steps = _NumericsSteps(NumericsNormalized, devices, rule=rule, **changes)
+    steps()
+    for bad in (np.nan, np.inf):
+        before = steps.leaves()
+        batch = _numerics_batch()
+        batch["x"][-1, 0] = bad
+        assert steps(batch)["skipped"] == 1
+        after = steps.leaves()
+        statistics = [path for path in after if "/statistics/" in path]
+        assert len(statistics) == 4
+        for path, x in after.items():
+            # A skipped step changes the state of a loss scale alone.
+            if not path.endswith(("current_loss_scale", "good_steps")):
+                assert _numerics_bits(x) == _numerics_bits(before[path]), path
+    assert steps()["skipped"] == 0
+    moved = steps.leaves()
+    for path in statistics:
+        assert np.all(np.isfinite(moved[path]))
+        assert not np.array_equal(moved[path], after[path])
+
+
+class NumericsConstant(toy.Toy):
+    """Has a gradient that is a constant of the config, in each element."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        dtype = batch["x"].dtype
+        return hk.get_parameter("w", (252, 8), dtype, hk.initializers.Constant(0.0))
+
+    def loss(self, outputs, batch):
+        del batch
+        return jnp.sum(outputs.astype(jnp.float32)) * self.config.slope, {}
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(
+            optax.sgd(2.0**-10), slice_axis_name="slice", **self.config.reduction
+        )
+
+
+@pytest.mark.parametrize("dtype, devices", [("float16", 4), ("bfloat16", 3)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"micro_batches": 2}, {"micro_batches": 3, "gather_once": True}],
+    ids=str,
+)
+def test_02_a_mean_of_narrow_gradients_in_shards_is_exact(dtype, devices, changes):
+    # Twice it overflows float16, and three times it needs more bits than bfloat16 has.
+    slope = 41216.0
+    precision = f"params={dtype},compute={dtype},output={dtype}"
+    steps = _NumericsSteps(
+        NumericsConstant,
+        devices,
+        slope=slope,
+        precision=precision,
+        reduction={"shard_params": True},
+        **changes,
+    )
+    metrics = steps()
+    (w,) = (x for path, x in steps.leaves().items() if path.endswith("/w"))
+    np.testing.assert_array_equal(w.astype(np.float32), -slope * 2.0**-10)
+    # A gradient of the mean of three parts is rounded in the narrow type.
+    np.testing.assert_allclose(
+        metrics["gradient_norm"], slope * np.sqrt(w.size), rtol=2e-3
+    )
