@@ -152,3 +152,80 @@ def test_02_a_mean_of_narrow_gradients_in_shards_is_exact(dtype, devices, change
     np.testing.assert_allclose(
         metrics["gradient_norm"], slope * np.sqrt(w.size), rtol=2e-3
     )
+
+
+class NumericsFixed(toy.Toy):
+    """Has network state that nothing sets, or that no replica's data changes; and a
+    mean of its data.
+    """
+
+    def forward(self, batch, *, is_training):
+        dtype = jnp.dtype(self.config.state_dtype)
+        draw = hk.initializers.RandomNormal()
+        largest = hk.initializers.Constant(float(jnp.finfo(dtype).max))
+        hk.get_state("table", (1000,), dtype, draw)
+        hk.get_state("largest", (), dtype, largest)
+        hk.get_state("masked", (2,), dtype, lambda *_: jnp.array([-jnp.inf, -0.0]))
+        cooled = hk.get_state("cooled", (), dtype, jnp.ones)
+        seen = hk.get_state("seen", (5,), dtype, jnp.zeros)
+        if is_training:
+            hk.set_state("cooled", cooled * jnp.asarray(0.9, dtype))
+            hk.set_state("seen", seen + jnp.mean(batch["x"]).astype(dtype))
+        return hk.Linear(1)(batch["x"])[:, 0]
+
+    def optimizer(self):
+        rule = xshard.CrossShardOptimizer(
+            optax.sgd(0.1), slice_axis_name="slice", **self.config.reduction
+        )
+        return xshard.MovingAverageOptimizer(rule, 0.3)
+
+
+def _numerics_check_fixed(before, after, steps):
+    """Checks the state of `NumericsFixed` before and after some steps."""
+    names = [path for path in after if path.endswith(("table", "largest", "masked"))]
+    # The network's state, and its averages for evaluation.
+    assert len(names) == 6
+    for path in names:
+        assert _numerics_bits(after[path]) == _numerics_bits(before[path]), path
+    (cooled,) = (x for path, x in after.items() if path.endswith("net_state/~/cooled"))
+    expected = np.ones((), cooled.dtype)
+    for _ in range(steps):
+        expected *= np.asarray(0.9, cooled.dtype)
+    assert np.all(cooled == expected)
+    (seen,) = (x for path, x in after.items() if path.endswith("net_state/~/seen"))
+    # Sums in another order, and of numbers that cancel, differ by some last bits.
+    mean = np.mean(_numerics_batch()["x"], dtype=np.float64)
+    rtol = 1e-2 if seen.dtype == np.float16 else 1e-4
+    np.testing.assert_allclose(seen.astype(np.float32), steps * mean, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    "devices, changes",
+    [
+        (3, {}),
+        (6, {"reduction": {"shard_update": True}}),
+        (3, {"reduction": {"shard_params": True}, "micro_batches": 3}),
+        (8, {"state_dtype": "float16"}),
+        (2, {"micro_batches": 3}),
+    ],
+    ids=str,
+)
+def test_31_state_that_replicas_hold_alike_stays_as_it_is(devices, changes):
+    steps = _NumericsSteps(
+        NumericsFixed, devices, **{"state_dtype": "float32", **changes}
+    )
+    before = steps.leaves()
+    for _ in range(3):
+        steps()
+    _numerics_check_fixed(before, steps.leaves(), steps=3)
+
+
+def test_31_state_that_groups_hold_alike_stays_as_it_is():
+    groups = ((0, 1, 2), (3, 4, 5))
+    steps = _NumericsSteps(NumericsFixed, 6, groups, state_dtype="float32")
+    before = steps.leaves()
+    for _ in range(3):
+        steps()
+    for path, x in steps.leaves().items():
+        if path.endswith(("table", "largest", "masked")):
+            assert _numerics_bits(x) == _numerics_bits(before[path]), path

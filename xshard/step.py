@@ -20,8 +20,7 @@ from xshard import errors, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.learners import learner as learner_lib
-from xshard.learners import run_context
+from xshard.learners import means, run_context
 from xshard.learners.state import ArrayNorms, Outcome
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.optimizers import gathering, replica_map, trees
@@ -520,7 +519,7 @@ def _metrics(
             f"{where} returned a scalar called {taken[0]!r}, which a learner logs: "
             "give it another name."
         )
-    return of_learners | learner_lib.mean_over_replicas(others), observed, norms
+    return of_learners | means.over_replicas(others), observed, norms
 
 
 def _check_observed(

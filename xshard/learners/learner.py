@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import jmp
 import ml_collections
-from jax import lax
 
 from xshard import config as config_lib
 from xshard import errors, validation
 from xshard import mesh as mesh_lib
 from xshard.learners import lora as lora_lib
-from xshard.learners import networks, noise_scale, run_context
+from xshard.learners import means, networks, noise_scale, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -52,7 +51,8 @@ class _Update(NamedTuple):
 
     Attributes:
       params: the new parameters.
-      net_state: the replica's own new network state.
+      net_state: the replica's own new network state; with micro-batches, those of all
+        of them, stacked.
       global_step: the number of updates applied.
       metrics: the replica's own metrics.
       aux: the loss's further output for all micro-batches: empty, or one tree.
@@ -317,9 +317,15 @@ class Learner:
             estimated = self._estimate_statistics(
                 state, loss, batch, jax.random.fold_in(key, 1)
             )
-        # Averaged together, in one collective.
-        net_state, metrics, local_sq_norms, estimated = mean_over_replicas(
-            (update.net_state, update.metrics, update.local_sq_norms, estimated)
+        net_state = update.net_state
+        if self._micro_batches > 1:
+            net_state = means.over_parts(net_state)
+        # XLA combines their sums with those of the gradients.
+        metrics, local_sq_norms = means.over_replicas(
+            (update.metrics, update.local_sq_norms)
+        )
+        net_state, estimated = means.of_state(
+            (net_state, estimated), like=(update.net_state, estimated)
         )
         observed = state_lib.observe(
             applied, update.lowered, metrics["loss"], update.nonfinite > 0
@@ -710,7 +716,7 @@ class Learner:
             rest, small_sq_norms = rest
         net_state, metrics, aux = rest
         if parts > 1:
-            net_state, metrics = jax.tree.map(_mean_over_parts, (net_state, metrics))
+            metrics = means.over_parts(metrics)
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return value, net_state, metrics, aux, grads, small_sq_norms
 
@@ -786,9 +792,12 @@ def _move_statistics(
         if average is None:
             # A step of an earlier version, which kept none, is repeated as it was.
             continue
-        # Selected: a rate of zero would make NaN of what is not finite.
-        change = rate.astype(average.dtype) * (average - x.astype(average.dtype))
-        averages[path] = jnp.where(applied, average - change, average)
+        x = x.astype(average.dtype)
+        change = rate.astype(average.dtype) * (average - x)
+        # Selected: a rate of zero would make NaN of what is not finite, and so would
+        # the difference of equal infinities.
+        moves = applied & (x != average)
+        averages[path] = jnp.where(moves, average - change, average)
     return _with_statistics(opt_state, name, averages)
 
 
@@ -804,27 +813,3 @@ def _with_statistics(opt_state: Any, name: str, averages: Mapping[str, Any]) -> 
     for path, average in averages.items():
         module[moving_average.statistics_name(path)] = average
     return {**opt_state, name: module}
-
-
-def mean_over_replicas(tree: Any) -> Any:
-    """Averages a tree's floating-point arrays over the replicas of a group.
-
-    Other arrays stay as they are.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return lax.pmean(x, mesh_lib.REPLICAS)
-
-    return jax.tree.map(mean, tree)
-
-
-def _mean_over_parts(x: jax.Array) -> jax.Array:
-    """Returns the mean over micro-batches of a floating-point array.
-
-    Of any other, such as a count, it is the last value.
-    """
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x[-1]
-    return jnp.mean(x, axis=0)

@@ -112,8 +112,11 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
                 raise slots_lib.missing_error(self.name, path)
             average = hk.get_state(_state_name(path))
             rate = self._rate(count, average.dtype)
-            change = rate * (average - new[path].astype(average.dtype))
-            hk.set_state(_state_name(path), average - change)
+            param = new[path].astype(average.dtype)
+            change = rate * (average - param)
+            # The difference of equal infinities is NaN.
+            moved = jnp.where(param == average, average, average - change)
+            hk.set_state(_state_name(path), moved)
         return new_params
 
     def evaluation_params(self, params: trees.Params) -> trees.Params:
