@@ -11,7 +11,9 @@ import pytest
 
 import xshard
 from tests import toy
+from xshard import experiment as experiment_lib
 from xshard.optimizers import trees
+from xshard.run import preflight
 
 # Divisible by 1, 2, 3, 4, 6 and 8 replicas, each with 1, 2 or 3 micro-batches.
 NUMERICS_ROWS = 144
@@ -68,8 +70,12 @@ class _NumericsSteps:
 
     def leaves(self):
         """Returns the arrays of the state on the host, by path."""
-        leaves = trees.present(self.state.experiment)
-        return {path: np.asarray(x) for path, x in leaves.items()}
+        return _numerics_leaves(self.state)
+
+
+def _numerics_leaves(state):
+    leaves = trees.present(state.experiment)
+    return {path: np.asarray(x) for path, x in leaves.items()}
 
 
 def _numerics_bits(x):
@@ -154,6 +160,59 @@ def test_02_a_mean_of_narrow_gradients_in_shards_is_exact(dtype, devices, change
     )
 
 
+class NumericsGiving(xshard.OptimizerWrapper):
+    """Gives each parameter without a gradient one of 3."""
+
+    def __init__(self, opt):
+        super().__init__()
+        self.opt = opt
+
+    def aggregate(self, grads):
+        grads = trees.leaves_by_path(self.opt.aggregate(grads))
+        if grads["~/unused"] is None:
+            grads["~/unused"] = jnp.full((48, 16), 3.0)
+        return {"~": {name.removeprefix("~/"): x for name, x in grads.items()}}
+
+
+class NumericsUnused(toy.Toy):
+    """Has a parameter that the loss does not depend on."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        hk.get_parameter("unused", (48, 16), init=jnp.zeros)
+        used = hk.get_parameter("used", (48, 16), init=jnp.zeros)
+        return batch["x"][:, 0] + jnp.sum(used)
+
+    def optimizer(self):
+        rule = xshard.OptaxOptimizer(optax.sgd(0.5, momentum=0.5))
+        if self.config.gives_within:
+            rule = NumericsGiving(rule)
+        rule = xshard.CrossShardOptimizer(rule, **self.config.reduction)
+        if not self.config.gives_within:
+            rule = NumericsGiving(rule)
+        return rule
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize("gives_within", [False, True])
+def test_05_a_gradient_that_aggregate_gives_moves_its_parameter(
+    shard_update, gives_within
+):
+    reduction = {"shard_update": shard_update}
+    steps = _NumericsSteps(
+        NumericsUnused, 3, gives_within=gives_within, reduction=reduction
+    )
+    steps()
+    steps()
+    leaves = steps.leaves()
+    # Within the reduction the gradients of all replicas are summed.
+    slope = 9.0 if gives_within else 3.0
+    (trace,) = (x for path, x in leaves.items() if path.endswith("trace/~/unused"))
+    np.testing.assert_array_equal(trace, 1.5 * slope)
+    np.testing.assert_array_equal(leaves["params/~/unused"], -0.5 * 2.5 * slope)
+    assert np.all(leaves["params/~/used"] != 0)
+
+
 class NumericsFixed(toy.Toy):
     """Has network state that nothing sets, or that no replica's data changes; and a
     mean of its data.
@@ -229,3 +288,27 @@ def test_31_state_that_groups_hold_alike_stays_as_it_is():
     for path, x in steps.leaves().items():
         if path.endswith(("table", "largest", "masked")):
             assert _numerics_bits(x) == _numerics_bits(before[path]), path
+
+
+def test_31_state_that_logical_replicas_hold_alike_stays_as_it_is():
+    """An exact sum rounds small elements beside large ones, on one device too."""
+    config = _numerics_config(
+        state_dtype="float32",
+        logical_replicas=3,
+        reduction={"arithmetic": "exact"},
+        examples=NUMERICS_ROWS,
+    )
+    final = []
+    for devices in (1, 3):
+        experiment = NumericsFixed(config)
+        mesh = experiment_lib.mesh_of(config, jax.devices()[:devices])
+        batch = _numerics_batch()
+        state = xshard.init(experiment, mesh, 0, batch)
+        before = _numerics_leaves(state)
+        step = preflight.jitted_step(experiment, mesh)
+        for _ in range(3):
+            state = step(state, batch).state
+        final.append(_numerics_leaves(state))
+        _numerics_check_fixed(before, final[-1], steps=3)
+    for path, x in final[0].items():
+        assert _numerics_bits(x) == _numerics_bits(final[1][path]), path

@@ -150,11 +150,12 @@ class Step:
         first_state = skips.current_state()
         # With parameters in shards like the gradients, each device computes only its
         # shard of what an update computes by elements.
-        trained = trees.present(grads)
         old_shards = partition.map(constrain, trees.leaves_by_path(params))
         with shards.in_effect(partition):
             grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
         self._restore_loss_writes(applied)
+        # An `aggregate` may give a gradient to a parameter that had none.
+        trained = trees.present(grads)
 
         # The update always runs. A skipped step selects the old arrays and state.
         state_before = skips.current_state()
