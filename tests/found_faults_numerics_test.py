@@ -12,7 +12,7 @@ import pytest
 import xshard
 from tests import toy
 from xshard import experiment as experiment_lib
-from xshard.optimizers import trees
+from xshard.optimizers import gathering, primitives, trees
 from xshard.run import preflight
 
 # Divisible by 1, 2, 3, 4, 6 and 8 replicas, each with 1, 2 or 3 micro-batches.
@@ -211,6 +211,50 @@ def test_05_a_gradient_that_aggregate_gives_moves_its_parameter(
     np.testing.assert_array_equal(trace, 1.5 * slope)
     np.testing.assert_array_equal(leaves["params/~/unused"], -0.5 * 2.5 * slope)
     assert np.all(leaves["params/~/used"] != 0)
+
+
+def _numerics_regions(jaxpr):
+    """Yields `prevent_cse` of the `jax.checkpoint` regions that apply tanh."""
+    for eqn in primitives.all_equations(jaxpr):
+        if eqn.primitive.name == "remat2":
+            inner = primitives.all_equations(eqn.params["jaxpr"])
+            if any(x.primitive.name == "tanh" for x in inner):
+                yield eqn.params["prevent_cse"]
+
+
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("prevent_cse", [False, True, (False, True)], ids=str)
+def test_11_a_rematerialization_keeps_whether_it_prevents_cse(prevent_cse, scans):
+    def layer(x, w):
+        return jnp.tanh(x * w), None
+
+    layer = jax.checkpoint(layer, prevent_cse=prevent_cse)
+
+    def network(x):
+        ws = hk.get_parameter("ws", (2, 512), init=jnp.ones)
+        if scans:
+            return hk.scan(layer, x, ws)[0]
+        return layer(x, ws[0])[0]
+
+    def loss_gradients(apply):
+        loss = lambda params, x: jnp.sum(apply(params, {}, None, x)[0])
+        return jax.grad(loss, argnums=(0, 1))
+
+    mesh = xshard.make_mesh(devices=jax.devices()[:1])
+    x = jnp.ones(512)
+    transformed = hk.transform_with_state(network)
+    params, _ = transformed.init(None, x)
+    gatherer = gathering.Gatherer(mesh, {})
+    apply = gatherer.apply(network, jnp.float32)
+    expected = jax.make_jaxpr(loss_gradients(transformed.apply))(params, x)
+    found = jax.make_jaxpr(loss_gradients(apply))(params, x)
+    # The region around the whole network prevents it, and its own do as they are told.
+    outer, *inner = _numerics_regions(found.jaxpr)
+    assert outer is True
+    assert inner == list(_numerics_regions(expected.jaxpr))
+    np.testing.assert_array_equal(
+        *(jax.jit(loss_gradients(f))(params, x)[1] for f in (transformed.apply, apply))
+    )
 
 
 class NumericsFixed(toy.Toy):

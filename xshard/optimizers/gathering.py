@@ -533,7 +533,9 @@ def _checkpointed(params: Any) -> Any:
     arguments under any outer policy.
     """
     function = jax_internals.as_function(jax_internals.closed(params["jaxpr"]))
-    again = jax.checkpoint(function, policy=params["policy"])
+    again = jax.checkpoint(
+        function, policy=params["policy"], prevent_cse=params["prevent_cse"]
+    )
 
     def forward(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
         return function(*inputs), inputs
