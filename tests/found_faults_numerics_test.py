@@ -11,6 +11,7 @@ import pytest
 
 import xshard
 from tests import toy
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard.optimizers import gathering, primitives, trees
 from xshard.run import preflight
@@ -356,3 +357,120 @@ def test_31_state_that_logical_replicas_hold_alike_stays_as_it_is():
         _numerics_check_fixed(before, final[-1], steps=3)
     for path, x in final[0].items():
         assert _numerics_bits(x) == _numerics_bits(final[1][path]), path
+
+
+class NumericsCounting(toy.Toy):
+    """Logs integers, of which some are equal on all replicas."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        return hk.Linear(1)(batch["x"])[:, 0]
+
+    def loss(self, outputs, batch):
+        rows = jnp.int32(len(outputs))
+        mapped = ("slice", "replica")
+        index = jax.lax.axis_index(mapped)
+        return jnp.mean(outputs**2), {
+            "constant": jnp.int32(2**24 + 1),
+            "python": -(2**31),
+            "narrow": jnp.uint8(200),
+            "flag": jnp.bool_(True),
+            "total": jax.lax.psum(rows, mapped) + 2**24 + 1,
+            "index": index.astype(jnp.int32),
+            "drawn": jax.random.randint(hk.next_rng_key(), (), 0, 2**20),
+            "positive": jnp.sum(batch["x"] > 0).astype(jnp.int32),
+        }
+
+    def optimizer(self):
+        return xshard.CrossShardOptimizer(
+            optax.sgd(0.1), slice_axis_name="slice", **self.config.reduction
+        )
+
+
+@pytest.mark.parametrize(
+    "devices, changes",
+    [
+        (1, {"micro_batches": 3}),
+        (3, {}),
+        (4, {"reduction": {"shard_update": True}}),
+        (2, {"reduction": {"shard_params": True}, "micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_09_integers_beside_a_loss_are_kept_if_no_replica_has_its_own(devices, changes):
+    steps = _NumericsSteps(NumericsCounting, devices, **changes)
+    metrics = steps()
+    parts = changes.get("micro_batches", 1)
+    rows = NUMERICS_ROWS // parts
+    kept = {
+        "constant": 2**24 + 1,
+        "python": -(2**31),
+        "narrow": 200,
+        "total": 2**24 + 1 + rows,
+    }
+    for name, expected in kept.items():
+        assert metrics[name].dtype == np.int32 and metrics[name] == expected, name
+    assert metrics["flag"].dtype == np.float32 and metrics["flag"] == 1
+    # What may differ is averaged.
+    for name in ("index", "drawn", "positive"):
+        assert metrics[name].dtype == np.float32, name
+    assert metrics["index"] == (devices - 1) / 2
+    positive = np.sum(_numerics_batch()["x"] > 0)
+    np.testing.assert_allclose(metrics["positive"], positive / devices / parts)
+
+
+@pytest.mark.parametrize("value", [2**31, np.int64(-(2**31) - 1), "uint32"], ids=str)
+@pytest.mark.parametrize("of_step", [False, True])
+def test_09_an_integer_that_a_row_would_round_is_refused(value, of_step):
+    class Refused(toy.Toy):
+        def loss(self, outputs, batch):
+            return jnp.mean(outputs**2), {} if of_step else {"big": value}
+
+        def train_step(self, state, batch, key):
+            state, outcome = super().train_step(state, batch, key)
+            return state, {"": outcome, "big": value} if of_step else outcome
+
+    if value == "uint32":
+        value = jnp.uint32(7)
+    steps = _NumericsSteps(Refused, 1)
+    with pytest.raises(
+        errors.UserError, match="'big' as .*, which .*fit int32, and fl"
+    ):
+        steps()
+
+
+class NumericsWeighted(NumericsCounting):
+    """Weighs each part by the number of its rows that count, and divides by it."""
+
+    def weight(self, batch):
+        return jnp.sum(batch["counts"])
+
+    def loss(self, outputs, batch):
+        counts = batch["counts"]
+        error = jnp.sum(counts * outputs**2)
+        count = jnp.sum(counts)
+        scalars = {
+            "error": error / count,
+            "constant": jnp.int32(2**24 + 1),
+            "number": count.astype(jnp.int32),
+        }
+        return error / jnp.maximum(count, 1), scalars
+
+
+def test_01_scalars_of_a_part_without_weight_do_not_count():
+    batch = _numerics_batch()
+    metrics = []
+    for devices, parts in ((1, 1), (4, 2)):
+        # On several replicas some parts have no rows that count, so no mean.
+        batch["counts"] = np.arange(NUMERICS_ROWS) < NUMERICS_ROWS // 3
+        batch["counts"] = batch["counts"].astype(np.float32)
+        steps = _NumericsSteps(NumericsWeighted, devices, micro_batches=parts)
+        metrics.append(steps(batch))
+    whole, divided = metrics
+    # Sums in another order.
+    for name in ("loss", "error", "gradient_norm"):
+        np.testing.assert_allclose(divided[name], whole[name], rtol=1e-5)
+    # Averaged by weights: parts of 18 rows, two of which count wholly, and one by 12.
+    assert whole["number"] == 48
+    np.testing.assert_allclose(divided["number"], (18 * 18 * 2 + 12 * 12) / 48)
+    assert whole["constant"] == divided["constant"] == 2**24 + 1

@@ -63,8 +63,8 @@ def make_train_step(
 
     Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
 
-    Metrics are float32 scalars, averaged over the replicas, and int32 scalars, equal on
-    all of them; with several groups, arrays of one per group. They are the experiment's
+    Metrics are float32 scalars, averaged over the replicas, and integers, equal on all
+    of them; with several groups, arrays of one per group. They are the experiment's
     own and each learner's, prefixed with the learner's name unless its state is the
     whole of the experiment's. A learner logs 'loss', 'skipped' (1 if the step was not
     applied), 'global_step', 'loss_scale' (after the step) if the rule scales losses,
@@ -512,7 +512,7 @@ def _metrics(
                 of_learners[trees.join(name, key)] = x
             observed[name] = outcome.observed
         else:
-            others[name] = validation.scalar(where, name, value, keep_integers=True)
+            others[name] = validation.scalar(where, name, value)
     taken = sorted(of_learners.keys() & others.keys())
     if taken:
         raise errors.UserError(

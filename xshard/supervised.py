@@ -4,6 +4,7 @@ Most experiments do.
 """
 
 import abc
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -174,6 +175,10 @@ class Supervised(experiment.Experiment):
         mean_weight = lax.pmean(self._weight(batch), mesh_lib.REPLICAS)
         mean_weight /= self.config.micro_batches
 
+        equal_integers = functools.partial(
+            self.learner.equal_integers, state, self.training_loss, batch, key
+        )
+
         def weighted_loss(
             state: LearnerState, part: experiment.Batch, key: jax.Array
         ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
@@ -181,8 +186,18 @@ class Supervised(experiment.Experiment):
             # A step without any weight has a loss of 0.
             tiny = jnp.finfo(mean_weight.dtype).tiny
             factor = self._weight(part) / jnp.maximum(mean_weight, tiny)
-            scalars = {name: scalar * factor for name, scalar in scalars.items()}
-            return value * factor.astype(value.dtype), net_state, scalars
+            averaged = set(scalars)
+            if any(jnp.issubdtype(x.dtype, jnp.integer) for x in scalars.values()):
+                averaged -= equal_integers()
+            # What does not count is selected away: a mean over none of its tokens may
+            # be NaN, which zero times would be, too.
+            counts = factor != 0
+            for name in averaged:
+                weighted = scalars[name].astype(jnp.float32) * factor
+                scalars[name] = jnp.where(counts, weighted, 0)
+            weighted = value * factor.astype(value.dtype)
+            value = jnp.where(counts, weighted, jnp.zeros_like(weighted))
+            return value, net_state, scalars
 
         return self.learner.update(state, weighted_loss, batch, key)
 

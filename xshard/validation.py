@@ -60,7 +60,7 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
       returned: its result.
 
     Returns:
-      The loss, and the scalars as float32.
+      The loss, and the scalars as `scalar` returns them.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -83,7 +83,8 @@ def learner_loss(
       net_state: the network state before the call.
 
     Returns:
-      The loss, the network state, the scalars as float32, and further arrays.
+      The loss, the network state, the scalars as `scalar` returns them, and further
+      arrays.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
@@ -134,19 +135,19 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
     return value, {name: scalar(where, name, x) for name, x in scalars.items()}
 
 
-def scalar(
-    where: str, name: Any, value: Any, *, keep_integers: bool = False
-) -> jax.Array:
+def scalar(where: str, name: Any, value: Any) -> jax.Array:
     """Checks a scalar to log.
 
     Args:
       where: the method that returned it, for errors.
       name: its name.
       value: the scalar.
-      keep_integers: whether to return a signed integer as it is.
 
     Returns:
-      The scalar as float32, or as an integer.
+      The scalar as float32; a signed integer as it is.
+
+    Raises:
+      UserError: if it is no such scalar, or an integer that a row cannot hold.
     """
     _check_name(where, name)
     _check_free(f"{where} returned a scalar called", name)
@@ -175,14 +176,29 @@ def scalar(
             "beside the loss must be scalars, means over the batch: "
             f"jnp.mean({_variable(name)})."
         )
+    dtype = jnp.result_type(value)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(value, jnp.float32)
+    if not isinstance(value, jax.Array):
+        # Python's and NumPy's integers may be larger than JAX's.
+        bounds = jnp.iinfo(jnp.int32)
+        if not bounds.min <= int(value) <= bounds.max:
+            raise errors.UserError(
+                f"{where} returned {name!r} as {int(value)}, which does not fit int32, "
+                "and float32 would round it: return it as a floating-point number, "
+                f"float({_variable(name)}), or leave it out."
+            )
+        return jnp.asarray(int(value), jnp.int32)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return value
     # An unsigned array among metrics is a fingerprint.
-    is_integer = jnp.issubdtype(jnp.result_type(value), jnp.signedinteger)
-    # A number of Python or NumPy may be too large for JAX's integers, and is then
-    # rounded.
-    fits = isinstance(value, jax.Array) or abs(value) <= jnp.iinfo(jnp.int32).max
-    if keep_integers and is_integer and fits:
-        return jnp.asarray(value)
-    return jnp.asarray(value, jnp.float32)
+    if dtype.itemsize < 4:
+        return value.astype(jnp.int32)
+    raise errors.UserError(
+        f"{where} returned {name!r} as {dtype}, which may not fit int32, and float32 "
+        f"would round it: return {_variable(name)}.astype(jnp.int32), or a "
+        "floating-point number."
+    )
 
 
 def learner_name(where: str, name: str) -> None:

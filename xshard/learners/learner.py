@@ -54,7 +54,9 @@ class _Update(NamedTuple):
       net_state: the replica's own new network state; with micro-batches, those of all
         of them, stacked.
       global_step: the number of updates applied.
-      metrics: the replica's own metrics.
+      loss: the replica's own loss.
+      scalars: the replica's own scalars beside it; with micro-batches, those of all of
+        them, stacked.
       aux: the loss's further output for all micro-batches: empty, or one tree.
       local_sq_norms: with shards of gradients, the replica's own part of each squared
         norm, by name. The squared norm is the mean of these over the replicas plus the
@@ -73,7 +75,8 @@ class _Update(NamedTuple):
     params: Any
     net_state: Any
     global_step: Any
-    metrics: dict[str, Any]
+    loss: Any
+    scalars: dict[str, Any]
     aux: tuple[Any, ...]
     local_sq_norms: dict[str, Any]
     sq_norms: dict[str, Any]
@@ -318,11 +321,12 @@ class Learner:
                 state, loss, batch, jax.random.fold_in(key, 1)
             )
         net_state = update.net_state
+        scalars = self._with_averaged_integers(update.scalars, state, loss, batch, key)
         if self._micro_batches > 1:
-            net_state = means.over_parts(net_state)
+            net_state, scalars = means.over_parts((net_state, scalars))
         # XLA combines their sums with those of the gradients.
         metrics, local_sq_norms = means.over_replicas(
-            (update.metrics, update.local_sq_norms)
+            ({**scalars, "loss": update.loss}, update.local_sq_norms)
         )
         net_state, estimated = means.of_state(
             (net_state, estimated), like=(update.net_state, estimated)
@@ -486,6 +490,64 @@ class Learner:
         net_state, _ = transformed.apply({}, state.opt_state, key)
         return net_state
 
+    def _with_averaged_integers(
+        self,
+        scalars: Mapping[str, jax.Array],
+        state: state_lib.LearnerState,
+        loss: Loss,
+        batch: Any,
+        key: jax.Array,
+    ) -> dict[str, jax.Array]:
+        """Returns the scalars of a loss, with integers to average as float32.
+
+        These are all that may differ between replicas.
+
+        Args:
+          scalars: the scalars.
+          state: the state before the update.
+          loss: as for `update`.
+          batch: the replica's part of the batch.
+          key: the replica's own key.
+        """
+        scalars = dict(scalars)
+        integers = set()
+        for name, x in scalars.items():
+            if jnp.issubdtype(x.dtype, jnp.integer):
+                integers.add(name)
+        # Only a loss with integers is traced again.
+        equal = set()
+        if integers:
+            equal = self.equal_integers(state, loss, batch, key)
+        for name in integers:
+            if name not in equal:
+                scalars[name] = scalars[name].astype(jnp.float32)
+            else:
+                scalars[name] = replica_map.equal_on_replicas(scalars[name])
+        return scalars
+
+    def equal_integers(
+        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
+    ) -> set[str]:
+        """Returns the names of the integers beside a loss that depend on no replica's
+        part of the batch and on no key, such as a count in the network's state.
+
+        The loss is traced and not computed. The arguments are those of `update`.
+        """
+
+        def integers(state: state_lib.LearnerState, own: Any) -> dict[str, jax.Array]:
+            batch, key = own
+            transformed = hk.transform_with_state(lambda: loss(state, batch, key))
+            returned, _ = transformed.apply({}, state.opt_state, key)
+            scalars = validation.learner_loss(loss, returned, state.net_state)[2]
+            found = {}
+            for name, x in scalars.items():
+                if jnp.issubdtype(x.dtype, jnp.integer):
+                    found[name] = x
+            return found
+
+        differing = replica_map.may_differ(integers, state, (batch, key))
+        return {name for name, differs in differing.items() if not differs}
+
     def value(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
@@ -591,7 +653,7 @@ class Learner:
         """Differentiates the loss, and applies the gradients: a Haiku function."""
         opt = self._bound_optimizer(state.meta.param_layouts)
         self._check_measurable(opt)
-        value, net_state, metrics, aux, grads, small_sq_norms = self._differentiate(
+        value, net_state, scalars, aux, grads, small_sq_norms = self._differentiate(
             opt, state, loss, batch
         )
         # Schedules are read before the update, which counts it, and hyperparameters
@@ -631,7 +693,7 @@ class Learner:
         where = f"The rule of {validation.describe_method(self._make_optimizer)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is
         # kept.
-        for name in sorted(scheduled.keys() - metrics.keys()):
+        for name in sorted(scheduled.keys() - scalars.keys()):
             equal_metrics[name] = validation.scalar(where, name, scheduled[name])
         if new_scales:
             equal_metrics["loss_scale"] = new_scales[0]
@@ -642,7 +704,8 @@ class Learner:
             params=applied.params,
             net_state=net_state,
             global_step=applied.global_step,
-            metrics={**metrics, "loss": value},
+            loss=value,
+            scalars=scalars,
             aux=aux,
             local_sq_norms=local_sq_norms,
             sq_norms=sq_norms,
@@ -714,11 +777,10 @@ class Learner:
         small_sq_norms = None
         if measures is not None:
             rest, small_sq_norms = rest
-        net_state, metrics, aux = rest
+        net_state, scalars, aux = rest
         if parts > 1:
-            metrics = means.over_parts(metrics)
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
-        return value, net_state, metrics, aux, grads, small_sq_norms
+        return value, net_state, scalars, aux, grads, small_sq_norms
 
 
 def _divided(batch: Any, parts: int) -> Any:

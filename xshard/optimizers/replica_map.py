@@ -469,6 +469,44 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     return on_each_replica(declare)(tree, given)
 
 
+def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
+    """Returns for each result of a function of one replica whether it may differ
+    between the replicas of a group: a tree of booleans.
+
+    The function is traced and not computed. Arrays of an outer trace that it closes
+    over count as a replica's own.
+
+    Args:
+      f: the function, which may use collectives over the mapped axes.
+      equal: its first argument, arrays that are equal on all replicas.
+      own: its second argument, arrays of a replica's own.
+    """
+    replicas = _current()
+    with contextlib.ExitStack() as stack:
+        if replicas is not None:
+            # As in `per_replica`.
+            stack.enter_context(not_mapped())
+            mesh = replicas.mesh_of_replica
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        trace = jax.make_jaxpr(f, return_shape=True)
+        shapes = jax.tree.map(lambda x: _shape_of(x, x.shape), (equal, own))
+        program, results = trace(*shapes)
+    differs = varying.Variation(varying.ALL)
+    inputs = []
+    for constant in program.consts:
+        is_traced = isinstance(constant, jax.core.Tracer)
+        inputs.append(differs if is_traced else varying.NONE)
+    inputs += [varying.NONE] * len(jax.tree.leaves(equal))
+    inputs += [differs] * len(jax.tree.leaves(own))
+    outputs = varying.outputs(
+        jax_internals.with_constants_as_arguments(program).jaxpr, inputs
+    )
+    axes = frozenset(mesh_lib.REPLICAS)
+    return jax.tree.unflatten(
+        jax.tree.structure(results), [bool(axes & x.axes) for x in outputs]
+    )
+
+
 def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
     """Raises an error if an array differs between replicas, where `vmap_replicas` maps
     these; elsewhere does nothing.
