@@ -359,6 +359,40 @@ def test_31_state_that_logical_replicas_hold_alike_stays_as_it_is():
         assert _numerics_bits(x) == _numerics_bits(final[1][path]), path
 
 
+class NumericsEmpty(toy.Toy):
+    """Has two trained arrays without elements."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        w = hk.get_parameter("w", (3,), init=jnp.zeros)
+        empty = hk.get_parameter("none", (0,), init=jnp.zeros)
+        empty_too = hk.get_parameter("nothing", (0, 4), init=jnp.zeros)
+        return batch["x"] @ w + jnp.sum(empty) + jnp.sum(empty_too)
+
+    def optimizer(self):
+        rule = optax.sgd(0.1, momentum=0.9)
+        return xshard.CrossShardOptimizer(rule, **self.config.reduction)
+
+
+def test_21_arrays_without_elements_are_fragments_of_their_own():
+    trained = []
+    for fragments in (1, 3):
+        outer = {"every_steps": 3, "dtype": "int4", "fragments": fragments}
+        config = _numerics_config(slices=2)
+        with config.unlocked():
+            config.outer.update(outer)
+        mesh = experiment_lib.mesh_of(config, jax.devices()[:4])
+        experiment = NumericsEmpty(config)
+        state = xshard.init(experiment, mesh, 0, _numerics_batch())
+        step = jax.jit(xshard.make_train_step(experiment, mesh))
+        for _ in range(4):
+            state, _ = step(state, _numerics_batch())
+        trained.append(_numerics_leaves(state)["params/~/w"])
+    # The array with elements is in the first fragment.
+    assert np.all(trained[0] != 0)
+    np.testing.assert_array_equal(trained[1], trained[0])
+
+
 class NumericsCounting(toy.Toy):
     """Logs integers, of which some are equal on all replicas."""
 

@@ -84,6 +84,9 @@ def all_reduce(
         local_codes.append(codes)
         local_scales.append(scales)
 
+    if all(not array.size for array in arrays):
+        # There is nothing to send, which XLA refuses to gather.
+        return list(arrays), new_errors
     # All arrays share one message, since many small messages would cost more.
     message = (jnp.concatenate(local_codes), jnp.concatenate(local_scales))
     all_codes, all_scales = lax.all_gather(message, axis_name)

@@ -11,6 +11,7 @@ al., "Streaming DiLoCo with overlapping communication", 2025,
 https://arxiv.org/abs/2501.18512.
 """
 
+import functools
 import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -276,6 +277,10 @@ class OuterOptimizer(base.OptimizerWrapper):
         by_size = sorted(arrays, key=lambda path: (-arrays[path].size, path))
         for path in by_size:
             smallest = sizes.index(min(sizes))
+            if not arrays[path].size and [] in fragments:
+                # An array without elements does not enlarge the one that it is in, and
+                # the next would be there, too.
+                smallest = fragments.index([])
             fragments[smallest].append(path)
             sizes[smallest] += arrays[path].size
         return fragments
@@ -285,7 +290,8 @@ class OuterOptimizer(base.OptimizerWrapper):
         taken = {}
         for path, param in own.items():
             exchanged = hk.get_state(f"{EXCHANGED}/{path}")
-            if self.delay_steps:
+            # Zero times what is not finite would be NaN.
+            if self.delay_steps and self.mixing:
                 kept = self.mixing * param.astype(exchanged.dtype)
                 exchanged = kept + (1 - self.mixing) * exchanged
             taken[path] = exchanged.astype(param.dtype)
@@ -452,8 +458,9 @@ class OuterOptimizer(base.OptimizerWrapper):
         """
         total_weight: Any = axes.size(self.axis_name)
         if weight is not None:
-            weighted = lambda x: x * weight.astype(x.dtype)
-            differences = jax.tree.map(weighted, differences)
+            differences = jax.tree.map(
+                functools.partial(_weighted, weight), differences
+            )
             total_weight = lax.psum(weight, self.axis_name)
             # If no slice has applied a step, all differences are 0.
             total_weight = jnp.where(total_weight == 0, 1, total_weight)
@@ -489,6 +496,8 @@ class OuterOptimizer(base.OptimizerWrapper):
           The sum, and the summand as it was sent.
         """
         size = vector.size
+        if not size:
+            return vector, vector
         count = 1
         if parts_axis is not None:
             count = axes.size(parts_axis)
@@ -529,6 +538,8 @@ class OuterOptimizer(base.OptimizerWrapper):
 
     def _sum(self, x: jax.Array) -> jax.Array:
         """The sum over the slices."""
+        if not x.size:
+            return x
         if self._is_logical:
             # In one order, on any devices.
             return jnp.sum(lax.all_gather(x, self.axis_name), axis=0)
@@ -648,6 +659,15 @@ def _split(vector: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Ar
         arrays[path] = part.reshape(x.shape).astype(x.dtype)
         begin += x.size + -x.size % integer_sums.BLOCK
     return arrays
+
+
+def _weighted(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """The product of a difference and its slice's weight, at least 0.
+
+    Without weight, what is not finite does not count either: the product would be NaN.
+    """
+    is_left_out = (weight == 0) & ~jnp.isfinite(x)
+    return jnp.where(is_left_out, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
 def _finite(x: jax.Array) -> jax.Array:
