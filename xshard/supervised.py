@@ -85,8 +85,9 @@ class Supervised(experiment.Experiment):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Returns the mean loss over the replica's part of the batch, and scalars.
 
-        The loss is a float32 scalar. The scalars, in a dictionary, are logged. It may
-        draw keys with `hk.next_rng_key()`.
+        The loss is a float32 scalar. The scalars, in a dictionary, are logged: means
+        over the step's batch; an integer that depends on no part of the batch and on no
+        key as it is. It may draw keys with `hk.next_rng_key()`.
         """
 
     @abc.abstractmethod
@@ -123,7 +124,8 @@ class Supervised(experiment.Experiment):
         batch is divided. With their number as the weight, the loss of a step and its
         gradients are those of the mean over all tokens of the step, on any number of
         replicas and micro-batches. Scalars beside the loss count by the same weight, as
-        means over the same tokens.
+        means over the same tokens. The loss and the scalars of a part without weight do
+        not count, but its gradients must be finite: divide by `jnp.maximum(tokens, 1)`.
         """
         return jnp.float32(1)
 

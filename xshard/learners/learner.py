@@ -269,16 +269,18 @@ class Learner:
     ) -> tuple[state_lib.LearnerState, state_lib.Outcome]:
         """Applies one update of the rule, for all replicas of a group together.
 
-        Floating-point state of the network is averaged over the replicas.
+        Floating-point state of the network is averaged over the replicas, but for
+        arrays that are equal on all of them.
 
         Args:
           state: the state before the update.
           loss: a function of the state, a part of `batch`, and a key; it is
             differentiated with respect to the state's parameters. It returns the mean
             loss, a scalar; the new network state, as `apply` returns it; a dictionary
-            of scalars to log; and, if the step needs more of the forward pass, such as
-            a recurrent network's state, arrays with a row for each example, which
-            become `aux` of the outcome.
+            of scalars to log, which are averaged but for integers that depend on no
+            replica's part of the batch and on no key; and, if the step needs more of
+            the forward pass, such as a recurrent network's state, arrays with a row for
+            each example, which become `aux` of the outcome.
           batch: the replica's part of a batch, a tree of arrays. Micro-batches split
             their first dimension.
           key: the replica's own key. The loss gets keys that derive from it: Haiku's

@@ -292,8 +292,11 @@ class OuterOptimizer(base.OptimizerWrapper):
             exchanged = hk.get_state(f"{EXCHANGED}/{path}")
             # Zero times what is not finite would be NaN.
             if self.delay_steps and self.mixing:
-                kept = self.mixing * param.astype(exchanged.dtype)
-                exchanged = kept + (1 - self.mixing) * exchanged
+                own_param = param.astype(exchanged.dtype)
+                mixed = self.mixing * own_param + (1 - self.mixing) * exchanged
+                # The two parts of equal numbers do not always add up to these.
+                is_equal = own_param == exchanged
+                exchanged = jnp.where(is_equal, exchanged, mixed)
             taken[path] = exchanged.astype(param.dtype)
         return taken
 
