@@ -8,7 +8,7 @@ import pytest
 import xshard
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import data, errors, loop, mesh
+from xshard import data, errors, logical, loop, mesh
 from xshard.data import batch_sizes, batches
 from xshard.pod import request
 from xshard.replay import replayer
@@ -90,6 +90,45 @@ def test_all_replicas_and_groups_read_each_example_once():
             assert batch["x"].sharding.is_equivalent_to(train._sharding, 1)
         for group in np.concatenate(read, axis=1):
             assert sorted(group) == list(range(56))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_the_rows_of_a_logical_replica_do_not_depend_on_the_devices(devices):
+    # On two devices one holds two of three replicas, and the other an empty slot too.
+    the_mesh = mesh.make_mesh(devices=jax.devices()[:devices])
+    replicas = logical.Replicas(3, the_mesh, num_words=1)
+    train = batches.TrainBatches(
+        lambda part: data.iterate({"x": np.arange(36)}, part),
+        the_mesh,
+        replicas,
+        batch_size=batch_sizes.BatchSizes(6, ((1, 12), (2, 18))),
+        seed=0,
+    )
+    parts = []
+    for step, count in ((1, 1), (2, 2), (3, 3)):
+        joined = np.asarray(train.batch_for_step(step, None, None)["x"])
+        of_replicas = joined.reshape(replicas.slots, -1)[:3]
+        numbers, rows_of_batch = train.origins(step)
+        numbers = numbers.reshape(replicas.slots, -1)[:3] - numbers.min()
+        rows_of_batch = rows_of_batch.reshape(replicas.slots, -1)[:3]
+        for replica in range(3):
+            # Two rows of each batch, in their order.
+            wanted = np.repeat(np.arange(count), 2)
+            np.testing.assert_array_equal(numbers[replica], wanted)
+            wanted = np.tile([2 * replica, 2 * replica + 1], count)
+            np.testing.assert_array_equal(rows_of_batch[replica], wanted)
+        parts.append(of_replicas)
+    assert sorted(np.concatenate(parts, axis=None)) == list(range(36))
+    alone = mesh.make_mesh(devices=jax.devices()[:3])
+    single = batches.TrainBatches(
+        lambda part: data.iterate({"x": np.arange(36)}, part),
+        alone,
+        batch_size=batch_sizes.BatchSizes(6, ((1, 12), (2, 18))),
+        seed=0,
+    )
+    for step, of_replicas in enumerate(parts, 1):
+        wanted = np.asarray(single.batch_for_step(step, None, None)["x"])
+        np.testing.assert_array_equal(np.ravel(of_replicas), wanted)
 
 
 class Counting(toy.Toy):

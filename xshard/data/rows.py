@@ -1,5 +1,6 @@
 """The assignment of a batch's rows to devices and processes."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class Rows:
         self.count = len(rows)
         self.local_rows = np.unique(np.concatenate(local_rows))
         self._sharding = sharding
+        # The number of replicas that each device holds rows of, one after the other.
+        self._rounds = 1 if replicas is None else replicas.rounds
         # For each row on the devices, its index in `local_rows`.
         self._local_index = np.searchsorted(self.local_rows, rows)
         self._rows = rows
@@ -81,8 +84,9 @@ class Rows:
     def join_on_devices(self, batches: Sequence[data.Arrays]) -> dict[str, jax.Array]:
         """Puts this process's rows of several batches on its devices, as one batch.
 
-        A device holds its rows of the first batch, then those of the second, and so on.
-        So the rows of a replica do not depend on how many processes there are.
+        A replica has its rows of the first batch, then those of the second, and so on.
+        So its rows depend neither on how many processes there are, nor, if it is a
+        logical replica, on how many others share its device.
 
         Args:
           batches: the arrays by name, of each batch.
@@ -92,11 +96,10 @@ class Rows:
             shape = (len(batches) * self.count, *batches[0][name].shape[1:])
 
             def rows_of_device(index: Any) -> np.ndarray:
-                # A device's part of the joined batch begins where its part of one batch
-                # would, times the number of batches.
-                start, stop, _ = index[0].indices(shape[0])
-                part = slice(start // len(batches), stop // len(batches))
-                taken = [self._take(batch[name], (part,)) for batch in batches]
+                taken = []
+                for part in self._parts_of_replicas(index, shape[0], len(batches)):
+                    for batch in batches:
+                        taken.append(self._take(batch[name], (part,)))
                 return np.concatenate(taken)
 
             return jax.make_array_from_callback(shape, self._sharding, rows_of_device)
@@ -116,11 +119,29 @@ class Rows:
         numbers = np.empty(count * self.count, int)
         rows = np.empty(count * self.count, int)
         for index in self._sharding.devices_indices_map(rows.shape).values():
-            start, stop, _ = index[0].indices(len(rows))
-            part = self._rows[start // count : stop // count]
-            numbers[index] = np.repeat(np.arange(count), len(part))
-            rows[index] = np.tile(part, count)
+            parts = self._parts_of_replicas(index, len(rows), count)
+            rows_of_device = [self._rows[part] for part in parts]
+            numbers[index] = np.concatenate(
+                [np.repeat(np.arange(count), len(part)) for part in rows_of_device]
+            )
+            rows[index] = np.concatenate(
+                [np.tile(part, count) for part in rows_of_device]
+            )
         return numbers, rows
+
+    def _parts_of_replicas(self, index: Any, size: int, count: int) -> list[slice]:
+        """Returns the rows of one batch that each replica of a device has.
+
+        Args:
+          index: the device's part of a batch that joins several.
+          size: the number of rows of that batch.
+          count: the number of batches that are joined.
+        """
+        # A device's part of the joined batch begins where its part of one batch would,
+        # times the number of batches.
+        start, stop, _ = index[0].indices(size)
+        ends = np.linspace(start // count, stop // count, self._rounds + 1, dtype=int)
+        return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
 
     def _take(self, array: np.ndarray, index: Any) -> np.ndarray:
         """Returns a device's rows, from the process's rows."""
