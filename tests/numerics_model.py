@@ -233,17 +233,30 @@ class Model:
         """
         choice = self.choice
         micro = choice["micro_batches"]
+        estimated = self._estimate(state, batch)
+        replicas = self.replicas
+        divisor = replicas if choice["reduction"] == "mean" else 1
+        mean_mass = batch["mass"].sum(axis=(1, 2), dtype=np.float64).mean() / micro
+        if choice["cross_replica"]:
+            # They have one batch together, whose loss is the mean of theirs.
+            batch = {name: _merged(x) for name, x in batch.items()}
+            divisor /= replicas
+            replicas = 1
         parts = []
         of_replicas = []
-        for replica in range(self.replicas):
+        for replica in range(replicas):
             own = []
             for number in range(micro):
                 rows = {name: x[replica, number] for name, x in batch.items()}
-                own.append(self.part(state, rows))
+                part = self.part(state, rows)
+                if choice["weighted"]:
+                    factor = rows["mass"].sum(dtype=np.float64) / mean_mass
+                    part.loss = part.loss * factor
+                    part.grads = {path: g * factor for path, g in part.grads.items()}
+                own.append(part)
             parts += own
             mean = lambda path, own=own: sum(p.grads[path] for p in own) / micro
             of_replicas.append({path: mean(path) for path in own[0].grads})
-        divisor = self.replicas if choice["reduction"] == "mean" else 1
         largest = _largest([part.grads for part in parts])
         paths = list(of_replicas[0])
         summands = []
@@ -257,7 +270,7 @@ class Model:
                     total[path] = total[path] + x.astype(np.float64).sum(axis=0)
                     largest = max(largest, _finite_max(x))
         # The sum has an error of each of its summands.
-        error = self._gradient_epsilon() * largest * self.replicas / divisor
+        error = self._gradient_epsilon() * largest * replicas / divisor
 
         if self.replicas > 1:
             small = np.mean([_sq_norm(x) for x in summands]) * self.replicas**2
@@ -272,7 +285,6 @@ class Model:
             else:
                 net_state[name] = sum(p.net_state[name] for p in parts) / len(parts)
         loss = sum(part.loss for part in parts) / len(parts)
-        estimated = self._estimate(state, batch)
         return Differentiated(total, error, loss, net_state, small, large, estimated)
 
     def _clip(self, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -423,14 +435,15 @@ class Model:
         new[count] = np.asarray(0.0 if is_due else good)
 
     def _rate(self, state: State) -> float:
+        rate: float = self.choice["rate"]
         if self.choice["schedule"] == "constant":
-            return RATE
-        return RATE / (1 + 0.5 * float(state["global_step"]))
+            return rate
+        return rate / (1 + 0.5 * float(state["global_step"]))
 
     def _move_weights(self, new: State) -> None:
         """Moves the scalars of a schedule-free rule, whose rate is constant."""
         largest = _only(new, "/max_lr")
-        new[largest] = np.maximum(new[largest], RATE)
+        new[largest] = np.maximum(new[largest], self.choice["rate"])
         total = _only(new, "/weight_sum")
         new[total] = new[total] + new[largest] ** 2
         count = _only(new, "/step_count")
@@ -477,7 +490,7 @@ class Model:
             assert kind == "schedule_free_sgd"
             z = read("z")
             x = (param - 0.1 * z) / 0.9
-            new[slot("z")] = z - RATE * grad
+            new[slot("z")] = z - rate * grad
             share = new[_only(new, "/max_lr")] ** 2 / new[_only(new, "/weight_sum")]
             x = (1 - share) * x + share * new[slot("z")]
             new[name] = 0.9 * x + 0.1 * new[slot("z")]
@@ -536,7 +549,9 @@ class Model:
             return estimated
         evaluated = self.evaluated(state)
         parts = []
-        for replica in range(self.replicas):
+        if self.choice["cross_replica"]:
+            batch = {name: _merged(x) for name, x in batch.items()}
+        for replica in range(len(batch["x"])):
             rows = {name: x[replica, 0] for name, x in batch.items()}
             parts.append(self.part(evaluated, rows))
         for name in state:
@@ -673,6 +688,12 @@ def _only(state: Mapping[str, Any], ending: str, prefix: str = "opt_state/") -> 
     """Returns the name of the one leaf with an ending."""
     (name,) = [x for x in state if x.startswith(prefix) and x.endswith(ending)]
     return name
+
+
+def _merged(x: np.ndarray) -> np.ndarray:
+    """Returns the rows of all replicas as those of one."""
+    rows = np.moveaxis(x, 0, 1)
+    return rows.reshape(1, len(rows), -1, *rows.shape[3:])
 
 
 def _sq_norm(grads: Mapping[str, np.ndarray]) -> float:

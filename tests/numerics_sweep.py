@@ -46,6 +46,8 @@ STEPS = 7
 PATTERNS = 8
 _FEATURES = 6
 _HIDDEN = 8
+# By so many for each replica, the matrices beside the hidden layer are held in shards.
+_HIDDEN_IN_SHARDS = 64
 _OUTPUTS = 2
 _ROWS = 4
 
@@ -66,6 +68,8 @@ LAYOUTS = {
     "3 logical on 1": {"devices": 1, "logical": 3},
     "4 logical on 2": {"devices": 2, "logical": 4},
     "3 logical on 2": {"devices": 2, "logical": 3},
+    "2 groups of 2 logical": {"devices": 2, "groups": 2, "logical": 2},
+    "2 slices of 2 logical": {"devices": 2, "slices": 2, "logical": 2, "apart": True},
 }
 
 # Rules that the model computes; of all others only skipped steps are checked.
@@ -87,7 +91,9 @@ _SMOOTH = ("sgd", "momentum", "nesterov", "schedule_free_sgd")
 VALUES: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS),
     "network": ("linear", "hidden", "norm", "norm"),
+    "cross_replica": (False, False, True),
     "state": (True, False),
+    "weighted": (False, False, True),
     "rule": (*MODELLED, *MODELLED, "another"),
     "compute": ("float32", "float32", "bfloat16", "float16"),
     "params": ("float32", "float32", "float32", "bfloat16", "float16"),
@@ -186,11 +192,22 @@ def _refused_keys(choice: Mapping[str, Any]) -> list[str]:
         # those of the last exchange.
         "average": averages and (schedule_free or apart),
         "rule": apart and (schedule_free or unmodelled),
+        # Its matrix is too small to lie in shards.
+        "network": shards_params and is_linear,
         "backs_off": choice["backs_off"] and (schedule_free or unmodelled),
         "estimate_statistics": choice["estimate_statistics"]
         and not (has_state and (averages or schedule_free or apart)),
         "outer": apart and not choice["outer"],
         "lora": choice["lora"] and is_linear,
+        # No gradient is a replica's own then, and slices have statistics of their own.
+        "cross_replica": choice["cross_replica"]
+        and (
+            choice["network"] != "norm"
+            or choice["noise_scale"]
+            or choice["weighted"]
+            or choice["clip"] != "none"
+            or slices
+        ),
         "frozen": choice["frozen"] != "" and (is_linear or choice["lora"]),
     }
     without_effect: dict[str, bool] = {
@@ -225,6 +242,13 @@ def draw_choice(number: int) -> dict[str, Any]:
     if choice["rule"] == "another":
         names = sorted(table.OPTIMIZERS)
         choice["another"] = names[generator.integers(len(names))]
+    choice["hidden"] = _HIDDEN
+    if choice["shards"] == "params":
+        layout = LAYOUTS[choice["layout"]]
+        replicas = layout["devices"] // layout.get("groups", 1)
+        choice["hidden"] = _HIDDEN_IN_SHARDS * (replicas // layout.get("slices", 1))
+    # Small enough for sums over as many hidden units.
+    choice["rate"] = model_lib.RATE * _HIDDEN / choice["hidden"]
     return choice
 
 
@@ -286,9 +310,16 @@ class Drawn(xshard.Supervised):
                 hk.set_state("count", count + 1)
         if choice.network != "linear":
             has_norm = choice.network == "norm"
-            x = hk.Linear(_HIDDEN, with_bias=not has_norm, name="a")(x)
+            x = hk.Linear(choice.hidden, with_bias=not has_norm, name="a")(x)
             if has_norm:
-                norm = hk.BatchNorm(True, True, model_lib.NORM_DECAY, name="norm")
+                axis = "replica" if choice.cross_replica else None
+                norm = hk.BatchNorm(
+                    create_scale=True,
+                    create_offset=True,
+                    decay_rate=model_lib.NORM_DECAY,
+                    cross_replica_axis=axis,
+                    name="norm",
+                )
                 # Haiku's averages mix integers with floats.
                 with jax.numpy_dtype_promotion("standard"):
                     x = norm(x, is_training)
@@ -348,9 +379,9 @@ class Drawn(xshard.Supervised):
 
     def _transformation(self):
         choice = self.config.choice
-        rate: Any = model_lib.RATE
+        rate: Any = choice.rate
         if choice.schedule == "falling":
-            rate = lambda count: model_lib.RATE / (1 + 0.5 * count)
+            rate = lambda count: choice.rate / (1 + 0.5 * count)
         rules = {
             "sgd": lambda: optax.sgd(rate),
             "momentum": lambda: optax.sgd(rate, momentum=model_lib.MOMENTUM),
@@ -369,6 +400,13 @@ class Drawn(xshard.Supervised):
         return rules[choice.rule]()
 
 
+class Weighted(Drawn):
+    """Weighs the loss of each part of a batch."""
+
+    def weight(self, batch):
+        return jnp.sum(batch["mass"])
+
+
 class Clipped(Drawn):
     """Clips the gradients of each replica."""
 
@@ -380,6 +418,19 @@ class Clipped(Drawn):
         norm = optax.global_norm(grads)
         factor = jnp.minimum(1, model_lib.CLIP / jnp.maximum(norm, 1e-6))
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+
+
+class ClippedAndWeighted(Clipped, Weighted):
+    """Does both."""
+
+
+# By whether gradients are clipped, and whether parts are weighed.
+_KINDS = {
+    (False, False): Drawn,
+    (False, True): Weighted,
+    (True, False): Clipped,
+    (True, True): ClippedAndWeighted,
+}
 
 
 def _table(shape, dtype):
@@ -578,6 +629,7 @@ def _fits(choice: Mapping[str, Any], kind: str) -> bool:
             "float16" in (choice["compute"], choice["params"])
             and choice["clip"] == "none"
             and choice["network"] != "norm"
+            and not choice["weighted"]
             and choice["rule"] in MODELLED
             and not choice["batch_schedule"]
         )
@@ -594,7 +646,7 @@ class Program:
         config = config_of(self.choice)
         self.shape = _shape(self.choice)
         self._data = np.random.default_rng([number, 2])
-        kind = Drawn if self.choice["clip"] == "none" else Clipped
+        kind = _KINDS[self.choice["clip"] != "none", self.choice["weighted"]]
         self.experiment = kind(config)
         devices = jax.devices()[: LAYOUTS[self.choice["layout"]]["devices"]]
         self.mesh = experiment_lib.mesh_of(config, devices)
@@ -793,6 +845,7 @@ class Program:
             "y": 2 * normal(_OUTPUTS),
             "gain": np.ones((*lead, 1), np.float32),
             "extra": np.zeros(lead, np.float32),
+            "mass": generator.uniform(0.5, 2, lead).astype(np.float32),
             # Read by the model only.
             "overflows": np.zeros(lead, bool),
         }
@@ -800,7 +853,7 @@ class Program:
     def _feed(self, drawn: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Returns the rows of each batch and model."""
         feed = {}
-        for name in ("x", "y", "gain", "extra"):
+        for name in ("x", "y", "gain", "extra", "mass"):
             stacked = np.stack([batch[name] for batch in drawn])
             rest = stacked.shape[5:]
             feed[name] = stacked.reshape(
@@ -878,7 +931,9 @@ def _plant(
     else:
         assert word == "large"
         # The largest element of a replica's gradient, which is about linear in large
-        # labels, is to be near float16's largest number on all replicas.
+        # labels, is to be near float16's largest number on all replicas, and of one
+        # sign, so that their sum is above it.
+        batch["x"][fault.group] = 0.5
         if program.choice["loss_scale"] == "none":
             scale = 1.0
         group = batch["y"][fault.group]
@@ -1048,7 +1103,9 @@ def main() -> None:
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     pairs: set[Any] = set()
     failed = 0
-    for number in numbers:
+    for index, number in enumerate(numbers):
+        if index and not index % 20:
+            print(f"{index} programs, {failed} draws failed", flush=True)
         choice = draw_choice(number)
         values = [(key, str(value)) for key, value in choice.items()]
         counts.update(values)
