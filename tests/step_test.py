@@ -249,6 +249,21 @@ def test_groups_have_norms_by_array_of_their_own():
     assert len(seen) > 1
 
 
+def test_the_evaluated_parameters_of_shards_are_whole():
+    experiment, the_mesh = make(
+        toy.Averaged, devices=2, hidden=128, reduction={"shard_params": True}
+    )
+    state = state_lib.init(experiment, the_mesh, 0, experiment.train_data())
+    layouts = state.experiment.meta.param_layouts.values()
+    assert {layout.shards_param for layout in layouts} == {True, False}
+    evaluate = jax.jit(step.make_for_evaluation(experiment, the_mesh))
+    # At first the averages are the parameters.
+    harness.assert_equal(
+        jax.device_get(evaluate(state).experiment.params),
+        jax.device_get(state.experiment.params),
+    )
+
+
 class OwnApply(toy.Wide):
     """Has a rule that hides its gradients."""
 

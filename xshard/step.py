@@ -392,7 +392,10 @@ def make_predict(
 def make_for_evaluation(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState], TrainState]:
-    """Returns the function that applies `Experiment.for_evaluation` to a state."""
+    """Returns the function that applies `Experiment.for_evaluation` to a state.
+
+    The parameters of the result are whole on each device.
+    """
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def for_evaluation(state: TrainState) -> TrainState:
@@ -409,7 +412,12 @@ def make_for_evaluation(
             return _stored(same, grouped)
 
         specs = state_lib.specs(experiment, mesh, state, manual=True, whole_slots=True)
-        mapped = logical.Mapped(local_state, in_specs=(specs,), out_specs=specs)
+        # The method sees whole parameters, and so returns them, also where a replica
+        # holds only its shard of each.
+        whole = state_lib.specs(
+            experiment, mesh, state, manual=True, whole_slots=True, whole_params=True
+        )
+        mapped = logical.Mapped(local_state, in_specs=(specs,), out_specs=whole)
         return state_lib.with_metas(mapped.on(mesh)(state), evaluated_metas)
 
     return for_evaluation
