@@ -45,6 +45,9 @@ _TYPES = {
     "bfloat16": ml_dtypes.bfloat16,
 }
 
+# What is in the names of leaves that are computed from parameters.
+_OF_STORED = ("/average/", "/exchanged/", "/OuterOptimizer/~/outer")
+
 State = dict[str, np.ndarray]
 
 
@@ -309,7 +312,8 @@ class Model:
         if choice["arithmetic"] == "exact":
             # Sums of integers of 32 bits, which hold some replicas beside each other.
             epsilon = max(epsilon, 2.0**-20)
-        return 8 * epsilon
+        # The inverse of a small variance magnifies what it is multiplied with.
+        return (32 if choice["network"] == "norm" else 8) * epsilon
 
     # The update of a group.
 
@@ -374,7 +378,7 @@ class Model:
 
     def _rounding(self, name: str, old: np.ndarray, new: np.ndarray) -> Any:
         """Returns by how much a leaf differs because of its type."""
-        if np.issubdtype(old.dtype, np.integer) or name.endswith("/table"):
+        if str(old.dtype) not in EPSILON or name.endswith("/table"):
             return 0.0
         epsilon = EPSILON[str(old.dtype)]
         if name.startswith("net_state/") or "/statistics/" in name:
@@ -383,6 +387,9 @@ class Model:
             return 32 * epsilon * (1 + np.abs(new))
         if name.startswith("gradient_noise/"):
             return 2e-3 * (_finite_max(new) + self._noise_size)
+        if any(word in name for word in _OF_STORED):
+            # They follow parameters as these are stored.
+            epsilon = max(epsilon, EPSILON[self.choice["params"]])
         # An element may be the difference of others as large as the largest.
         largest = max(_finite_max(new), _finite_max(old), RATE)
         tolerance = 2 * epsilon * (np.abs(new) + np.abs(old)) + 2.0**-21 * largest
@@ -493,12 +500,13 @@ class Model:
             new[slot("z")] = z - rate * grad
             share = new[_only(new, "/max_lr")] ** 2 / new[_only(new, "/weight_sum")]
             x = (1 - share) * x + share * new[slot("z")]
-            new[name] = 0.9 * x + 0.1 * new[slot("z")]
+            new[name] = cast(0.9 * x + 0.1 * new[slot("z")], str(old[name].dtype))
             return
         factor = 1.0
         if self.choice["backs_off"]:
             factor = float(old[_only(old, "/hyperparams/update_scale")])
-        new[name] = param - factor * rate * move
+        dtype = str(old[name].dtype)
+        new[name] = cast(param - factor * rate * move, dtype)
 
     def _average(self, old: State, new: State, found: Differentiated) -> None:
         """Moves the averages of the parameters, and of the network's state."""
@@ -511,9 +519,7 @@ class Model:
                 rate = 1 - min(DECAY, (1 + new[count]) / (10 + new[count]))
             for path in found.grads:
                 name = _only(old, f"/average/{path}")
-                # The average is of the parameter as it is stored.
-                param = cast(new[f"params/{path}"], str(old[f"params/{path}"].dtype))
-                new[name] = old[name] - rate * (old[name] - param)
+                new[name] = old[name] - rate * (old[name] - new[f"params/{path}"])
         if self.choice["estimate_statistics"]:
             new |= found.estimated
             return
@@ -656,6 +662,9 @@ class Model:
             differences[path] = total / total_weight
         epsilon = EPSILON[self.choice["outer_dtype"]]
         error = epsilon * largest * len(after) / total_weight
+        # Parameters may be rounded the other way.
+        stored = max(_finite_max(source[0][f"params/{path}"]) for path in paths)
+        error += EPSILON[self.choice["params"]] * stored
         for path, difference in differences.items():
             off = difference + sign * error
             for new in after:

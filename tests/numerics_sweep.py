@@ -713,6 +713,10 @@ class Program:
             if not np.array_equal(jax.random.key_data(state.rng), self._root):
                 raise DrawError(f"{where}: the root key changed")
             self._check_metrics(where, stepped, predicted, modelled)
+            is_guarded = all(x.finite or x.skipped for x in predicted)
+            if self.choice["outer"] and not is_guarded:
+                # What is not finite arrives in other slices.
+                return
             norms = self._norms(stepped)
             for group in range(self.shape.groups):
                 of_group = f"{where}, group {group}"
@@ -729,12 +733,13 @@ class Program:
                 elif predicted[group].skipped or predicted[group].finite:
                     _check_finite(of_group, after[group])
             before = after
+            if not is_guarded:
+                return
         where = f"after pattern {pattern}"
-        if is_free and all(x.finite or x.skipped for x in predicted):
+        if is_free:
             for group in range(self.shape.groups):
                 _check_free(f"{where}, group {group}", before[group], free[group])
-        if all(x.finite or x.skipped for x in predicted):
-            self._check_evaluated(where, state, before, modelled)
+        self._check_evaluated(where, state, before, modelled)
 
     def _is_modelled(self) -> bool:
         return self._is_certain() and self.choice["rule"] in MODELLED
