@@ -58,11 +58,19 @@ def cast(x: Any, dtype: str) -> np.ndarray:
 
 @dataclasses.dataclass
 class Part:
-    """What a micro-batch of a replica has."""
+    """What a micro-batch of a replica has.
+
+    Attributes:
+      loss: the loss.
+      grads: the gradients, by path.
+      net_state: the network's new state.
+      magnification: by how much the errors of rounding grow.
+    """
 
     loss: Any
     grads: dict[str, np.ndarray]
     net_state: State
+    magnification: float
 
 
 @dataclasses.dataclass
@@ -145,6 +153,7 @@ class Model:
         x = cast(batch["x"], compute)
         net_state = self._seen(state, x)
         grads: dict[str, np.ndarray] = {}
+        magnification = 1.0
         if choice["network"] == "linear":
             hidden = x
         else:
@@ -157,6 +166,8 @@ class Model:
             if choice["network"] == "norm":
                 normed, inverse = self._norm(state, before, net_state)
                 activated = normed * params["norm/scale"] + params["norm/offset"]
+                # The inverse of a small deviation magnifies what it multiplies.
+                magnification += _finite_max(inverse)
             else:
                 activated = before + params["a/b"]
             hidden = np.tanh(activated)
@@ -185,7 +196,7 @@ class Model:
         trained = {path: g for path, g in grads.items() if self.trains(path)}
         if batch["overflows"].any():
             trained = {path: np.full_like(g, np.nan) for path, g in trained.items()}
-        return Part(loss=loss, grads=trained, net_state=net_state)
+        return Part(loss, trained, net_state, magnification)
 
     def trains(self, path: str) -> bool:
         """Returns whether a parameter is trained."""
@@ -273,7 +284,8 @@ class Model:
                     total[path] = total[path] + x.astype(np.float64).sum(axis=0)
                     largest = max(largest, _finite_max(x))
         # The sum has an error of each of its summands.
-        error = self._gradient_epsilon() * largest * replicas / divisor
+        magnification = max(part.magnification for part in parts)
+        error = self._gradient_epsilon() * largest * replicas / divisor * magnification
 
         if self.replicas > 1:
             small = np.mean([_sq_norm(x) for x in summands]) * self.replicas**2
@@ -312,8 +324,7 @@ class Model:
         if choice["arithmetic"] == "exact":
             # Sums of integers of 32 bits, which hold some replicas beside each other.
             epsilon = max(epsilon, 2.0**-20)
-        # The inverse of a small variance magnifies what it is multiplied with.
-        return (32 if choice["network"] == "norm" else 8) * epsilon
+        return 8 * epsilon
 
     # The update of a group.
 

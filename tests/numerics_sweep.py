@@ -415,7 +415,7 @@ class Clipped(Drawn):
         if kind == "value":
             clip = lambda g: jnp.clip(g, -model_lib.CLIP, model_lib.CLIP)
             return jax.tree.map(clip, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         factor = jnp.minimum(1, model_lib.CLIP / jnp.maximum(norm, 1e-6))
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
