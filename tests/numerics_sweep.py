@@ -769,10 +769,12 @@ class Program:
         skipped = np.ravel(metrics["skipped"]).tolist()
         for group, wanted in enumerate(predicted):
             of_group = f"{where}, group {group}"
-            if not self._is_certain() and wanted.finite and skipped[group]:
+            is_off = skipped[group] or verdicts[group] == 2
+            if not self._is_certain() and wanted.finite and is_off:
+                # What the narrow type overflowed is skipped, or not, as any other.
                 wanted.finite = False
-                wanted.skipped = True
-                continue
+                wanted.skipped = self.model.skips
+                wanted.verdict = verdicts[group]
             if bool(skipped[group]) != wanted.skipped:
                 raise DrawError(f"{of_group}: skipped is {skipped[group]}")
             if verdicts[group] != wanted.verdict:
