@@ -207,6 +207,8 @@ def _refused_keys(choice: Mapping[str, Any]) -> list[str]:
             or choice["weighted"]
             or choice["clip"] != "none"
             or slices
+            # Logical replicas exchange nothing in the loop over micro-batches.
+            or (logical and choice["micro_batches"] > 1)
         ),
         "frozen": choice["frozen"] != "" and (is_linear or choice["lora"]),
     }
