@@ -579,7 +579,10 @@ class Model:
         return estimated
 
     def _move_noise(self, old: State, new: State, found: Differentiated) -> None:
-        self._noise_size = found.small * self.rows_of_replica * self.replicas
+        size = found.small * self.rows_of_replica * self.replicas
+        if np.isfinite(size):
+            # That of another group may be what a fault left.
+            self._noise_size = size
         if int(old["global_step"]) % NOISE_EVERY:
             return
         parts = self.replicas if self.replicas > 1 else self.choice["micro_batches"]
