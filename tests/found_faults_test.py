@@ -2643,9 +2643,7 @@ class RowsWatch(rows.ScriptedWatch):
 
 
 @pytest.mark.parametrize("end", ROWS_ENDS)
-def test_39_each_writer_is_told_the_outcome_before_it_closes(
-    tmp_path, shared_programs, end
-):
+def test_39_each_writer_is_told_the_outcome_before_it_closes(tmp_path, end):
     changes, stop, code, outcome = ROWS_ENDS[end]
     named = f"{__name__}.RowsNoting"
     config = _rows_config("RowsEnding", writers=("jsonl", named), **changes)
@@ -2662,7 +2660,7 @@ def test_39_each_writer_is_told_the_outcome_before_it_closes(
     assert [what for what, _ in told].count("outcome") == 1
 
 
-def test_39_a_roll_back_is_told_as_one(tmp_path, shared_programs):
+def test_39_a_roll_back_is_told_as_one(tmp_path):
     config = _rows_config(
         "RowsEnding",
         writers=("jsonl", f"{__name__}.RowsNoting"),
@@ -3017,9 +3015,9 @@ _DISKS_SAVES = """
 import sys
 from tests.checkpoint import harness, suspended
 from tests.faults import lacking_disk
-manager = checkpoint_harness.make_manager(sys.argv[1])
+manager = harness.make_manager(sys.argv[1])
 for step in (1, 2):
-    checkpoint_harness.save(manager, step, checkpoint_harness.make_tree())
+    harness.save(manager, step, harness.make_tree())
 print(manager.all_steps())
 manager.close()
 """
