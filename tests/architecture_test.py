@@ -20,7 +20,7 @@ errors jax_internals torus
 config_values
 config
 files
-callbacks mesh samples
+callbacks hooks mesh samples
 optimizers
 group_randomness
 logical

@@ -27,6 +27,7 @@ LAST = 11
 def make_config(**changes):
     config = toy.get_config()
     config.update({"log_every_steps": 4, "eval_every_steps": 100, "steps": 12})
+    config.steps_per_dispatch = 1
     config.checkpoint.every_steps = 100
     config.update_from_flattened_dict(changes)
     return config.lock()
@@ -82,7 +83,7 @@ def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
     run.train_step = train_step
     with run.opened():
         run.train()
-    assert names == {"train_step"}
+    assert names == {"train_steps"}
 
 
 class Output:

@@ -60,14 +60,16 @@ def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
         step_of_run = self.train_step
         count = itertools.count()
 
-        def train_step(state, batch):
+        def train_step(state, *rest):
             if next(count) >= begin and int(state.step) in steps:
                 steps.remove(int(state.step))
                 leaves = jax.tree_util.tree_leaves_with_path(state)
                 assert name in [trees.path_name(path) for path, _ in leaves]
                 state = flipped(state, name, device, change)
-            return step_of_run(state, batch)
+            return step_of_run(state, *rest)
 
         self.train_step = train_step
+        # One step a dispatch, so that the state can change after any.
+        self._next_due = lambda: self.step + 1
 
     monkeypatch.setattr(loop.Run, "__init__", created)

@@ -18,7 +18,7 @@ import pytest
 from tests import forks, pace, programs, rows, toy
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
-from xshard import checkpoint, evaluation, loop
+from xshard import checkpoint, evaluation, hooks, loop
 from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
@@ -186,7 +186,7 @@ def test_programs_traced_before_a_run_are_not_traced_again(tmp_path, groups):
     state = run.resume_or_init().state
     before = Counting.traced.copy()
     assert before["evaluate"] and before["loss"]
-    state, *_ = run.train_step(state, next(run.batches))
+    state = run.dispatch_step(1, state).stepped.state
     assert run._evaluation(state)
     assert evaluation.sample(run.experiment, run.predict, 1, state)
     assert Counting.traced == before
@@ -211,7 +211,7 @@ def test_rows_are_in_the_file_before_their_checkpoint_counts(tmp_path, monkeypat
 
 
 def test_checkpoints_are_saved_by_the_clock(tmp_path):
-    config = make_config(steps=3)
+    config = make_config(steps=3, steps_per_dispatch=1)
     with config.unlocked():
         config.checkpoint.update(
             {"every_steps": 100, "every_minutes": 1e-9, "keep_last": 5}
@@ -483,13 +483,14 @@ def test_a_directory_taken_by_another_run_after_the_check_is_refused(tmp_path):
 def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatch):
     """Steps take 1 s, evaluations 10 s, saves 100 s, and the first step 1000 s more."""
     if first:
-        loop.run(make_config(steps=first), str(tmp_path), "")
+        first_part = make_config(steps=first, steps_per_dispatch=1)
+        loop.run(first_part, str(tmp_path), "")
         capsys.readouterr()
     now = [0.0]
     began = []
     of_run = clock.Clock(-500.0, lambda: now[0])
     monkeypatch.setattr(clock, "Clock", lambda: of_run)
-    run = loop.Run(make_config(), str(tmp_path))
+    run = loop.Run(make_config(steps_per_dispatch=1), str(tmp_path))
     run.terminal._now = lambda: now[0]
 
     def taking(seconds, function):
@@ -645,7 +646,9 @@ def metrics_by_step(directory):
 @pytest.mark.parametrize("kind", [request.STOP, request.SAVE])
 def test_a_stop_or_a_save_at_any_poll_does_not_change_the_end(tmp_path, kind):
     # Each evaluation has two batches, so a stop may interrupt it.
-    config = make_config(steps=5, eval_every_steps=2, log_every_steps=1)
+    config = make_config(
+        steps=5, eval_every_steps=2, log_every_steps=1, steps_per_dispatch=1
+    )
     with_checkpoint(
         config, every_steps=3, keep_best=3, best_metric="error", best_mode="min"
     )
@@ -710,10 +713,13 @@ def test_the_steps_at_which_evaluations_and_saves_are_due():
     steps = range(1, 8)
     assert [step for step in steps if due.evaluation(step)] == [3, 6, 7]
     assert [step for step in steps if due.save(step)] == [5, 7]
-    assert [due.next_due(step) for step in range(7)] == [3, 3, 3, 5, 5, 6, 7]
+    assert [due.next_evaluation(step) for step in range(7)] == [3, 3, 3, 6, 6, 6, 7]
+    assert [due.next_save(step) for step in range(7)] == [5, 5, 5, 5, 5, 7, 7]
+    assert due.next_samples(0) == hooks.NEVER
     never = due._replace(evaluation_every=0)
     assert [step for step in steps if never.evaluation(step)] == [7]
-    assert [never.next_due(step) for step in range(7)] == [5, 5, 5, 5, 5, 7, 7]
+    assert [never.next_evaluation(step) for step in range(7)] == [7] * 7
     also = due._replace(saves_evaluated=True, samples_every=4)
     assert [step for step in steps if also.save(step)] == [3, 5, 6, 7]
-    assert [also.next_due(step) for step in range(7)] == [3, 3, 3, 4, 5, 6, 7]
+    assert [also.next_save(step) for step in range(7)] == [3, 3, 3, 5, 5, 6, 7]
+    assert [also.next_samples(step) for step in range(7)] == [4, 4, 4, 4, 8, 8, 8]

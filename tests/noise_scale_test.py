@@ -221,15 +221,16 @@ def test_it_resumes_to_the_same_bits(tmp_path, shared_programs):
         log_norms_every_steps=2,
         overflow_above=3.0,
         log_every_steps=2,
+        steps_per_dispatch=1,
     ).lock()
     assert loop.run(config, str(tmp_path / "whole"), "") == 0
     run = loop.Run(config, str(tmp_path / "parts"))
     step_of_run = run.train_step
 
-    def train_step(state, batch):
+    def train_step(state, *rest):
         if int(state.step) == 9:
             raise rows.Killed
-        return step_of_run(state, batch)
+        return step_of_run(state, *rest)
 
     run.train_step = train_step
     with pytest.raises(rows.Killed), run.opened():

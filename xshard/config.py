@@ -571,6 +571,15 @@ KEYS = (
         may_change=True,
     ),
     Key(
+        "steps_per_dispatch",
+        0,
+        "The most steps that the host dispatches at once, as one program; 0: chosen. "
+        "The bits are the same.",
+        _count_or_zero,
+        may_change=True,
+        is_optional=True,
+    ),
+    Key(
         "model_parallel",
         1,
         "The number of devices that share one replica's parameters.",

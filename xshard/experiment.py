@@ -21,6 +21,7 @@ import numpy as np
 from xshard import callbacks as callbacks_lib
 from xshard import config as config_lib
 from xshard import data, errors, validation
+from xshard import hooks as hooks_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
 
@@ -320,6 +321,15 @@ class Experiment(abc.ABC):
         resumed ends at the same step.
 
         `xshard.early_stopping('loss')` returns one.
+        """
+        return ()
+
+    def hooks(self) -> Sequence[hooks_lib.Hook]:
+        """Returns what the run does beside its steps. By default nothing.
+
+        A hook acts after steps that it chooses, on all processes, before the state
+        after such a step is saved. So a run that is resumed from that checkpoint does
+        not act again; one that was killed acts again after the steps that it repeats.
         """
         return ()
 

@@ -7,20 +7,20 @@ uninterrupted one: everything that determines the next step is in the checkpoint
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 
-from xshard import callbacks, checkpoint, evaluation, logical
+from xshard import callbacks, checkpoint, evaluation, hooks, logical, validation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
+from xshard import step as step_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
-from xshard.learners import state as learner_state
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, overview, spans, writers
 from xshard.metrics import log as log_lib
@@ -32,6 +32,7 @@ from xshard.pod import origin as origin_lib
 from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
+    dispatch,
     ending,
     group_keys,
     nonfinite,
@@ -43,31 +44,23 @@ from xshard.run import (
     saving,
 )
 from xshard.run import schedule as schedule_lib
-from xshard.stored import fingerprint
 
 # How long the processes wait for process 0, which reads and writes the run's files.
 _FILES_SECONDS = 1800.0
 
 
-class _Fetched(NamedTuple):
-    """What the host reads of a step once later steps have been dispatched.
+class _Dispatched(NamedTuple):
+    """Steps that were dispatched at once, which the host has not read.
 
     Attributes:
-      step: the number of the step.
-      newest: one of the step's results.
-      fingerprints: those of the state that the step began with; None if they are not
-        due.
-      metrics: the metrics of the step's row; None if it has no row.
-      norms: the norms of parameters, by the learner's name; None if the step logs none.
-      observed: the observations of the learners.
+      chunk: the steps.
+      newest: one of their results.
+      fetched: what each hook will read of them.
     """
 
-    step: int
+    chunk: step_lib.Chunk
     newest: jax.Array
-    fingerprints: fingerprint.Fingerprints | None
-    metrics: Mapping[str, jax.Array] | None
-    norms: Mapping[str, learner_state.ArrayNorms] | None
-    observed: nonfinite.Observed
+    fetched: list[Any]
 
 
 class Run:
@@ -86,7 +79,8 @@ class Run:
       roll_backs: the run's roll-backs.
       provenance: the data, the code and the machine of the run as they are now.
       changes: a line for each change since the run was started.
-      train_step: the compiled training step.
+      dispatches: how the run dispatches its steps.
+      train_step: the compiled program of its steps.
       predict: the compiled prediction, from host to host.
       clock: the clock of this process.
       terminal: the output to stdout.
@@ -176,31 +170,35 @@ class Run:
             log=self.terminal.say,
             set_phase=self.set_phase,
             exchange=self._exchange,
+            announce=self._write_ahead,
         )
 
         # Every program that the run will use is traced now, so that mistakes surface
         # before training.
-        train_step, predict = preflight.programs(
+        programs = preflight.programs(
             experiment=self.experiment,
             mesh=self.mesh,
             state=self._target,
             batch=self.batches.shapes(),
             larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
+            step_program=self.checkpoints.step_program(),
         )
+        self.dispatches = programs.plan
         # With several processes, one that compiles longer than the others for this
         # would keep them waiting in a collective.
+        train_step = programs.train_step
         if isinstance(train_step, logical.Program) and jax.process_count() == 1:
             train_step.compare_first_call(self.terminal.say)
         self.train_step = host_collectives.compiled_by_all(
             train_step, "the training step"
         )
-        self.predict = evaluation.predictions(predict, self.mesh)
+        self.predict = evaluation.predictions(programs.predict, self.mesh)
         self._metrics = self._evaluation.check(self._target, config.checkpoint)
 
         # What follows the steps.
         self._schedule = schedule_lib.Schedule.of(config)
-        self._queue: deferred.Queue[_Fetched] = deferred.Queue()
+        self._queue: deferred.Queue[_Dispatched] = deferred.Queue()
         self._replica_check = replication.ReplicaCheck(self.experiment, self.mesh)
         self._nonfinite_check = self._new_nonfinite_check()
         self._log = log_lib.Log(
@@ -219,8 +217,13 @@ class Run:
             self.experiment.callbacks, self._metrics, decisions.gather
         )
         self.tracer = profiles.Tracer(
-            self.workdir.path, self.terminal.say, self.set_phase
+            self.workdir.path,
+            self.terminal.say,
+            self.set_phase,
+            lambda: self.clock.phase(clock_lib.TRACE),
         )
+        where = validation.describe_method(self.experiment.hooks)
+        self._own_hooks = hooks.check(where, self.experiment.hooks())
         self._spans = spans.File(
             directory=self.workdir.path,
             index=jax.process_index(),
@@ -231,8 +234,10 @@ class Run:
         # Open from the first step to the results.
         self._resources = contextlib.ExitStack()
 
-        # How far the run is.
+        # How far the run is, and the step that the present attempt began with.
         self.step = -1
+        self._start = -1
+        self._hooks: Sequence[hooks.Hook] = ()
         self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._stop: request_lib.Request | None = None
         self._is_save_requested = False
@@ -250,6 +255,7 @@ class Run:
                     identity=self._plan.identity,
                     provenance=self.provenance,
                     set_aside=self._plan.sets_aside,
+                    step_program=self.dispatches.program,
                 )
                 stack.enter_context(claim)
             stack.enter_context(self._compile_cache())
@@ -338,99 +344,145 @@ class Run:
             are not finite.
           ReplicaDivergenceError: if it ends because replicas differ.
         """
-        begin = self._begin()
-        state = begin.state
-        start = self.step
-        save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
-        self.set_phase("compiling", step=start, steps=self.config.steps)
-        self._make_up_for_stop(begin)
-        if not begin.folder and self.roll_backs.may_roll_back:
-            # The first roll-back may go back to the beginning.
-            self._save(start, state, is_evaluation_due=False)
-
-        last = self.config.steps
-        if self._is_over():
-            last = start
-        next_due = self._schedule.next_due(start)
+        state = self._begin()
         newest: jax.Array | None = None
-        for step in range(start + 1, last + 1):
-            is_first = step == start + 1
-
-            if self.roll_backs.is_first_after(step):
-                # Its row comes after those of all earlier steps.
-                self._flush(state)
-                self._log.write_ahead(self.roll_backs.row(step))
-            state = self.roll_backs.with_update_scale(step, state)
-
-            self._trace(step, newest)
-            if is_first:
+        while self.step < self.config.steps and not self._is_over():
+            first = self.step + 1
+            for hook in self._hooks:
+                state = hook.prepare(first, state)
+            if newest is None:
                 self.set_phase(status.READING)
             with self.clock.waiting(newest):
-                batch = self.batches.batch_for_step(step, self.predict, state)
+                steps = range(first, self._next_due() + 1)
+                batch, count = dispatch.draw(
+                    self.dispatches, steps, self.batches, self.predict, state
+                )
 
-            # The host only dispatches the step, and does not wait for it.
-            has_grown = self.batches.sizes.changes_at(step)
-            if has_grown:
-                size = self.batches.sizes.at(step)
-                self.terminal.say(f"step {step}: batches of {size} examples from here")
-            if is_first or has_grown:
-                self.set_phase("compiling")
+            # The host only dispatches the steps, and does not wait for them.
+            self._announce(first)
             with spans.Span(spans.STEP):
-                stepped = self.train_step(state, batch)
-            state = stepped.state
-            metrics = stepped.metrics
-            self.step = step
-            newest = next(iter(metrics.values()), None)
+                chunk = dispatch.dispatch(
+                    self.dispatches, self.train_step, first, count, state, batch
+                )
+            state = chunk.stepped.state
+            newest = next(iter(chunk.stepped.metrics.values()), None)
             if newest is None:
-                # The step logs nothing. The next one donates its state.
+                # The steps log nothing. The next one donates their state.
                 newest = jnp.copy(state.step)
-            if is_first:
-                # The step's program has been compiled by now, so timing starts here.
-                self.clock.started()
-                self.terminal.start(start)
-                self._replica_check.compile_ahead(state)
+            self.step = chunk.last
+            if first == self._start + 1:
+                self._note_compiled(state)
 
-            # What the host reads of this step is on its way. It reads the step that was
-            # dispatched `deferred.IN_FLIGHT` steps before.
-            fingerprints = self._replica_check.fetch(step, stepped.fingerprints_before)
-            if fingerprints is not None:
-                metrics = metrics | fingerprints.logged()
-            fetched = _Fetched(
-                step=step,
-                newest=newest,
-                fingerprints=fingerprints,
-                metrics=self._log.fetch(step, metrics),
-                norms=self._log.fetch_norms(step, stepped.norms),
-                observed=self._nonfinite_check.fetch(stepped.observed),
-            )
-            self._read(self._queue.push(fetched), state)
-            self.terminal.progress(step)
-
-            self.set_phase(status.TRAINING, step=step)
-            self._take_request()
-            # Clocks differ, so only process 0's decides; the others are told.
-            if self._is_process_0 and save_interval.has_passed():
-                self._request_save()
-
-            # What the schedule or a request asks for after this step.
-            if step == next_due or self._stop is not None or self._is_save_requested:
-                is_evaluation_due = self._schedule.evaluation(step)
-                if is_evaluation_due and self._stop is None:
-                    self._evaluate_and_log(step, state)
-                if self._schedule.samples(step) and not self._is_over():
-                    self._sample(step, state)
-                is_save_due = self._schedule.save(step) or self._is_save_requested
-                if is_save_due or self._is_over():
-                    self._save(step, state, is_evaluation_due=is_evaluation_due)
-                if self._is_over():
-                    break
-                next_due = self._schedule.next_due(step)
-            # Raises if the last save in the background has failed.
-            self.checkpoints.check()
-        self._end_trace(newest)
+            # What the host reads of these steps is on its way. It reads earlier ones.
+            fetched = [hook.fetch(chunk) for hook in self._hooks]
+            dispatched = _Dispatched(chunk, newest, fetched)
+            self._read(self._queue.push(dispatched, count), state)
+            for hook in self._hooks:
+                if hook.is_due(self.step):
+                    hook.act(self.step, state)
+        self.tracer.finish(newest)
         self._flush(state)
         self.terminal.close()
         return state, self._stop
+
+    def dispatch_step(self, step: int, state: state_lib.TrainState) -> step_lib.Chunk:
+        """Dispatches one step, and nothing that a run does beside it.
+
+        Args:
+          step: the number of the step.
+          state: the state before it, which is donated.
+        """
+        steps = range(step, step + 1)
+        batch, count = dispatch.draw(
+            self.dispatches, steps, self.batches, self.predict, state
+        )
+        return dispatch.dispatch(
+            self.dispatches, self.train_step, step, count, state, batch
+        )
+
+    def _make_hooks(self) -> list[hooks.Hook]:
+        """Returns what the run does beside its steps, in the order of causes."""
+        return [
+            # Replicas are compared first: a flipped bit may also be non-finite, and
+            # then a roll-back must not skip the data.
+            self._replica_check,
+            self._log,
+            self._nonfinite_check,
+            # After steps have been dispatched.
+            hooks.Call(self._note_progress, is_due=lambda step: True),
+            hooks.Call(self._take_requests, is_due=self._may_stop_after),
+            hooks.Call(
+                self._evaluate_and_log,
+                next_due=self._schedule.next_evaluation,
+                is_due=self._is_evaluation_due,
+            ),
+            hooks.Call(
+                self._sample,
+                next_due=self._schedule.next_samples,
+                is_due=self._is_sample_due,
+            ),
+            *self._own_hooks,
+            hooks.Call(
+                self._save, next_due=self._schedule.next_save, is_due=self._is_save_due
+            ),
+            # Raises if the last save in the background has failed.
+            hooks.Call(lambda *_: self.checkpoints.check(), is_due=lambda step: True),
+            # Before further steps are dispatched.
+            self.roll_backs,
+            self.tracer,
+        ]
+
+    def _next_due(self) -> int:
+        """Returns the last step that may be dispatched with the next one."""
+        due = min(hook.next_due(self.step) for hook in self._hooks)
+        due = min(due, self.batches.next_boundary(self.step + 1))
+        return min(due, self.step + self.dispatches.most, self.config.steps)
+
+    def _announce(self, first: int) -> None:
+        """Tells what the run does before it dispatches steps."""
+        has_grown = self.batches.sizes.changes_at(first)
+        if has_grown:
+            size = self.batches.sizes.at(first)
+            self.terminal.say(f"step {first}: batches of {size} examples from here")
+        if has_grown or first == self._start + 1:
+            self.set_phase("compiling")
+
+    def _note_compiled(self, state: state_lib.TrainState) -> None:
+        """Starts the clock after the first dispatch, which has compiled the program."""
+        self.clock.started()
+        self.terminal.start(self._start)
+        self._replica_check.compile_ahead(state)
+
+    def _note_progress(self, step: int, state: state_lib.TrainState) -> None:
+        del state
+        self.terminal.progress(step)
+        self.set_phase(status.TRAINING, step=step)
+
+    def _may_stop_after(self, step: int) -> bool:
+        """Returns whether requests are taken after a step.
+
+        They are not where no position in the data can be saved.
+        """
+        del step
+        return not self.batches.holds_batch
+
+    def _take_requests(self, step: int, state: state_lib.TrainState) -> None:
+        """Takes a request, if any, and requests a save if the clock says so."""
+        del step, state
+        self._take_request()
+        # Clocks differ, so only process 0's decides; the others are told.
+        if self._is_process_0 and self._save_interval.has_passed():
+            self._request_save()
+
+    def _is_evaluation_due(self, step: int) -> bool:
+        return self._stop is None and self._schedule.evaluation(step)
+
+    def _is_sample_due(self, step: int) -> bool:
+        return self._schedule.samples(step) and not self._is_over()
+
+    def _is_save_due(self, step: int) -> bool:
+        is_asked = self._is_save_requested or self._is_over()
+        return is_asked or self._schedule.save(step)
 
     def resume_or_init(self) -> resuming.StartState:
         """Restores the newest checkpoint, or creates a new state."""
@@ -463,7 +515,7 @@ class Run:
                 phase, seconds=self.clock.seconds, parts=self.clock.parts, **more
             )
 
-    def _begin(self) -> resuming.StartState:
+    def _begin(self) -> state_lib.TrainState:
         """Restores the newest checkpoint, or creates a first state, and opens the log.
 
         It also begins again after a roll-back.
@@ -504,7 +556,15 @@ class Run:
         self._resources.enter_context(self._log.opened(start))
         self._resources.callback(self.tracer.cut_short)
         self.checkpoints.check_rows(begin, self._log)
-        return begin
+        self._hooks = self._make_hooks()
+        self._start = start
+        self._save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
+        self.set_phase("compiling", step=start, steps=self.config.steps)
+        self._make_up_for_stop(begin)
+        if not begin.folder and self.roll_backs.may_roll_back:
+            # The first roll-back may go back to the beginning.
+            self._save(start, begin.state, is_evaluation_due=False)
+        return begin.state
 
     def _new_nonfinite_check(self, saved: Any = None) -> nonfinite.NonfiniteCheck:
         """Returns the check of a new run, or of one that resumes with a saved state."""
@@ -526,6 +586,7 @@ class Run:
             whole=self.terminal.verbose,
         )
         self.terminal.say(text)
+        self.terminal.say(str(self.dispatches))
         warnings = preflight.warnings(
             self.experiment, self.config, self._target, self._metrics
         )
@@ -572,29 +633,31 @@ class Run:
         """Returns whether a request stopped the run, or a callback ended it."""
         return self._stop is not None or bool(self._evaluations.end)
 
-    def _read(self, steps: Sequence[_Fetched], newest: state_lib.TrainState) -> None:
-        """Checks steps, and writes their rows.
+    def _read(
+        self, dispatches: Sequence[_Dispatched], newest: state_lib.TrainState
+    ) -> None:
+        """Lets the hooks read steps, in the order of the steps.
 
         Args:
-          steps: the steps, which are no longer to stay in flight.
+          dispatches: the steps, which are no longer to stay in flight.
           newest: the state after the step that was dispatched last.
         """
-        for fetched in steps:
-            # One program computes all results of a step, so waiting for one of them is
-            # enough.
+        for dispatched in dispatches:
+            # One program computes all results, so waiting for one of them is enough.
             with spans.Span(spans.STEP):
-                fetched.newest.block_until_ready()
-            # Replicas are compared first: a flipped bit may also be non-finite, and
-            # then a roll-back must not skip the data.
-            if fetched.fingerprints is not None:
-                self._replica_check.check(
-                    fetched.step - 1, fetched.fingerprints, newest
-                )
-            if fetched.metrics is not None:
-                self._log.write_row(fetched.step, fetched.metrics)
-            if fetched.norms is not None:
-                self._log.write_norms(fetched.step, fetched.norms)
-            self._nonfinite_check.check(fetched.step, fetched.observed)
+                dispatched.newest.block_until_ready()
+            chunk = dispatched.chunk
+            pairs = zip(self._hooks, dispatched.fetched, strict=True)
+            readers = [(hook, x) for hook, x in pairs if x is not None]
+            for step in chunk.steps:
+                place = chunk.place(step)
+                for hook, fetched in readers:
+                    hook.read(step, place, fetched, newest)
+
+    def _write_ahead(self, row: rows_lib.Row, newest: state_lib.TrainState) -> None:
+        """Writes a row about the next step, after those of all earlier steps."""
+        self._flush(newest)
+        self._log.write_ahead(row)
 
     def _flush(self, newest: state_lib.TrainState) -> None:
         """Reads all steps so far; waits for them."""
@@ -617,25 +680,6 @@ class Run:
             self.tracer.ask(self.step + 1, request.steps)
         else:
             self._is_save_requested = True
-
-    def _trace(self, step: int, newest: jax.Array | None) -> None:
-        """Begins or ends a trace, if that is due before a step."""
-        if not self.tracer.is_busy:
-            return
-        try:
-            with self.clock.phase(clock_lib.TRACE):
-                self.tracer.before_step(step, newest)
-        except profiles.ProfileError as e:
-            # A run does not end because of a trace.
-            self.terminal.say(f"the trace failed: {e}")
-
-    def _end_trace(self, newest: jax.Array | None) -> None:
-        """Ends a trace, if there is one, at the end of training."""
-        try:
-            with self.clock.phase(clock_lib.TRACE):
-                self.tracer.end(newest)
-        except profiles.ProfileError as e:
-            self.terminal.say(f"the trace failed: {e}")
 
     def _request_save(self) -> None:
         """Requests a save by this process's clock.
@@ -670,9 +714,15 @@ class Run:
         return text
 
     def _save(
-        self, step: int, state: state_lib.TrainState, *, is_evaluation_due: bool
+        self,
+        step: int,
+        state: state_lib.TrainState,
+        *,
+        is_evaluation_due: bool | None = None,
     ) -> None:
         """Checks the steps so far, and begins to save the state in the background."""
+        if is_evaluation_due is None:
+            is_evaluation_due = self._schedule.evaluation(step)
         # A resumed run keeps the rows up to the checkpoint, so they are written first.
         # The save makes them durable before it commits.
         self._flush(state)
@@ -686,6 +736,7 @@ class Run:
                 "evaluated": is_evaluated or not is_evaluation_due,
                 "watched": self._nonfinite_check.get_state(),
                 "fingerprint": self._replica_check.fingerprints_of(state),
+                saving.STEP_PROGRAM: self.dispatches.program,
             }
             self.checkpoints.save(
                 step, state, metrics=metrics, noted=noted, log=self._log

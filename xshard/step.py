@@ -55,6 +55,39 @@ class Stepped(NamedTuple):
     norms: dict[str, ArrayNorms]
 
 
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Steps that were dispatched at once.
+
+    Attributes:
+      first: the number of the first step.
+      count: the number of steps.
+      stepped: the last state, and the results of all steps.
+      is_stacked: whether the results have a leading dimension of steps.
+    """
+
+    first: int
+    count: int
+    stepped: Stepped
+    is_stacked: bool
+
+    @property
+    def last(self) -> int:
+        """The number of the last step."""
+        return self.first + self.count - 1
+
+    @property
+    def steps(self) -> range:
+        """The numbers of the steps."""
+        return range(self.first, self.first + self.count)
+
+    def place(self, step: int) -> Any:
+        """Returns the index of a step in arrays of results."""
+        if not self.is_stacked:
+            return ...
+        return step - self.first
+
+
 def make_train_step(
     experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
@@ -141,6 +174,54 @@ def make_watched_step(
         )
 
     return train_step
+
+
+def make_train_steps(
+    train_step: Callable[[TrainState, Batch], Stepped], most: int
+) -> Callable[[TrainState, Batch, Any], Stepped]:
+    """Returns the function that makes up to `most` steps, one after the other, in one
+    program.
+
+    It takes a state, batches that are stacked to arrays of shape (most, ...), and the
+    number of steps to make, an int32 scalar. It returns the last state; what each step
+    returns beside it is stacked likewise. Neither the batches nor the results after
+    that number mean anything.
+
+    The number is an argument and not part of the program, so a dispatch of eight steps
+    has the bits of eight dispatches of one: XLA compiles the body of the loop once,
+    whatever `most` is.
+
+    Args:
+      train_step: the function of `make_watched_step`.
+      most: the largest number of steps.
+    """
+
+    # The name of this function appears in profiles and in the compilation cache.
+    def train_steps(state: TrainState, batches: Batch, count: Any) -> Stepped:
+        at = lambda i: jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches
+        )
+        shapes: Any = jax.eval_shape(train_step, state, at(0))
+        results = jax.tree.map(
+            lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes._replace(state=None)
+        )
+
+        def body(i: Any, carry: tuple[TrainState, Any]) -> tuple[TrainState, Any]:
+            state, results = carry
+            stepped: Any = train_step(state, at(i))
+            results = jax.tree.map(
+                lambda all_steps, x: lax.dynamic_update_index_in_dim(
+                    all_steps, x, i, 0
+                ),
+                results,
+                stepped._replace(state=None),
+            )
+            return stepped.state, results
+
+        state, results = lax.fori_loop(0, count, body, (state, results))
+        return results._replace(state=state)
+
+    return train_steps
 
 
 def make_analyzed_step(

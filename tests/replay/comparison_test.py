@@ -84,15 +84,16 @@ def test_runs_resumed_with_different_configs_diverge_in_the_next_step(
 
 def test_a_bit_flip_in_all_copies_is_located(tmp_path, monkeypatch, capsys):
     assert loop.run(config(), str(tmp_path / "A"), "") == 0
-    run = loop.Run(config(log_every_steps=2), str(tmp_path / "B"))
+    one_by_one = config(log_every_steps=2, steps_per_dispatch=1)
+    run = loop.Run(one_by_one, str(tmp_path / "B"))
     step_of_run = run.train_step
 
-    def train_step(state, batch):
+    def train_step(state, *rest):
         if int(state.step) == 4:
             layer = state.experiment.params["linear"]
             flipped = (layer["w"].view(jnp.uint32) ^ 1).view(jnp.float32)
             layer["w"] = jax.device_put(flipped, layer["w"].sharding)
-        return step_of_run(state, batch)
+        return step_of_run(state, *rest)
 
     monkeypatch.setattr(run, "train_step", train_step)
     with run.opened():

@@ -23,7 +23,7 @@ def make_config(**changes):
     config = toy.get_config()
     config.update({"batch_size": 8, "log_every_steps": 1, "writers": ("jsonl",)})
     # Each step then polls once.
-    config.eval_every_steps = 0
+    config.update({"eval_every_steps": 0, "steps_per_dispatch": 1})
     config.checkpoint.update({"every_steps": 4})
     with config.unlocked():
         config.update({"batch_schedule": TABLE, **changes})

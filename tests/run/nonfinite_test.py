@@ -469,7 +469,7 @@ def check_one(watching, number, verdict, name="", loss=1.0):
         loss=jnp.float32(loss),
         gradients=jnp.array([False, True]),
     )
-    watching.check(number, watching.fetch({name: observed}))
+    watching.check(number, {name: observed})
 
 
 def check(watching, verdicts, first=1):
@@ -524,7 +524,7 @@ def test_the_number_of_reported_stretches_is_limited():
 def test_a_step_is_checked_when_later_ones_are_dispatched_or_saved(
     tmp_path, every_steps, flushed
 ):
-    config = make_config()
+    config = make_config(steps_per_dispatch=1)
     with config.unlocked():
         config.checkpoint.every_steps = every_steps
     run = loop.Run(config, str(tmp_path))

@@ -40,6 +40,8 @@ class Asking(rows.ScriptedWatch):
 
 def make_config(**changes):
     config = toy.get_config()
+    # Each step polls once.
+    config.steps_per_dispatch = 1
     config.update({"log_every_steps": 1, "writers": ("jsonl",), **changes})
     return config.lock()
 
@@ -113,6 +115,16 @@ def test_a_roll_back_ends_a_trace_and_the_next_one_works(tmp_path, capsys):
     assert "the trace was cut short: it has steps 6 to" in capsys.readouterr().out
     first, second = sorted(traced(tmp_path).values())
     assert first[:2] == [6, 7] and second == [12]
+
+
+def test_a_trace_has_exactly_its_steps_whatever_is_dispatched_at_once(tmp_path, capsys):
+    # Five steps are dispatched at once, up to a save.
+    watch = Asking({5: 3})
+    config = make_config(steps_per_dispatch=8)
+    assert loop.run(config, str(tmp_path), "", watch=watch) == 0
+    assert traced(tmp_path) == {"steps_6_to_8": [6, 7]}
+    # A dispatch ends at the evaluation of step 6.
+    assert "traced steps 6 to 8 in 2 dispatches on 1 proc" in capsys.readouterr().out
 
 
 def fails(*args, **kwargs):

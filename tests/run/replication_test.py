@@ -18,7 +18,6 @@ from xshard.checkpoint import manager as manager_lib
 from xshard.optimizers import trees
 from xshard.pod import request
 from xshard.run import replication
-from xshard.stored import fingerprint
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 VARIANTS = [
@@ -200,7 +199,7 @@ def saved_at_5(directory, **changes):
     """Trains until a stop at step 5, which saves the state; returns the config."""
     new_config = toy.get_config()
     new_config.update_from_flattened_dict(
-        {"hidden": 15, "log_every_steps": 1, **changes}
+        {"hidden": 15, "log_every_steps": 1, "steps_per_dispatch": 1, **changes}
     )
     watch = rows.ScriptedWatch(5, request.STOP)
     assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
@@ -294,6 +293,5 @@ def test_a_state_restored_to_another_layout_equals_the_saved_one(
         lambda state: seen.append(state) or fingerprints_of(state),
     )
     with run.opened():
-        begin = run._begin()
-    assert run.mesh.size == len(devices) and seen == [begin.state]
-    assert begin.fingerprints.keys() == set(fingerprint.KINDS)
+        state = run._begin()
+    assert run.mesh.size == len(devices) and seen == [state]

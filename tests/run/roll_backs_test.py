@@ -168,7 +168,7 @@ def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
 
 
 def test_a_roll_back_ignores_checkpoints_that_the_clock_caused(tmp_path, uninterrupted):
-    config = make_config()
+    config = make_config(steps_per_dispatch=1)
     watch = rows.ScriptedWatch(8, request.SAVE)
     assert loop.run(config, str(tmp_path), "", watch=watch) == 0
     assert_same(tmp_path, uninterrupted, config)

@@ -258,6 +258,14 @@ class Manager:
         metas = metadata_files.read_array_metas(format_lib.find(self.store, step))
         return {path: meta.shape for path, meta in metas.items()}
 
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns the metadata that was saved with a step, as this process sees it.
+
+        Raises:
+          CheckpointError: if the step cannot be read.
+        """
+        return metadata_files.read_meta(format_lib.find(self.store, step)).metadata
+
     def nonfinite(self, step: int) -> list[str]:
         """Lists arrays of a step that should be finite and are not, by path.
 

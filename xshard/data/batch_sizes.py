@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import sys
 from collections.abc import Sequence
 
 import ml_collections
@@ -82,6 +83,15 @@ class BatchSizes:
     def at(self, step: int) -> int:
         """Returns the number of examples of a step; steps count from 1."""
         return self._sizes[bisect.bisect_left(self._ends, step)]
+
+    def last_of_size(self, step: int) -> int:
+        """Returns the last step, from a step on, of the size of its batch."""
+        place = bisect.bisect_left(self._ends, step)
+        while place < len(self._ends) and self._sizes[place + 1] == self._sizes[place]:
+            place += 1
+        if place == len(self._ends):
+            return sys.maxsize
+        return self._ends[place]
 
     def drawn_at(self, step: int) -> int:
         """Returns the number of the iterator's batches that a step consists of."""

@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import math
+import time
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from xshard.data import rows as rows_lib
 _BYTES = "base64"
 _ARRAY = "npy"
 _TUPLE = "tuple"
+# For so long a lone process draws batches that are dispatched together.
+_DRAW_SECONDS = 0.05
 _MARKERS = (_BYTES, _ARRAY, _TUPLE)
 # A position may inflate to this size; to this multiple of its compressed size, which
 # is far below the thousandfold of a forged one; and to this multiple of what the
@@ -93,6 +96,10 @@ class TrainBatches:
         self._rows = rows_lib.Rows(group_size, self._sharding, replicas, groups)
         self._skips: Mapping[int, int] = {}
         self._first: dict[str, np.ndarray] | None = None
+        # The batches of the next step, if they have been drawn with those of steps
+        # before; and whether any batch has differed from the one before it.
+        self._held: list[data.Arrays] = []
+        self._has_varied = False
         # The names, shapes and dtypes of the last batch that passed the checks.
         self._checked_kind: list[Any] | None = None
 
@@ -200,22 +207,129 @@ class TrainBatches:
             host.
           state: the run's state.
         """
+        self._act_if_due(step, predict, state)
+        count = self.sizes.drawn_at(step)
+        drawn = self._held or self._draw(step, count)
+        self._held = []
+        if count == 1:
+            return self._rows.to_devices(drawn[0], copy=self._may_overwrite)
+        return self._rows.join_on_devices(drawn)
+
+    def _act_if_due(
+        self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
+    ) -> None:
         every = self._acts_every_steps
         if every is not None and (step - 1) % every == 0:
             self._first = None
             self._iterator.act(step, functools.partial(predict, state))
+
+    def _draw(self, step: int, count: int) -> list[data.Arrays]:
+        """Draws the iterator's batches of a step, after those that it passes over."""
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
-        count = self.sizes.drawn_at(step)
         if count == 1:
-            return next(self)
-        taken = []
+            return [self._take_next()]
+        drawn = []
         for _ in range(count):
             batch = self._take_next()
             if self._may_overwrite:
                 batch = {name: np.array(array) for name, array in batch.items()}
-            taken.append(batch)
-        return self._rows.join_on_devices(taken)
+            drawn.append(batch)
+        return drawn
+
+    def next_boundary(self, step: int) -> int:
+        """Returns the last step, from a step on, whose batch may be drawn with its own.
+
+        The iterator acts before the one after it, or the batches change their size.
+
+        Args:
+          step: the number of the next step, from 1.
+        """
+        last = self.sizes.last_of_size(step)
+        every = self._acts_every_steps
+        if every is not None:
+            last = min(last, (step - 1) // every * every + every)
+        return last
+
+    def batches_for_steps(
+        self,
+        steps: range,
+        most: int,
+        predict: Callable[[Any, Mapping[str, Any]], Any],
+        state: Any,
+    ) -> tuple[dict[str, jax.Array], int]:
+        """Returns the batches of several steps, stacked.
+
+        Args:
+          steps: the numbers of the steps, at most up to `next_boundary` of the first.
+          most: the number of batches in each array; those that are not asked for are
+            zeros.
+          predict: as for `batch_for_step`.
+          state: the run's state.
+
+        Returns:
+          Arrays by name, of shape (most, rows, ...); and for how many of the steps they
+          are. A batch whose names, shapes or dtypes differ from the first one's is the
+          first of the next call, and so is one that would come late.
+        """
+        self._act_if_due(steps.start, predict, state)
+        count = self.sizes.drawn_at(steps.start)
+        if self._has_varied:
+            # No batch can be put back, and a save may follow the last step.
+            steps = steps[:1]
+        stacked: dict[str, np.ndarray] = {}
+        if self._can_take(steps, count):
+            for name, array in self._iterator.next_batches(len(steps)).items():
+                # Each step consists of one of the iterator's batches.
+                stacked[name] = _padded(array, most)[:, None]
+            return self._rows.stack_on_devices(stacked), len(steps)
+        # A stop must not wait for many batches of slow data. Several processes must
+        # make the same steps together, so only a lone one ends them by its clock, which
+        # changes no bit.
+        end = math.inf
+        if jax.process_count() == 1:
+            end = time.monotonic() + _DRAW_SECONDS
+        kind = None
+        for place, step in enumerate(steps):
+            if place and time.monotonic() > end:
+                return self._rows.stack_on_devices(stacked), place
+            drawn = self._held or self._draw(step, count)
+            self._held = []
+            kind_of_step = _names_and_types(drawn[0])
+            for batch in drawn[1:]:
+                _check_joined(step, kind_of_step, _names_and_types(batch))
+            if kind is None:
+                kind = kind_of_step
+                for name, array in drawn[0].items():
+                    shape = (most, count, *np.shape(array))
+                    stacked[name] = np.zeros(shape, np.asarray(array).dtype)
+            elif kind_of_step != kind:
+                # The iterator may write into its arrays for the next batch.
+                self._held = [
+                    {name: np.array(array) for name, array in batch.items()}
+                    for batch in drawn
+                ]
+                self._has_varied = True
+                return self._rows.stack_on_devices(stacked), place
+            for number, batch in enumerate(drawn):
+                for name, array in batch.items():
+                    stacked[name][place, number] = array
+        return self._rows.stack_on_devices(stacked), len(steps)
+
+    def _can_take(self, steps: range, count: int) -> bool:
+        """Returns whether the iterator can draw the batches of these steps at once."""
+        is_simple = count == 1 and not self._held and len(steps) > 1
+        # The first batch of all is compared with the one before it was put back.
+        if not is_simple or self._first is not None:
+            return False
+        if not hasattr(self._iterator, "next_batches"):
+            return False
+        return not any(self._skips.get(step, 0) for step in steps)
+
+    @property
+    def holds_batch(self) -> bool:
+        """Whether the next step's batch has been drawn, so no position can be saved."""
+        return bool(self._held)
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
         """Sets how many batches to draw and discard before certain steps, by step."""
@@ -272,6 +386,7 @@ class TrainBatches:
           ValueError: if they are not positions in this data, or do not fit the number
             of processes.
         """
+        self._held = []
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(
@@ -521,6 +636,33 @@ def _warn_unless_equal(iterator: Any, first: data.Arrays, again: data.Arrays) ->
             "with its seed.",
             type(iterator).__name__,
         )
+
+
+def _names_and_types(batch: data.Arrays) -> dict[str, Any]:
+    """Returns the shape and dtype of each array of a batch, by its name."""
+    types = {}
+    for name, array in batch.items():
+        types[name] = (np.shape(array), getattr(array, "dtype", None))
+    return types
+
+
+def _check_joined(step: int, first: dict[str, Any], other: dict[str, Any]) -> None:
+    """Raises UserError unless the batches that one step joins are alike."""
+    if other != first:
+        raise errors.UserError(
+            f"Step {step} joins several batches of the iterator (batch_schedule), and "
+            f"they differ: {first}, then {other}. Give them the same names, shapes and "
+            "dtypes."
+        )
+
+
+def _padded(array: np.ndarray, length: int) -> np.ndarray:
+    """Returns an array with zeros after its rows, up to a number of rows."""
+    if len(array) == length:
+        return array
+    padded = np.zeros((length, *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
 def _check_iterator(iterator: Any) -> int:

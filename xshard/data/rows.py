@@ -56,8 +56,16 @@ class Rows:
         self._sharding = sharding
         # The number of replicas that each device holds rows of, one after the other.
         self._rounds = 1 if replicas is None else replicas.rounds
+        # Of the batches of several steps, one after the other.
+        self._stacked_sharding = jax.NamedSharding(
+            sharding.mesh, jax.P(None, *sharding.spec)
+        )
         # For each row on the devices, its index in `local_rows`.
         self._local_index = np.searchsorted(self.local_rows, rows)
+        # Whether the process's rows are those of the devices, in their order, so that
+        # JAX can divide them by itself, which is faster.
+        are_in_order = np.array_equal(self._local_index, np.arange(len(rows)))
+        self._are_whole = are_in_order and sharding.is_fully_addressable
         self._rows = rows
 
     def to_devices(
@@ -75,9 +83,11 @@ class Rows:
             if copy and isinstance(array, np.ndarray):
                 array = np.array(array)
             shape = (self.count, *array.shape[1:])
-            return jax.make_array_from_callback(
-                shape, self._sharding, lambda index: self._take(array, index)
-            )
+
+            def rows_of_device(index: Any) -> np.ndarray:
+                return array[self._local(index[0])]
+
+            return jax.make_array_from_callback(shape, self._sharding, rows_of_device)
 
         return {name: put(array) for name, array in arrays.items()}
 
@@ -97,14 +107,46 @@ class Rows:
 
             def rows_of_device(index: Any) -> np.ndarray:
                 taken = []
-                for part in self._parts_of_replicas(index, shape[0], len(batches)):
-                    for batch in batches:
-                        taken.append(self._take(batch[name], (part,)))
+                for part in self._parts_of_replicas(index[0], shape[0], len(batches)):
+                    rows = self._local(part)
+                    taken += [batch[name][rows] for batch in batches]
                 return np.concatenate(taken)
 
             return jax.make_array_from_callback(shape, self._sharding, rows_of_device)
 
         return {name: put(name) for name in batches[0]}
+
+    def stack_on_devices(self, arrays: data.Arrays) -> dict[str, jax.Array]:
+        """Puts this process's rows of the batches of several steps on its devices.
+
+        Args:
+          arrays: the arrays by name, of shape (steps, joined, rows, ...): each step's
+            batch joins `joined` batches, as in `join_on_devices`. The caller does not
+            write into them again.
+
+        Returns:
+          Arrays of shape (steps, rows on all devices, ...).
+        """
+        if self._are_whole and all(array.shape[1] == 1 for array in arrays.values()):
+            batches = {name: array[:, 0] for name, array in arrays.items()}
+            return jax.device_put(batches, self._stacked_sharding)
+
+        def put(array: np.ndarray) -> jax.Array:
+            steps, joined = array.shape[:2]
+            shape = (steps, joined * self.count, *array.shape[3:])
+
+            def rows_of_device(index: Any) -> np.ndarray:
+                taken = []
+                for part in self._parts_of_replicas(index[1], shape[1], joined):
+                    rows = array[:, :, self._local(part)]
+                    taken.append(rows.reshape(steps, -1, *array.shape[3:]))
+                return taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
+
+            return jax.make_array_from_callback(
+                shape, self._stacked_sharding, rows_of_device
+            )
+
+        return {name: put(array) for name, array in arrays.items()}
 
     def origins(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns where each row of a batch comes from that joins several.
@@ -119,7 +161,7 @@ class Rows:
         numbers = np.empty(count * self.count, int)
         rows = np.empty(count * self.count, int)
         for index in self._sharding.devices_indices_map(rows.shape).values():
-            parts = self._parts_of_replicas(index, len(rows), count)
+            parts = self._parts_of_replicas(index[0], len(rows), count)
             rows_of_device = [self._rows[part] for part in parts]
             numbers[index] = np.concatenate(
                 [np.repeat(np.arange(count), len(part)) for part in rows_of_device]
@@ -129,7 +171,7 @@ class Rows:
             )
         return numbers, rows
 
-    def _parts_of_replicas(self, index: Any, size: int, count: int) -> list[slice]:
+    def _parts_of_replicas(self, index: slice, size: int, count: int) -> list[slice]:
         """Returns the rows of one batch that each replica of a device has.
 
         Args:
@@ -139,14 +181,14 @@ class Rows:
         """
         # A device's part of the joined batch begins where its part of one batch would,
         # times the number of batches.
-        start, stop, _ = index[0].indices(size)
+        start, stop, _ = index.indices(size)
         ends = np.linspace(start // count, stop // count, self._rounds + 1, dtype=int)
         return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
 
-    def _take(self, array: np.ndarray, index: Any) -> np.ndarray:
-        """Returns a device's rows, from the process's rows."""
-        rows = self._local_index[index[0]]
+    def _local(self, part: slice) -> Any:
+        """Returns the index of some rows on the devices among the process's rows."""
+        rows = self._local_index[part]
         # Contiguous rows, as without padding, are a view.
         if rows[-1] - rows[0] == len(rows) - 1:
-            return array[rows[0] : rows[-1] + 1]
-        return array[rows]
+            return slice(rows[0], rows[-1] + 1)
+        return rows

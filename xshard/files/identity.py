@@ -14,6 +14,10 @@ from xshard.files import earlier_configs
 _ID_LENGTH = 16
 # The most characters of a change that a message shows in full.
 _SHOWN = 300
+# The programs that may make a run's steps: one for several steps, a loop; and one for a
+# single step.
+LOOP = "loop"
+STEP = "step"
 
 
 class Identity(NamedTuple):

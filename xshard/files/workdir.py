@@ -59,6 +59,8 @@ REACHED = "reached.json"
 # The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
 SET_ASIDE = "set_aside"
+# The key, inside the identity, of the program that makes the run's steps.
+_STEP_PROGRAM = "step_program"
 # A user creates this file: the run saves and stops, and does not train until it is
 # removed.
 STOP_FILE = "STOP"
@@ -139,6 +141,18 @@ class Workdir:
         """Returns the ID of the run in this directory; empty if there is no run."""
         identity = self.identity()
         return "" if identity is None else identity.id
+
+    def step_program(self) -> str | None:
+        """Returns the program that makes the steps of the run in this directory.
+
+        Returns:
+          `identity.LOOP` or `identity.STEP`, which runs have that began before there
+          was a choice; None if there is no run.
+        """
+        config = _read(self.config, "config")
+        if config is None:
+            return None
+        return str(config[IDENTITY].get(_STEP_PROGRAM, identity_lib.STEP))
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Checks whether a config may run in this directory; writes nothing.
@@ -260,6 +274,7 @@ class Workdir:
         identity: identity_lib.Identity | None = None,
         provenance: provenance_lib.Provenance | None = None,
         set_aside: str = "",
+        step_program: str | None = None,
     ) -> Iterator[None]:
         """Holds the lock of the directory, with the run's config and provenance in it.
 
@@ -270,6 +285,8 @@ class Workdir:
           provenance: the run's provenance; None: it is not checked and not written.
           set_aside: the ID of a run to move away first, if that run is in the
             directory.
+          step_program: the program that makes the run's steps; by default that of the
+            run in the directory.
 
         Raises:
           UserError: if the directory cannot be written, another process runs in it, or
@@ -285,7 +302,9 @@ class Workdir:
                 self.check_provenance(provenance)
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
-            content = {IDENTITY: identity._asdict(), **identity_lib.plain(config)}
+            step_program = step_program or self.step_program() or identity_lib.STEP
+            run = {**identity._asdict(), _STEP_PROGRAM: step_program}
+            content = {IDENTITY: run, **identity_lib.plain(config)}
             self.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:
                 self.write(self.origin, provenance._asdict())

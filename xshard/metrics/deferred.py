@@ -20,27 +20,38 @@ IN_FLIGHT = 2
 
 
 class Queue(Generic[T]):
-    """What the host has yet to read of each dispatched step, in their order."""
+    """What the host has yet to read of each dispatch, in their order."""
 
     def __init__(self) -> None:
-        self._steps: collections.deque[T] = collections.deque()
+        # With the number of steps of each.
+        self._dispatches: collections.deque[tuple[T, int]] = collections.deque()
+        self._num_steps = 0
 
-    def push(self, step: T) -> list[T]:
-        """Adds a step that has just been dispatched.
+    def push(self, dispatch: T, num_steps: int = 1) -> list[T]:
+        """Adds what has just been dispatched.
+
+        Args:
+          dispatch: what the host will read.
+          num_steps: the number of steps that it is of.
 
         Returns:
-          The steps that are no longer to stay in flight, which the caller reads.
+          What is no longer to stay in flight, since at least `IN_FLIGHT` steps have
+          been dispatched after it; the caller reads it.
         """
-        self._steps.append(step)
+        self._dispatches.append((dispatch, num_steps))
+        self._num_steps += num_steps
         due = []
-        while len(self._steps) > IN_FLIGHT:
-            due.append(self._steps.popleft())
+        while self._num_steps - self._dispatches[0][1] >= IN_FLIGHT:
+            first, count = self._dispatches.popleft()
+            self._num_steps -= count
+            due.append(first)
         return due
 
     def flush(self) -> list[T]:
-        """Removes all steps, and returns them for the caller to read."""
-        due = list(self._steps)
-        self._steps.clear()
+        """Removes everything, and returns it for the caller to read."""
+        due = [dispatch for dispatch, _ in self._dispatches]
+        self._dispatches.clear()
+        self._num_steps = 0
         return due
 
 

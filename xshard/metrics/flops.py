@@ -51,9 +51,18 @@ def of(f: Callable[..., Any], *args: Any) -> int:
       ValueError: if a product is in a `while` loop, since its number of iterations is
         unknown.
     """
-    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    return of_program(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def of_program(jaxpr: jax_internals.Jaxpr) -> int:
+    """Returns the FLOPs of a traced program, as `of` counts those of a function."""
     count, _ = _of_jaxpr(jaxpr, [False] * len(jaxpr.invars))
     return count
+
+
+def times(eqn: Any) -> int:
+    """Returns how often an equation runs the programs in it, if that is known."""
+    return _times(eqn.primitive.name, eqn.params)
 
 
 def step(

@@ -3,17 +3,20 @@ the terminal.
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jmp
 import numpy as np
 
 from xshard import experiment as experiment_lib
+from xshard import hooks
 from xshard import mesh as mesh_lib
+from xshard import step as step_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.learners import state as learner_state
@@ -32,11 +35,25 @@ _ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
 
-class Log:
+class _Fetched(NamedTuple):
+    """What the rows of steps that were dispatched at once have.
+
+    Attributes:
+      metrics: the metrics by name; empty if no step has a row.
+      fingerprints: those of the states before the steps, by their names in rows.
+      norms: the norms of parameters; empty if no step logs them.
+    """
+
+    metrics: Mapping[str, jax.Array]
+    fingerprints: Mapping[str, jax.Array]
+    norms: _Norms
+
+
+class Log(hooks.Hook):
     """The log of a run.
 
     The host reads the metrics of a step some steps later: `fetch` starts to copy them,
-    and `write_row` writes them.
+    and `read` writes them.
 
     Attributes:
       rows: the number of rows in the log, including earlier parts of the run.
@@ -71,6 +88,7 @@ class Log:
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
         self._norms_every = config.get("log_norms_every_steps", 0)
+        self._fingerprints_every = config.get("fingerprint_every_steps", 0)
         self._last = config.steps
         self._mesh = mesh
         self._clock = clock
@@ -135,41 +153,57 @@ class Log:
             raise
         self._close(self.outcome or _ROLLED_BACK)
 
-    def fetch(
-        self, step: int, metrics: Mapping[str, jax.Array]
-    ) -> Mapping[str, jax.Array] | None:
-        """Starts to copy the metrics of a step to the host, if it has a row.
-
-        All processes must call it.
-
-        Returns:
-          The metrics, as `write_row` takes them; None if the step has no row.
-        """
-        if step % self._every and step != self._last:
-            return None
+    def fetch(self, chunk: step_lib.Chunk) -> _Fetched | None:
+        """Starts to copy to the host what the rows of steps have, if any has one."""
+        stepped = chunk.stepped
+        metrics: Mapping[str, jax.Array] = {}
+        fingerprints: Mapping[str, jax.Array] = {}
+        norms: _Norms = {}
         # A host can only read arrays on its own devices.
-        fetched = mesh_lib.replicate(self._mesh, metrics)
-        deferred.to_host(fetched.values())
-        return fetched
-
-    def fetch_norms(self, step: int, norms: _Norms) -> _Norms | None:
-        """Starts to copy the norms of parameters to the host, if the step logs them.
-
-        All processes must call it.
-
-        Returns:
-          The norms, as `write_norms` takes them; None if there are none to write.
-        """
-        if not norms or step % self._norms_every:
+        has_rows = any(map(self._has_row, chunk.steps))
+        if has_rows:
+            metrics = mesh_lib.replicate(self._mesh, stepped.metrics)
+            deferred.to_host(metrics.values())
+        if has_rows and any(map(self._has_fingerprints, chunk.steps)):
+            assert stepped.fingerprints_before is not None
+            values = stepped.fingerprints_before.logged()
+            fingerprints = mesh_lib.replicate(self._mesh, values)
+            deferred.to_host(fingerprints.values())
+        if stepped.norms and any(map(self._has_norms, chunk.steps)):
+            norms = mesh_lib.replicate(self._mesh, stepped.norms)
+            deferred.to_host([of_learner.values for of_learner in norms.values()])
+        if not has_rows and not norms:
             return None
-        fetched = mesh_lib.replicate(self._mesh, norms)
-        deferred.to_host([of_learner.values for of_learner in fetched.values()])
-        return fetched
+        return _Fetched(metrics, fingerprints, norms)
+
+    def read(self, step: int, place: Any, fetched: _Fetched, newest: Any) -> None:
+        """Writes the rows of a step, if it has any."""
+        del newest
+        if self._has_row(step):
+            values = {name: np.asarray(x)[place] for name, x in fetched.metrics.items()}
+            if self._has_fingerprints(step):
+                for name, x in fetched.fingerprints.items():
+                    values[name] = np.asarray(x)[place]
+            self.write_row(step, values)
+        if fetched.norms and self._has_norms(step):
+            norms = {}
+            for name, of_learner in fetched.norms.items():
+                of_step = np.asarray(of_learner.values)[place]
+                norms[name] = dataclasses.replace(of_learner, values=of_step)
+            self.write_norms(step, norms)
+
+    def _has_row(self, step: int) -> bool:
+        return step % self._every == 0 or step == self._last
+
+    def _has_fingerprints(self, step: int) -> bool:
+        # The program of a step returns zeros where they are not due.
+        return bool(self._fingerprints_every) and step % self._fingerprints_every == 0
+
+    def _has_norms(self, step: int) -> bool:
+        return bool(self._norms_every) and step % self._norms_every == 0
 
     def write_norms(self, step: int, norms: _Norms) -> None:
-        """Writes the norms of parameters after a step, and waits for them if they are
-        not ready.
-        """
+        """Writes the norms of parameters after a step."""
         if self._norms is None:
             return
         row = norms_lib.row(step, norms)
@@ -177,8 +211,8 @@ class Log:
         for writer in self._writers:
             writer.write_norms(row)
 
-    def write_row(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Writes the row of a step, and waits for its metrics if they are not ready."""
+    def write_row(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes the row of a step."""
         row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.TRAIN}
         for name, value in metrics.items():
             row[name] = rows_lib.to_number(value)

@@ -49,8 +49,9 @@ def run(
     try:
         for step in range(start + 1, start + end + 1):
             tracer.before_step(step, (state, values))
-            batch = current.batches.batch_for_step(step, current.predict, state)
-            state, values, *_ = current.train_step(state, batch)
+            chunk = current.dispatch_step(step, state)
+            tracer.fetch(chunk)
+            state, values, *_ = chunk.stepped
             # Keeps few steps in flight, as the training loop does, so that the trace
             # resembles a run.
             if (step - start) % 2 == 0:

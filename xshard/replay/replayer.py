@@ -88,7 +88,9 @@ class Replayer:
         stopped = re.search(r"\bstep (\d+):", reason)
         if stopped:
             self._stopped = int(stopped[1])
-        self._train_step = preflight.jitted_step(self.experiment, self.mesh)
+        self._train_step = preflight.jitted_step_of(
+            self.experiment, self.mesh, self._workdir.step_program()
+        )
         predict = preflight.jitted_predict(self.experiment, self.mesh)
         self._predict = evaluation.predictions(predict, self.mesh)
 

@@ -13,7 +13,9 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
+from xshard import hooks
 from xshard import mesh as mesh_lib
+from xshard import step as step_lib
 from xshard.learners import state as learner_lib
 from xshard.learners.state import FINE, NONFINITE, SKIPPED_AT_MIN_SCALE
 from xshard.metrics import deferred, formatting
@@ -52,7 +54,7 @@ class NonfiniteError(Exception):
         self.step = step
 
 
-class NonfiniteCheck:
+class NonfiniteCheck(hooks.Hook):
     """Checks that a run's steps are finite, and that their losses do not jump.
 
     All processes check the same numbers of a step at the same later step, so they all
@@ -116,19 +118,20 @@ class NonfiniteCheck:
         self._num_stretches = 0
         # The last bad step. Its arrays stay on the devices, and are copied only if a
         # message needs them.
-        self._last_bad: tuple[int, np.ndarray, Observed] | None = None
+        self._last_bad: tuple[int, np.ndarray, Observed, Any] | None = None
 
-    def fetch(self, observed: Observed) -> Observed:
-        """Starts to copy to the host what `check` reads of a step.
+    def fetch(self, chunk: step_lib.Chunk) -> Observed:
+        """Starts to copy to the host what `check` reads of steps.
 
         All processes must call it.
 
         Args:
-          observed: the observations of a step that has just been dispatched.
+          chunk: steps that have just been dispatched.
 
         Returns:
-          The observations, as `check` takes them.
+          Their observations, as `check` takes them.
         """
+        observed: Observed = chunk.stepped.observed
         if self._num_groups > 1:
             # Other processes hold the values of some groups. Without groups the arrays
             # are replicated already.
@@ -144,24 +147,30 @@ class NonfiniteCheck:
             deferred.to_host(getattr(learner, field) for learner in observed.values())
         return observed
 
-    def check(self, step: int, observed: Observed) -> None:
+    def read(self, step: int, place: Any, fetched: Observed, newest: Any) -> None:
+        """Checks a step."""
+        del newest
+        self.check(step, fetched, place)
+
+    def check(self, step: int, observed: Observed, place: Any = ...) -> None:
         """Checks a step. All steps are checked in order.
 
         Args:
           step: the number of the step.
           observed: its observations, as `fetch` returned them.
+          place: the step's index in these arrays, if they are of several steps.
 
         Raises:
           NonfiniteError: if the run must stop or roll back.
         """
         # NumPy's functions would hand an array of JAX back to it, which runs a program
         # on the devices.
-        verdicts = [np.asarray(learner.verdict) for learner in observed.values()]
+        verdicts = [np.asarray(x.verdict)[place] for x in observed.values()]
         # A fine step after a fine step changes no counter. Almost all steps are.
         if not self._is_fine or any(map(np.count_nonzero, verdicts)):
-            self._check_verdicts(step, observed)
+            self._check_verdicts(step, observed, place)
         if self._jumps.factor:
-            self._check_losses(step, observed)
+            self._check_losses(step, observed, place)
 
     def get_state(self) -> dict[str, Any]:
         """Returns what a resumed run needs to know of these steps, as JSON values."""
@@ -181,25 +190,26 @@ class NonfiniteCheck:
     def _most_skips(self) -> int:
         return int(np.max(self._skips, initial=0))
 
-    def _read(self, observed: Observed, field: str) -> np.ndarray:
+    def _read(self, observed: Observed, field: str, place: Any) -> np.ndarray:
         """Returns a field of all learners, as float64[learners, groups]."""
         # A learner that the step does not update, such as a teacher, has no
         # observations. Its 0 is FINE, and no jump.
         values = np.zeros(self._verdicts.shape, np.float64)
         for row, name in enumerate(self._paths):
             if name in observed:
-                values[row] = np.asarray(getattr(observed[name], field)).reshape(-1)
+                array = np.asarray(getattr(observed[name], field))
+                values[row] = array[place].reshape(-1)
         return values
 
-    def _check_verdicts(self, step: int, observed: Observed) -> None:
+    def _check_verdicts(self, step: int, observed: Observed, place: Any) -> None:
         """Counts a step's verdicts; warns or raises NonfiniteError if they are bad."""
-        verdicts = self._read(observed, "verdict")
+        verdicts = self._read(observed, "verdict", place)
         self._verdicts = verdicts
         self._is_fine = not verdicts.any()
         was_skipped = verdicts == SKIPPED_AT_MIN_SCALE
         self._skips = np.where(was_skipped, self._skips + 1, 0)
         if not self._is_fine:
-            self._last_bad = (step, verdicts, observed)
+            self._last_bad = (step, verdicts, observed, place)
         if self._most_skips() >= self._max_skips:
             raise NonfiniteError(self._describe_skips(), step)
         if np.any(verdicts == NONFINITE):
@@ -214,9 +224,9 @@ class NonfiniteCheck:
                 )
             self._stretch_begin = None
 
-    def _check_losses(self, step: int, observed: Observed) -> None:
+    def _check_losses(self, step: int, observed: Observed, place: Any) -> None:
         """Raises NonfiniteError if a loss has jumped."""
-        losses = self._read(observed, "loss")
+        losses = self._read(observed, "loss", place)
         medians = self._jumps.add(losses)
         descriptions = []
         for learner, group in np.argwhere(np.isfinite(medians)):
@@ -264,14 +274,14 @@ class NonfiniteCheck:
         """
         if self._last_bad is None:
             return ""
-        step, verdicts, observed = self._last_bad
+        step, verdicts, observed, place = self._last_bad
         observed = mesh_lib.replicate(self._mesh, dict(observed))
         names = list(self._paths)
         descriptions = []
         for learner, group in np.argwhere(verdicts):
             name = names[learner]
-            losses = np.asarray(observed[name].loss).reshape(-1)
-            gradients = np.asarray(observed[name].gradients)
+            losses = np.asarray(observed[name].loss)[place].reshape(-1)
+            gradients = np.asarray(observed[name].gradients)[place]
             is_nonfinite = gradients.reshape(self._num_groups, -1)[group]
             description = f"the loss is {formatting.number(float(losses[group]))}"
             paths = self._paths[name]

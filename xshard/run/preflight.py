@@ -6,11 +6,12 @@ and JAX caches the trace of a jitted function for the function's first call.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from xshard import config as config_lib
 from xshard import errors, logical, samples, step, validation
@@ -18,9 +19,10 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
+from xshard.files import identity
 from xshard.metrics import formatting
 from xshard.optimizers import cross_shard, layouts, trees
-from xshard.run import replica_analysis, slices
+from xshard.run import dispatch, replica_analysis, slices
 from xshard.stored import replica_state
 
 # Calls a function that predicts.
@@ -46,6 +48,21 @@ _PASSED_ON = (
     "shard_update",
     "shard_params",
 )
+
+
+class Programs(NamedTuple):
+    """The programs of a run, jitted.
+
+    Attributes:
+      train_step: the program of its steps: of a state and a batch, or, if that is a
+        loop, as `step.make_train_steps` returns it.
+      predict: the prediction.
+      plan: which program that of the steps is, and how many of them it makes.
+    """
+
+    train_step: Any
+    predict: Any
+    plan: dispatch.Plan
 
 
 def train_batches(
@@ -75,8 +92,9 @@ def programs(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     act: _PredictionCaller | None = None,
     larger: Sequence[Mapping[str, jax.ShapeDtypeStruct]] = (),
-) -> tuple[Any, Any]:
-    """Returns the jitted training step and prediction, after tracing and checking them.
+    step_program: str | None = identity.STEP,
+) -> Programs:
+    """Returns the programs of a run, after tracing and checking them.
 
     The prediction is traced for the batches that the run will ask it for, or else for a
     replica's part of a training batch.
@@ -89,6 +107,7 @@ def programs(
       act: lets the training data act, given a function that predicts; None if the data
         does not act on the model.
       larger: the shapes of the larger batches of the run.
+      step_program: the program that makes the run's steps; None: it is chosen.
 
     Raises:
       UserError: if a method of the experiment does not fit, or if a value that must be
@@ -114,11 +133,22 @@ def programs(
         _check_no_rows_of_examples(experiment, state)
     for larger_batch in larger:
         train_step.trace(state, larger_batch)
+    plan = dispatch.plan(
+        experiment.config,
+        mesh,
+        traced_step,
+        [batch, *larger][-1],
+        updates_in_shards=updates_in_shards,
+        acts=act is not None,
+        recorded=step_program,
+    )
+    if plan.program == identity.LOOP:
+        train_step = jitted_loop(experiment, mesh, train_step, plan.most)
     predict = jitted_predict(experiment, mesh)
     for traced in _traced_predictions(experiment, mesh, state, batch, act, predict):
         replica_analysis.check_prediction(experiment, mesh, traced)
         replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
-    return train_step, predict
+    return Programs(train_step, predict, plan)
 
 
 def _check_no_rows_of_examples(
@@ -148,12 +178,72 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
             replicas,
             donate_argnums=0,
         )
-    options = None
+    return jax.jit(
+        step.make_watched_step(experiment, mesh),
+        donate_argnums=0,
+        compiler_options=_options(experiment, mesh),
+    )
+
+
+def jitted_loop(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    train_step: Any,
+    most: int,
+) -> Any:
+    """Returns the loop of training steps, `step.make_train_steps`, jitted.
+
+    It donates the state.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      train_step: what `jitted_step` returns. As a jitted function it is traced once,
+        for the loop and for the checks before a run.
+      most: the largest number of steps.
+    """
+    return jax.jit(
+        step.make_train_steps(train_step, most),
+        donate_argnums=0,
+        compiler_options=_options(experiment, mesh),
+    )
+
+
+def jitted_step_of(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    step_program: str | None,
+) -> Callable[[state_lib.TrainState, Mapping[str, Any]], step.Stepped]:
+    """Returns the function that makes one step as a run does, with the same bits.
+
+    Args:
+      experiment: the run's experiment.
+      mesh: the run's mesh.
+      step_program: the program that makes the run's steps.
+    """
+    train_step = jitted_step(experiment, mesh)
+    if step_program != identity.LOOP:
+        return train_step
+    loop = jitted_loop(experiment, mesh, train_step, most=1)
+
+    def make_step(state: state_lib.TrainState, batch: Mapping[str, Any]) -> Any:
+        stacked = jax.tree.map(lambda x: x[None], batch)
+        # Constant, the number of steps would let XLA leave out the loop.
+        stepped = loop(state, stacked, np.int32(1))
+        results = jax.tree.map(lambda x: x[0], stepped._replace(state=None))
+        return results._replace(state=stepped.state)
+
+    return make_step
+
+
+def _options(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh
+) -> dict[str, bool | str] | None:
+    """Returns the options with which XLA compiles a training step."""
     device_kind = mesh.devices.flat[0].device_kind
     if experiment.config.reduction.shard_params and device_kind in _AHEAD_ON:
-        options = _ONE_LAYER_AHEAD
-    watched_step = step.make_watched_step(experiment, mesh)
-    return jax.jit(watched_step, donate_argnums=0, compiler_options=options)
+        return _ONE_LAYER_AHEAD
+    return None
 
 
 def single_program(

@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from xshard import jax_internals
+from xshard import hooks, jax_internals
+from xshard import step as step_lib
 from xshard.files import disk, workdir
 from xshard.metrics import formatting
 from xshard.pod import host_collectives
@@ -42,7 +43,7 @@ class ProfileError(Exception):
     """A trace that could not be made or written; the message says where and why."""
 
 
-class Tracer:
+class Tracer(hooks.Hook):
     """Traces steps of a run, the same ones on all processes.
 
     Every process creates one and makes the same calls. Between traces, `before_step`
@@ -54,6 +55,9 @@ class Tracer:
         directory: pathlib.Path,
         say: Callable[[str], None],
         set_phase: Callable[[str], None],
+        timed: Callable[[], contextlib.AbstractContextManager[None]] = (
+            contextlib.nullcontext
+        ),
     ):
         """Prepares traces; writes nothing.
 
@@ -61,11 +65,13 @@ class Tracer:
           directory: the work directory.
           say: prints a line.
           set_phase: tells what the run does.
+          timed: returns a context whose time counts as that of traces.
         """
         self._file = directory / workdir.PROFILE_FILE
         self._folder = directory / workdir.PROFILES
         self._say = say
         self._set_phase = set_phase
+        self._timed = timed
         self._index = jax.process_index()
         self._exchange = host_collectives.Exchange("the trace of steps", _WRITE_SECONDS)
         # The traced steps: from the first one until before the end. None: no trace is
@@ -73,8 +79,9 @@ class Tracer:
         self._steps: range | None = None
         self._is_tracing = False
         self._annotation: Any = None
-        # The last step that has begun.
+        # The last step that has been dispatched, and the number of dispatches.
         self._last = 0
+        self._num_dispatches = 0
         # Whether the processes are told of the file; only the thread that looks sets
         # it, and only the training clears it.
         self._is_asked = False
@@ -135,6 +142,42 @@ class Tracer:
 
     # For the training.
 
+    def next_due(self, step: int) -> int:
+        """Returns the first step after a given one, before whose successor a trace
+        begins or ends.
+        """
+        if self._steps is None:
+            return hooks.NEVER
+        first = self._steps.start - 1
+        return first if first > step else max(self._steps.stop - 1, step + 1)
+
+    def prepare(self, step: int, state: Any) -> Any:
+        """Begins or ends a trace before a step, if that is due.
+
+        A run does not end because of a trace that fails.
+        """
+        if self.is_busy:
+            try:
+                with self._timed():
+                    self.before_step(step, state)
+            except ProfileError as e:
+                self._say(f"the trace failed: {e}")
+        return state
+
+    def fetch(self, chunk: step_lib.Chunk) -> None:
+        """Notes which steps the trace has."""
+        if self._is_tracing:
+            self._last = chunk.last
+            self._num_dispatches += 1
+
+    def finish(self, newest: Any) -> None:
+        """Ends a trace, if there is one, at the end of training."""
+        try:
+            with self._timed():
+                self.end(newest)
+        except ProfileError as e:
+            self._say(f"the trace failed: {e}")
+
     @property
     def is_busy(self) -> bool:
         """Returns whether a trace is asked for, or under way."""
@@ -166,7 +209,6 @@ class Tracer:
         elif not self._is_tracing and step >= self._steps.start:
             self._begin(step, newest)
         if self._is_tracing:
-            self._last = step
             self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
 
@@ -205,12 +247,20 @@ class Tracer:
         if problems:
             raise ProfileError("; ".join(problems))
         total = sum(nbytes for nbytes, _ in written)
+        what = _named(steps.start, self._last) + self._in_dispatches(steps.start)
         self._say(
-            f"traced {_named(steps.start, self._last)} on {_processes(len(written))}: "
+            f"traced {what} on {_processes(len(written))}: "
             f"{formatting.scaled(total, 'B')} in {folder}\n"
             f"to view it: xprof --logdir {self._folder} (pip install xprof); or open "
             "the .trace.json.gz of a process in ui.perfetto.dev"
         )
+
+    def _in_dispatches(self, first: int) -> str:
+        """Says in how many dispatches the steps were made, if that is not one each."""
+        if self._num_dispatches == self._last + 1 - first:
+            return ""
+        times = "dispatch" if self._num_dispatches == 1 else "dispatches"
+        return f" in {self._num_dispatches} {times}"
 
     def cut_short(self) -> None:
         """Ends a trace that an error or a roll-back interrupts, if there is one.
@@ -236,6 +286,8 @@ class Tracer:
         assert self._steps is not None
         # If it begins late, as after a roll-back, it has as many steps.
         self._steps = range(step, step + len(self._steps))
+        self._last = step
+        self._num_dispatches = 0
         # Waits for the earlier steps, so that the trace contains only the chosen ones.
         jax.block_until_ready(newest)
         if self._is_asked:

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, logical, validation
+from xshard import errors, hooks, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard import step as step_lib
 from xshard.metrics import deferred, formatting
 from xshard.pod import host_collectives
 from xshard.stored import fingerprint, hashing
@@ -57,7 +58,7 @@ class ReplicaDivergenceError(errors.UserError):
         self.step = step
 
 
-class ReplicaCheck:
+class ReplicaCheck(hooks.Hook):
     """Compares the copies of the replicas by their fingerprints.
 
     A step computes the fingerprints of the state that it receives, so those of the
@@ -117,33 +118,45 @@ class ReplicaCheck:
                 "a device, and start again on another machine."
             )
 
-    def fetch(
-        self, step: int, fingerprints: fingerprint.Fingerprints | None
-    ) -> fingerprint.Fingerprints | None:
-        """Starts to copy to the host what `check` reads of a step.
+    def fetch(self, chunk: step_lib.Chunk) -> fingerprint.Fingerprints | None:
+        """Starts to copy to the host what `check` reads of steps.
 
         All processes must call it.
 
         Args:
-          step: the number of a step that has just been dispatched.
-          fingerprints: those of the state before the step; None if the run computes
-            none.
+          chunk: steps that have just been dispatched.
 
         Returns:
-          The fingerprints, as `check` takes them; None if they are not due.
+          The fingerprints of the states before the steps; None if none are due. Where
+          they are not due, the program of a step returns zeros.
         """
-        if fingerprints is None or step % self._every:
-            # The program of the step returns zeros where they are not due.
+        fingerprints = chunk.stepped.fingerprints_before
+        if fingerprints is None or not any(map(self._is_due, chunk.steps)):
             return None
         diverged = mesh_lib.replicate(self._mesh, fingerprints.diverged)
         deferred.to_host([diverged])
         return fingerprints._replace(diverged=diverged)
+
+    def read(
+        self,
+        step: int,
+        place: Any,
+        fetched: fingerprint.Fingerprints | None,
+        newest: state_lib.TrainState,
+    ) -> None:
+        """Checks the state before a step, if its fingerprints are due."""
+        if fetched is not None and self._is_due(step):
+            self.check(step - 1, fetched, newest, place)
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
 
     def check(
         self,
         step: int,
         fingerprints: fingerprint.Fingerprints,
         newest: state_lib.TrainState,
+        place: Any = ...,
     ) -> None:
         """Checks that the replicas hold the same bits after a step.
 
@@ -152,12 +165,13 @@ class ReplicaCheck:
           fingerprints: those of the state, as `fetch` returned them.
           newest: the state after the newest step. The one that had the fingerprints is
             gone by now, since the next step took its memory.
+          place: the step's index in the arrays, if they are of several steps.
 
         Raises:
           ReplicaDivergenceError: on all processes, if they do not.
         """
-        if np.any(np.asarray(fingerprints.diverged)):
-            what = self._describe(step, fingerprints, newest)
+        if np.any(np.asarray(fingerprints.diverged)[place]):
+            what = self._describe(step, fingerprints, newest, place)
             raise ReplicaDivergenceError(what, step)
 
     def fingerprints_of(self, state: state_lib.TrainState) -> dict[str, Any]:
@@ -203,13 +217,14 @@ class ReplicaCheck:
         step: int,
         fingerprints: fingerprint.Fingerprints,
         newest: state_lib.TrainState,
+        place: Any,
     ) -> str:
         """Describes which arrays differ, and on which replicas.
 
         All processes must call it.
         """
         texts = []
-        differing = self._differing(newest, fingerprints.table)
+        differing = self._differing(newest, fingerprints.table, place=place)
         for name, differences in differing.items():
             texts += [f"{name}: {difference}" for difference in differences]
         method = validation.describe_method(self._experiment.train_step)
@@ -234,7 +249,12 @@ class ReplicaCheck:
         return formatting.listed(paths)
 
     def _differing(
-        self, state: state_lib.TrainState, table: Any, *, each: bool = False
+        self,
+        state: state_lib.TrainState,
+        table: Any,
+        *,
+        each: bool = False,
+        place: Any = ...,
     ) -> dict[str, list[str]]:
         """Finds the cells of which replicas hold different copies.
 
@@ -242,12 +262,13 @@ class ReplicaCheck:
           state: a state; only its shapes are used.
           table: the sums of each replica, as in `Fingerprints`.
           each: whether the table has a cell for each array.
+          place: the index of the step in the table, if that is of several steps.
 
         Returns:
           Descriptions of the replicas that differ, by the name of the cell.
         """
         cells = fingerprint.cells(self._experiment, self._mesh, state, each=each)
-        sums = np.asarray(mesh_lib.replicate(self._mesh, table))
+        sums = np.asarray(mesh_lib.replicate(self._mesh, table))[place]
         groups, slices, replicas = self._mesh.devices.shape[:3]
         if self._logical_replicas is not None and sums.shape[-4:-2] != (
             slices,

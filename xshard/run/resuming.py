@@ -27,11 +27,14 @@ class ResumePlan(NamedTuple):
       changes: one text for each change since the run was started.
       sets_aside: the ID of the run in the work directory, if it must be moved away
         first; else empty.
+      step_program: the program that makes the run's steps, as the work directory has
+        it; None if it has no run.
     """
 
     identity: identity_lib.Identity
     changes: Sequence[str] = ()
     sets_aside: str = ""
+    step_program: str | None = None
 
 
 class StartState(NamedTuple):
@@ -77,8 +80,8 @@ def identify(
         "which run it is", lambda: _identify(config, directory, set_aside)
     )
     # It arrives as JSON, which turns named tuples into lists.
-    identity, changes, sets_aside = plan
-    return ResumePlan(identity_lib.Identity(*identity), changes, sets_aside)
+    identity, *others = plan
+    return ResumePlan(identity_lib.Identity(*identity), *others)
 
 
 def _identify(
@@ -97,9 +100,10 @@ def _identify(
     # The checkpoints may be elsewhere, so the work directory and the checkpoints each
     # name their run.
     identity = directory.identity()
+    step_program = directory.step_program()
     owner = checkpoint.read_owner(store)
     if owner is None:
-        return ResumePlan(identity or new, changes)
+        return ResumePlan(identity or new, changes, step_program=step_program)
     if identity is None:
         # The work directory was lost, for example with the disk of a host, and the
         # checkpoints of its run were not. They must be of this config.
@@ -113,7 +117,7 @@ def _identify(
             f"--workdir={directory.path} holds run {identity.id}: give another "
             "checkpoint.directory; --init_from starts a run with their parameters."
         )
-    return ResumePlan(identity, changes)
+    return ResumePlan(identity, changes, step_program=step_program)
 
 
 def check_newest(

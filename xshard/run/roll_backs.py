@@ -25,7 +25,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import checkpoint, errors
+from xshard import checkpoint, errors, hooks
 from xshard import config as config_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes
@@ -174,7 +174,7 @@ def with_update_scale(
     return state_lib.map_learners(scaled_learner, state)
 
 
-class RollBacks:
+class RollBacks(hooks.Hook):
     """The roll-backs of one run.
 
     All processes make the same calls. Process 0 reads and writes the file.
@@ -190,6 +190,7 @@ class RollBacks:
         log: Callable[[str], None],
         set_phase: Callable[[str], None],
         exchange: host_collectives.Exchange,
+        announce: Callable[[rows_lib.Row, state_lib.TrainState], None],
     ):
         """Checks the config; reads and writes nothing.
 
@@ -202,6 +203,8 @@ class RollBacks:
           log: called with a line about each roll-back.
           set_phase: called with the phase that the run enters, for its status.
           exchange: the series of exchanges of the main thread.
+          announce: called with a row that comes before that of the next step, and with
+            the state.
 
         Raises:
           UserError: if the run cannot roll back as its config says.
@@ -224,6 +227,7 @@ class RollBacks:
         self._log = log
         self._set_phase = set_phase
         self._exchange = exchange
+        self._announce = announce
         self._entries: list[RollBack] = []
         # As the function `in_effect` returns them.
         self._in_effect: dict[int, RollBack] = {}
@@ -360,9 +364,21 @@ class RollBacks:
         self._exchange.on_process_0(lambda: self._directory.write(self._path, values))
         self._log(f"{entry} (roll-back {len(values)} of at most {self._limit})")
 
-    def is_first_after(self, step: int) -> bool:
-        """Returns whether the run has rolled back to the step before this one."""
-        return step - 1 in self._in_effect
+    def prepare(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
+        """Returns the state for a step, and announces one after a roll-back."""
+        if step - 1 in self._in_effect:
+            self._announce(self.row(step), state)
+        return self.with_update_scale(step, state)
+
+    def next_due(self, step: int) -> int:
+        """Returns the first step after a given one, before whose successor the state is
+        edited.
+        """
+        due = self._batches.sizes.last_of_size(step + 1)
+        for restored in self._in_effect:
+            if restored > step:
+                due = min(due, restored)
+        return due
 
     def with_update_scale(
         self, step: int, state: state_lib.TrainState

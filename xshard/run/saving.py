@@ -28,6 +28,7 @@ from xshard.run import adaptations, nonfinite, resuming, states
 
 # The key of a checkpoint's metadata for the number of rows that the run had logged when
 # it saved.
+STEP_PROGRAM = "step_program"
 _ROWS = "rows"
 
 
@@ -116,6 +117,26 @@ class Checkpoints:
             )
         elif source is not None:
             checkpoint.check_init(source, target, adaptations.of(target))
+
+    def step_program(self) -> str | None:
+        """Returns the program that makes the steps of the run; None if it begins now.
+
+        The work directory has it, or, if that was lost, the newest checkpoint.
+
+        Raises:
+          UserError: on all processes, if that checkpoint cannot be read.
+        """
+        if self._run.sets_aside or self._run.step_program is not None:
+            return self._run.step_program
+
+        def in_newest() -> str | None:
+            latest = self.manager.latest_step()
+            if latest is None:
+                return None
+            metadata = self.manager.metadata(latest)
+            return str(metadata.get(STEP_PROGRAM, identity_lib.STEP))
+
+        return self.manager.on_process_0(in_newest)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -283,7 +304,8 @@ class Checkpoints:
           metrics: the metrics of this state's evaluation; empty if there was none.
           noted: metadata as JSON values: 'evaluated', whether the evaluation that is
             due at this step has been made; 'watched', the state of the watch over the
-            steps; and 'fingerprint', the fingerprints of the state.
+            steps; 'fingerprint', the fingerprints of the state; and 'step_program', the
+            program that makes the run's steps.
           log: the run's log; its rows reach the disk before the checkpoint is
             committed.
         """

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import ml_collections
 
+from xshard import hooks
+
 
 class Schedule(NamedTuple):
     """The steps after which a run evaluates, saves and shows samples.
@@ -36,16 +38,20 @@ class Schedule(NamedTuple):
             samples_every=config.samples_every_steps,
         )
 
-    def next_due(self, step: int) -> int:
-        """Returns the first step after this one, after which anything is due.
+    def next_evaluation(self, step: int) -> int:
+        """Returns the first step after this one, after which an evaluation is due."""
+        return min(self.last, hooks.every(self.evaluation_every, step))
 
-        It is the last step of the run if nothing is due before.
-        """
-        due = self.last
-        for every in (self.evaluation_every, self.save_every, self.samples_every):
-            if every:
-                due = min(due, (step // every + 1) * every)
+    def next_save(self, step: int) -> int:
+        """Returns the first step after this one, after which a save is due."""
+        due = min(self.last, hooks.every(self.save_every, step))
+        if self.saves_evaluated:
+            due = min(due, self.next_evaluation(step))
         return due
+
+    def next_samples(self, step: int) -> int:
+        """Returns the first step after this one, after which samples are due."""
+        return hooks.every(self.samples_every, step)
 
     def evaluation(self, step: int) -> bool:
         """Returns whether an evaluation is due after a step."""

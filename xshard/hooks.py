@@ -1,0 +1,151 @@
+"""What a run does beside its steps.
+
+The training loop dispatches several steps at once, up to the next step after which a
+hook acts. It reads the results of the steps later, when further ones have been
+dispatched, so that the devices are never idle.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xshard import errors
+
+# The step of what is never due.
+NEVER = sys.maxsize
+
+
+class Hook:
+    """A concern of a run; each method does nothing unless a subclass defines it.
+
+    All processes of a run call the same methods in the same order.
+
+    An experiment may have hooks of its own, see `xshard.Experiment.hooks`. They define
+    `next_due` and `act`:
+
+    >>> class PrintsNorm(Hook):
+    ...     def next_due(self, step):
+    ...         return every(100, step)
+    ...
+    ...     def act(self, step, state):
+    ...         print(step, optax.global_norm(state.experiment.params))
+    """
+
+    def next_due(self, step: int) -> int:
+        """Returns the first step after a given one, after which the hook acts.
+
+        It depends on nothing that differs between processes. Steps are dispatched
+        together up to the first that is due, so a hook that is due often makes small
+        steps slower.
+        """
+        del step
+        return NEVER
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the hook acts after a step, the last that was dispatched."""
+        return self.next_due(step - 1) == step
+
+    def prepare(self, step: int, state: Any) -> Any:
+        """Returns the state that a step, the next to be dispatched, is made of.
+
+        Args:
+          step: the number of the step.
+          state: the state after the step before.
+        """
+        del step
+        return state
+
+    def fetch(self, chunk: Any) -> Any:
+        """Starts to copy to the host what `read` needs of steps just dispatched.
+
+        Args:
+          chunk: the steps, a `xshard.step.Chunk`.
+
+        Returns:
+          Arrays, as `read` takes them; None if it reads none of these steps.
+        """
+        del chunk
+
+    def read(self, step: int, place: Any, fetched: Any, newest: Any) -> None:
+        """Reads the results of a step. All steps are read, in their order.
+
+        Args:
+          step: the number of the step.
+          place: its index in the arrays of its chunk.
+          fetched: what `fetch` returned for the chunk.
+          newest: the state after the step that was dispatched last.
+        """
+        del step, place, fetched, newest
+
+    def act(self, step: int, state: Any) -> None:
+        """Acts after steps have been dispatched, if `is_due` says so of the last.
+
+        Args:
+          step: the number of the last step that has been dispatched.
+          state: the state after it. The next step donates it, so what is needed later
+            is copied.
+        """
+        del step, state
+
+
+class Call(Hook):
+    """A hook that calls functions, for what needs no class of its own."""
+
+    def __init__(
+        self,
+        act: Callable[[int, Any], Any],
+        next_due: Callable[[int], int] = lambda step: NEVER,
+        is_due: Callable[[int], bool] | None = None,
+    ):
+        """Takes the functions.
+
+        Args:
+          act: called for `act`.
+          next_due: called for `next_due`; by default the hook ends no dispatch.
+          is_due: called for `is_due`, where more than `next_due` decides.
+        """
+        self._act = act
+        self._next_due = next_due
+        self._is_due = is_due or super().is_due
+
+    def next_due(self, step: int) -> int:
+        """Returns the first step after a given one, after which the hook acts."""
+        return self._next_due(step)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the hook acts after a step."""
+        return self._is_due(step)
+
+    def act(self, step: int, state: Any) -> None:
+        """Calls the function."""
+        self._act(step, state)
+
+
+def check(where: str, returned: Any) -> Sequence[Hook]:
+    """Returns an experiment's own hooks.
+
+    Args:
+      where: the method that returned them, for the message.
+      returned: what it returned.
+
+    Raises:
+      UserError: unless these are hooks.
+    """
+    is_list = isinstance(returned, Sequence)
+    if not is_list or not all(isinstance(hook, Hook) for hook in returned):
+        raise errors.UserError(
+            f"{where} returned {returned!r}. It must return a list of objects of "
+            "xshard.Hook: return [MyHook()]."
+        )
+    return returned
+
+
+def every(steps: int, step: int) -> int:
+    """Returns the first multiple of a number after a step; `NEVER` for 0.
+
+    >>> every(100, 99), every(100, 100)
+    (100, 200)
+    """
+    if not steps:
+        return NEVER
+    return (step // steps + 1) * steps
