@@ -276,3 +276,19 @@ def test_the_rows_of_steps_after_one_in_trouble_are_not_written(tmp_path):
         assert code == 3
     assert rows.same_bits(tmp_path / "8") == rows.same_bits(tmp_path / "1")
     assert rows.read(tmp_path / "8")[-1]["step"] == 5
+
+
+def test_the_rows_of_a_dispatch_have_one_rate(tmp_path):
+    config = config_of(8, log_every_steps=1, steps=20)
+    with config.unlocked():
+        config.checkpoint.every_steps = 100
+        config.eval_every_steps = 100
+    train(tmp_path, config)
+    rates = {}
+    for row in rows.read(tmp_path):
+        if "loss" in row:
+            rates[row["step"]] = row["perf/steps_per_second"]
+    for steps in (range(1, 9), range(9, 17), range(17, 21)):
+        assert len({rates[step] for step in steps}) == 1
+    # As many as a computer can make, and not those of one row after the other.
+    assert max(rates.values()) < 1e6

@@ -66,6 +66,7 @@ TOLERANCE = 0.05
 # processes or damage.
 NO_EFFECT = (
     "experiment",
+    "steps_per_dispatch",
     "on_divergence",
     "max_skips_in_a_row",
     "roll_back.limit",

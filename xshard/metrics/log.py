@@ -39,11 +39,13 @@ class _Fetched(NamedTuple):
     """What the rows of steps that were dispatched at once have.
 
     Attributes:
+      last: the last of the steps.
       metrics: the metrics by name; empty if no step has a row.
       fingerprints: those of the states before the steps, by their names in rows.
       norms: the norms of parameters; empty if no step logs them.
     """
 
+    last: int
     metrics: Mapping[str, jax.Array]
     fingerprints: Mapping[str, jax.Array]
     norms: _Norms
@@ -110,8 +112,9 @@ class Log(hooks.Hook):
         self._norms: writers_lib.JsonLines | None = None
         # The previous row, to report skips and changes of the loss scale since then.
         self._before: rows_lib.Row = {"step": 0}
-        # The step of the previous row, and the seconds that count for its rate.
-        self._paced = (0, 0.0)
+        # The last step of the dispatch of the previous row, the seconds that count for
+        # its rate, and this.
+        self._paced = (0, 0.0, 0.0)
 
     @contextlib.contextmanager
     def opened(self, start: int) -> Iterator[None]:
@@ -142,7 +145,7 @@ class Log(hooks.Hook):
             self._writers = writers_lib.open_all(self._config.writers, part)
         self.rows = writers_lib.count(self._writers)
         self._before = {"step": start}
-        self._paced = (start, 0.0)
+        self._paced = (start, 0.0, 0.0)
         try:
             yield
         except BaseException as e:
@@ -174,7 +177,7 @@ class Log(hooks.Hook):
             deferred.to_host([of_learner.values for of_learner in norms.values()])
         if not has_rows and not norms:
             return None
-        return _Fetched(metrics, fingerprints, norms)
+        return _Fetched(chunk.last, metrics, fingerprints, norms)
 
     def read(self, step: int, place: Any, fetched: _Fetched, newest: Any) -> None:
         """Writes the rows of a step, if it has any."""
@@ -184,7 +187,7 @@ class Log(hooks.Hook):
             if self._has_fingerprints(step):
                 for name, x in fetched.fingerprints.items():
                     values[name] = np.asarray(x)[place]
-            self.write_row(step, values)
+            self.write_row(step, values, fetched.last)
         if fetched.norms and self._has_norms(step):
             norms = {}
             for name, of_learner in fetched.norms.items():
@@ -211,8 +214,14 @@ class Log(hooks.Hook):
         for writer in self._writers:
             writer.write_norms(row)
 
-    def write_row(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes the row of a step."""
+    def write_row(self, step: int, metrics: Mapping[str, Any], last: int) -> None:
+        """Writes the row of a step.
+
+        Args:
+          step: the number of the step.
+          metrics: its metrics by name.
+          last: the last of the steps that were dispatched with it.
+        """
         row: rows_lib.Row = {"step": step, rows_lib.KIND: rows_lib.TRAIN}
         for name, value in metrics.items():
             row[name] = rows_lib.to_number(value)
@@ -224,7 +233,7 @@ class Log(hooks.Hook):
         if self._sizes.others:
             row.setdefault("batch_size", self._sizes.at(step))
         seconds = self._clock.seconds()
-        rate = self._rate(step, seconds)
+        rate = self._rate(last, seconds)
         self._send(row | self._performance(step, rate, seconds))
         self._terminal.row(rows_lib.numbers(row), rate)
         text = changes(self._before, row)
@@ -288,14 +297,22 @@ class Log(hooks.Hook):
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:
-        """Returns the steps per second since the last row, without the time of
+        """Returns the steps per second since an earlier row, without the time of
         evaluations and saves.
+
+        The rows of steps that were dispatched together reach the host at the same time,
+        and have one rate.
+
+        Args:
+          step: the last of the steps that were dispatched with that of the row.
+          seconds: the seconds of each phase so far.
         """
-        paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
-        last_step, last_paced = self._paced
-        self._paced = (step, paced)
-        # Two rows may reach the host at the same time.
-        return (step - last_step) / max(paced - last_paced, 1e-9)
+        last_step, last_paced, rate = self._paced
+        if step != last_step:
+            paced = seconds[clock_lib.TRAINING] + seconds[clock_lib.DATA]
+            rate = (step - last_step) / max(paced - last_paced, 1e-9)
+            self._paced = (step, paced, rate)
+        return rate
 
     def _performance(
         self, step: int, rate: float, seconds: Mapping[str, float]
