@@ -110,6 +110,9 @@ class NonfiniteCheck(hooks.Hook):
             # The last verdicts are not saved. A count above 0 tells the last one.
             self._verdicts = np.where(self._skips > 0, SKIPPED_AT_MIN_SCALE, FINE)
             self._jumps.set_state(saved["losses"])
+        # Whether any step of the dispatch that is being read has another verdict than
+        # FINE.
+        self._has_bad = True
         # Whether all the last verdicts are FINE.
         self._is_fine = not self._verdicts.any()
         # The first step of the current stretch of steps in trouble, and the number of
@@ -150,7 +153,12 @@ class NonfiniteCheck(hooks.Hook):
     def read(self, step: int, place: Any, fetched: Observed, newest: Any) -> None:
         """Checks a step."""
         del newest
-        self.check(step, fetched, place)
+        if place is ... or place == 0:
+            # Looked at once for all steps of a dispatch: almost all are fine.
+            verdicts = [np.asarray(x.verdict) for x in fetched.values()]
+            self._has_bad = any(map(np.count_nonzero, verdicts))
+        if self._has_bad or not self._is_fine or self._jumps.factor:
+            self.check(step, fetched, place)
 
     def check(self, step: int, observed: Observed, place: Any = ...) -> None:
         """Checks a step. All steps are checked in order.
