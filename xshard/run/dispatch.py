@@ -33,7 +33,7 @@ _MOST_STEPS = 32
 # takes some tenths of a second. They are counted and not timed, so that all processes
 # find the same.
 _MOST_FLOPS = 3 * 10**10
-_MOST_BYTES = 10**9
+_MOST_BYTES = 3 * 10**9
 _MOST_BATCH_BYTES = 1 << 26
 _CONVOLUTION = "conv_general_dilated"
 
