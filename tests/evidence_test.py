@@ -18,7 +18,7 @@ from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, arrays, metadata_files
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import disk, workdir
+from xshard.files import claim, disk, workdir
 from xshard.modes import continuous_eval
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -61,7 +61,9 @@ def resume(folder, steps=24, **options):
 def test_every_file_of_a_run_names_the_run(run):
     config = json.loads((run / "config.json").read_bytes())
     identity = workdir.Workdir(run).identity()
-    assert len(identity.id) == 16 and config[workdir.IDENTITY] == identity._asdict()
+    assert len(identity.id) == 16
+    noted = {**identity._asdict(), "step_program": "loop"}
+    assert config[workdir.IDENTITY] == noted
     assert json.loads((run / "results.json").read_bytes())["run"] == identity.id
     store = store_lib.Store(run / "checkpoints")
     assert checkpoint.read_owner(store)[:2] == identity
@@ -399,18 +401,18 @@ def stored_chunk(attempt):
 def test_rows_are_on_the_disk_before_their_checkpoint_counts(tmp_path, monkeypatch):
     order = []
     real_sync = disk.sync
-    real_create = store_lib.Store.create
+    real_create = claim.Claim.create
 
     def sync(path):
         real_sync(path)
         order.append(os.path.basename(path))
 
-    def create(store, name, content):
-        real_create(store, name, content)
-        order.append(os.path.basename(name))
+    def create(held, path, content):
+        real_create(held, path, content)
+        order.append(path.name)
 
     monkeypatch.setattr(disk, "sync", sync)
-    monkeypatch.setattr(store_lib.Store, "create", create)
+    monkeypatch.setattr(claim.Claim, "create", create)
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     commit = order.index("COMMIT")
     for name in ("metrics.jsonl", "metrics.csv", "run"):

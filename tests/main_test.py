@@ -86,7 +86,7 @@ BAD = {
     ),
     "no groups": (
         ["--config.group_assignment=None"],
-        ["list of lists", "as [[0, 1], [2, 3]] is"],
+        ["group_assignment=None must be a tuple as Python writes it", "Leave the flag"],
     ),
     "another config": (
         ["--config.optimizer.learning_rate=0.5", "--config.seed=3"],

@@ -111,7 +111,7 @@ class Counting(toy.Wide):
         return state, {
             "": outcome,
             "large": 2**24 + 1,
-            "too_large": 2**40,
+            "too_large": float(2**40),
             "count": own,
         }
 

@@ -432,6 +432,7 @@ def test_only_training_and_evaluation_can_stall():
 def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, processes):
     options = (
         "--config.experiment=tests.standstill.Standstill",
+        "--config.steps_per_dispatch=1",
         "--step_timeout_seconds=15",
     )
     process = harness.launch(

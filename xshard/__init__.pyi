@@ -8,7 +8,6 @@ from . import config as config
 from .callbacks import early_stopping
 from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica
-from .hooks import Hook
 from .learners.learner import Learner
 from .learners.lora import lora
 from .learners.remat import remat_policy
@@ -42,7 +41,6 @@ __all__ = [
     "Experiment",
     "FixedLossScale",
     "Histogram",
-    "Hook",
     "Image",
     "Learner",
     "LearnerState",

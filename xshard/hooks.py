@@ -135,7 +135,7 @@ def check(where: str, returned: Any) -> Sequence[Hook]:
     if not is_list or not all(isinstance(hook, Hook) for hook in returned):
         raise errors.UserError(
             f"{where} returned {returned!r}. It must return a list of objects of "
-            "xshard.Hook: return [MyHook()]."
+            "xshard.hooks.Hook: return [MyHook()]."
         )
     return returned
 

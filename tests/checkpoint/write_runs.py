@@ -36,9 +36,11 @@ TEXT = "text"
 STEPS = 20
 SAVED = 10
 DEVICES = 8
-# The files of rows that are compared, without the values that depend on time.
+# The files of rows that are compared, without the values that depend on time, and
+# without the kind of a row, which earlier versions did not write.
 _LOGS = ("metrics.jsonl", "norms.jsonl")
 _PERFORMANCE = "perf/"
+_KIND = "kind"
 # In `origin.json`, what may change the bits that a machine computes.
 MACHINE = ("libraries", "devices", "flags", "chip")
 # What a run writes and a resume does not need, or what names a place or a process.
@@ -403,6 +405,11 @@ def begin(name: str, directory: pathlib.Path) -> None:
     assert checkpoint.name.startswith(f"step_{SAVED:08d}."), checkpoint.name
 
 
+def _is_ignored(key: str) -> bool:
+    """Returns whether a value of a row is not compared."""
+    return key == _KIND or key.startswith(_PERFORMANCE)
+
+
 def resume(name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
     """Resumes a run to its end, in its work directory.
 
@@ -419,9 +426,7 @@ def resume(name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
         assert after[: len(lines)] == lines, f"{file} was changed before step {SAVED}"
         for line in after[len(lines) :]:
             row = json.loads(line)
-            logged.append(
-                {key: x for key, x in row.items() if not key.startswith(_PERFORMANCE)}
-            )
+            logged.append({key: x for key, x in row.items() if not _is_ignored(key)})
     end: dict[str, Any] = {"step": STEPS, "code": code}
     samples = b"".join(_lines(directory / "samples.jsonl"))
     end["samples"] = f"{zlib.crc32(samples):08x}"

@@ -36,6 +36,8 @@ _IMPORTED = (
 DEADLINE_SECONDS = 180.0
 _OPTIONS = {
     "steps": 6,
+    # Each step polls once.
+    "steps_per_dispatch": 1,
     "log_every_steps": 1,
     "eval_every_steps": 2,
     "overflow_above": 2.0,

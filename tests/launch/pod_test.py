@@ -101,7 +101,7 @@ def test_sigterm_stops_all_processes_at_one_step_and_sigkill_ends_all(
 @pytest.mark.sample(3, of="ends")
 def test_a_file_makes_all_processes_trace_the_same_steps(tmp_path, uninterrupted):
     file = tmp_path / "run" / "PROFILE"
-    with slowed(tmp_path) as process:
+    with slowed(tmp_path, "--config.steps_per_dispatch=1") as process:
         file.write_text("2")
         line = harness.read_until(process, "traced steps")
         assert f"on {COUNT} processes: " in line and not file.exists()

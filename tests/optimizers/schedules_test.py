@@ -15,6 +15,7 @@ from tests import rows, toy
 from xshard import errors, loop
 from xshard.dryrun import collectives
 from xshard.optimizers import inspection
+from xshard.run import preflight
 
 
 def rate(count):
@@ -135,7 +136,8 @@ def test_schedules_add_no_state_and_no_collective(tmp_path):
     states = []
     for name in ("Scheduled", "Silent"):
         run = loop.Run(make_config(name), str(tmp_path / name))
-        compiled = run.train_step.lower(run._target, run.batches.shapes()).compile()
+        step = preflight.jitted_step(run.experiment, run.mesh)
+        compiled = step.lower(run._target, run.batches.shapes()).compile()
         programs.append(len(collectives.of(compiled)))
         states.append(jax.tree.structure(run._target))
     assert programs[0] == programs[1] and states[0] == states[1]
