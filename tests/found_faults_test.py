@@ -192,6 +192,37 @@ def test_01_a_skipped_step_leaves_statistics_for_evaluation(rule, devices, chang
         assert not np.array_equal(moved[path], after[path])
 
 
+class NumericsSmallest(NumericsNormalized):
+    """Keeps the smallest value so far, which is infinite at first, and a mask."""
+
+    def forward(self, batch, *, is_training):
+        init = hk.initializers.Constant(jnp.inf)
+        smallest = hk.get_state("smallest", [], jnp.float32, init)
+        hk.get_state("mask", [2], jnp.float32, lambda *_: jnp.array([0.0, -jnp.inf]))
+        if is_training:
+            smallest = jnp.minimum(smallest, jnp.min(batch["x"]))
+            hk.set_state("smallest", smallest)
+        return super().forward(batch, is_training=is_training)
+
+
+@pytest.mark.parametrize("estimates", [False, True])
+def test_01_statistics_that_begin_at_infinity_become_finite(estimates):
+    steps = _NumericsSteps(
+        NumericsSmallest, 2, rule="averages", estimate_statistics=estimates
+    )
+    steps()
+    steps()
+    leaves = steps.leaves()
+    named = lambda name: [
+        x for path, x in leaves.items() if path.endswith(f"/~/{name}")
+    ]
+    smallest, average = named("smallest")
+    assert np.isfinite(smallest)
+    assert np.isfinite(average)
+    for mask in named("mask"):
+        assert mask.tolist() == [0.0, -np.inf]
+
+
 class NumericsConstant(toy.Toy):
     """Has a gradient that is a constant of the config, in each element."""
 
@@ -350,6 +381,57 @@ def test_05_a_gradient_that_aggregate_gives_moves_its_parameter(
     np.testing.assert_array_equal(trace, 1.5 * slope)
     np.testing.assert_array_equal(leaves["params/~/unused"], -0.5 * 2.5 * slope)
     assert np.all(leaves["params/~/used"] != 0)
+
+
+class NumericsShrinking(xshard.OptimizerWrapper):
+    """Halves every parameter after an update, or where parameters are exchanged."""
+
+    def __init__(self, opt, phase):
+        super().__init__()
+        self.opt = opt
+        self._phase = phase
+
+    def update(self, grads, params):
+        new = self.opt.update(grads, params)
+        return self._shrink(new) if self._phase == "update" else new
+
+    def exchange(self, before, after, applied):
+        new = self.opt.exchange(before, after, applied)
+        return self._shrink(new) if self._phase == "exchange" else new
+
+    def _shrink(self, params):
+        return jax.tree.map(lambda x: x / 2, params)
+
+
+class NumericsShrunk(toy.Toy):
+    """Has parameters that are frozen, or on which the loss does not depend."""
+
+    def forward(self, batch, *, is_training):
+        del is_training
+        hk.get_parameter("unused", (48, 16), init=jnp.ones)
+        fixed = hk.get_parameter("fixed", (48, 16), init=jnp.ones)
+        used = hk.get_parameter("used", (48, 16), init=jnp.ones)
+        return batch["x"][:, 0] + jnp.mean(used + fixed)
+
+    def frozen(self):
+        return "fixed"
+
+    def optimizer(self):
+        rule = xshard.CrossShardOptimizer(optax.sgd(0.5), **self.config.reduction)
+        return NumericsShrinking(rule, self.config.phase)
+
+
+@pytest.mark.parametrize("phase", ["update", "exchange"])
+@pytest.mark.parametrize("sharded", ["", "shard_update", "shard_params"])
+def test_05_a_rule_moves_parameters_without_a_gradient(sharded, phase):
+    reduction = {sharded: True} if sharded else {}
+    steps = _NumericsSteps(NumericsShrunk, 3, phase=phase, reduction=reduction)
+    steps()
+    steps()
+    leaves = steps.leaves()
+    np.testing.assert_array_equal(leaves["params/~/unused"], 0.25)
+    np.testing.assert_array_equal(leaves["params/~/fixed"], 0.25)
+    assert np.all(leaves["params/~/used"] < 0.25)
 
 
 def _numerics_regions(jaxpr):

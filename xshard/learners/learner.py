@@ -861,7 +861,10 @@ def _move_statistics(
         # Selected: a rate of zero would make NaN of what is not finite, and so would
         # the difference of equal infinities.
         moves = applied & (x != average)
-        averages[path] = jnp.where(moves, average - change, average)
+        # No average of what is not finite ever becomes finite again, such as that of a
+        # smallest value so far, which begins at infinity.
+        moved = jnp.where(jnp.isfinite(average), average - change, x)
+        averages[path] = jnp.where(moves, moved, average)
     return _with_statistics(opt_state, name, averages)
 
 

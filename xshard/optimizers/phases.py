@@ -161,21 +161,17 @@ class Step:
         state_before = skips.current_state()
         update = _with_separate_keys(self._update, _UPDATE_KEY.get())
         trained_shards = {path: old_shards[path] for path in trained}
-        updated = update(grads, trees.replace(params, trained_shards))
-        updated = trees.leaves_by_path(updated)
+        before = trees.replace(params, trained_shards)
+        updated = _changed(before, update(grads, before), trained)
         new_shards = {}
-        for path in trained:
-            new_shards[path] = skips.select(applied, updated[path], old_shards[path])
+        for path, x in updated.items():
+            new_shards[path] = skips.select(applied, x, old_shards[path])
         skips.restore_unless_applied(applied, skips.writes_since(state_before))
 
+        after = trees.replace(params, new_shards)
         with shards.in_effect(partition):
-            exchanged = self._exchange(
-                trees.replace(params, trained_shards),
-                trees.replace(params, new_shards),
-                applied,
-            )
-        exchanged = trees.leaves_by_path(exchanged)
-        new_shards = {path: exchanged[path] for path in trained}
+            exchanged = self._exchange(before, after, applied)
+        new_shards = _changed(after, exchanged, new_shards)
         # Only a global array can be constrained.
         self._check_equal(first_state, applied, new_shards)
         new_shards = partition.map(constrain, new_shards)
@@ -306,6 +302,24 @@ class Step:
             )
 
         replica_map.check_equal(arrays, error)
+
+
+def _changed(old: trees.Params, new: trees.Params, trained: Any) -> dict[str, Any]:
+    """Returns the new arrays of trained parameters, and of others that a rule moves.
+
+    A rule may move a parameter without a gradient, as a projection does.
+
+    Args:
+      old: the parameters that the rule was given.
+      new: those that it returned.
+      trained: the paths of parameters that count as changed in any case.
+    """
+    before = trees.leaves_by_path(old)
+    changed = {}
+    for path, x in trees.leaves_by_path(new).items():
+        if path in trained or x is not before[path]:
+            changed[path] = x
+    return changed
 
 
 def _check_vote(rule: Any, applied: Any) -> None:
