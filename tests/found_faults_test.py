@@ -730,6 +730,32 @@ def test_01_scalars_of_a_part_without_weight_do_not_count():
     assert whole["constant"] == divided["constant"] == 2**24 + 1
 
 
+class NumericsNarrow(NumericsConstant):
+    """Has a loss in a narrow type, near its bounds, whose parts count by a weight."""
+
+    def weight(self, batch):
+        return jnp.sum(batch["counts"])
+
+    def loss(self, outputs, batch):
+        total = jnp.sum(outputs.astype(jnp.float32)) + self.config.slope
+        # The loss of each part is the same, so their mean is, too.
+        return total.astype(outputs.dtype), {}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_02_a_weighted_loss_of_a_narrow_type_is_multiplied_in_a_wide_one(dtype):
+    precision = f"params=float32,compute={dtype},output={dtype}"
+    steps = _NumericsSteps(NumericsNarrow, 4, slope=49152.0, precision=precision)
+    batch = _numerics_batch()
+    # One part counts more than twice its share, which overflows float16.
+    batch["counts"] = np.zeros(NUMERICS_ROWS, np.float32)
+    batch["counts"][::36] = [1, 2, 6, 0]
+    assert steps(batch)["loss"] == pytest.approx(49152.0, rel=1e-6)
+    (w,) = (x for path, x in steps.leaves().items() if path.endswith("/w"))
+    # What the loss is differentiated with is rounded to its narrow type.
+    np.testing.assert_allclose(w, -(2.0**-10), rtol=2.0**-8)
+
+
 # Rules, groups and the states of rules.
 
 

@@ -19,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard.learners import learner
 from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState, Outcome
-from xshard.optimizers import base
+from xshard.optimizers import base, trees
 
 
 class Supervised(experiment.Experiment):
@@ -197,6 +197,8 @@ class Supervised(experiment.Experiment):
             for name in averaged:
                 weighted = scalars[name].astype(jnp.float32) * factor
                 scalars[name] = jnp.where(counts, weighted, 0)
+            # In a narrow type the product may overflow, where the mean does not.
+            value = trees.widen(value)
             weighted = value * factor.astype(value.dtype)
             value = jnp.where(counts, weighted, jnp.zeros_like(weighted))
             return value, net_state, scalars
