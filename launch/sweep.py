@@ -150,7 +150,8 @@ def _check_arrival(job: engine.Job, index: int, point: Point) -> None:
     except flags.Error as e:
         reason = cli.flag_error(e)
         raise engine.LaunchError(f"--sweep: point {index}: {reason}") from e
-    except (AttributeError, KeyError, IndexError) as e:
+    # A key that is no path raises ValueError.
+    except (AttributeError, KeyError, IndexError, ValueError) as e:
         raise engine.LaunchError(
             f"--sweep: point {index} ({', '.join(point)}): the config has no such key: "
             f"{e}"

@@ -223,6 +223,26 @@ def test_01_statistics_that_begin_at_infinity_become_finite(estimates):
         assert mask.tolist() == [0.0, -np.inf]
 
 
+class NumericsEmptyState(toy.Toy):
+    """Has network state without elements."""
+
+    def forward(self, batch, *, is_training):
+        for dtype in (jnp.float32, jnp.float16, jnp.complex64):
+            name = f"empty_{jnp.dtype(dtype).name}"
+            hk.get_state(name, [0, 3], dtype, jnp.zeros)
+        return super().forward(batch, is_training=is_training)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"micro_batches": 2}, {"slices": 2}, {"logical_replicas": 4}],
+    ids=str,
+)
+def test_21_network_state_without_elements_trains(changes):
+    steps = _NumericsSteps(NumericsEmptyState, 2, **changes)
+    assert np.isfinite(steps()["loss"])
+
+
 class NumericsConstant(toy.Toy):
     """Has a gradient that is a constant of the config, in each element."""
 
@@ -4024,6 +4044,7 @@ def test_43_what_arrives_in_a_run_is_what_the_table_shows(
         ("l", [2], "is not supported"),
         ("n", 3, "sets this key to None"),
         ("absent", 3, "has no such key"),
+        ("t.0", 3, "has no such key"),
         ("t", np.arange(3), "of type ndarray"),
         ("s", "\0", "of type str"),
         ("s", ConfigColour.RED, "of type ConfigColour"),

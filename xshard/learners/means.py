@@ -5,6 +5,7 @@ times the number; or it overflows. So the state of a network stays as it is wher
 replicas hold the same, such as a table that nothing sets.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,7 +169,9 @@ def _words(x: jax.Array) -> jax.Array:
     shape = x.shape
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    return lax.bitcast_convert_type(x, jnp.uint32).reshape(*shape, -1)
+    words = lax.bitcast_convert_type(x, jnp.uint32)
+    # Of an array without elements, no size follows from the others.
+    return words.reshape(*shape, math.prod(words.shape[len(shape) :]))
 
 
 def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:

@@ -493,7 +493,7 @@ def _check_statistics(
 def _floats(net_state: Any) -> list[str]:
     """Returns the paths of the floating-point arrays of a network's state."""
     leaves = trees.leaves_by_path(net_state)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     return [path for path, x in leaves.items() if is_float(x)]
 
 
