@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xshard import data, mesh
-from xshard.data import batches
+from xshard import data, errors, mesh
+from xshard.data import batch_sizes, batches
 
 DATA = {"x": np.arange(20), "y": np.arange(40).reshape(20, 2)}
 GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
+MOST = 4
 
 
 class Counter:
@@ -45,6 +46,108 @@ def make(the_mesh=None, iterator=iterate, **kwargs):
     return batches.TrainBatches(
         iterator, the_mesh, **{"batch_size": 8, "seed": 0, **kwargs}
     )
+
+
+def stacked(iterator, the_mesh=None, **kwargs):
+    """Returns the batches of steps 2 to 5, drawn together."""
+    train = make(the_mesh, iterator, **kwargs)
+    next(train)
+    arrays, count = train.batches_for_steps(range(2, 2 + MOST), MOST, None, None)
+    assert count == MOST
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+class Doubled:
+    """Changes each batch, and has the other methods of what it wraps."""
+
+    def __init__(self, iterator):
+        self._iterator = iterator
+
+    def __getattr__(self, name):
+        return getattr(self._iterator, name)
+
+    def __next__(self):
+        return {name: 2 * array for name, array in next(self._iterator).items()}
+
+
+def test_a_wrapper_changes_batches_that_are_drawn_together():
+    drawn = stacked(lambda part: Doubled(iterate(part)))
+    for name, array in stacked(iterate).items():
+        np.testing.assert_array_equal(drawn[name], 2 * array)
+
+
+def test_a_subclass_changes_batches_that_are_drawn_together():
+    base = type(make()._iterator)
+
+    class Replaced(base):
+        def __next__(self):
+            return {name: 0 * array for name, array in super().__next__().items()}
+
+    def changed(part):
+        iterator = iterate(part)
+        iterator.__class__ = Replaced
+        return iterator
+
+    assert not np.any(stacked(changed)["x"])
+
+
+class Many(Counter):
+    """Draws several batches at once, and returns what a function makes of them."""
+
+    def __init__(self, part, change):
+        super().__init__(part, last=10)
+        self._change = change
+
+    def next_batches(self, count):
+        return self._change(np.stack([next(self)["x"] for _ in range(count)]))
+
+
+def test_batches_that_are_drawn_together_are_those_of_next():
+    drawn = stacked(lambda part: Many(part, lambda x: {"x": x}))
+    np.testing.assert_array_equal(drawn["x"], stacked(Counter)["x"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda x: {"x": x[:-1]},
+            r"array of shape \(3, 8\) under 'x'.*shape \(4, rows",
+        ),
+        (lambda x: {"x": np.repeat(x, 2, axis=0)}, r"array of shape \(8, 8\)"),
+        (lambda x: {"x": list(x)}, "a list under 'x'"),
+        (lambda x: {"x": x[:, :-1]}, "has 7 rows"),
+        (lambda x: {"x": x.astype(np.float32)}, "float32 'x'.*first batch has int64"),
+        (lambda x: {"y": x}, "int64 'y'.*first batch has int64 'x'"),
+        (lambda x: x, "a ndarray. It must return a dictionary"),
+        (lambda x: None, "a NoneType. It must return a dictionary"),
+    ],
+)
+def test_batches_drawn_together_that_do_not_fit_are_refused(change, match):
+    with pytest.raises(errors.UserError, match=match):
+        stacked(lambda part: Many(part, change))
+
+
+def test_the_end_of_data_that_is_drawn_together_is_named():
+    train = make(iterator=lambda part: Many(part, lambda x: {"x": x}))
+    next(train)
+    train.batches_for_steps(range(2, 10), 8, None, None)
+    with pytest.raises(errors.UserError, match="The training data ended"):
+        train.batches_for_steps(range(10, 14), MOST, None, None)
+
+
+@pytest.mark.parametrize("sizes", [((4, 16),), ()], ids=str)
+def test_arrays_without_columns_are_stacked(sizes):
+    class Empty(Counter):
+        def __next__(self):
+            return {"x": np.zeros((len(super().__next__()["x"]), 0), np.float32)}
+
+    table = batch_sizes.BatchSizes(8, sizes)
+    train = make(iterator=Empty, batch_size=table)
+    for _ in range(4):
+        next(train)
+    drawn, _ = train.batches_for_steps(range(5, 7), MOST, None, None)
+    assert drawn["x"].shape == (MOST, table.at(5), 0)
 
 
 def test_rows_are_split_over_the_replicas():

@@ -29,9 +29,9 @@ from xshard.data import rows as rows_lib
 _BYTES = "base64"
 _ARRAY = "npy"
 _TUPLE = "tuple"
+_MARKERS = (_BYTES, _ARRAY, _TUPLE)
 # For so long a lone process draws batches that are dispatched together.
 _DRAW_SECONDS = 0.05
-_MARKERS = (_BYTES, _ARRAY, _TUPLE)
 # A position may inflate to this size; to this multiple of its compressed size, which
 # is far below the thousandfold of a forged one; and to this multiple of what the
 # iterator has from its beginning, such as a buffer that is still empty.
@@ -279,7 +279,7 @@ class TrainBatches:
             steps = steps[:1]
         stacked: dict[str, np.ndarray] = {}
         if self._can_take(steps, count):
-            for name, array in self._iterator.next_batches(len(steps)).items():
+            for name, array in self._take_many(len(steps)).items():
                 # Each step consists of one of the iterator's batches.
                 stacked[name] = _padded(array, most)[:, None]
             return self._rows.stack_on_devices(stacked), len(steps)
@@ -322,7 +322,7 @@ class TrainBatches:
         # The first batch of all is compared with the one before it was put back.
         if not is_simple or self._first is not None:
             return False
-        if not hasattr(self._iterator, "next_batches"):
+        if not _draws_many(self._iterator):
             return False
         return not any(self._skips.get(step, 0) for step in steps)
 
@@ -430,14 +430,46 @@ class TrainBatches:
             )
         self._iterator.set_state(decoded(states[jax.process_index()]))
 
-    def _take_next(self) -> data.Arrays:
-        try:
-            batch = next(self._iterator)
-        except StopIteration as e:
+    def _take_many(self, count: int) -> dict[str, np.ndarray]:
+        """Draws the iterator's next batches at once, and checks them."""
+        with _naming_the_end():
+            many = self._iterator.next_batches(count)
+        what = f"{type(self._iterator).__name__}.next_batches({count})"
+        if not isinstance(many, Mapping):
             raise errors.UserError(
-                "The training data ended before the run did. Use an iterator that "
-                "starts over, as grain's repeat() does, or set fewer steps."
-            ) from e
+                f"{what} returned a {type(many).__name__}. It must return a dictionary "
+                "of arrays by name."
+            )
+        batch = {}
+        for name, array in many.items():
+            shape = getattr(array, "shape", None)
+            # Fewer batches would be filled up with zeros.
+            if not shape or shape[0] != count:
+                found = f"an array of shape {shape}"
+                if shape is None:
+                    found = f"a {type(array).__name__}"
+                raise errors.UserError(
+                    f"{what} returned {found} under {name!r}. It must return arrays of "
+                    f"shape ({count}, rows, ...): {count} batches, one after the other."
+                )
+            batch[name] = np.asarray(array[0])
+        kind = _kind(batch)
+        if kind != self._checked_kind:
+            data.check_batch(batch, len(self._rows.local_rows))
+            dtypes = {name: array.dtype for name, array in batch.items()}
+            expected = {name: array.dtype for name, array in self.example.items()}
+            if dtypes != expected:
+                raise errors.UserError(
+                    f"{what} returned {_listed(dtypes)}, and the iterator's first "
+                    f"batch has {_listed(expected)}. Return the batches that as many "
+                    "calls of next() would, stacked."
+                )
+            self._checked_kind = kind
+        return {name: np.asarray(array) for name, array in many.items()}
+
+    def _take_next(self) -> data.Arrays:
+        with _naming_the_end():
+            batch = next(self._iterator)
         # A batch that is like the one before it passes the checks that that one passed.
         kind = _kind(batch)
         if kind is None or kind != self._checked_kind:
@@ -654,6 +686,36 @@ def _check_joined(step: int, first: dict[str, Any], other: dict[str, Any]) -> No
             f"they differ: {first}, then {other}. Give them the same names, shapes and "
             "dtypes."
         )
+
+
+def _draws_many(iterator: Any) -> bool:
+    """Returns whether an iterator defines `next_batches` for its own batches.
+
+    A wrapper or a subclass that changes `__next__` alone has that method from the
+    iterator within, or from its base class. Its batches would be the unchanged ones.
+    """
+    for cls in type(iterator).__mro__:
+        if "next_batches" in vars(cls):
+            return True
+        if "__next__" in vars(cls):
+            return False
+    return False
+
+
+@contextlib.contextmanager
+def _naming_the_end() -> Iterator[None]:
+    """Raises UserError instead of StopIteration."""
+    try:
+        yield
+    except StopIteration as e:
+        raise errors.UserError(
+            "The training data ended before the run did. Use an iterator that starts "
+            "over, as grain's repeat() does, or set fewer steps."
+        ) from e
+
+
+def _listed(dtypes: Mapping[str, np.dtype]) -> str:
+    return ", ".join(f"{dtype} {name!r}" for name, dtype in dtypes.items())
 
 
 def _padded(array: np.ndarray, length: int) -> np.ndarray:

@@ -139,7 +139,9 @@ class Rows:
                 taken = []
                 for part in self._parts_of_replicas(index[1], shape[1], joined):
                     rows = array[:, :, self._local(part)]
-                    taken.append(rows.reshape(steps, -1, *array.shape[3:]))
+                    # No -1: rows may have no columns.
+                    shape_of_part = (steps, joined * rows.shape[2], *array.shape[3:])
+                    taken.append(rows.reshape(shape_of_part))
                 return taken[0] if len(taken) == 1 else np.concatenate(taken, axis=1)
 
             return jax.make_array_from_callback(
