@@ -118,6 +118,26 @@ def test_ctrl_c_ends_a_run_between_two_acts(tmp_path):
     assert [step for step, _ in noted(tmp_path)] == [3, 6, 9, 12]
 
 
+class Due(hooks.Hook):
+    """Is due after a given step."""
+
+    def __init__(self, due):
+        self._due = due
+
+    def next_due(self, step):
+        return self._due if step < 5 else step
+
+
+@pytest.mark.parametrize("due", [3, None, 8.0, "8", True])
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_hook_that_names_no_later_step_is_refused(tmp_path, due, size, monkeypatch):
+    config = config_of(tmp_path, steps_per_dispatch=size)
+    monkeypatch.setattr(Hooked, "hooks", lambda self: [Due(due)])
+    match = r"Due.next_due\(\d\) returned .* the number of a later step"
+    with pytest.raises(errors.UserError, match=match):
+        loop.run(config, str(tmp_path / "run"), "")
+
+
 def test_what_is_no_hook_is_refused(tmp_path):
     class Wrong(toy.Toy):
         def hooks(self):

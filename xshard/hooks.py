@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from xshard import errors
 
 # The step of what is never due.
@@ -138,6 +140,27 @@ def check(where: str, returned: Any) -> Sequence[Hook]:
             "xshard.hooks.Hook: return [MyHook()]."
         )
     return returned
+
+
+def next_due(hook: Hook, step: int) -> int:
+    """Returns the first step after a given one, after which a hook acts.
+
+    Args:
+      hook: the hook, which may be an experiment's own.
+      step: the number of a step.
+
+    Raises:
+      UserError: unless the hook returns the number of a later step.
+    """
+    due: Any = hook.next_due(step)
+    is_number = isinstance(due, (int, np.integer)) and not isinstance(due, bool)
+    if not is_number or due <= step:
+        raise errors.UserError(
+            f"{type(hook).__name__}.next_due({step}) returned {due!r}. It must return "
+            "the number of a later step, an int, or xshard.hooks.NEVER: return "
+            "hooks.every(100, step)."
+        )
+    return int(due)
 
 
 def every(steps: int, step: int) -> int:

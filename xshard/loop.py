@@ -434,7 +434,7 @@ class Run:
 
     def _next_due(self) -> int:
         """Returns the last step that may be dispatched with the next one."""
-        due = min(hook.next_due(self.step) for hook in self._hooks)
+        due = min(hooks.next_due(hook, self.step) for hook in self._hooks)
         due = min(due, self.batches.next_boundary(self.step + 1))
         return min(due, self.step + self.dispatches.most, self.config.steps)
 
