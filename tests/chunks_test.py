@@ -278,6 +278,28 @@ def test_the_rows_of_steps_after_one_in_trouble_are_not_written(tmp_path):
     assert rows.read(tmp_path / "8")[-1]["step"] == 5
 
 
+class PoisonedTalking(toy.Poisoned):
+    """Shows predictions, of parameters that are not finite after a step."""
+
+    samples = toy.Talking.samples
+
+
+def test_no_samples_are_shown_after_a_step_in_trouble(tmp_path):
+    changes = {
+        "experiment": f"{HERE}.PoisonedTalking",
+        "poisoned": ((0, 5),),
+        "samples_every_steps": 6,
+        "eval_every_steps": 12,
+        "checkpoint.every_steps": 12,
+    }
+    for size in (1, 3, 8):
+        directory = tmp_path / str(size)
+        assert loop.run(config_of(size, **changes), str(directory), "") == 3
+        samples = directory / "samples.jsonl"
+        assert not samples.exists() or not samples.read_text()
+        assert rows.results(directory)["step"] == 5
+
+
 def test_the_rows_of_a_dispatch_have_one_rate(tmp_path):
     config = config_of(8, log_every_steps=1, steps=20)
     with config.unlocked():

@@ -704,6 +704,8 @@ class Run:
         self, step: int, state: state_lib.TrainState, *, is_last: bool = False
     ) -> str:
         """Logs the samples of a state; returns them as text."""
+        # None are shown of a state after a step in trouble.
+        self._flush(state)
         with self.clock.phase(clock_lib.EVALUATION):
             row, text = evaluation.sample(self.experiment, self.predict, step, state)
         if row["samples"]:
@@ -782,7 +784,7 @@ def run(
             current.end(ending.nonfinite_outcome(str(e)))
             current.terminal.close()
             kept = current.checkpoints.kept()
-            ending.fail(current.step, str(e), kept, current.workdir)
+            ending.fail(e.step, str(e), kept, current.workdir)
             return exit_codes.NONFINITE
         except jax.errors.JaxRuntimeError as e:
             profiles.note_memory(current.workdir.path, e)

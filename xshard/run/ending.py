@@ -146,7 +146,7 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
     It does so on stderr and in results.json.
 
     Args:
-      step: the number of steps made.
+      step: the step; later ones may have been dispatched.
       why: a description of what was not finite.
       kept: a sentence that names the newest finite checkpoint.
       directory: the run's work directory, where process 0 writes the results.

@@ -26,8 +26,8 @@ from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
 from xshard.run import adaptations, nonfinite, resuming, states
 
-# The key of a checkpoint's metadata for the number of rows that the run had logged when
-# it saved.
+# The keys of a checkpoint's metadata: for the program that makes the run's steps, and
+# for the number of rows that the run had logged when it saved.
 STEP_PROGRAM = "step_program"
 _ROWS = "rows"
 
