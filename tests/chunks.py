@@ -113,14 +113,19 @@ class Trial:
             "--config.checkpoint.every_steps=5",
             *(f"--config.{key}" for key in keys),
         ]
+        # Compiled as users do: other tests compile without optimizations.
+        environment = harness.environment(XLA_FLAGS="")
         if self._processes == 1:
             return forks.program(
-                "xshard.main", "--cpu_devices=4", *options, env=harness.environment()
+                "xshard.main", "--cpu_devices=4", *options, env=environment
             )
         devices = f"--cpu_devices={4 // self._processes}"
         command = [sys.executable, "-m", "xshard.main", *options]
         return harness.launch(
-            f"--num_processes={self._processes}", devices, command=command
+            f"--num_processes={self._processes}",
+            devices,
+            command=command,
+            env=environment,
         )
 
     def _finish(self, process):

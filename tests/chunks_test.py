@@ -4,12 +4,14 @@
 """
 
 import json
+import pathlib
 
 import haiku as hk
 import numpy as np
 import pytest
 
-from tests import rows, toy
+from tests import forks, rows, toy
+from tests.launch import harness as harness_of_processes
 from tests.optimizers import harness
 from xshard import errors, loop
 from xshard.files import identity
@@ -67,6 +69,45 @@ def test_the_number_of_steps_of_a_dispatch_changes_no_bit(tmp_path, name):
     config = config_of(1, **CHANGES[name])
     for size in (3, 8):
         assert_equal(tmp_path / str(size), tmp_path / "1", config)
+
+
+def optimized(tmp_path, module, *arguments):
+    """Runs a program in a process that compiles as users do; other tests compile
+    without optimizations.
+    """
+    environment = harness_of_processes.environment(XLA_FLAGS="")
+    process = forks.program(module, *arguments, env=environment, cwd=str(tmp_path))
+    code, output = harness_of_processes.finish(process)
+    assert code == 0, output
+    return output
+
+
+def test_optimized_programs_have_the_same_bits_for_any_number_of_steps(tmp_path):
+    toy_config = pathlib.Path(toy.__file__)
+    for size in (1, 2, 32):
+        optimized(
+            tmp_path,
+            "xshard.main",
+            "--cpu_devices=2",
+            f"--config={toy_config}",
+            f"--workdir={tmp_path / str(size)}",
+            f"--config.steps_per_dispatch={size}",
+            "--config.steps=20",
+            "--config.eval_every_steps=20",
+            "--config.checkpoint.every_steps=20",
+            "--config.log_every_steps=1",
+        )
+    for size in (2, 32):
+        assert rows.same_bits(tmp_path / str(size)) == rows.same_bits(tmp_path / "1")
+    # The replay makes each step by itself.
+    output = optimized(
+        tmp_path,
+        "xshard.replay",
+        "--cpu_devices=2",
+        str(tmp_path / "32"),
+        "--step=15",
+    )
+    assert "15 rows compared: reproduced, bit for bit" in output, output
 
 
 @pytest.mark.parametrize("poll", [1, 2, 4])

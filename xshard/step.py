@@ -188,8 +188,8 @@ def make_train_steps(
     that number mean anything.
 
     The number is an argument and not part of the program, so a dispatch of eight steps
-    has the bits of eight dispatches of one: XLA compiles the body of the loop once,
-    whatever `most` is.
+    has the bits of eight dispatches of one: XLA compiles the body of the loop once. It
+    compiles the same body for each `most` from 2 on.
 
     Args:
       train_step: the function of `make_watched_step`.

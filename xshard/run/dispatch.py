@@ -36,6 +36,9 @@ _MOST_FLOPS = 3 * 10**10
 _MOST_BYTES = 3 * 10**9
 _MOST_BATCH_BYTES = 1 << 26
 _CONVOLUTION = "conv_general_dilated"
+# The fewest batches in the arrays of a loop. From arrays of one batch XLA removes the
+# selection of the step's own, and may then round differently.
+LEAST_ROOM = 2
 
 
 class Plan(NamedTuple):
@@ -50,6 +53,11 @@ class Plan(NamedTuple):
     program: str
     most: int
     why: str
+
+    @property
+    def room(self) -> int:
+        """The number of batches in the arrays of a loop, used or not."""
+        return max(self.most, LEAST_ROOM)
 
     def __str__(self) -> str:
         if self.program == identity.STEP:
@@ -222,7 +230,7 @@ def draw(
     """
     if plan.program == identity.STEP:
         return batches.batch_for_step(steps.start, predict, state), 1
-    return batches.batches_for_steps(steps, plan.most, predict, state)
+    return batches.batches_for_steps(steps, plan.room, predict, state)
 
 
 def dispatch(

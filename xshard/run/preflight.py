@@ -143,7 +143,7 @@ def programs(
         recorded=step_program,
     )
     if plan.program == identity.LOOP:
-        train_step = jitted_loop(experiment, mesh, train_step, plan.most)
+        train_step = jitted_loop(experiment, mesh, train_step, plan.room)
     predict = jitted_predict(experiment, mesh)
     for traced in _traced_predictions(experiment, mesh, state, batch, act, predict):
         replica_analysis.check_prediction(experiment, mesh, traced)
@@ -189,7 +189,7 @@ def jitted_loop(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     train_step: Any,
-    most: int,
+    room: int,
 ) -> Any:
     """Returns the loop of training steps, `step.make_train_steps`, jitted.
 
@@ -200,10 +200,10 @@ def jitted_loop(
       mesh: the run's mesh.
       train_step: what `jitted_step` returns. As a jitted function it is traced once,
         for the loop and for the checks before a run.
-      most: the largest number of steps.
+      room: the largest number of steps, at least `dispatch.LEAST_ROOM`.
     """
     return jax.jit(
-        step.make_train_steps(train_step, most),
+        step.make_train_steps(train_step, room),
         donate_argnums=0,
         compiler_options=_options(experiment, mesh),
     )
@@ -224,10 +224,15 @@ def jitted_step_of(
     train_step = jitted_step(experiment, mesh)
     if step_program != identity.LOOP:
         return train_step
-    loop = jitted_loop(experiment, mesh, train_step, most=1)
+    loop = jitted_loop(experiment, mesh, train_step, room=dispatch.LEAST_ROOM)
+
+    def in_room(x: jax.Array) -> jax.Array:
+        unused = [jnp.zeros_like(x)] * (dispatch.LEAST_ROOM - 1)
+        sharding = mesh_lib.sharding(mesh, None, mesh_lib.BATCH)
+        return jax.device_put(jnp.stack([x, *unused]), sharding)
 
     def make_step(state: state_lib.TrainState, batch: Mapping[str, Any]) -> Any:
-        stacked = jax.tree.map(lambda x: x[None], batch)
+        stacked = jax.tree.map(in_room, batch)
         # Constant, the number of steps would let XLA leave out the loop.
         stepped = loop(state, stacked, np.int32(1))
         results = jax.tree.map(lambda x: x[0], stepped._replace(state=None))
