@@ -285,6 +285,24 @@ def test_a_run_whose_work_directory_was_lost_keeps_its_program(tmp_path):
     assert run.dispatches.program == identity.LOOP and run.dispatches.most == 1
 
 
+@pytest.mark.parametrize("name", ["meta.json", "COMMIT"])
+def test_a_lost_work_directory_and_a_damaged_checkpoint_keep_the_program(
+    tmp_path, name
+):
+    kept = {"checkpoint.directory": str(tmp_path / "kept"), "checkpoint.every_steps": 3}
+    changes = {"experiment": f"{HERE}.Convolved", **kept}
+    train(tmp_path / "first", config_of(3, steps=6, **changes))
+    newest = max((tmp_path / "kept").glob("step_*"))
+    content = (newest / name).read_bytes()
+    (newest / name).write_bytes(content[: len(content) // 2])
+    config = config_of(0, steps=8, **changes)
+    run = loop.Run(config, str(tmp_path / "second"))
+    # A convolution would choose the plain step for a new run.
+    assert run.dispatches.program == identity.LOOP
+    train(tmp_path / "second", config)
+    assert min(row["step"] for row in rows.read(tmp_path / "second")) == 4
+
+
 def test_reading_rows_ends_no_dispatch(tmp_path, monkeypatch):
     config = config_of(8, log_every_steps=1, fingerprint_every_steps=1, steps=24)
     with config.unlocked():

@@ -50,7 +50,8 @@ class BatchIterator(Protocol):
       fixed number of them.
     - `next_batches(count)`: the next `count` batches at once, as arrays of shape
       (count, rows, ...) by name. The iterator does not write into them again. For data
-      that is read faster so.
+      that is read faster so. A class with a `__next__` of its own needs it too: that of
+      a base class, or of an iterator within, is not called.
     - `arrays_are_new = True`: the iterator never writes into the arrays of a batch
       again, so the run need not copy them.
     """

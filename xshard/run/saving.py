@@ -121,22 +121,20 @@ class Checkpoints:
     def step_program(self) -> str | None:
         """Returns the program that makes the steps of the run; None if it begins now.
 
-        The work directory has it, or, if that was lost, the newest checkpoint.
-
-        Raises:
-          UserError: on all processes, if that checkpoint cannot be read.
+        The work directory has it, or, if that was lost, each checkpoint.
         """
         if self._run.sets_aside or self._run.step_program is not None:
             return self._run.step_program
 
-        def in_newest() -> str | None:
-            latest = self.manager.latest_step()
-            if latest is None:
-                return None
-            metadata = self.manager.metadata(latest)
-            return str(metadata.get(STEP_PROGRAM, identity_lib.STEP))
+        def in_checkpoints() -> str | None:
+            for step in reversed(self.manager.all_steps()):
+                # The run resumes from an earlier checkpoint than a damaged one.
+                with contextlib.suppress(checkpoint.CheckpointError):
+                    metadata = self.manager.metadata(step)
+                    return str(metadata.get(STEP_PROGRAM, identity_lib.STEP))
+            return None
 
-        return self.manager.on_process_0(in_newest)
+        return self.manager.on_process_0(in_checkpoints)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
