@@ -373,3 +373,40 @@ def test_the_rows_of_a_dispatch_have_one_rate(tmp_path):
         assert len({rates[step] for step in steps}) == 1
     # As many as a computer can make, and not those of one row after the other.
     assert max(rates.values()) < 1e6
+
+
+class Failing(toy.Toy):
+    """Has data whose seventh batch cannot be read."""
+
+    def train_batches(self, part):
+        return Unreadable(super().train_batches(part))
+
+
+class Unreadable:
+    state_is_shared = True
+
+    def __init__(self, batches):
+        self._batches = batches
+
+    def __next__(self):
+        if self._batches.get_state()["batches"] == 6:
+            raise OSError("the seventh batch cannot be read")
+        return next(self._batches)
+
+    def get_state(self):
+        return self._batches.get_state()
+
+    def set_state(self, state):
+        self._batches.set_state(state)
+
+
+def test_steps_before_data_that_cannot_be_read_are_made_and_logged(tmp_path):
+    changes = {"experiment": f"{HERE}.Failing", "log_every_steps": 1}
+    changes |= {"checkpoint.every_steps": 100, "eval_every_steps": 100}
+    logged = []
+    for size in (1, 8):
+        directory = tmp_path / str(size)
+        with pytest.raises(OSError, match="seventh batch"):
+            loop.run(config_of(size, **changes), str(directory), "")
+        logged.append([row["step"] for row in rows.read(directory)])
+    assert logged == [[1, 2, 3, 4, 5, 6]] * 2

@@ -183,6 +183,7 @@ class Run:
             larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
             step_program=self.checkpoints.step_program(),
+            waits=jax.process_count() > 1 and not self.batches.draws_many,
         )
         self.dispatches = programs.plan
         # With several processes, one that compiles longer than the others for this
@@ -353,10 +354,7 @@ class Run:
             if newest is None:
                 self.set_phase(status.READING)
             with self.clock.waiting(newest):
-                steps = range(first, self._next_due() + 1)
-                batch, count = dispatch.draw(
-                    self.dispatches, steps, self.batches, self.predict, state
-                )
+                batch, count = self._draw(range(first, self._next_due() + 1), state)
 
             # The host only dispatches the steps, and does not wait for them.
             self._announce(first)
@@ -377,9 +375,7 @@ class Run:
             fetched = [hook.fetch(chunk) for hook in self._hooks]
             dispatched = _Dispatched(chunk, newest, fetched)
             self._read(self._queue.push(dispatched, count), state)
-            for hook in self._hooks:
-                if hook.is_due(self.step):
-                    hook.act(self.step, state)
+            self._act(state)
         self.tracer.finish(newest)
         self._flush(state)
         self.terminal.close()
@@ -431,6 +427,30 @@ class Run:
             self.roll_backs,
             self.tracer,
         ]
+
+    def _draw(
+        self, steps: range, state: state_lib.TrainState
+    ) -> tuple[dict[str, jax.Array], int]:
+        """Returns the batches of steps, and for how many of them they are."""
+        try:
+            return dispatch.draw(
+                self.dispatches, steps, self.batches, self.predict, state
+            )
+        except Exception:
+            # The steps that have been made have their rows, whatever became of the
+            # data.
+            self._flush(state)
+            raise
+
+    def _act(self, state: state_lib.TrainState) -> None:
+        """Lets the hooks act that are due after the steps dispatched so far."""
+        for hook in self._hooks:
+            if not hook.is_due(self.step):
+                continue
+            if hook in self._own_hooks:
+                # Nobody is shown a state after a step in trouble.
+                self._flush(state)
+            hook.act(self.step, state)
 
     def _next_due(self) -> int:
         """Returns the last step that may be dispatched with the next one."""

@@ -100,6 +100,8 @@ class TrainBatches:
         # before; and whether any batch has differed from the one before it.
         self._held: list[data.Arrays] = []
         self._has_varied = False
+        # The error of the iterator in drawing the next batch.
+        self._failure: Exception | None = None
         # The names, shapes and dtypes of the last batch that passed the checks.
         self._checked_kind: list[Any] | None = None
 
@@ -272,6 +274,8 @@ class TrainBatches:
           are. A batch whose names, shapes or dtypes differ from the first one's is the
           first of the next call, and so is one that would come late.
         """
+        if self._failure is not None:
+            raise self._failure
         self._act_if_due(steps.start, predict, state)
         count = self.sizes.drawn_at(steps.start)
         if self._has_varied:
@@ -293,7 +297,14 @@ class TrainBatches:
         for place, step in enumerate(steps):
             if place and time.monotonic() > end:
                 return self._rows.stack_on_devices(stacked), place
-            drawn = self._held or self._draw(step, count)
+            try:
+                drawn = self._held or self._draw(step, count)
+            except Exception as e:
+                if not place:
+                    raise
+                # The steps before this one are made and logged first.
+                self._failure = e
+                return self._rows.stack_on_devices(stacked), place
             self._held = []
             kind_of_step = _names_and_types(drawn[0])
             for batch in drawn[1:]:
@@ -328,8 +339,15 @@ class TrainBatches:
 
     @property
     def holds_batch(self) -> bool:
-        """Whether the next step's batch has been drawn, so no position can be saved."""
-        return bool(self._held)
+        """Whether the next step's batch has been drawn, or could not be, so that no
+        position can be saved.
+        """
+        return bool(self._held) or self._failure is not None
+
+    @property
+    def draws_many(self) -> bool:
+        """Whether the iterator draws the batches of several steps at once."""
+        return _draws_many(self._iterator)
 
     def set_skips(self, passes: Mapping[int, int]) -> None:
         """Sets how many batches to draw and discard before certain steps, by step."""
@@ -387,6 +405,7 @@ class TrainBatches:
             of processes.
         """
         self._held = []
+        self._failure = None
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
             raise errors.UserError(

@@ -75,6 +75,7 @@ def plan(
     *,
     updates_in_shards: bool,
     acts: bool,
+    waits: bool,
     recorded: str | None,
 ) -> Plan:
     """Decides how a run dispatches its steps.
@@ -88,6 +89,8 @@ def plan(
       batch: the shapes of its largest batch.
       updates_in_shards: whether each replica updates its shards of global arrays.
       acts: whether the training data uses the model.
+      waits: whether several processes draw the data batch by batch. It may be slow, and
+        they can end a dispatch early only together.
       recorded: the program that the run began with; None if it begins now.
 
     Raises:
@@ -109,6 +112,9 @@ def plan(
         return Plan(identity.LOOP, 1, unsuited)
     if acts:
         why = "the training data may use the model before each"
+        return Plan(identity.LOOP, 1, why)
+    if waits:
+        why = "several processes draw its data batch by batch, which may be slow"
         return Plan(identity.LOOP, 1, why)
     most, why = _within_limits(cost, batch)
     return Plan(identity.LOOP, most, why)

@@ -93,6 +93,8 @@ def programs(
     act: _PredictionCaller | None = None,
     larger: Sequence[Mapping[str, jax.ShapeDtypeStruct]] = (),
     step_program: str | None = identity.STEP,
+    *,
+    waits: bool = False,
 ) -> Programs:
     """Returns the programs of a run, after tracing and checking them.
 
@@ -108,6 +110,7 @@ def programs(
         does not act on the model.
       larger: the shapes of the larger batches of the run.
       step_program: the program that makes the run's steps; None: it is chosen.
+      waits: whether several processes draw the data batch by batch.
 
     Raises:
       UserError: if a method of the experiment does not fit, or if a value that must be
@@ -140,6 +143,7 @@ def programs(
         [batch, *larger][-1],
         updates_in_shards=updates_in_shards,
         acts=act is not None,
+        waits=waits,
         recorded=step_program,
     )
     if plan.program == identity.LOOP:
