@@ -128,17 +128,35 @@ class Run:
         # is there. A save in the background has exchanges of its own.
         self._exchange = host_collectives.Exchange("the run's files", _FILES_SECONDS)
 
-        # The data.
+        self._read_data()
+        self._identify(set_aside)
+        self._find_checkpoints()
+        self._trace_programs()
+        self._prepare_hooks()
+        # Open from the first step to the results.
+        self._resources = contextlib.ExitStack()
+
+        # How far the run is, and the step that the present attempt began with.
+        self.step = -1
+        self._start = -1
+        self._hooks: Sequence[hooks.Hook] = ()
+        self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self._stop: request_lib.Request | None = None
+        self._is_save_requested = False
+
+    def _read_data(self) -> None:
+        """Opens the training and the evaluation data."""
         self.set_phase(status.READING)
         self.batches = preflight.train_batches(self.experiment, self.mesh)
         self.set_phase(status.READING_EVALUATION)
         self._evaluation = evaluation.Evaluation(
-            self.experiment, self.mesh, config.eval_batch_size
+            self.experiment, self.mesh, self.config.eval_batch_size
         )
         self.set_phase(status.STARTING)
 
-        # Which run this is, and whether it may begin or resume here.
-        self._plan = resuming.identify(config, self.workdir, set_aside)
+    def _identify(self, set_aside: str) -> None:
+        """Finds out which run this is, and whether it may begin or resume here."""
+        self._plan = resuming.identify(self.config, self.workdir, set_aside)
         self.provenance = origin_lib.find_provenance(
             type(self.experiment).__module__,
             self.batches.summary(),
@@ -147,8 +165,11 @@ class Run:
         self.changes = list(self._plan.changes)
         if self._is_process_0 and not self._plan.sets_aside:
             self.changes += self.workdir.check_provenance(
-                self.provenance, exact=logical.is_exact(config)
+                self.provenance, exact=logical.is_exact(self.config)
             )
+
+    def _find_checkpoints(self) -> None:
+        """Finds the checkpoints that the run resumes or begins from."""
         self.checkpoints = saving.Checkpoints(
             experiment=self.experiment,
             mesh=self.mesh,
@@ -158,11 +179,11 @@ class Run:
             notify=self.terminal.say,
             provenance=self.provenance,
         )
-        self.checkpoints.check_can_start(init)
+        self.checkpoints.check_can_start(self._init)
         # The shapes of the run's state.
         self._target = self.checkpoints.manager.target
         self.roll_backs = roll_backs.RollBacks(
-            config=config,
+            config=self.config,
             directory=self.workdir,
             manager=self.checkpoints.manager,
             batches=self.batches,
@@ -173,8 +194,10 @@ class Run:
             announce=self._write_ahead,
         )
 
-        # Every program that the run will use is traced now, so that mistakes surface
-        # before training.
+    def _trace_programs(self) -> None:
+        """Traces every program that the run will use, so that mistakes surface before
+        training.
+        """
         programs = preflight.programs(
             experiment=self.experiment,
             mesh=self.mesh,
@@ -195,10 +218,11 @@ class Run:
             train_step, "the training step"
         )
         self.predict = evaluation.predictions(programs.predict, self.mesh)
-        self._metrics = self._evaluation.check(self._target, config.checkpoint)
+        self._metrics = self._evaluation.check(self._target, self.config.checkpoint)
 
-        # What follows the steps.
-        self._schedule = schedule_lib.Schedule.of(config)
+    def _prepare_hooks(self) -> None:
+        """Prepares what the run does beside its steps."""
+        self._schedule = schedule_lib.Schedule.of(self.config)
         self._queue: deferred.Queue[_Dispatched] = deferred.Queue()
         self._replica_check = replication.ReplicaCheck(self.experiment, self.mesh)
         self._nonfinite_check = self._new_nonfinite_check()
@@ -232,16 +256,6 @@ class Run:
             parts=self.clock.parts,
             say=self.terminal.say,
         )
-        # Open from the first step to the results.
-        self._resources = contextlib.ExitStack()
-
-        # How far the run is, and the step that the present attempt began with.
-        self.step = -1
-        self._start = -1
-        self._hooks: Sequence[hooks.Hook] = ()
-        self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self._stop: request_lib.Request | None = None
-        self._is_save_requested = False
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
