@@ -206,7 +206,7 @@ class Run:
             larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
             step_program=self.checkpoints.step_program(),
-            waits=jax.process_count() > 1 and not self.batches.draws_many,
+            waits=self._waits_for_batches(),
         )
         self.dispatches = programs.plan
         # With several processes, one that compiles longer than the others for this
@@ -219,6 +219,12 @@ class Run:
         )
         self.predict = evaluation.predictions(programs.predict, self.mesh)
         self._metrics = self._evaluation.check(self._target, self.config.checkpoint)
+
+    def _waits_for_batches(self) -> bool:
+        """Returns whether any of several processes draws its data batch by batch."""
+        if jax.process_count() == 1:
+            return False
+        return not all(self._exchange.gather(self.batches.draws_many))
 
     def _prepare_hooks(self) -> None:
         """Prepares what the run does beside its steps."""
