@@ -80,6 +80,7 @@ def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(
     manager.save(1, {"a": jnp.zeros(5)}, {})
     (thread,) = [t for t in threading.enumerate() if t.name == "checkpoint"]
     main = threading.main_thread().ident
+    interrupted = threading.Event()
 
     def interrupt():
         # The signal arrives while `manager.wait` is in a function of `threading`, which
@@ -87,10 +88,19 @@ def test_a_save_goes_on_after_ctrl_c_interrupted_a_wait_for_it(
         wanted = {manager.wait.__code__.co_filename, threading.__file__}
         while not wanted <= {frame.f_code.co_filename for frame in frames_of(main)}:
             pass
-        signal.pthread_kill(main, signal.SIGINT)
+        # Python may look for signals just before it waits for the lock, and then sees
+        # this one only when another interrupts the wait.
+        while not interrupted.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            interrupted.wait(0.1)
+
+    def raise_once(*args):
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     # A shell starts a job in the background with the signal ignored.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(signal.SIGINT, raise_once)
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         manager.wait()
