@@ -339,6 +339,48 @@ ctypes.CDLL(None).abort()
     assert ended.returncode == -signal.SIGABRT
 
 
+@pytest.mark.parametrize(
+    "failure, code, said",
+    [
+        ("process 1 on b: no progress for 9 s", 1, "The stack of each thread:"),
+        ("process 1 on b: ValueError: too wide", 1, "error: process 1 on b: Value"),
+        ("", -signal.SIGABRT, ""),
+    ],
+)
+def test_an_abort_after_a_failure_elsewhere_reports_the_failure(
+    tmp_path, failure, code, said
+):
+    # When a process that has failed is gone, gloo may abort the others before they
+    # have read why.
+    program = f"""
+import ctypes
+from xshard.pod import watchdog
+
+class Board:
+    def read(self, topic):
+        return {{1: {failure!r}}} if topic == "failed" else {{1: "gone"}}
+
+    def write(self, topic, text):
+        pass
+
+watching = watchdog.Watchdog({str(tmp_path)!r}, ["a", "b"])
+watching._board = Board()
+with watching._exit_stack:
+    watching._exit_stack.enter_context(
+        watchdog.exits.before_abort(watching._before_abort)
+    )
+    ctypes.CDLL(None).abort()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=harness.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert ended.returncode == code
+    assert said in ended.stderr and failure in ended.stderr
+
+
 class LossyBoard:
     """A stand-in for the board that several processes share; it loses some calls, and
     only the reply of others.
@@ -459,7 +501,7 @@ def test_a_step_that_never_ends_makes_the_launcher_restart_the_run(tmp_path, pro
     assert (
         sum(text.count("The stack of each thread:") for text in (output, *logs))
         >= processes
-    )
+    ), (output, logs)
     assert output.count("failure 1 of") == 1
     assert "resumed from the checkpoint of step 5" in output
 

@@ -333,15 +333,17 @@ class Watchdog:
         failure = self._first_failure()
         if failure:
             with self._exit_lock:
-                self._log(f"error: {failure}")
-                # The process that detects a stall first is rarely the one that causes
-                # it.
-                if _NO_PROGRESS in failure:
-                    self._print_stacks()
+                self._report(failure)
                 self._exit(exit_codes.FAILED)
         if self._index == 0:
             self._check_heartbeats()
         self._heartbeat.answered()
+
+    def _report(self, failure: str) -> None:
+        self._log(f"error: {failure}")
+        # The process that detects a stall first is rarely the one that causes it.
+        if _NO_PROGRESS in failure:
+            self._print_stacks()
 
     def _first_failure(self) -> str:
         failures = self._board.read(_FAILED)
@@ -381,11 +383,16 @@ class Watchdog:
 
     def _before_abort(self) -> None:
         # JAX aborts with its client locked. If the board answers, the abort has another
-        # cause.
-        failures = host_collectives.with_timeout(
-            lambda: self._board.read(_FAILED), exits.SHORT_SECONDS
+        # cause: often that a process which has failed is gone, in the middle of a
+        # collective.
+        failure = host_collectives.with_timeout(
+            self._first_failure, exits.SHORT_SECONDS
         )
-        if failures is not None:
+        if failure:
+            with self._exit_lock:
+                self._report(failure)
+                self._exit(exit_codes.FAILED)
+        if failure is not None:
             return
         who = "another process"
         if self._index:
