@@ -32,8 +32,8 @@ _MOST_STEPS = 32
 # when a run is asked to stop, and it finishes both: on two cores of a CPU each of these
 # takes some tenths of a second. They are counted and not timed, so that all processes
 # find the same.
-_MOST_FLOPS = 3 * 10**10
-_MOST_BYTES = 3 * 10**9
+_MOST_FLOPS = 2 * 10**10
+_MOST_BYTES = 2 * 10**9
 _MOST_BATCH_BYTES = 1 << 26
 _CONVOLUTION = "conv_general_dilated"
 # The fewest batches in the arrays of a loop. From arrays of one batch XLA removes the
@@ -199,20 +199,18 @@ def _within_limits(
         return 1, "the FLOPs of a step cannot be counted"
     batch_bytes = sum(map(_nbytes, batch.values()))
     limits = {
-        "a dispatch of more would need": (_MOST_STEPS, 1),
         "FLOPs": (_MOST_FLOPS, cost.flops),
         "bytes of results": (_MOST_BYTES, cost.nbytes),
         "bytes of its batch": (_MOST_BATCH_BYTES, batch_bytes),
     }
-    counts = {}
+    most = _MOST_STEPS
+    why = "a step is small"
     for name, (limit, of_step) in limits.items():
-        counts[name] = max(1, limit // max(1, of_step))
-    name = min(counts, key=lambda name: counts[name])
-    most = counts[name]
-    if most == _MOST_STEPS:
-        return most, "a step is small"
-    of_step = limits[name][1]
-    return most, f"a step has {of_step:.2g} {name}"
+        count = max(1, limit // max(1, of_step))
+        if count < most:
+            most = count
+            why = f"a step has {of_step:.2g} {name}"
+    return most, why
 
 
 def draw(
