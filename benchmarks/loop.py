@@ -4,6 +4,9 @@ step.
     JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500] [--size="1
     ms"] [--arrays=10,500]
 
+`--size` also takes two configs of configs/, on all devices: lm_tiny, and digits, whose
+convolutions keep the plain step on CPUs.
+
 The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log,
 hooks, and checkpoints in the background. The bare loops log nothing. One waits for each
 step. Another keeps two in flight, as the loop does. Both use the run's batches. The
@@ -20,6 +23,7 @@ as the computation of the steps leaves them.
 import collections
 import contextlib
 import functools
+import importlib
 import importlib.util
 import io
 import pathlib
@@ -42,8 +46,12 @@ from xshard.pod import watchdog
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn, for steps of 1 ms.", 200)
+_CONFIGS = ("lm_tiny", "digits")
 _SIZES = flags.DEFINE_multi_enum(
-    "size", ["1 ms", "20 ms"], ["1 ms", "20 ms"], "The models; again for each."
+    "size",
+    ["1 ms", "20 ms"],
+    ["1 ms", "20 ms", *_CONFIGS],
+    "The models; again for each.",
 )
 _ARRAYS = flags.DEFINE_list(
     "arrays",
@@ -59,8 +67,8 @@ _UNTIMED = _SAVE_EVERY + 50
 _BARE_UNTIMED = 20
 # The timed share of the steps of --steps, and the largest ratio to a bare loop, by
 # size.
-_SHARES = {"1 ms": 1.0, "20 ms": 0.2}
-_TARGETS = {"1 ms": 0.8, "20 ms": 1.0}
+_SHARES = {"1 ms": 1.0, "20 ms": 0.2, "lm_tiny": 0.2, "digits": 1.0}
+_TARGETS = {"1 ms": 0.8, "20 ms": 1.0, "lm_tiny": 0.85, "digits": 1.01}
 _WITH_TARGETS = (
     "bare for, two steps in flight",
     "bare for, two in flight, batches by hand",
@@ -106,10 +114,21 @@ def make_config(size: models.Size, steps: int) -> Any:
     config.update(
         {"width": size.width, "layers": size.layers, "examples": 100 * size.batch}
     )
-    config.update({"batch_size": size.batch, "steps": _UNTIMED + steps})
-    config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
+    config.batch_size = size.batch
     # The default of runs, which the toy's config changes.
     config.fingerprint_every_steps = 10
+    return _for_timing(config, steps)
+
+
+def of_shipped(name: str, steps: int) -> Any:
+    """Returns a config of configs/, as a run with this many timed steps."""
+    module = importlib.import_module(f"configs.{name}")
+    return _for_timing(module.get_config(), steps)
+
+
+def _for_timing(config: Any, steps: int) -> Any:
+    config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
+    config.steps = _UNTIMED + steps
     config.checkpoint.every_steps = _SAVE_EVERY
     return config
 
@@ -201,16 +220,21 @@ def _keras(steps_per_execution: int) -> str:
 def compare(name: str) -> Iterator[measure.Row]:
     """Yields the rows of the loop and the bare loops, for one size."""
     steps = round(_STEPS.value * _SHARES[name])
-    config = make_config(models.sizes()[name], steps)
+    is_shipped = name in _CONFIGS
+    if is_shipped:
+        config = of_shipped(name, steps)
+    else:
+        config = make_config(models.sizes()[name], steps)
     bare = Bare(config, steps)
     peers = {
         "bare for, waits for each step": functools.partial(bare.seconds, 0),
         "bare for, two steps in flight": functools.partial(bare.seconds, 2),
-        "bare for, two in flight, batches by hand": functools.partial(
-            bare.seconds, 2, by_hand=True
-        ),
     }
-    if importlib.util.find_spec("keras"):
+    if not is_shipped:
+        peers["bare for, two in flight, batches by hand"] = functools.partial(
+            bare.seconds, 2, by_hand=True
+        )
+    if not is_shipped and importlib.util.find_spec("keras"):
         for count in (1, 8):
             keras_fit = keras_lib.Timed(models.sizes()[name], steps, count)
             peers[_keras(count)] = keras_fit.seconds
@@ -223,7 +247,7 @@ def compare(name: str) -> Iterator[measure.Row]:
         if title == _keras(8):
             target = 1.0
         yield measure.ratio(what, title, ours, seconds, target)
-    if _keras(8) not in results:
+    if not is_shipped and _keras(8) not in results:
         yield measure.Row(what, _keras(8), missing=_NO_KERAS)
     for title, seconds in {"the loop": ours, **results}.items():
         yield measure.figure(
