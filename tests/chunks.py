@@ -45,20 +45,57 @@ RUNS = {
     ),
 }
 _SMALL_LM = (
-    "model.width=16",
-    "model.layers=1",
+    "text.files=('docs/*.md',)",
+    "text.held_out=0.3",
+    "text.length=16",
+    "text.eval_windows=16",
+    "model.width=8",
+    "model.heads=2",
+    "model.feed_forward=8",
+    "model.layers=2",
     "batch_size=8",
     "eval_batch_size=8",
     "eval_every_steps=12",
+    "sample.length=4",
 )
-# The configs in configs/, as small as they can be.
+_SMALL_WORDS = (*_SMALL_LM, "text.vocabulary=270")
+_SMALL_DIGITS = ("model.channels=2", "model.hidden=8")
+# The configs in configs/, as small as they can be, but for the sweep, whose points are
+# those of digits.
 CONFIGS = {
-    "digits": ("configs/digits.py", "model.channels=2", "model.hidden=8"),
+    "digits": ("configs/digits.py", *_SMALL_DIGITS),
+    "digits_groups": (
+        "configs/digits_groups.py",
+        *_SMALL_DIGITS,
+        "group_assignment=((0, 1), (2, 3))",
+    ),
     "gan": ("configs/gan.py",),
     "ssl": ("configs/ssl.py",),
     "rl": ("configs/rl.py",),
     "rl_host": ("configs/rl_host.py",),
+    "lm": ("configs/lm.py", *_SMALL_LM),
+    "lm_gpt2": (
+        "configs/lm_gpt2.py",
+        *_SMALL_WORDS,
+        "model.positions=16",
+        "text.tokenizer=",
+    ),
+    "lm_lora": (
+        "configs/lm_lora.py",
+        *_SMALL_WORDS,
+        "text.base_files=('docs/*.md',)",
+        "text.base_held_out=0.3",
+        "lora.rank=2",
+        "lora.train=norm",
+    ),
+    "lm_pod": (
+        "configs/lm_pod.py",
+        *_SMALL_LM,
+        "model_parallel=2",
+        "micro_batches=2",
+    ),
     "lm_tiny": ("configs/lm_tiny.py", *_SMALL_LM),
+    "lm_words": ("configs/lm_words.py", *_SMALL_WORDS),
 }
 
 
