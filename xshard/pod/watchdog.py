@@ -273,9 +273,9 @@ class Watchdog:
             )
         message = (
             f"{_NO_PROGRESS} {seconds:.0f} s, since {since}, {where}: {cause} "
-            f"(--step_timeout_seconds={self._timeouts.step})"
+            f"(--step_timeout_seconds={self._timeouts.step}). {_GO_ON}"
         )
-        self._log(f"error: {self._name(self._index)}: {message}. {_GO_ON}")
+        self._log(f"error: {self._name(self._index)}: {message}")
         self._print_stacks()
         self.fail(message)
 
