@@ -28,7 +28,7 @@ _LOSS_SCALES = flags.DEFINE_multi_enum(
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 
-def result(topology: str, shard_update: bool, scale: bool) -> dict[str, Any]:
+def result(topology: str, shard_update: bool, kind: str) -> dict[str, Any]:
     """Returns the JSON output of a dry run."""
     command = [
         *(
@@ -40,7 +40,7 @@ def result(topology: str, shard_update: bool, scale: bool) -> dict[str, Any]:
         ),
         f"--topology={topology}",
         f"--config.reduction.shard_update={shard_update}",
-        f"--config.loss_scale={scale}",
+        f"--config.loss_scale.kind={kind}",
     ]
     return json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
@@ -49,9 +49,8 @@ def result(topology: str, shard_update: bool, scale: bool) -> dict[str, Any]:
 
 def compare(topology: str, scale: str) -> Iterator[measure.Row]:
     """Yields the rows of a topology, with a dynamic loss scale or without."""
-    sharded, replicated = (
-        result(topology, on, scale == "dynamic") for on in (True, False)
-    )
+    kind = "none" if scale == "no" else scale
+    sharded, replicated = (result(topology, on, kind) for on in (True, False))
     memory = lambda name: lambda found: found["memory"][name]
     ici = lambda found: next(
         each["amount"] for each in found["bounds"] if each["name"] == "ICI"

@@ -6,8 +6,6 @@ xshard.dryrun --config=benchmarks/layers.py --topology=v5e:16x16
 --config.reduction.shard_update=True
 """
 
-from typing import Any
-
 import haiku as hk
 import jax.numpy as jnp
 import ml_collections
@@ -45,13 +43,8 @@ class Layers(xshard.Supervised):
         return jnp.mean(outputs**2), {}
 
     def optimizer(self):
-        """Returns AdamW, with a dynamic loss scale if the config asks for one."""
-        opt: Any = xshard.OptaxOptimizer(optax.adamw(1e-3), name="adamw")
-        opt = xshard.CrossShardOptimizer(
-            opt, slice_axis_name="slice", **self.config.reduction
-        )
-        scale = self.config.loss_scale
-        return xshard.MixedPrecisionLossScaleOptimizer(opt, "dynamic") if scale else opt
+        """Returns AdamW."""
+        return optax.adamw(1e-3)
 
     def evaluate(self, outputs, batch):
         """Returns the mean square of each row."""
@@ -65,8 +58,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.experiment = "benchmarks.layers.Layers"
     config.precision = "params=float32,compute=bfloat16,output=float32"
     config.batch_size = 4096
-    del config["model"], config["optimizer"], config["max_shift"], config["loss_scale"]
+    del config["model"], config["optimizer"], config["max_shift"]
     config.layers = 8
     config.width = 2048
-    config.loss_scale = True
+    config.loss_scale = {"kind": "dynamic"}
     return config

@@ -204,7 +204,6 @@ def test_too_little_held_out_text_is_refused(folder):
         ("model.feed_forward", 33, "a multiple of model_parallel=2"),
         ("optimizer.warmup_fraction", 1.0, "from 0 to below 1"),
         ("optimizer.clip_norm", 0.0, "above 0"),
-        ("loss_scale.kind", "static", "one of dynamic, fixed, none"),
         ("sample.length", -1, "at least 0"),
         ("sample.prompts", ("a", 1), "a tuple of texts"),
         ("sample.temperature", -0.5, "at least 0"),

@@ -17,13 +17,7 @@ LOSS = '        return jnp.mean(_cross_entropy(outputs, batch)), {"accuracy": ac
 EVALUATE = '        return {"loss": loss, "accuracy": hits}'
 TRAIN = "        return _spirals(np.arange(97))"
 EVAL = "        return _spirals(np.arange(96) + 0.5)"
-CROSS = """\
-        opt = xshard.CrossShardOptimizer(
-            opt, slice_axis_name="slice", **self.config.reduction
-        )
-"""
-RETURN = "        return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)"
-ADAM = '        opt = xshard.OptaxOptimizer(optax.adam(rate), name="adam")\n'
+RETURN = "        return optax.adam(rate)"
 
 
 def before(line, text):
@@ -141,17 +135,18 @@ MISTAKES = {
         (FORWARD, "        return batch['point'] @ jnp.ones((2, 2))"),
         ["made no parameters", "hk.Linear"],
     ),
-    "a rule of optax": (
-        before(ADAM, "        return optax.adam(rate)"),
+    "a rule of optax that is not made": (
+        (RETURN, "        return optax.adam"),
         [
             "Spirals.optimizer (experiment_",
-            "an optax transformation",
+            "returned a function",
+            "must return an optax transformation, such as optax.adam(rate)",
             "xshard.CrossShardOptimizer(",
         ],
     ),
     "no rule": ((RETURN, ""), ["returned None", "return opt?"]),
     "a rule that does not reduce": (
-        (CROSS, ""),
+        (RETURN, "        return xshard.OptaxOptimizer(optax.adam(rate))"),
         ["Spirals.optimizer (experiment_", "does not reduce over the axis 'replica'"],
     ),
     "a tuple of arrays": (

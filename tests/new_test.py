@@ -39,9 +39,7 @@ def test_the_new_config_has_every_key_of_a_run():
     exec((new.TEMPLATE / "config.py").read_text(), namespace)
     config.check(namespace["get_config"]())
     keys = config.flatten(namespace["get_config"]().to_dict()).keys()
-    own = {
-        key for key in keys if key.startswith(("model.", "optimizer.", "loss_scale."))
-    }
+    own = {key for key in keys if key.startswith(("model.", "optimizer."))}
     assert keys - own == {key.name for key in config.KEYS}
 
 

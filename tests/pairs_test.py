@@ -165,7 +165,7 @@ def _check(tmp_path, library):
         "hidden": 256,
         "batch_size": 32,
         "micro_batches": 2,
-        "loss_scale": "dynamic",
+        "loss_scale.kind": "dynamic",
     }
     config_of_run = config(library, **changes)
     for steps in (2, 4):

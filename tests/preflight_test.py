@@ -47,6 +47,83 @@ def test_a_key_that_reaches_no_rule_is_refused(tmp_path, key, value):
     assert not (tmp_path / "run").exists()
 
 
+class Fixed(Deaf):
+    """Scales the loss by a number."""
+
+    def optimizer(self):
+        return xshard.MixedPrecisionLossScaleOptimizer(super().optimizer(), 8.0)
+
+
+class Own(Deaf):
+    """Scales the loss by a scale of its own."""
+
+    def optimizer(self):
+        return xshard.MixedPrecisionLossScaleOptimizer(super().optimizer(), _OwnScale())
+
+
+class _OwnScale(xshard.LossScale):
+    def __call__(self):
+        return jnp.float32(8)
+
+    def update(self, grads):
+        return True
+
+
+class Plain(toy.Wide):
+    """Returns a plain transformation of optax."""
+
+    def optimizer(self):
+        return optax.adam(1e-3)
+
+
+@pytest.mark.parametrize(
+    "experiment, kind, is_refused",
+    [
+        ("tests.preflight_test.Deaf", "dynamic", True),
+        ("tests.preflight_test.Deaf", "fixed", True),
+        ("tests.preflight_test.Deaf", "none", False),
+        ("tests.preflight_test.Fixed", "dynamic", True),
+        ("tests.preflight_test.Fixed", "fixed", False),
+        ("tests.toy.Wide", "fixed", True),
+        ("tests.toy.Wide", "dynamic", False),
+        ("tests.preflight_test.Own", "dynamic", True),
+        ("tests.preflight_test.Own", "none", False),
+        ("tests.preflight_test.Plain", "fixed", False),
+    ],
+)
+def test_a_loss_scale_that_reaches_no_rule_is_refused(
+    tmp_path, experiment, kind, is_refused
+):
+    config = make_config(experiment)
+    config.loss_scale.kind = kind
+    match = (
+        f"config.loss_scale.kind='{kind}' reaches no rule of .*"
+        rf"LossScaleOptimizer\(rule, {kind.capitalize()}LossScale\(...\)\); or "
+        "return the plain optax transformation"
+    )
+    raises = pytest.raises(errors.UserError, match=match)
+    with raises if is_refused else contextlib.nullcontext():
+        loop.Run(config.lock(), str(tmp_path / "run"))
+    if is_refused:
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["none", "dynamic"])
+def test_what_a_loss_scale_leaves_unused_is_named(tmp_path, capsys, kind):
+    config = make_config("tests.preflight_test.Plain")
+    config.precision = "params=float32,compute=float16,output=float32"
+    config.loss_scale.update({"kind": kind, "increment_period": 3})
+    config.loss_scale.loss_scale_value = 8.0
+    config.steps = 1
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    said = capsys.readouterr().out
+    assert ("Set loss_scale.kind='dynamic'" in said) == (kind == "none")
+    (unread,) = [line for line in said.splitlines() if "no code has read" in line]
+    assert "loss_scale.loss_scale_value" in unread
+    assert ("loss_scale.increment_period" in unread) == (kind == "none")
+    assert "loss_scale.kind" not in unread and "multiplier" not in unread
+
+
 def test_a_key_that_reaches_a_rule_is_accepted(tmp_path):
     config = make_config("tests.toy.Wide", reduction="sum", reduce_dtype="bfloat16")
     loop.Run(config.lock(), str(tmp_path / "run"))

@@ -97,9 +97,9 @@ class Poisoned(Wide):
 
     def optimizer(self):
         scaled = super().optimizer()
-        if self.config.loss_scale == "dynamic":
+        if self.config.loss_scale.kind == "dynamic":
             return scaled
-        if self.config.loss_scale == "fixed":
+        if self.config.loss_scale.kind == "fixed":
             return xshard.MixedPrecisionLossScaleOptimizer(scaled.opt, 128.0)
         return scaled.opt
 
@@ -238,7 +238,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.hidden = 16
     config.overflow_above = 1e9
     config.poisoned = ()
-    config.loss_scale = "none"
     config.overflow_at = 12
     config.optimizer = {"learning_rate": 0.1}
     config.log_every_steps = 4

@@ -35,6 +35,11 @@ LINEAR = "linear"
 SQRT = "sqrt"
 BATCH_LEARNING_RATES = (NONE, LINEAR, SQRT)
 
+# How losses are scaled under a plain optax transformation.
+DYNAMIC = "dynamic"
+FIXED = "fixed"
+LOSS_SCALES = (NONE, DYNAMIC, FIXED)
+
 # The present name of each key that was renamed, by its earlier name. Config files,
 # flags and work directories may still have the earlier one. Only keys of the outermost
 # level can be renamed so: the configs within are plain ConfigDicts.
@@ -57,6 +62,8 @@ class Config(ml_collections.ConfigDict):
         return super().__getitem__(_present_name(key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if key == "loss_scale" and key in self:
+            _check_is_dictionary(value)
         super().__setitem__(_present_name(key), value)
 
     def get_type(self, key: Any) -> Any:
@@ -78,8 +85,17 @@ def _log_renamed(name: str) -> None:
 
 
 def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by path, with those of renamed keys under their present names."""
-    return {_present_name(name): value for name, value in flat.items()}
+    """Returns values by path, with those of renamed keys under their present names.
+
+    A kind of loss scale that an experiment kept as `loss_scale` itself, while it was a
+    key of its own, is `loss_scale.kind`.
+    """
+    present = {}
+    for name, value in flat.items():
+        if name == "loss_scale" and value in LOSS_SCALES:
+            name = "loss_scale.kind"
+        present[_present_name(name)] = value
+    return present
 
 
 def default() -> Config:
@@ -92,14 +108,7 @@ def default() -> Config:
     >>> config.checkpoint.keep_best = 1
     >>> config.optimizer = {'learning_rate': 1e-2}
     """
-    values: dict[str, Any] = {}
-    for key in KEYS:
-        folder, _, name = key.name.rpartition(".")
-        if folder:
-            values.setdefault(folder, {})[name] = key.default
-        else:
-            values[name] = key.default
-    return Config(values)
+    return Config(nested({key.name: key.default for key in KEYS}))
 
 
 class ReadConfig(ml_collections.FrozenConfigDict):
@@ -158,8 +167,8 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
     """Lists the keys of a config that the experiment has not read, but should.
 
-    These are its own keys, and those of the outer rule that are set. A key from which
-    another one takes its value counts as read.
+    These are its own keys, and those of the loss scale and of the outer rule that are
+    set. A key from which another one takes its value counts as read.
 
     Args:
       read: the copy of the config that the run reads.
@@ -167,11 +176,14 @@ def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
     """
     known = {key.name for key in KEYS}
     values = flatten(config.to_dict())
+    if _has_own_loss_scale(values):
+        known.difference_update(_OF_LOSS_SCALE)
     for key in KEYS:
-        # An outer rule of the experiment's own may leave them unused.
+        # A rule of the experiment's own may leave them unused.
         is_of_rule = key.name in ("outer.learning_rate", "outer.momentum")
+        is_of_rule |= key.name in _OF_LOSS_SCALE
         if is_of_rule and values.get(key.name, key.default) != key.default:
-            known.remove(key.name)
+            known.discard(key.name)
     names = []
     for name in read.unread():
         if name not in known and not _is_reference(config, name):
@@ -211,7 +223,42 @@ def check(config: ml_collections.ConfigDict) -> None:
     for key in KEYS:
         if key.name in values and key.check is not None:
             key.check(key.name, values[key.name])
+    _check_loss_scale(values)
     _check_outer(config, values)
+
+
+def _check_loss_scale(values: Mapping[str, Any]) -> None:
+    """Raises UserError if `loss_scale` is no dictionary, or has keys beside a kind that
+    are not known.
+    """
+    _check_is_dictionary(values.get("loss_scale"))
+    if _has_own_loss_scale(values):
+        return
+    for name, value in values.items():
+        if name.startswith("loss_scale.") and name not in _OF_LOSS_SCALE:
+            raise errors.UserError(
+                f"{name}={value!r} is no key of a loss scale with a kind, which are "
+                f"{', '.join(_OF_LOSS_SCALE)}: leave it out, or keep it elsewhere."
+            )
+
+
+def _check_is_dictionary(value: Any) -> None:
+    if isinstance(value, bool | int | float | str):
+        raise errors.UserError(
+            f"loss_scale={value!r} must be a dictionary: set loss_scale.kind to one of "
+            f"{', '.join(LOSS_SCALES)}, or give a key of your own another name."
+        )
+
+
+def _has_own_loss_scale(values: Mapping[str, Any]) -> bool:
+    """Returns whether `loss_scale`, without a kind, is the experiment's own."""
+    has_keys = any(name.partition(".")[0] == "loss_scale" for name in values)
+    return has_keys and "loss_scale.kind" not in values
+
+
+def loss_scale_kind(config: ml_collections.ConfigDict) -> str:
+    """Returns how a run scales losses under a plain optax transformation."""
+    return str(config.get("loss_scale", {}).get("kind", NONE))
 
 
 def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -> None:
@@ -282,14 +329,32 @@ def describe(config: ml_collections.ConfigDict) -> str:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values by path, such as 'optimizer.learning_rate'."""
+    """Returns the values by path, such as 'optimizer.learning_rate'.
+
+    An empty dictionary is a value.
+    """
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict):
+        if value and isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dictionaries within one another, of values by path."""
+    values: dict[str, Any] = {}
+    for path, value in flat.items():
+        *folders, name = path.split(".")
+        folder = values
+        for each in folders:
+            folder = folder.setdefault(each, {})
+        if value == {}:
+            folder.setdefault(name, {})
+        else:
+            folder[name] = value
+    return values
 
 
 def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
@@ -298,13 +363,15 @@ def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     Keys that a config may lack are added with their defaults, and renamed ones get
     their present names.
     """
+    flat = with_present_names(flat)
+    has_own = _has_own_loss_scale(flat)
     optional = {}
     for key in KEYS:
-        if _is_optional(key.name):
+        if _is_optional(key.name) and not (has_own and key.name in _OF_LOSS_SCALE):
             # JSON, from which the other values come, has lists only.
             is_tuple = isinstance(key.default, tuple)
             optional[key.name] = list(key.default) if is_tuple else key.default
-    return {**optional, **with_present_names(flat)}
+    return {**optional, **flat}
 
 
 def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], None]:
@@ -369,6 +436,7 @@ _batch_learning_rate = _must_be(
     lambda x: x in BATCH_LEARNING_RATES,
     "'none', 'linear' or 'sqrt'",
 )
+_loss_scale = _must_be(lambda x: x in LOSS_SCALES, "'none', 'dynamic' or 'fixed'")
 _on_nonfinite = _must_be(
     lambda x: x in ON_NONFINITE,
     "'stop'; 'skip', which does not apply steps whose gradients are not finite; "
@@ -498,6 +566,38 @@ KEYS = (
         "params=float32,compute=float32,output=float32",
         "A jmp policy. compute=float16 needs a loss scale; compute=bfloat16 does not.",
         _precision,
+    ),
+    Key(
+        "loss_scale.kind",
+        NONE,
+        "How the loss is scaled if the update rule is a plain optax transformation: "
+        "'none', 'dynamic' or 'fixed'.",
+        _loss_scale,
+        is_optional=True,
+    ),
+    Key(
+        "loss_scale.initial_loss_scale",
+        2.0**15,
+        "With the kind 'dynamic': the first scale.",
+        is_optional=True,
+    ),
+    Key(
+        "loss_scale.increment_period",
+        2000,
+        "With 'dynamic': the number of finite steps in a row that raises the scale.",
+        is_optional=True,
+    ),
+    Key(
+        "loss_scale.multiplier",
+        2.0,
+        "With 'dynamic': the factor by which the scale is raised and lowered.",
+        is_optional=True,
+    ),
+    Key(
+        "loss_scale.loss_scale_value",
+        2.0**15,
+        "With the kind 'fixed': the scale.",
+        is_optional=True,
     ),
     Key(
         "on_nonfinite",
@@ -833,6 +933,7 @@ KEYS = (
 )
 _MAY_CHANGE = {key.name for key in KEYS if key.may_change}
 _OPTIONAL = {key.name for key in KEYS if key.is_optional}
+_OF_LOSS_SCALE = [key.name for key in KEYS if key.name.startswith("loss_scale.")]
 
 
 def _is_optional(name: str) -> bool:

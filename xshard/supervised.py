@@ -19,7 +19,7 @@ from xshard import mesh as mesh_lib
 from xshard.learners import learner
 from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState, Outcome
-from xshard.optimizers import base, trees
+from xshard.optimizers import trees
 
 
 class Supervised(experiment.Experiment):
@@ -39,7 +39,7 @@ class Supervised(experiment.Experiment):
     ...     def loss(self, outputs, batch):
     ...         return jnp.mean((outputs - batch['y']) ** 2), {}
     ...     def optimizer(self):
-    ...         return xshard.CrossShardOptimizer(optax.sgd(self.config.learning_rate))
+    ...         return optax.sgd(self.config.learning_rate)
     ...     def evaluate(self, outputs, batch):
     ...         return {'error': jnp.abs(outputs - batch['y'])}
     >>> config = xshard.config.default()
@@ -91,12 +91,16 @@ class Supervised(experiment.Experiment):
         """
 
     @abc.abstractmethod
-    def optimizer(self) -> base.Optimizer:
-        """Returns the update rule.
+    def optimizer(self) -> learner.Rule:
+        """Returns the update rule: an optax transformation, such as `optax.adam(1e-3)`.
 
-        It must contain a `CrossShardOptimizer` over 'replica', and 'slice' if there are
-        several. The learner calls it inside `hk.transform_with_state`: create the
-        rule's modules here.
+        The learner reduces it over the replicas and scales its loss, as the config's
+        `reduction` and `loss_scale` say.
+
+        For more control, return a rule composed by hand, which is used as it is. It
+        must contain a `CrossShardOptimizer` over 'replica', and 'slice' if there are
+        several. The learner calls this method inside `hk.transform_with_state`: create
+        the rule's modules here.
         """
 
     @abc.abstractmethod

@@ -163,17 +163,8 @@ def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
             f"{run.config} names no experiment, so no run wrote it: give the work "
             "directory of a run."
         )
-    values = workdir.config_in(content, run.config)
-    flat = config_lib.flatten(content)
-    for path, value in config_lib.with_defaults(flat).items():
-        if path in flat:
-            continue
-        *folders, key = path.split(".")
-        folder = values
-        for name in folders:
-            folder = folder.setdefault(name, {})
-        folder[key] = value
-    return config_lib.Config(values)
+    flat = config_lib.flatten(workdir.config_in(content, run.config))
+    return config_lib.Config(config_lib.nested(config_lib.with_defaults(flat)))
 
 
 def _mesh(

@@ -381,20 +381,20 @@ def _check_per_example(
     raise errors.UserError(f"{where} returned {name!r} of shape {shape}. {fix}")
 
 
-def optimizer(method: Callable[[], Any]) -> base.Optimizer:
+def optimizer(
+    method: Callable[[], Any],
+) -> base.Optimizer | optax.GradientTransformation:
     """Calls a method that returns an update rule, and checks its result."""
     returned = method()
-    if isinstance(returned, base.Optimizer):
+    if isinstance(returned, base.Optimizer | optax.GradientTransformation):
         return returned
+    kind = _in_words(returned)
     if returned is None:
         kind = "None (does it end in return opt?)"
-    elif isinstance(returned, optax.GradientTransformation):
-        kind = "an optax transformation"
-    else:
-        kind = _in_words(returned)
     raise errors.UserError(
-        f"{describe_method(method)} returned {kind}. It must return a rule that "
-        "reduces the gradients over the replicas: return "
+        f"{describe_method(method)} returned {kind}. It must return an optax "
+        "transformation, such as optax.adam(rate), or a rule that reduces the "
+        "gradients over the replicas, such as "
         "xshard.CrossShardOptimizer(optax.adam(rate), slice_axis_name='slice')."
     )
 

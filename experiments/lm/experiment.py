@@ -12,7 +12,6 @@ from experiments.lm import attention, model, text
 
 # The bits of a nat.
 _BITS = 1 / math.log(2)
-_LOSS_SCALE_KINDS = ("dynamic", "fixed", "none")
 
 
 class LanguageModel(xshard.Supervised):
@@ -207,7 +206,7 @@ def _check(config):
     """Raises UserError for values that fail inside a library, or train nothing."""
     _check_text(config.text)
     _check_model(config.model, config.model_parallel)
-    _check_optimizer(config.optimizer, config.loss_scale)
+    _check_optimizer(config.optimizer)
     _check_sample(config.sample)
 
 
@@ -256,7 +255,7 @@ def _check_model(config, model_parallel):
     )
 
 
-def _check_optimizer(config, loss_scale):
+def _check_optimizer(config):
     _require(
         0 <= config.warmup_fraction < 1,
         "optimizer.warmup_fraction",
@@ -264,12 +263,6 @@ def _check_optimizer(config, loss_scale):
         "from 0 to below 1",
     )
     _require(config.clip_norm > 0, "optimizer.clip_norm", config.clip_norm, "above 0")
-    _require(
-        loss_scale.kind in _LOSS_SCALE_KINDS,
-        "loss_scale.kind",
-        loss_scale.kind,
-        f"one of {', '.join(_LOSS_SCALE_KINDS)}",
-    )
 
 
 def _check_sample(config):

@@ -202,7 +202,7 @@ RUNS = {
         reduction__slice_dtype="int8",
         reduction__shard_params=True,
         micro_batches=2,
-        loss_scale="dynamic",
+        loss_scale__kind="dynamic",
         precision=_FLOAT16,
     ),
     "tree": _curve("Weighted", micro_batches=2, aggregation_method="EXPERIMENTAL_TREE"),
@@ -210,7 +210,7 @@ RUNS = {
     "exact": _curve(
         logical_replicas=8,
         reduction__arithmetic="exact",
-        loss_scale="dynamic",
+        loss_scale__kind="dynamic",
         outliers=((0, 7, float("inf")), (0, 14, float("inf"))),
     ),
     "exact_wide": _curve(
@@ -234,7 +234,7 @@ RUNS = {
     "groups_skip": _curve(
         group_assignment=_HALVES,
         on_nonfinite="skip",
-        loss_scale="fixed",
+        loss_scale__kind="fixed",
         reduction__shard_update=True,
         outliers=((0, 4, float("nan")), (1, 13, float("nan"))),
     ),
@@ -287,15 +287,35 @@ RUNS = {
     ),
     # Rules.
     "by_hand": _curve("ByHand", reduction__shard_update=True),
-    "every_other": _curve(rule="every_other", loss_scale="dynamic", precision=_FLOAT16),
+    "every_other": _curve(
+        rule="every_other", loss_scale__kind="dynamic", precision=_FLOAT16
+    ),
     "factored": _curve(rule="factored", reduction__shard_params=True),
     "injected": _curve(rule="injected", kept="^first/b"),
     "muon": _curve(rule="muon", reduction__shard_update=True),
     "plateau": _curve(rule="plateau", reduction__shard_params=True),
+    "plain": _curve(
+        "Plain",
+        rule="muon",
+        loss_scale__kind="dynamic",
+        loss_scale__initial_loss_scale=2.0**10,
+        loss_scale__increment_period=3,
+        loss_scale__multiplier=4.0,
+        outliers=((0, 6, float("inf")), (0, 13, float("inf"))),
+        precision=_FLOAT16,
+        reduction__shard_update=True,
+    ),
+    "plain_fixed": _curve(
+        "Plain",
+        loss_scale__kind="fixed",
+        loss_scale__loss_scale_value=64.0,
+        micro_batches=2,
+        precision=_FLOAT16,
+    ),
     # Types.
     "half": _curve(
         precision="params=float16,compute=float16,output=float16",
-        loss_scale="dynamic",
+        loss_scale__kind="dynamic",
         average="inside",
     ),
     "bfloat16_lora": _curve(
@@ -330,7 +350,7 @@ RUNS = {
         slices=2,
         outer__every_steps=4,
         outer__dtype="bfloat16",
-        loss_scale="dynamic",
+        loss_scale__kind="dynamic",
         precision=_FLOAT16,
     ),
     "outer_exact": _curve(
@@ -387,7 +407,11 @@ def config_of(name: str) -> Any:
     """Returns the config of a run."""
     run = RUNS[name]
     config = importlib.import_module(run.config).get_config()
-    config.update_from_flattened_dict(_COMMON | run.changes)
+    changes = _COMMON | run.changes
+    if isinstance(config.get("loss_scale"), str):
+        # With the package of an earlier checkout.
+        changes["loss_scale"] = changes.pop("loss_scale.kind", "none")
+    config.update_from_flattened_dict(changes)
     return config.lock()
 
 

@@ -109,9 +109,12 @@ class Curve(xshard.Supervised):
 
     def _scaled(self, rule):
         config = self.config
-        if config.loss_scale == "fixed":
+        kind = config.loss_scale
+        if not isinstance(kind, str):
+            kind = kind.kind
+        if kind == "fixed":
             rule = xshard.MixedPrecisionLossScaleOptimizer(rule, 128.0)
-        elif config.loss_scale == "dynamic":
+        elif kind == "dynamic":
             scale = xshard.DynamicLossScale(increment_period=4)
             rule = xshard.MixedPrecisionLossScaleOptimizer(rule, scale)
         if config.average == "outside":
@@ -137,6 +140,13 @@ class Curve(xshard.Supervised):
     def callbacks(self):
         metric = "ensemble/error" if self.config.group_assignment else "error"
         return [xshard.early_stopping(metric, patience=100)]
+
+
+class Plain(Curve):
+    """Returns a plain transformation of optax."""
+
+    def optimizer(self):
+        return RULES[self.config.rule]()
 
 
 class Clipped(Curve):
@@ -371,12 +381,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.backs_off = False
     # '', or 'inside' or 'outside' of the reduction.
     config.average = ""
-    # 'none', 'fixed' or 'dynamic'.
-    config.loss_scale = "none"
     # 'examples', 'windows' or 'mix'.
     config.data = "examples"
     # The group, the number of the batch, and the factor of a label.
     config.outliers = ()
+    if "loss_scale" not in config:
+        # The package of an earlier checkout: here it is a key of the experiment.
+        config.loss_scale = "none"
     config.kept = ""
     config.uncast = ""
     config.checkpoint.best_metric = "error"

@@ -86,7 +86,7 @@ class Layers(toy.Toy):
         opt = xshard.CrossShardOptimizer(
             optax.sgd(0.01), slice_axis_name="slice", **self.config.reduction
         )
-        if self.config.loss_scale == "none":
+        if self.config.loss_scale.kind == "none":
             return opt
         scale = xshard.DynamicLossScale(initial_loss_scale=2.0**self.config.exponent)
         return xshard.MixedPrecisionLossScaleOptimizer(opt, scale)
@@ -176,7 +176,10 @@ def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
     """Returns the config of a run of one epoch with a fault."""
     config = toy.get_config()
     config.experiment = "tests.replay.planted.Layers"
-    config.update(fault._asdict() | {"exponent": 13, "batch_size": 32 // fault.groups})
+    config.loss_scale.kind = fault.loss_scale
+    values = fault._asdict() | {"exponent": 13, "batch_size": 32 // fault.groups}
+    del values["loss_scale"]
+    config.update(values)
     del config["shard_update"], config["groups"]
     config.reduction.shard_update = fault.shard_update
     config.steps = EXAMPLES // config.batch_size

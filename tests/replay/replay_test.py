@@ -68,7 +68,11 @@ def directory(tmp_path_factory):
         {"experiment": "tests.toy.Poisoned", "steps": 6, "poisoned": ((0, 3),)}
     )
     config.update(
-        {"loss_scale": "dynamic", "log_every_steps": 2, "writers": ("jsonl",)}
+        {
+            "loss_scale": {"kind": "dynamic"},
+            "log_every_steps": 2,
+            "writers": ("jsonl",),
+        }
     )
     config.checkpoint.update({"every_steps": 2, "keep_last": 3})
     assert loop.run(config.lock(), str(directory), "") == 0

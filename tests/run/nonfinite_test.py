@@ -69,7 +69,7 @@ def saved(directory):
 def test_stop_ends_the_run_and_keeps_the_finite_checkpoint(
     tmp_path, capsys, loss_scale, shard_update
 ):
-    config = make_config(loss_scale=loss_scale, shard_update=shard_update)
+    config = make_config(loss_scale={"kind": loss_scale}, shard_update=shard_update)
     assert loop.run(config, str(tmp_path), "") == exit_codes.NONFINITE
     messages = capsys.readouterr().err
     assert (
@@ -92,7 +92,9 @@ def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
     for shard_update in (False, True):
         directory = tmp_path / str(shard_update)
         config = make_config(
-            loss_scale="dynamic", shard_update=shard_update, max_skips_in_a_row=1
+            loss_scale={"kind": "dynamic"},
+            shard_update=shard_update,
+            max_skips_in_a_row=1,
         )
         assert loop.run(config, str(directory), "") == 0
         assert results_of(directory)["finite"] is True
@@ -107,7 +109,10 @@ def test_a_step_that_a_dynamic_scale_skips_is_not_in_trouble(tmp_path, capsys):
 @pytest.mark.parametrize("loss_scale", ["none", "fixed"])
 def test_skip_leaves_every_leaf_unchanged(tmp_path, loss_scale, shard_update):
     config = make_config(
-        on_nonfinite="skip", loss_scale=loss_scale, shard_update=shard_update, steps=5
+        on_nonfinite="skip",
+        loss_scale={"kind": loss_scale},
+        shard_update=shard_update,
+        steps=5,
     )
     with config.unlocked():
         config.checkpoint.update({"every_steps": 1, "keep_last": 2})
@@ -372,9 +377,9 @@ def test_one_bad_element_or_a_bad_loss_alone_is_detected(name, bad, shard_update
     [
         ({}, False, nonfinite.NONFINITE),
         ({}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
-        ({"loss_scale": "fixed"}, False, nonfinite.NONFINITE),
-        ({"loss_scale": "fixed"}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
-        ({"loss_scale": "dynamic"}, False, nonfinite.FINE),
+        ({"loss_scale": {"kind": "fixed"}}, False, nonfinite.NONFINITE),
+        ({"loss_scale": {"kind": "fixed"}}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
+        ({"loss_scale": {"kind": "dynamic"}}, False, nonfinite.FINE),
         ({"poisoned": ()}, True, nonfinite.FINE),
         ({"micro_batches": 2}, True, nonfinite.SKIPPED_AT_MIN_SCALE),
     ],
@@ -433,7 +438,7 @@ def test_skip_is_refused_for_an_optimizer_that_cannot_skip():
 
 
 def test_skipping_adds_no_state():
-    config = make_config(loss_scale="dynamic")
+    config = make_config(loss_scale={"kind": "dynamic"})
     the_mesh = mesh.make_mesh(devices=jax.devices()[:1])
     states = []
     for policy in ("stop", "skip"):

@@ -42,6 +42,8 @@ def new(config: ml_collections.ConfigDict) -> Identity:
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Returns a checksum of the config values that may not change during a run."""
     fixed = _fixed(config_lib.flatten(plain(config)))
+    # Empty dictionaries have never counted.
+    fixed = {key: value for key, value in fixed.items() if value != {}}
     content = json.dumps(fixed, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()[:_ID_LENGTH]
 
@@ -68,8 +70,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
       UserError: if a change would make it another run.
     """
     old, unknown = earlier_configs.update(old, new)
-    old = config_lib.with_defaults(_flatten(old))
-    new = config_lib.with_defaults(_flatten(new))
+    old = config_lib.with_defaults(config_lib.flatten(old))
+    new = config_lib.with_defaults(config_lib.flatten(new))
     if old.get("experiment") != new.get("experiment"):
         raise errors.UserError(
             f"{whose} a run of experiment={old.get('experiment')!r}, not of "
@@ -110,20 +112,6 @@ class _Absent:
 
 
 _ABSENT = _Absent()
-
-
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns values by path, like `config.flatten`, with the empty dictionaries."""
-    flat = config_lib.flatten(config)
-    folders = [("", config)]
-    while folders:
-        prefix, folder = folders.pop()
-        for key, value in folder.items():
-            if isinstance(value, dict):
-                folders.append((f"{prefix}{key}.", value))
-                if not value:
-                    flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def is_equal(old: Any, new: Any) -> bool:

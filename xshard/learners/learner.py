@@ -8,19 +8,20 @@ averages of the parameters, and norms.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import jmp
 import ml_collections
+import optax
 
 from xshard import config as config_lib
 from xshard import errors, validation
 from xshard import mesh as mesh_lib
+from xshard.learners import composition, means, networks, noise_scale, run_context
 from xshard.learners import lora as lora_lib
-from xshard.learners import means, networks, noise_scale, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -38,6 +39,9 @@ from xshard.optimizers import (
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
+
+# A rule composed by hand, or the transformation that a run composes one of.
+Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
 
 # Entries of an update's squared norms: the norms by array; and those of the gradients
 # of the small batches, and of the large one, that a noise scale is computed from.
@@ -96,7 +100,7 @@ class Learner:
     def __init__(
         self,
         network: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
-        optimizer: Callable[[], base.Optimizer],
+        optimizer: optax.GradientTransformation | Callable[[], Rule],
         config: ml_collections.ConfigDict,
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
@@ -114,11 +118,13 @@ class Learner:
             leaves are arrays, those of `params` of floating-point type. A learner's
             state holds them as Haiku trees {module: {name: array}}, in which the keys
             of a leaf's path but the last, joined by slashes, are the module.
-          optimizer: returns the update rule, which must contain a `CrossShardOptimizer`
-            over 'replica' (and 'slice', with several slices).
+          optimizer: an optax transformation, or a function that returns one. It is
+            reduced and scaled as the config's `reduction` and `loss_scale` say. Or a
+            function that returns an update rule composed by hand, which must contain a
+            `CrossShardOptimizer` over 'replica' (and 'slice', with several slices).
           config: the run's config. The learner reads its keys precision, micro_batches,
             gather_once, aggregation_method, estimate_statistics, on_nonfinite,
-            log_norms_every_steps, noise_scale_steps and outer.
+            log_norms_every_steps, noise_scale_steps, outer, reduction and loss_scale.
           clip_gradients: transforms a replica's gradients before they are reduced. A
             gradient that it replaces with None leaves its parameter unchanged.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match
@@ -132,6 +138,10 @@ class Learner:
         """
         self._lora = lora
         self._network = networks.of(network, lora)
+        self._config = config
+        if isinstance(optimizer, optax.GradientTransformation):
+            transformation = optimizer
+            optimizer = lambda: transformation
         self._make_optimizer = optimizer
         self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
@@ -621,6 +631,8 @@ class Learner:
         """Makes the rule, checks it, and tells it how arrays lie on the mesh."""
         run = run_context.current()
         opt = validation.optimizer(self._make_optimizer)
+        if isinstance(opt, optax.GradientTransformation):
+            opt = composition.rule_of(opt, self._config)
         where = validation.describe_method(self._make_optimizer)
         inspection.check_reduces(where, opt, run.mesh)
         for rule in inspection.reducing(opt):

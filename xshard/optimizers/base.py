@@ -106,6 +106,9 @@ class Optimizer(hk.Module):
         # The value of the last call of `compute_gradients`: the replica's, unscaled,
         # until a rule around this one reduces it.
         self._loss: Any = None
+        recorded = _RECORDED.get(None)
+        if recorded is not None:
+            recorded.append(self)
 
     # The constructor of rules that are dataclasses, as Haiku's modules may be.
     __post_init__ = __init__
@@ -542,6 +545,21 @@ def all_rules(opt: Optimizer) -> list[Optimizer]:
 def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
     """The rules of one class among `all_rules(opt)`, outermost first."""
     return [rule for rule in all_rules(opt) if isinstance(rule, kind)]
+
+
+# The list of `recording`, if it is active.
+_RECORDED: contextvars.ContextVar[list[Optimizer]] = contextvars.ContextVar("recorded")
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Optimizer]]:
+    """Yields a list that receives each rule that is made in its body."""
+    recorded: list[Optimizer] = []
+    token = _RECORDED.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _RECORDED.reset(token)
 
 
 def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:

@@ -1,7 +1,6 @@
 """The rule that reduces gradients across replicas."""
 
 import contextlib
-import contextvars
 import enum
 import functools
 from collections.abc import Iterator, Sequence
@@ -171,9 +170,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self._needs_run = arithmetic != "float"
         self._layouts: layouts.Layouts | None = None
         self._check_axes()
-        recorded = _RECORDED.get(None)
-        if recorded is not None:
-            recorded.append(self)
 
     def bind_mesh(
         self,
@@ -544,20 +540,3 @@ def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
             f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
         )
     return str(value)
-
-
-# The list of `recording`, if it is active.
-_RECORDED: contextvars.ContextVar[list[CrossShardOptimizer]] = contextvars.ContextVar(
-    "recorded"
-)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[CrossShardOptimizer]]:
-    """Yields a list that receives each CrossShardOptimizer that is made in its body."""
-    recorded: list[CrossShardOptimizer] = []
-    token = _RECORDED.set(recorded)
-    try:
-        yield recorded
-    finally:
-        _RECORDED.reset(token)

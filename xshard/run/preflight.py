@@ -20,8 +20,9 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
 from xshard.files import identity
+from xshard.learners import composition
 from xshard.metrics import formatting
-from xshard.optimizers import cross_shard, layouts, trees
+from xshard.optimizers import base, cross_shard, layouts, trees
 from xshard.run import dispatch, replica_analysis, slices
 from xshard.stored import replica_state
 
@@ -39,15 +40,6 @@ _ONE_LAYER_AHEAD: dict[str, bool | str] = {
 # makes others do so, xla_tpu_enable_async_collective_fusion_fuse_all_gather, is refused
 # there by libtpu 0.0.50, which warns of wrong results.
 _AHEAD_ON = ("TPU v5 lite", "TPU v5e")
-# The keys of `config.reduction` that rules take as arguments of the same names, and
-# keep as attributes.
-_PASSED_ON = (
-    "reduction",
-    "reduce_dtype",
-    "slice_dtype",
-    "shard_update",
-    "shard_params",
-)
 
 
 class Programs(NamedTuple):
@@ -123,9 +115,9 @@ def programs(
         # XLA partitions the step of such a run, so its program does not show what each
         # replica computes.
         analyzed_step = jax.jit(step.make_analyzed_step(experiment, mesh))
-    with cross_shard.recording() as rules:
+    with base.recording() as rules:
         traced_step = analyzed_step.trace(state, batch)
-    _check_reduction(experiment, rules)
+    _check_rules(experiment, rules)
     _check_statistics(experiment, state)
     slices.check_exchanges(experiment, state)
     replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
@@ -339,7 +331,8 @@ def _notes_of_half_precision(state: state_lib.TrainState) -> Iterator[str]:
     whose = f" of {formatting.listed(names)}" if any(names) else ""
     yield (
         f"warning: float16 without a loss scale{whose}: gradients below 6e-8 become 0, "
-        "and above 65504 infinite, and nothing shows the former. Wrap the rule in "
+        "and above 65504 infinite, and nothing shows the former. Set "
+        "loss_scale.kind='dynamic', wrap a rule composed by hand in "
         "xshard.MixedPrecisionLossScaleOptimizer(rule, 'dynamic'), or use bfloat16."
     )
 
@@ -441,15 +434,14 @@ def _note_of_whole_arrays(
     )
 
 
-def _check_reduction(
-    experiment: experiment_lib.Experiment,
-    rules: Sequence[cross_shard.CrossShardOptimizer],
+def _check_rules(
+    experiment: experiment_lib.Experiment, rules: Sequence[base.Optimizer]
 ) -> None:
-    """Checks that the values of `config.reduction` reach a rule of the step.
+    """Checks that `config.reduction` and `config.loss_scale` reach a rule of the step.
 
-    The experiment passes these values on. Where it does not, as in
-    `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks for would
-    happen.
+    An experiment that composes a rule by hand passes these values on. Where it does
+    not, as in `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks
+    for would happen.
 
     Args:
       experiment: the experiment.
@@ -464,17 +456,41 @@ def _check_reduction(
             "gather_once=True has no effect without reduction.shard_params=True: set "
             "both, or neither."
         )
-    defaults = config_lib.default().reduction
-    for key in _PASSED_ON:
-        value = config.reduction.get(key, defaults[key])
-        if value == defaults[key] or any(getattr(rule, key) == value for rule in rules):
+    reducing = []
+    for rule in rules:
+        if isinstance(rule, cross_shard.CrossShardOptimizer):
+            reducing.append(rule)
+    passed_on = "CrossShardOptimizer(rule, **self.config.reduction)"
+    for key, default in config_lib.default().reduction.items():
+        value = config.reduction.get(key, default)
+        # No rule keeps the arithmetic, which is the run's.
+        if value == default or key == "arithmetic":
             continue
-        raise errors.UserError(
-            f"config.reduction.{key}={value!r} reaches no rule of "
-            f"{validation.describe_method(experiment.train_step)}, so nothing of it "
-            "would happen: pass it on, as in CrossShardOptimizer(rule, "
-            f"**self.config.reduction), or leave it at {defaults[key]!r}."
-        )
+        if not any(getattr(rule, key) == value for rule in reducing):
+            raise _unreached(experiment, f"reduction.{key}", value, passed_on, default)
+    kind = config_lib.loss_scale_kind(config)
+    if kind == config_lib.NONE:
+        return
+    wanted = composition.LOSS_SCALES[kind]
+    scales = [getattr(rule, "loss_scale", None) for rule in rules]
+    if not any(isinstance(scale, wanted) for scale in scales):
+        passed_on = f"MixedPrecisionLossScaleOptimizer(rule, {wanted.__name__}(...))"
+        raise _unreached(experiment, "loss_scale.kind", kind, passed_on, "none")
+
+
+def _unreached(
+    experiment: experiment_lib.Experiment,
+    key: str,
+    value: Any,
+    passed_on: str,
+    default: Any,
+) -> errors.UserError:
+    return errors.UserError(
+        f"config.{key}={value!r} reaches no rule of "
+        f"{validation.describe_method(experiment.train_step)}, so nothing of it would "
+        f"happen: pass it on, as in {passed_on}; or return the plain optax "
+        f"transformation, which the run wraps; or leave it at {default!r}."
+    )
 
 
 def _check_statistics(

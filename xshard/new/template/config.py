@@ -21,15 +21,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.eval_batch_size = 192
     # Compute in float16; keep parameters, and sums over replicas, in float32.
     config.precision = "params=float32,compute=float16,output=float32"
+    config.loss_scale.update({"kind": "dynamic", "increment_period": 200})
     config.log_every_steps = 200
     config.checkpoint.update({"best_metric": "accuracy", "best_mode": "max"})
     # Yours: the values that your experiment reads as self.config.NAME.
     config.model = {"hidden": (64, 64)}
     config.optimizer = {"learning_rate": 1e-2}
-    # Arguments of DynamicLossScale.
-    config.loss_scale = {
-        "initial_loss_scale": 2.0**15,
-        "increment_period": 200,
-        "multiplier": 2.0,
-    }
     return config
