@@ -26,8 +26,8 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import measure
+from xshard import formatting as formatting_lib
 from xshard.files import disk, jsonfile
-from xshard.metrics import formatting as formatting_lib
 
 Commands = list[list[str]]
 

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard.metrics import clock, formatting, spans
+from xshard import formatting, spans
+from xshard.metrics import clock
 
 # The parts that are a process's own. In the others it waits, for its devices, for other
 # processes, or for its save in the background.
@@ -35,7 +36,7 @@ class Slowest(NamedTuple):
 
     Attributes:
       process: its index.
-      part: the part of `xshard.metrics.spans` that it is slow in, or 'other'.
+      part: the part of `xshard.spans` that it is slow in, or 'other'.
       share: for which share of the time the others wait for that.
     """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from launch import engine, slowest, sweep
 from xshard import errors
+from xshard import formatting as formatting_lib
 from xshard.checkpoint import catalog, place
 from xshard.files import jsonfile, results
-from xshard.metrics import formatting as formatting_lib
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
 

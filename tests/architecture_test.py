@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # its own package and from earlier lines, so packages on one line do not import one
 # another.
 ORDER = """
-errors jax_internals torus
+errors formatting jax_internals spans torus
 config_values
 config
 files

@@ -14,12 +14,11 @@ import pytest
 from configs import digits, lm_tiny
 from tests import pods, toy
 from xshard import experiment as experiment_lib
+from xshard import formatting, step
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard import step
 from xshard.data import batches
 from xshard.dryrun import collectives
-from xshard.metrics import formatting
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 

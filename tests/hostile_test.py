@@ -21,12 +21,12 @@ from launch import status, sweep
 from tests import hostile
 from tests.checkpoint import harness
 from tests.report import samples
-from xshard import errors
+from xshard import errors, formatting
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, arrays
 from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, provenance, results, workdir
-from xshard.metrics import event_files, formatting, writers
+from xshard.metrics import event_files, writers
 from xshard.metrics import rows as rows_lib
 from xshard.modes import continuous_eval
 from xshard.report import gallery, runs

@@ -5,9 +5,10 @@ import json
 import jax.numpy as jnp
 import pytest
 
+from xshard import formatting
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
-from xshard.metrics import formatting, log
+from xshard.metrics import log
 from xshard.metrics import rows as rows_lib
 
 

@@ -6,7 +6,8 @@ import types
 
 import pytest
 
-from xshard.metrics import clock, spans
+from xshard import spans
+from xshard.metrics import clock
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import data, errors, logical, samples, step, validation
+from xshard import data, errors, logical, samples, spans, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.metrics import deferred, spans
+from xshard.metrics import deferred
 from xshard.pod import host_collectives
 from xshard.stored import replica_state
 

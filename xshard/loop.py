@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from xshard import callbacks, checkpoint, evaluation, hooks, logical, validation
+from xshard import callbacks, checkpoint, evaluation, hooks, logical, spans, validation
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -22,7 +22,7 @@ from xshard import step as step_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
 from xshard.metrics import clock as clock_lib
-from xshard.metrics import deferred, overview, spans, writers
+from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib

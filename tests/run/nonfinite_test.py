@@ -16,12 +16,12 @@ import pytest
 import xshard
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, loop, mesh, step
+from xshard import checkpoint, formatting, loop, mesh, step
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as learner_state
-from xshard.metrics import deferred, formatting
+from xshard.metrics import deferred
 from xshard.optimizers import inspection, phases
 from xshard.pod import exit_codes
 from xshard.run import nonfinite

@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import cli, errors
+from xshard import cli, errors, formatting
 from xshard.checkpoint import (
     array_reader,
     catalog,
@@ -59,7 +59,6 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, jsonfile, tensors
-from xshard.metrics import formatting
 from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]

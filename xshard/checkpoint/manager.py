@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import logging
 
-from xshard import errors
+from xshard import errors, spans
 from xshard.checkpoint import (
     agreement,
     deletions,
@@ -39,7 +39,6 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
-from xshard.metrics import spans
 from xshard.pod import host_collectives
 
 # Every process receives the reports of all others, so error texts and lists of paths

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from xshard import formatting
 from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import progress as progress_lib
-from xshard.metrics import formatting
 
 # Arrays are put on devices in groups of this size. One call for each of thousands takes
 # longer than reading them.

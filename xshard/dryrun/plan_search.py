@@ -26,11 +26,11 @@ import jax
 from xshard import cli, errors, jax_internals
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard import formatting as formatting_lib
 from xshard import mesh as mesh_lib
 from xshard.dryrun import analysis, summary
 from xshard.files import jsonfile
 from xshard.metrics import chips
-from xshard.metrics import formatting as formatting_lib
 from xshard.optimizers import primitives
 from xshard.pod import exit_codes
 from xshard.run import preflight

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from xshard import formatting as formatting_lib
 from xshard import torus
 from xshard.metrics import chips
-from xshard.metrics import formatting as formatting_lib
 
 _NAMES = {
     "workspace": "activations and workspace",

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xshard.metrics import spans
+from xshard import spans
 
 START = "start"
 DATA = "data"

@@ -14,14 +14,14 @@ import jmp
 import numpy as np
 
 from xshard import experiment as experiment_lib
-from xshard import hooks
+from xshard import formatting, hooks
 from xshard import mesh as mesh_lib
 from xshard import step as step_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.learners import state as learner_state
 from xshard.metrics import clock as clock_lib
-from xshard.metrics import deferred, formatting
+from xshard.metrics import deferred
 from xshard.metrics import flops as flops_lib
 from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib

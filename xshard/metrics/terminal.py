@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from xshard import formatting as formatting_lib
 from xshard.metrics import clock, rows
-from xshard.metrics import formatting as formatting_lib
 
 # The interval of the progress line's updates, and the number of updates that its rate
 # is measured over.

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, jax_internals
-from xshard.metrics import spans
+from xshard import errors, jax_internals, spans
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05

@@ -28,9 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from typing import Annotated, Any, NamedTuple
 
-from xshard import errors
+from xshard import errors, formatting
 from xshard.files import jsonfile
-from xshard.metrics import formatting
 from xshard.pod import signals
 
 # The environment variable in which the launcher passes the token to the processes of a

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard import errors
+from xshard import errors, formatting
 from xshard.files import disk, jsonfile
-from xshard.metrics import clock, formatting
+from xshard.metrics import clock
 from xshard.pod import exit_codes
 
 FILE = "status.json"
@@ -111,7 +111,7 @@ class Status:
           step: the step that it begins.
           steps: the number of steps of the run.
           seconds: returns the seconds spent in each phase of `xshard.metrics.clock`.
-          parts: returns those spent in each part of `xshard.metrics.spans`.
+          parts: returns those spent in each part of `xshard.spans`.
         """
         changed = dict(self._changing)
         changed["doing"] = phase

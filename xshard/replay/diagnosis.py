@@ -12,9 +12,9 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
+from xshard import formatting
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.metrics import formatting
 from xshard.optimizers import primitives, trees
 from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import checkpoint, data, errors, evaluation
+from xshard import checkpoint, data, errors, evaluation, formatting
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -18,7 +18,6 @@ from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, results, workdir
 from xshard.learners import noise_scale
-from xshard.metrics import formatting
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin

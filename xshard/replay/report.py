@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from xshard import logical
+from xshard import formatting, logical
 from xshard import mesh as mesh_lib
-from xshard.metrics import formatting
 from xshard.replay import comparison, diagnosis, replayer
 
 

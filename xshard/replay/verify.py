@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import cli, errors
+from xshard import cli, errors, formatting
 from xshard.files import jsonfile
-from xshard.metrics import formatting, writers
+from xshard.metrics import writers
 from xshard.replay import comparison, replayer
 from xshard.stored import fingerprint
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard import errors
-from xshard.metrics import formatting
+from xshard import errors, formatting
 from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib
 

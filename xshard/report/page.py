@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import plotly.offline
 
+from xshard import formatting
 from xshard.files import workdir
-from xshard.metrics import formatting
 from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xshard import errors
-from xshard.metrics import formatting
+from xshard import errors, formatting
 from xshard.metrics import rows as logged_rows
 
 

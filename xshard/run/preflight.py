@@ -14,14 +14,13 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, logical, samples, step, validation
+from xshard import errors, formatting, logical, samples, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
 from xshard.files import identity
 from xshard.learners import composition
-from xshard.metrics import formatting
 from xshard.optimizers import base, cross_shard, layouts, trees
 from xshard.run import dispatch, replica_analysis, slices
 from xshard.stored import replica_state

@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 
-from xshard import hooks, jax_internals
+from xshard import formatting, hooks, jax_internals
 from xshard import step as step_lib
 from xshard.files import disk, workdir
-from xshard.metrics import formatting
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, hooks, logical, validation
+from xshard import errors, formatting, hooks, logical, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
-from xshard.metrics import deferred, formatting
+from xshard.metrics import deferred
 from xshard.pod import host_collectives
 from xshard.stored import fingerprint, hashing
 

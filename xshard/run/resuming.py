@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, errors
+from xshard import checkpoint, errors, formatting
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import identity as identity_lib
 from xshard.files import workdir
-from xshard.metrics import formatting
 from xshard.pod import host_collectives
 from xshard.run import slices
 from xshard.stored import replica_state

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import checkpoint, errors
+from xshard import checkpoint, errors, formatting
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
@@ -20,7 +20,6 @@ from xshard.files import provenance as provenance_lib
 from xshard.files import workdir
 from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState
-from xshard.metrics import formatting
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
