@@ -38,8 +38,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import identity as identity_lib
 from xshard.files import jsonfile
+from xshard.files import provenance as provenance_lib
 
 VERSION = 2
 COMMIT = "COMMIT"
@@ -99,7 +99,7 @@ class Commit(NamedTuple):
     sha256: dict[str, str]
     metrics: dict[str, float]
     nonfinite: list[str] | None = None
-    run: identity_lib.Identity | None = None
+    run: provenance_lib.Identity | None = None
 
 
 class Meta(NamedTuple):

@@ -28,8 +28,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import ownership
 from xshard.checkpoint import store as store_lib
-from xshard.files import identity as identity_lib
-from xshard.pod import origin
+from xshard.files import provenance as provenance_lib
 
 # A transaction holds its data in memory until it is committed. These limit the size of
 # a transaction, and the number of transactions under way.
@@ -145,7 +144,7 @@ def describe(
             "processes": len(data),
             "devices": jax.device_count(),
             "python": platform.python_version(),
-            **origin.library_versions(),
+            **provenance_lib.library_versions(),
         },
     )
     content = format_lib.serialize_meta(meta)
@@ -185,7 +184,7 @@ def commit(
     attempt.store.sync(attempt.prefix)
     run = None
     if owner is not None:
-        run = identity_lib.Identity(owner.id, owner.fingerprint)
+        run = provenance_lib.Identity(owner.id, owner.fingerprint)
     content = format_lib.serialize_commit(
         format_lib.Commit(
             step=attempt.step,

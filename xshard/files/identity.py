@@ -1,15 +1,16 @@
-"""The identity of a run, and which changes of its config make it another run."""
+"""The identity of a new run, and which changes of its config make it another run."""
 
 import hashlib
 import json
 import secrets
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_collections
 
 from xshard import config as config_lib
 from xshard import config_values, errors
 from xshard.files import earlier_configs
+from xshard.files import provenance as provenance_lib
 
 _ID_LENGTH = 16
 # The most characters of a change that a message shows in full.
@@ -20,21 +21,9 @@ LOOP = "loop"
 STEP = "step"
 
 
-class Identity(NamedTuple):
-    """The identity of a run, which is part of everything that the run writes.
-
-    Attributes:
-      id: a random ID, created when the run began.
-      fingerprint: a checksum of the config values that may not change during the run.
-    """
-
-    id: str
-    fingerprint: str
-
-
-def new(config: ml_collections.ConfigDict) -> Identity:
+def new(config: ml_collections.ConfigDict) -> provenance_lib.Identity:
     """Creates the identity of a new run."""
-    return Identity(
+    return provenance_lib.Identity(
         id=secrets.token_hex(_ID_LENGTH // 2), fingerprint=fingerprint(config)
     )
 

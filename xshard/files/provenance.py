@@ -1,16 +1,31 @@
-"""The provenance of a run: the data, the code and the machine that it was trained with.
+"""The identity of a run, and its provenance: the data, the code and the machine that it
+was trained with.
 
-`xshard.pod.origin` finds it out, and a run records it in origin.json.
+`xshard.pod.origin` finds the provenance out, and a run records it in origin.json.
 """
 
+import importlib.metadata
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from xshard import errors
 
+_LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # What may change the bits that a program computes.
 _ARITHMETIC = ("chip", "libraries", "flags")
+
+
+class Identity(NamedTuple):
+    """The identity of a run, which is part of everything that the run writes.
+
+    Attributes:
+      id: a random ID, created when the run began.
+      fingerprint: a checksum of the config values that may not change during the run.
+    """
+
+    id: str
+    fingerprint: str
 
 
 class Provenance(NamedTuple):
@@ -34,6 +49,11 @@ class Provenance(NamedTuple):
     devices: str = ""
     flags: str = ""
     chip: str = ""
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of the libraries that a run's results depend on."""
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 def from_json(content: Mapping[str, Any]) -> Provenance:

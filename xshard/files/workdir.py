@@ -117,7 +117,7 @@ class Workdir:
         self._reached = self.path / REACHED
         self.claim: claim_lib.Claim | None = None
 
-    def identity(self) -> identity_lib.Identity | None:
+    def identity(self) -> provenance_lib.Identity | None:
         """Returns the identity of the run in this directory; None if there is no run.
 
         Raises:
@@ -128,7 +128,7 @@ class Workdir:
             return None
         content: Any = config.get(IDENTITY)
         try:
-            return identity_lib.Identity(
+            return provenance_lib.Identity(
                 id=str(content["id"]), fingerprint=str(content["fingerprint"])
             )
         except (TypeError, KeyError) as e:
@@ -271,7 +271,7 @@ class Workdir:
     def opened(
         self,
         config: ml_collections.ConfigDict,
-        identity: identity_lib.Identity | None = None,
+        identity: provenance_lib.Identity | None = None,
         provenance: provenance_lib.Provenance | None = None,
         set_aside: str = "",
         step_program: str | None = None,

@@ -22,7 +22,6 @@ from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 from xshard.pod import host_collectives
 
-_LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # The environment variables that change how XLA compiles a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_ISA_FLAG = "xla_cpu_max_isa"
@@ -50,7 +49,7 @@ def must_match(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str,
     }
     for key, value in config_lib.flatten(identity_lib.plain(config)).items():
         facts[f"config.{key}"] = repr(value)
-    for library, version in library_versions().items():
+    for library, version in provenance_lib.library_versions().items():
         facts[f"version of {library}"] = version
     # The experiment is named as 'package.module.Class', and only its package is
     # compared.
@@ -59,11 +58,6 @@ def must_match(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str,
     facts |= _source_checksums("xshard")
     facts |= _source_checksums(package)
     return facts
-
-
-def library_versions() -> dict[str, str]:
-    """Returns the versions of the libraries that a run's results depend on."""
-    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
 
 
 def find_provenance(
@@ -86,7 +80,9 @@ def find_provenance(
     git_commit = ""
     if file:
         git_commit = commit(file)
-    versions = [f"{name} {version}" for name, version in library_versions().items()]
+    versions = []
+    for name, version in provenance_lib.library_versions().items():
+        versions.append(f"{name} {version}")
     all_devices = jax.devices()
     chip = "/".join(sorted({device.device_kind for device in all_devices}))
     devices = f"{len(all_devices)} {chip} on {jax.process_count()} process(es)"

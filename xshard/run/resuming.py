@@ -12,6 +12,7 @@ from xshard import checkpoint, errors, formatting
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.files import identity as identity_lib
+from xshard.files import provenance as provenance_lib
 from xshard.files import workdir
 from xshard.pod import host_collectives
 from xshard.run import slices
@@ -30,7 +31,7 @@ class ResumePlan(NamedTuple):
         it; None if it has no run.
     """
 
-    identity: identity_lib.Identity
+    identity: provenance_lib.Identity
     changes: Sequence[str] = ()
     sets_aside: str = ""
     step_program: str | None = None
@@ -80,7 +81,7 @@ def identify(
     )
     # It arrives as JSON, which turns named tuples into lists.
     identity, *others = plan
-    return ResumePlan(identity_lib.Identity(*identity), *others)
+    return ResumePlan(provenance_lib.Identity(*identity), *others)
 
 
 def _identify(
@@ -109,7 +110,7 @@ def _identify(
         whose = f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}),"
         identity_lib.compare(owner.config, identity_lib.plain(config), whose)
         changes.append(f"the work directory of run {owner.id} was {owner.workdir}")
-        return ResumePlan(identity_lib.Identity(owner.id, new.fingerprint), changes)
+        return ResumePlan(provenance_lib.Identity(owner.id, new.fingerprint), changes)
     if identity.id != owner.id:
         raise errors.UserError(
             f"{store} holds the checkpoints of run {owner.id} ({owner.workdir}), and "
