@@ -6,16 +6,20 @@ from .format import Owner, read_owner
 from .leaves import flatten
 from .lock import LostError
 from .manager import Committed, Manager, NonfiniteError
-from .reader import Restored, num_groups
+from .reader import Groups, Restored
 from .retention import Keep, Saved
 from .store import CheckpointError, Store
 from .warm_start import (
     BY_DEFAULT,
     GROUPS,
     PARAMS,
+    UNGROUPED,
+    Meaning,
+    Offer,
     Source,
     check_init,
     init_from,
+    num_groups,
     renames,
     selected,
 )
@@ -24,14 +28,18 @@ __all__ = [
     "BY_DEFAULT",
     "GROUPS",
     "PARAMS",
+    "UNGROUPED",
     "Catalog",
     "CheckpointError",
     "Committed",
     "Entry",
+    "Groups",
     "Keep",
     "LostError",
     "Manager",
+    "Meaning",
     "NonfiniteError",
+    "Offer",
     "Owner",
     "Restored",
     "Saved",

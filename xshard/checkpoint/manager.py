@@ -969,7 +969,7 @@ class Manager:
         target: Any,
         step: int | None = None,
         *,
-        takes_one_group: bool = False,
+        compare_groups: reader.CompareGroups | None = None,
     ) -> reader.Restored:
         """Restores a checkpoint.
 
@@ -979,8 +979,8 @@ class Manager:
           target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
             function from the stored shapes by path to such a tree.
           step: the step; by default the newest checkpoint that is not damaged.
-          takes_one_group: whether a target with another number of groups than the
-            checkpoint gets the first group's arrays for each of its groups.
+          compare_groups: returns how the groups of the checkpoint become those of the
+            target; None: they must be equal, as any other dimension.
 
         Raises:
           CheckpointError: if there is no checkpoint, if all are damaged, or if the
@@ -996,7 +996,7 @@ class Manager:
                 self._owner,
                 self._budget_bytes,
                 self._log,
-                takes_one_group,
+                compare_groups,
             )
             restored, damage = agreement.read(self._exchange, attempt, read_once)
             if restored is not None:

@@ -71,24 +71,27 @@ class ArrayTarget(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The numbers of groups in the checkpoint and in the state.
+    """The numbers of groups in the checkpoint and in the state: the sizes of the first
+    dimension of their arrays.
 
     Attributes:
       stored: the number of groups in the checkpoint; 0: its arrays have no dimension of
         groups.
       wanted: likewise in the state.
       chosen: the index of the group to take.
+      without: the paths of arrays that never have a dimension of groups.
     """
 
-    stored: int
-    wanted: int
-    chosen: int
+    stored: int = 0
+    wanted: int = 0
+    chosen: int = 0
+    without: Sequence[str] = ()
 
     def differ(self, path: str) -> bool:
         """Returns whether a leaf has another leading dimension of groups in the state
         than in the checkpoint.
         """
-        return self.stored != self.wanted and path not in ("step", "rng")
+        return self.stored != self.wanted and path not in self.without
 
     def group_of(self, path: str) -> int | None:
         """Returns the group to select of a stored array; None for the whole array."""
@@ -108,24 +111,10 @@ class Groups(NamedTuple):
         return (self.stored, *of_one_group) if self.stored else of_one_group
 
 
-def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Returns the number of groups in a run's state, the first dimension of every array
-    but the step and the key; 0 if they have no such dimension.
-
-    Args:
-      shapes: the shapes of the state's arrays, by path.
-    """
-    for path, shape in shapes.items():
-        # A state may have several learners, each with a global_step. It is a scalar
-        # unless there are groups.
-        if path.rpartition("/")[2] == "global_step" and len(shape) == 1:
-            return int(shape[0])
-    return 0
-
-
-def num_groups_of(arrays: Mapping[str, Any]) -> int:
-    """Returns the `num_groups` of arrays, or of their metadata, by path."""
-    return num_groups({path: x.shape for path, x in arrays.items()})
+# Compares the shapes of a checkpoint's arrays, by path, with those of a target's.
+CompareGroups = Callable[
+    [Mapping[str, arrays_lib.Shape], Mapping[str, arrays_lib.Shape]], Groups
+]
 
 
 class Restored(NamedTuple):
@@ -152,7 +141,7 @@ def restore(
     owner: format_lib.Owner | None,
     budget_bytes: int,
     say: Callable[[str], None],
-    takes_one_group: bool = False,
+    compare_groups: CompareGroups | None = None,
 ) -> Restored:
     """Reads a checkpoint of a run into the structure, types and shardings of `target`.
 
@@ -164,8 +153,8 @@ def restore(
       budget_bytes: the most bytes that may be read at a time, beyond the restored
         arrays themselves.
       say: called with progress messages.
-      takes_one_group: whether a target with another number of groups than the
-        checkpoint gets the first group's arrays for each of its groups.
+      compare_groups: returns how the groups of the checkpoint become those of the
+        target; None: they must be equal, as any other dimension.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
@@ -181,16 +170,16 @@ def restore(
             "move it away, or give another checkpoint.directory."
         )
     stored = meta.arrays
-    # A target may depend on the stored shapes: `PerReplica` state has one entry for
-    # each replica that saved it.
+    shapes = {path: entry.shape for path, entry in stored.items()}
+    # A target may depend on the stored shapes: state that differs by replica has one
+    # entry for each replica that saved it.
     if callable(target):
-        shapes = {path: entry.shape for path, entry in stored.items()}
         target = target(shapes)
     leaves = leaves_lib.flatten(target)
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
-    groups = Groups(stored=0, wanted=0, chosen=0)
-    if takes_one_group:
-        groups = Groups(num_groups_of(stored), num_groups_of(wanted), chosen=0)
+    groups = Groups()
+    if compare_groups is not None:
+        groups = compare_groups(shapes, {path: x.shape for path, x in wanted.items()})
     in_checkpoint = {}
     for path, meta_of_leaf in wanted.items():
         shape = groups.stored_shape(path, meta_of_leaf.shape)

@@ -5,7 +5,7 @@ what a pattern selects.
 import difflib
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +16,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.files import jsonfile, tensors, weight_map
-from xshard.learners import lora as lora_lib
-from xshard.optimizers import outer
+from xshard.files import tensors, weight_map
 
 # The parameters of every network. With several networks, paths begin with the network's
 # name, as in 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots
@@ -30,8 +28,8 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
-# What a state without low-rank matrices is adapted by.
-_NO_LORA: Mapping[str, Any] = types.MappingProxyType({})
+# The paths of arrays that never have a dimension of groups.
+UNGROUPED = ("step", "rng")
 # The most paths that a message gives as examples.
 _SHOWN = 5
 _CONVERT = (
@@ -68,7 +66,7 @@ class Source(NamedTuple):
     map_path: str = ""
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """The arrays that a checkpoint or a file offers, under their paths in the state.
 
     Attributes:
@@ -77,8 +75,7 @@ class _Offer(NamedTuple):
       metas: how each array is stored, by its path in the state.
       num_groups: the size of the leading dimension of groups; 0: the arrays have none.
       read: reads arrays, by their stored names, onto devices.
-      lora: the low-rank adaptation of each learner, as `Lora.factors` has it; None if
-        it is not known.
+      metadata: the metadata of the checkpoint, or the texts of the file.
       ignored: descriptions of arrays that a map leaves out.
       unsupported: the names of the types that are not supported, by the path in the
         state of each array of such a type.
@@ -89,9 +86,48 @@ class _Offer(NamedTuple):
     metas: arrays_lib.ArrayMetas
     num_groups: int
     read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[jax.Array]]
-    lora: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] = types.MappingProxyType({})
     ignored: Sequence[str] = ()
     unsupported: Mapping[str, str] = types.MappingProxyType({})
+
+
+class Meaning(NamedTuple):
+    """What a run knows of its arrays beyond their paths, shapes and types; by default
+    nothing.
+
+    Attributes:
+      stand_ins: returns, of the names of a checkpoint's arrays, the names of arrays to
+        read in place of others, by the names of these.
+      may_lack: a regular expression of paths that may be missing from what the arrays
+        are taken from; empty for none.
+      check: called with the offer, the stored names of the arrays that are taken, by
+        path, and the paths of the state. It raises CheckpointError if they would mean
+        something else here, and returns a note to be printed, or an empty text.
+    """
+
+    stand_ins: Callable[[Iterable[str]], Mapping[str, str]] = lambda names: {}
+    may_lack: str = ""
+    check: Callable[[Offer, Mapping[str, str], Collection[str]], str] = (
+        lambda offer, taken, paths: ""
+    )
+
+
+_NO_MEANING = Meaning()
+
+
+def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Returns the number of groups in a run's state, the first dimension of every array
+    but the step and the key; 0 if they have no such dimension.
+
+    Args:
+      shapes: the shapes of the state's arrays, by path.
+    """
+    for path, shape in shapes.items():
+        # A state may have several learners, each with a global_step. It is a scalar
+        # unless there are groups.
+        if path.rpartition("/")[2] == "global_step" and len(shape) == 1:
+            return int(shape[0])
+    return 0
 
 
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -110,24 +146,23 @@ def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def check_init(source: Source, target: Any, lora: Mapping[str, Any] = _NO_LORA) -> None:
+def check_init(source: Source, target: Any, meaning: Meaning = _NO_MEANING) -> None:
     """Checks whether `init_from` would work on a state like `target`.
 
     Raises:
       CheckpointError: if there is no such checkpoint, nothing is selected, a selected
-        leaf is missing in the checkpoint or has another shape there, or low-rank
-        matrices are of another adaptation.
+        leaf is missing in the checkpoint or has another shape there, or what is taken
+        would mean something else here.
     """
     leaves = leaves_lib.flatten(target)
-    offer = _open(source, leaves)
-    _check_lora(offer, _targets(source, offer, leaves), lora)
+    _targets(source, _open(source, leaves, meaning), leaves, meaning)
 
 
 def init_from(
     source: Source,
     state: Any,
     say: Callable[[str], None] = print,
-    lora: Mapping[str, Any] = _NO_LORA,
+    meaning: Meaning = _NO_MEANING,
 ) -> Any:
     """Replaces leaves of a state with the leaves of the same path in a checkpoint.
 
@@ -137,8 +172,7 @@ def init_from(
       source: the checkpoint or file, and the part of it to take.
       state: a tree of arrays; leaves that are not selected are unchanged.
       say: called with a summary.
-      lora: the low-rank adaptation of each learner, as `Lora.factors` has it, by the
-        learner's path.
+      meaning: what the run knows of its arrays.
 
     Returns:
       The tree, on the same devices.
@@ -147,9 +181,8 @@ def init_from(
       CheckpointError: for the reasons of `check_init`, or if the checkpoint is damaged.
     """
     leaves = leaves_lib.flatten(state)
-    offer = _open(source, leaves)
-    targets = _targets(source, offer, leaves)
-    unknown = _check_lora(offer, targets, lora)
+    offer = _open(source, leaves, meaning)
+    targets, note = _targets(source, offer, leaves, meaning)
     values = offer.read(list(targets.values()), say)
     for path, value in zip(targets, values, strict=True):
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
@@ -170,8 +203,8 @@ def init_from(
         message += (
             f"; not taken, and left at their initial values: {', '.join(lacking)}"
         )
-    if unknown:
-        message += f"; {unknown}"
+    if note:
+        message += f"; {note}"
     say(message)
     structure = jax.tree.structure(state)
     return jax.tree.unflatten(structure, list(leaves.values()))
@@ -196,7 +229,7 @@ def _selected(source: Source, paths: Iterable[str]) -> list[str]:
     return selected(source.select, paths, "--init_select")
 
 
-def _open(source: Source, leaves: Iterable[str]) -> _Offer:
+def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
     """Opens the checkpoint or the file, and applies the renamings."""
     if tensors.is_path(source.place):
         return _open_file(source, leaves)
@@ -209,63 +242,23 @@ def _open(source: Source, leaves: Iterable[str]) -> _Offer:
     meta = metadata_files.read_meta(attempt)
     metas = meta.arrays
     names = _renamed(source, attempt, metas, leaves)
-    exchanged = _exchanged(metas)
+    stand_ins = meaning.stand_ins(metas)
     for path, name in names.items():
-        slot = exchanged.get(name)
-        # An array is read once, as the parameter or as the slot.
-        if slot is not None and not _selected(source, [slot]):
-            names[path] = slot
-    return _Offer(
+        stand_in = stand_ins.get(name)
+        # An array is read once, as itself or in place of the other.
+        if stand_in is not None and not _selected(source, [stand_in]):
+            names[path] = stand_in
+    return Offer(
         where=attempt,
         names=names,
         metas={path: metas[name] for path, name in names.items()},
-        num_groups=reader.num_groups_of(metas),
+        num_groups=num_groups({path: x.shape for path, x in metas.items()}),
         read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
-        lora=_adaptations(meta.metadata),
+        metadata=meta.metadata,
     )
 
 
-def _adaptations(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the low-rank adaptations in the metadata of a checkpoint; None if it has
-    none, as one of an earlier version.
-    """
-    try:
-        return jsonfile.parse(
-            metadata.get(lora_lib.METADATA), dict[str, dict[str, Any]]
-        )
-    except ValueError:
-        return None
-
-
-def _lora_in(notes: Mapping[str, str]) -> dict[str, Any] | None:
-    """Returns the low-rank adaptations in the metadata of a file, likewise."""
-    try:
-        content = jsonfile.loads(notes.get(lora_lib.METADATA, "").encode())
-    except ValueError:
-        return None
-    return _adaptations({lora_lib.METADATA: content})
-
-
-def _exchanged(names: Iterable[str]) -> dict[str, str]:
-    """Returns the names of the parameters' values at the last exchange of slices.
-
-    Args:
-      names: the names of a checkpoint's arrays.
-
-    Returns:
-      The name of the value, by the name of its parameter; empty if the run has no outer
-      rule.
-    """
-    slot = re.compile(f"((?:.*?/)?)opt_state/[^/]+/{outer.EXCHANGED}/(.+)")
-    found = {}
-    for name in names:
-        matched = slot.fullmatch(name)
-        if matched:
-            found[f"{matched[1]}params/{matched[2]}"] = name
-    return found
-
-
-def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
+def _open_file(source: Source, leaves: Iterable[str]) -> Offer:
     opened = tensors.open_path(source.place)
     file: weight_map.Arrays = opened
     ignored: Sequence[str] = ()
@@ -305,13 +298,13 @@ def _open_file(source: Source, leaves: Iterable[str]) -> _Offer:
     def read(targets: list[reader.ArrayTarget], _: Any) -> list[jax.Array]:
         return [_read_from_file(file, target) for target in targets]
 
-    return _Offer(
+    return Offer(
         where=source.place,
         names=names,
         metas=metas,
         num_groups=int(count) if count.isdecimal() else 0,
         read=read,
-        lora=_lora_in(file.metadata),
+        metadata=file.metadata,
         ignored=ignored,
         unsupported=unsupported,
     )
@@ -389,9 +382,10 @@ def _near(path: str, paths: Iterable[str]) -> str:
 
 
 def _targets(
-    source: Source, offer: _Offer, leaves: dict[str, Any]
-) -> dict[str, reader.ArrayTarget]:
-    """Returns what to read for each selected path of the state.
+    source: Source, offer: Offer, leaves: dict[str, Any], meaning: Meaning
+) -> tuple[dict[str, reader.ArrayTarget], str]:
+    """Returns what to read for each selected path of the state, and the note of
+    `meaning.check`.
 
     Raises:
       CheckpointError: for the reasons of `check_init`.
@@ -408,7 +402,12 @@ def _targets(
             f"--init_select='{source.select}' matches none of the paths of this run, "
             f"such as {', '.join(list(leaves)[:_SHOWN])}."
         )
-    groups = reader.Groups(offer.num_groups, reader.num_groups_of(leaves), source.group)
+    groups = reader.Groups(
+        stored=offer.num_groups,
+        wanted=num_groups({path: leaf.shape for path, leaf in leaves.items()}),
+        chosen=source.group,
+        without=UNGROUPED,
+    )
     targets = {}
     problems = []
     needs_conversion = False
@@ -424,15 +423,15 @@ def _targets(
         if stored is not None and not problem:
             target = _target(path, stored, leaves[path], groups)
             targets[path] = target._replace(path=offer.names[path])
-        # Low-rank matrices are new where the network is adapted for the first time.
-        elif stored is None and re.search(lora_lib.PATHS, path):
+        elif stored is None and meaning.may_lack and re.search(meaning.may_lack, path):
             continue
         # By default, network state that is missing or has another shape is left as the
         # new run initialized it.
         elif source.select != BY_DEFAULT or not re.search(_NET_STATE, path):
             hint = _near(path, offer.metas) if stored is None else ""
             problems.append(problem + hint)
-    _check_merged(offer, targets, leaves)
+    taken = {path: target.path for path, target in targets.items()}
+    note = meaning.check(offer, taken, leaves)
     if not targets and not problems:
         problems = [f"'{path}' is missing from it" for path in paths]
     if problems:
@@ -449,73 +448,7 @@ def _targets(
             "Narrow the selection, as in --init_select='^params/(?!head)', or rename "
             "paths, as in --init_rename=params/old=params/new."
         )
-    return targets
-
-
-def _check_merged(
-    offer: _Offer, targets: dict[str, reader.ArrayTarget], leaves: dict[str, Any]
-) -> None:
-    """Raises CheckpointError if an array would be taken without the product that is
-    added to it where it comes from.
-    """
-    for path in offer.metas:
-        base = re.sub(lora_lib.PATHS, "", path)
-        if base != path and base in targets and path not in leaves:
-            raise format_lib.CheckpointError(
-                f"{offer.where} has low-rank matrices for '{base}', such as '{path}', "
-                "which this run has no place for, so what they were trained for would "
-                "be lost. Export the run, which merges them, and give the file: python "
-                "-m xshard.export RUN --to=FILE.safetensors."
-            )
-
-
-def _check_lora(
-    offer: _Offer, targets: Mapping[str, reader.ArrayTarget], lora: Mapping[str, Any]
-) -> str:
-    """Checks that low-rank matrices are taken for the adaptation they were trained in.
-
-    Args:
-      offer: what is offered.
-      targets: what is taken, by its path in the state.
-      lora: the adaptation of each learner of the state.
-
-    Returns:
-      A note if it is not known what they were trained in; else empty.
-
-    Raises:
-      CheckpointError: if it is another adaptation.
-    """
-    note = ""
-    for path, target in targets.items():
-        if not re.search(lora_lib.PATHS, path) or not re.search(PARAMS, path):
-            continue
-        now = lora.get(_learner_of(path))
-        if now is None:
-            continue
-        before = (offer.lora or {}).get(_learner_of(target.path))
-        if before is None:
-            note = (
-                "it does not say by which alpha its low-rank matrices were trained: "
-                f"they are taken with {lora_lib.described(now)}"
-            )
-        elif before != now:
-            raise format_lib.CheckpointError(
-                f"{offer.where}: '{target.path}' was trained with "
-                f"{lora_lib.described(before)}, and this run has "
-                f"{lora_lib.described(now)}, with which it makes another model: give "
-                "those values, leave the matrices out by --init_select, or begin from "
-                "an export that merges them: python -m xshard.export RUN "
-                "--to=FILE.safetensors."
-            )
-    return note
-
-
-def _learner_of(path: str) -> str:
-    """Returns the path of the learner that a parameter belongs to; empty if there is
-    only one.
-    """
-    learner, _, _ = f"/{path}".partition("/params/")
-    return learner.removeprefix("/")
+    return targets, note
 
 
 def _target(

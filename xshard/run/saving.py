@@ -115,7 +115,7 @@ class Checkpoints:
                 )
             )
         elif source is not None:
-            checkpoint.check_init(source, target, adaptations.of(target))
+            checkpoint.check_init(source, target, adaptations.meaning(target))
 
     def step_program(self) -> str | None:
         """Returns the program that makes the steps of the run; None if it begins now.
@@ -232,7 +232,7 @@ class Checkpoints:
         before = state_lib.learners(state)
         return state_lib.map_learners(
             lambda name, learner: _restart_copies(learner, before[name]),
-            checkpoint.init_from(source, state, lora=adaptations.of(state)),
+            checkpoint.init_from(source, state, meaning=adaptations.meaning(state)),
         )
 
     def record_restored_step(self, begin: resuming.StartState) -> None:

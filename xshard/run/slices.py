@@ -6,7 +6,8 @@ slots of the inner rule and the network state of the first one.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,6 +40,42 @@ def differ(
         return False
     wanted = {path: x.shape for path, x in checkpoint.flatten(target).items()}
     return checkpoint.num_groups(stored) != checkpoint.num_groups(wanted)
+
+
+def exchanged_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names of the parameters' values at the last exchange of slices.
+
+    Args:
+      names: the names of a checkpoint's arrays.
+
+    Returns:
+      The name of the value, by the name of its parameter; empty if the run has no outer
+      rule.
+    """
+    slot = re.compile(f"((?:.*?/)?)opt_state/[^/]+/{outer.EXCHANGED}/(.+)")
+    found = {}
+    for name in names:
+        matched = slot.fullmatch(name)
+        if matched:
+            found[f"{matched[1]}params/{matched[2]}"] = name
+    return found
+
+
+def compare_groups(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> checkpoint.Groups:
+    """Returns how the slices of a checkpoint become those of a run: each is the first.
+
+    Args:
+      stored: the shapes of the checkpoint's arrays, by path.
+      wanted: the shapes of the run's arrays, by path.
+    """
+    return checkpoint.Groups(
+        stored=checkpoint.num_groups(stored),
+        wanted=checkpoint.num_groups(wanted),
+        chosen=0,
+        without=checkpoint.UNGROUPED,
+    )
 
 
 def check(target: state_lib.TrainState) -> None:

@@ -119,11 +119,10 @@ class StateManager(checkpoint.Manager):
                 shapes = replica_state.fit(shapes, self._mesh, stored)
             return _without_unsaved_statistics(shapes, stored)
 
-        restored = self.restore(
-            target,
-            step,
-            takes_one_group=config_lib.separates_slices(self._experiment.config),
-        )
+        compare_groups = None
+        if config_lib.separates_slices(self._experiment.config):
+            compare_groups = slices.compare_groups
+        restored = self.restore(target, step, compare_groups=compare_groups)
         where = f"the checkpoint of step {restored.step} in {self.store}"
         note = adaptations.check(restored.metadata, self.target, where)
         if note and not self._has_said_adaptation:
