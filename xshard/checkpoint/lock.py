@@ -100,7 +100,7 @@ def acquire(store: store_lib.Store, log: Callable[[str], None]) -> Lock:
     Raises:
       CheckpointError: if another process holds the lock.
     """
-    if store.path is not None:
+    if isinstance(store, store_lib.Disk):
         return FileLock(store, log)
     return Lease(store, log)
 
@@ -109,10 +109,9 @@ class FileLock:
     """The lock of a folder on a disk."""
 
     def __init__(
-        self, store: store_lib.Store, log: Callable[[str], None] = logging.info
+        self, store: store_lib.Disk, log: Callable[[str], None] = logging.info
     ):
         """Takes the lock; raises CheckpointError if another process holds it."""
-        assert store.path is not None
         self.inherited: Sequence[str] | None = None
         self._store = store
         self._path = store.path

@@ -29,7 +29,7 @@ def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
         run's config.json is not valid.
     """
     store = store_lib.Store(directory)
-    if store.path is None:
+    if not isinstance(store, store_lib.Disk):
         return store
     if store.path.is_file():
         raise format_lib.CheckpointError(
@@ -50,7 +50,7 @@ def open_store(directory: str | os.PathLike[str]) -> store_lib.Store:
             f"{elsewhere!r}, not text."
         )
     of_run = store_lib.Store(elsewhere or store.path / "checkpoints")
-    if of_run.path is not None and not of_run.path.is_dir():
+    if isinstance(of_run, store_lib.Disk) and not of_run.path.is_dir():
         return store
     return of_run
 

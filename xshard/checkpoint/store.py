@@ -58,11 +58,24 @@ class Folder(NamedTuple):
 
 
 class Store:
-    """A folder of objects, each with a name and content.
+    """A folder of objects, each with a name and content: a `Disk` or a `Bucket`.
 
     Any method may raise `CheckpointError`, with the path and the reason, if the disk or
     the service fails. A failure is never reported as an absent object.
+
+    Attributes:
+      url: the path or the URL, without options.
+      path: the path of a folder on a disk; None for one in a bucket.
     """
+
+    path: pathlib.Path | None = None
+
+    def __new__(cls, url: str | os.PathLike[str], **options: Any) -> "Store":
+        """Creates the kind of store that a URL names, as `pathlib.Path` does."""
+        del options
+        if cls is Store:
+            cls = Bucket if buckets.is_url(os.fspath(url)) else Disk
+        return super().__new__(cls)
 
     def __init__(self, url: str | os.PathLike[str], *, is_optional: bool = False):
         """Opens a folder, which need not exist.
@@ -76,14 +89,8 @@ class Store:
           CheckpointError: if the URL does not name a supported store.
         """
         self._retries = _FEW_RETRIES if is_optional else buckets.RETRIES
-        self._spec, self.url = _parse(os.fspath(url))
-        # None: the store is not on a disk.
-        self.path = None
-        if self._spec["driver"] == "file":
-            self.path = pathlib.Path(self.url)
+        self._spec, self.url = self._parse(os.fspath(url))
         self._objects: Any = None
-        # What `_lacking` returns, once it is known.
-        self._lacks: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -127,10 +134,7 @@ class Store:
 
     def read(self, name: str) -> bytes | None:
         """Reads an object; returns None if it does not exist."""
-        if self.path is None:
-            return self.stat(name)[1]
-        with _named():
-            return disk.read(self.path / name)
+        return self.stat(name)[1]
 
     def create(self, name: str, content: bytes) -> None:
         """Creates an object atomically and durably. Creating it again with the same
@@ -141,11 +145,7 @@ class Store:
         """
         absent, existing = self.stat(name)
         if existing is None:
-            if self.path is not None:
-                # A process that was killed may have left tensorstore's lock file, and
-                # tensorstore would overwrite only its beginning. Deleting the absent
-                # object removes that file, after waiting for a live writer.
-                self._result(self._kv().write(name, None, if_equal=absent))
+            self._clear(name, absent)
             # Atomic: of two processes that create the object, one succeeds. On a disk,
             # tensorstore writes and syncs a file beside it, renames that, and syncs the
             # folder.
@@ -183,45 +183,19 @@ class Store:
         """Lists the names of all objects below a prefix, empty or ending with a slash.
         Links are not followed.
         """
-        if self.path is not None:
-            with _named():
-                return sorted(_files(self.path, prefix))
-        keys = self._result(self._kv().list(_below(prefix)))
-        return sorted(key.decode() for key in keys)
+        raise NotImplementedError
 
     def size(self, prefix: str) -> int | None:
-        """Returns the total size of all files below a prefix in bytes.
-
-        Returns None for an object store, which would need one request per object.
+        """Returns the total size of all files below a prefix in bytes; None for a
+        bucket, which would need one request per object.
         """
-        if self.path is None:
-            return None
-        total = 0
-        with _named():
-            for name in _files(self.path, prefix):
-                total += disk.retried((self.path / name).stat).st_size
-        return total
+        raise NotImplementedError
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """Lists the folders directly in the store whose names match, each with the
         names directly in it.
         """
-        if self.path is None:
-            return _grouped(self.names(), wanted)
-        folders = {}
-        with _named():
-            for entry in disk.entries(self.path) or ():
-                if not wanted.fullmatch(entry.name):
-                    continue
-                if not entry.is_dir() and not entry.is_symlink():
-                    continue
-                # A broken link is listed without names.
-                inside = disk.entries(entry.path) if entry.is_dir() else []
-                # None: the folder was deleted after the store was listed.
-                if inside is not None:
-                    names = frozenset(file.name for file in inside)
-                    folders[entry.name] = Folder(names, entry.is_symlink())
-        return folders
+        raise NotImplementedError
 
     def delete(self, name: str, generation: bytes | None = None) -> None:
         """Deletes one object, if it exists.
@@ -239,41 +213,28 @@ class Store:
         """Deletes all objects below a prefix, and the folder itself on a disk. The
         folder must not be a link.
         """
-        if self.path is None:
-            self._when_done(self._kv().delete_range(_below(prefix)))
-            return
-        with _named(), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path / prefix)
+        raise NotImplementedError
 
     def sync(self, prefix: str) -> None:
         """Makes the folders below a prefix durable, and those above it up to the
-        store's own. In an object store everything already is.
-
-        The folders above the store are durable from their creation; see
-        `disk.make_folder`. Those that somebody else created are not the run's.
+        store's own. In a bucket everything already is.
         """
-        if self.path is None:
-            return
-        top = self.path / prefix
-        with _named():
-            if not disk.exists(top):
-                return
-            # A file is synced by whoever writes it, but its name survives a power loss
-            # only when its folder is synced, and so on up to the store.
-            if "file_io_sync" in self._lacking():
-                for name in _files(self.path, prefix):
-                    disk.sync(self.path / name)
-            for folder in _folders(top):
-                disk.sync(folder)
-            while top != self.path:
-                top = top.parent
-                disk.sync(top)
 
     def sync_folder(self, prefix: str) -> None:
         """Makes the list of names directly in a folder durable, such as a deletion."""
-        if self.path is not None:
-            with _named(), contextlib.suppress(FileNotFoundError):
-                disk.sync(self.path / prefix)
+
+    @staticmethod
+    def _parse(url: str) -> tuple[dict[str, Any], str]:
+        """Parses a path or URL into tensorstore's spec and the name without options."""
+        raise NotImplementedError
+
+    def _clear(self, name: str, absent: bytes) -> None:
+        """Removes what would stand in the way of an object that is to be created.
+
+        Args:
+          name: the object, which does not exist.
+          absent: its generation.
+        """
 
     def _result(self, future: Any) -> Any:
         with self._raising():
@@ -306,26 +267,8 @@ class Store:
         return self._objects
 
     def _lacking(self) -> dict[str, Any]:
-        """Returns options of tensorstore for what the disk of the store does not have.
-
-        Without them tensorstore fails there. It syncs the file and the folder of each
-        object, and locks a file while it writes it. What it does not sync, `sync` does
-        as far as the disk allows; and a store is written by one run at a time, which
-        has its own lock, in which no two processes write one object.
-        """
-        if self.path is None:
-            return {}
-        lock = self.path / LOCK
-        # A process that may not read the lock writes only the marks of a person.
-        if self._lacks is None and os.access(lock, os.R_OK):
-            lacks: dict[str, Any] = {}
-            with _named():
-                if not disk.can_sync(self.path) or not disk.can_sync(lock):
-                    lacks["file_io_sync"] = False
-                if not disk.can_lock(lock):
-                    lacks["file_io_locking"] = {"mode": "none"}
-            self._lacks = lacks
-        return self._lacks or {}
+        """Returns options of tensorstore for what the store does not have."""
+        return {}
 
     def _opened(self, spec: Mapping[str, Any], context: ts.Context) -> Any:
         # Tensorstore raises an error in the spec, such as an invalid name of a bucket,
@@ -334,15 +277,132 @@ class Store:
             return ts.KvStore.open(spec, context=context).result()
 
 
-def exists(store: Store, name: str) -> CheckpointError:
-    """Returns the error that an object which is to be created has other content."""
-    return CheckpointError(f"{store.url}/{name} already exists with other content")
+class Bucket(Store):
+    """A folder in a bucket of an object store."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Lists the names of all objects below a prefix."""
+        keys = self._result(self._kv().list(_below(prefix)))
+        return sorted(key.decode() for key in keys)
+
+    def size(self, prefix: str) -> int | None:
+        """Returns None, since the sizes would need one request per object."""
+        del prefix
+        return None
+
+    def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
+        """Groups the names of objects into folders, as a disk would list them."""
+        folders: dict[str, set[str]] = {}
+        for name in self.names():
+            folder, slash, rest = name.partition("/")
+            if slash and wanted.fullmatch(folder):
+                first, _, _ = rest.partition("/")
+                folders.setdefault(folder, set()).add(first)
+        listed = {}
+        for folder, inside in folders.items():
+            # An object store has no links.
+            listed[folder] = Folder(frozenset(inside), is_link=False)
+        return listed
+
+    def delete_folder(self, prefix: str) -> None:
+        """Deletes all objects below a prefix."""
+        self._when_done(self._kv().delete_range(_below(prefix)))
+
+    @staticmethod
+    def _parse(url: str) -> tuple[dict[str, Any], str]:
+        spec = buckets.parse(url)
+        path = spec["path"].strip("/") if spec else ""
+        if spec is None or not path:
+            raise CheckpointError(
+                f"'{url}' is not a valid place for checkpoints: give a path, "
+                "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
+            )
+        scheme, _, _ = url.partition("://")
+        place = f"{scheme}://{spec['bucket']}/{path}"
+        return {**spec, "path": f"{path}/"}, place
 
 
-def _parse(url: str) -> tuple[dict[str, Any], str]:
-    """Parses a path or URL into tensorstore's spec and the name without options."""
-    scheme, separator, _ = url.partition("://")
-    if not separator:
+class Disk(Store):
+    """A folder on a local or mounted disk."""
+
+    path: pathlib.Path
+
+    def __init__(self, url: str | os.PathLike[str], *, is_optional: bool = False):
+        """Opens a folder as any store."""
+        super().__init__(url, is_optional=is_optional)
+        self.path = pathlib.Path(self.url)
+        # What `_lacking` returns, once it is known.
+        self._lacks: dict[str, Any] | None = None
+
+    def read(self, name: str) -> bytes | None:
+        """Reads a file; returns None if it does not exist."""
+        with _named():
+            return disk.read(self.path / name)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Lists the names of all files below a prefix. Links are not followed."""
+        with _named():
+            return sorted(_files(self.path, prefix))
+
+    def size(self, prefix: str) -> int | None:
+        """Returns the total size of all files below a prefix in bytes."""
+        total = 0
+        with _named():
+            for name in _files(self.path, prefix):
+                total += disk.retried((self.path / name).stat).st_size
+        return total
+
+    def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
+        """Lists the folders directly in the store whose names match."""
+        folders = {}
+        with _named():
+            for entry in disk.entries(self.path) or ():
+                if not wanted.fullmatch(entry.name):
+                    continue
+                if not entry.is_dir() and not entry.is_symlink():
+                    continue
+                # A broken link is listed without names.
+                inside = disk.entries(entry.path) if entry.is_dir() else []
+                # None: the folder was deleted after the store was listed.
+                if inside is not None:
+                    names = frozenset(file.name for file in inside)
+                    folders[entry.name] = Folder(names, entry.is_symlink())
+        return folders
+
+    def delete_folder(self, prefix: str) -> None:
+        """Deletes a folder, which must not be a link."""
+        with _named(), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path / prefix)
+
+    def sync(self, prefix: str) -> None:
+        """Makes the folders below a prefix durable, and those above it up to the
+        store's own.
+
+        The folders above the store are durable from their creation; see
+        `disk.make_folder`. Those that somebody else created are not the run's.
+        """
+        top = self.path / prefix
+        with _named():
+            if not disk.exists(top):
+                return
+            # A file is synced by whoever writes it, but its name survives a power loss
+            # only when its folder is synced, and so on up to the store.
+            if "file_io_sync" in self._lacking():
+                for name in _files(self.path, prefix):
+                    disk.sync(self.path / name)
+            for folder in _folders(top):
+                disk.sync(folder)
+            while top != self.path:
+                top = top.parent
+                disk.sync(top)
+
+    def sync_folder(self, prefix: str) -> None:
+        """Makes the list of names directly in a folder durable, such as a deletion."""
+        with _named(), contextlib.suppress(FileNotFoundError):
+            disk.sync(self.path / prefix)
+
+    @staticmethod
+    def _parse(url: str) -> tuple[dict[str, Any], str]:
         # Tensorstore accepts absolute paths only.
         path = os.path.abspath(url)
         try:
@@ -356,15 +416,36 @@ def _parse(url: str) -> tuple[dict[str, Any], str]:
             ) from e
         return {"driver": "file", "path": name.rstrip("/") + "/"}, path
 
-    spec = buckets.parse(url)
-    path = spec["path"].strip("/") if spec else ""
-    if spec is None or not path:
-        raise CheckpointError(
-            f"'{url}' is not a valid place for checkpoints: give a path, "
-            "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER[?endpoint=URL&region=REGION]."
-        )
-    place = f"{scheme}://{spec['bucket']}/{path}"
-    return {**spec, "path": f"{path}/"}, place
+    def _clear(self, name: str, absent: bytes) -> None:
+        # A process that was killed may have left tensorstore's lock file, and
+        # tensorstore would overwrite only its beginning. Deleting the absent object
+        # removes that file, after waiting for a live writer.
+        self._result(self._kv().write(name, None, if_equal=absent))
+
+    def _lacking(self) -> dict[str, Any]:
+        """Returns options of tensorstore for what the disk does not have.
+
+        Without them tensorstore fails there. It syncs the file and the folder of each
+        object, and locks a file while it writes it. What it does not sync, `sync` does
+        as far as the disk allows; and a store is written by one run at a time, which
+        has its own lock, in which no two processes write one object.
+        """
+        lock = self.path / LOCK
+        # A process that may not read the lock writes only the marks of a person.
+        if self._lacks is None and os.access(lock, os.R_OK):
+            lacks: dict[str, Any] = {}
+            with _named():
+                if not disk.can_sync(self.path) or not disk.can_sync(lock):
+                    lacks["file_io_sync"] = False
+                if not disk.can_lock(lock):
+                    lacks["file_io_locking"] = {"mode": "none"}
+            self._lacks = lacks
+        return self._lacks or {}
+
+
+def exists(store: Store, name: str) -> CheckpointError:
+    """Returns the error that an object which is to be created has other content."""
+    return CheckpointError(f"{store.url}/{name} already exists with other content")
 
 
 class Database:
@@ -457,18 +538,3 @@ def _folders(top: pathlib.Path) -> Iterator[pathlib.Path]:
     for entry in disk.entries(top) or ():
         if entry.is_dir(follow_symlinks=False):
             yield from _folders(pathlib.Path(entry.path))
-
-
-def _grouped(names: list[str], wanted: re.Pattern[str]) -> dict[str, Folder]:
-    """Groups the names of objects into folders, as a disk would list them."""
-    folders: dict[str, set[str]] = {}
-    for name in names:
-        folder, slash, rest = name.partition("/")
-        if slash and wanted.fullmatch(folder):
-            first, _, _ = rest.partition("/")
-            folders.setdefault(folder, set()).add(first)
-    listed = {}
-    for folder, inside in folders.items():
-        # An object store has no links.
-        listed[folder] = Folder(frozenset(inside), is_link=False)
-    return listed

@@ -245,7 +245,9 @@ def remove(
     # gets. The sync keeps this order through a power loss.
     changes.delete(attempt.prefix + format_lib.COMMIT)
     attempt.store.sync_folder(attempt.prefix)
-    if format_lib.ABANDONED in attempt.marks and attempt.store.path is None:
+    if format_lib.ABANDONED in attempt.marks and isinstance(
+        attempt.store, store_lib.Bucket
+    ):
         # The mark stays: the run that was writing the attempt may wake up and create
         # its COMMIT.
         for name in attempt.store.names(attempt.prefix):
