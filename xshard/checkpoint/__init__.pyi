@@ -4,10 +4,12 @@ from .catalog import Catalog, Entry, newest_entry, read_catalog
 from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
+from .listing import Listing
 from .lock import LostError
-from .manager import Committed, Manager, NonfiniteError
+from .manager import Manager, NonfiniteError
 from .reader import Groups, Restored
 from .retention import Keep, Saved
+from .saver import Committed
 from .store import CheckpointError, Store
 from .warm_start import (
     BY_DEFAULT,
@@ -35,6 +37,7 @@ __all__ = [
     "Entry",
     "Groups",
     "Keep",
+    "Listing",
     "LostError",
     "Manager",
     "Meaning",

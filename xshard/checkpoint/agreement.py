@@ -10,8 +10,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from xshard import errors
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
@@ -27,6 +28,107 @@ _FIX = (
     "Is the same disk mounted on all hosts, and the same path given? Nothing was "
     "changed."
 )
+
+
+def on_process_0(exchange: host_collectives.Exchange, action: Callable[[], Any]) -> Any:
+    """Runs an action on a store on process 0, and returns its result on all processes.
+
+    Args:
+      exchange: connects the processes.
+      action: returns a JSON-serializable value.
+
+    Raises:
+      CheckpointError: on all processes, if the action fails. A bug in it is raised as
+        it is on process 0.
+    """
+
+    def action_with_reasons() -> Any:
+        try:
+            return action()
+        except store_lib.CheckpointError:
+            raise
+        except errors.UserError as e:
+            raise store_lib.CheckpointError(str(e)) from e
+        except (OSError, ValueError, RuntimeError) as e:
+            # tensorstore raises ValueError and RuntimeError for what is wrong with a
+            # store.
+            raise store_lib.CheckpointError(store_lib.reason(e)) from e
+
+    try:
+        return exchange.on_process_0(action_with_reasons)
+    except store_lib.CheckpointError:
+        raise
+    except errors.UserError as e:
+        # The error of process 0 arrives at the other processes as this type.
+        raise store_lib.CheckpointError(str(e)) from e
+
+
+def choose(
+    exchange: host_collectives.Exchange,
+    store: store_lib.Store,
+    on_0: Callable[[], list[format_lib.SaveAttempt]],
+    log: Callable[[str], None],
+) -> list[format_lib.SaveAttempt]:
+    """Returns the checkpoints that process 0 chooses, once all processes see them.
+
+    Process 0 decides for all, since two listings of a store may differ from one instant
+    to the next.
+
+    Args:
+      exchange: connects the processes.
+      store: the store of the checkpoints.
+      on_0: returns the checkpoints; called on process 0. If it returns none, no process
+        may see any.
+      log: called with a message when the wait takes long.
+
+    Raises:
+      CheckpointError: on all processes, if a process does not see what process 0 sees,
+        or cannot read the store.
+    """
+    folders = on_process_0(exchange, lambda: [attempt.folder for attempt in on_0()])
+
+    def problem() -> str:
+        seen = {attempt.folder for attempt in format_lib.committed(store)}
+        if seen and not folders:
+            return f"sees {len(seen)} checkpoints in {store}, but process 0 sees none"
+        for folder in folders:
+            if folder not in seen:
+                return f"does not see {store}/{folder}, but process 0 does"
+        return ""
+
+    wait_until_none(exchange, problem, log)
+    return [format_lib.attempt_in(store, folder) for folder in folders]
+
+
+def check_owner(
+    exchange: host_collectives.Exchange,
+    store: store_lib.Store,
+    owner: format_lib.Owner,
+    log: Callable[[str], None],
+) -> None:
+    """Checks that every process sees the folder that process 0 sees.
+
+    Args:
+      exchange: connects the processes.
+      store: the folder.
+      owner: the run, which process 0 has recorded in the folder.
+      log: called with a message when the wait takes long.
+
+    Raises:
+      CheckpointError: on all processes, if one of them sees another folder.
+    """
+
+    def problem() -> str:
+        seen = format_lib.read_owner(store)
+        if seen is not None and seen.id == owner.id:
+            return ""
+        whose = "no run" if seen is None else f"run {seen.id} ({seen.workdir})"
+        return (
+            f"sees that {store} belongs to {whose}, but process 0 recorded run "
+            f"{owner.id} as its owner"
+        )
+
+    wait_until_none(exchange, problem, log)
 
 
 def wait_until_none(

@@ -6,65 +6,39 @@ agree on which one to restore.
 
 import atexit
 import concurrent.futures
-import contextlib
 import functools
 import json
 import os
-import re
-import secrets
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
-import numpy as np
 from absl import logging
 
-from xshard import errors, spans
+from xshard import spans
 from xshard.checkpoint import (
     agreement,
-    deletions,
     host_copy,
-    metadata_files,
     ownership,
     progress,
     reader,
     retention,
-    writer,
 )
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import janitor as janitor_lib
 from xshard.checkpoint import leaves as leaves_lib
+from xshard.checkpoint import listing as listing_lib
 from xshard.checkpoint import lock as lock_lib
+from xshard.checkpoint import saver as saver_lib
 from xshard.checkpoint import store as store_lib
 from xshard.pod import host_collectives
 
-# Every process receives the reports of all others, so error texts and lists of paths
-# are cut to these lengths.
-_LONGEST_REASON = 1000
-_MOST_PATHS = 8
 _MANAGERS: "weakref.WeakSet[Manager]" = weakref.WeakSet()
-
-
-class Committed(NamedTuple):
-    """A checkpoint that counts.
-
-    Attributes:
-      step: its step.
-      folder: the name of its folder in the store.
-      nbytes: the size of its arrays, before compression.
-      seconds: the time from the call that saves it until it counted.
-      nonfinite: paths of checked arrays that are not finite; the list may be
-        incomplete.
-    """
-
-    step: int
-    folder: str
-    nbytes: int
-    seconds: float
-    nonfinite: tuple[str, ...] = ()
 
 
 class NonfiniteError(store_lib.CheckpointError):
@@ -79,51 +53,31 @@ class NonfiniteError(store_lib.CheckpointError):
         self.step = step
 
 
-class _Request(NamedTuple):
-    """A step to be saved, and what is saved beside its arrays.
-
-    The attributes are the arguments of `Manager.save`, but for the last.
-
-    Attributes:
-      step: the step's number.
-      metadata: the run's metadata, equal on all processes.
-      data: this process's position in the data.
-      metrics: the metrics by which the best checkpoint can be chosen.
-      before_commit: called on process 0 when everything but COMMIT is written.
-      begin: the time of the request, in seconds of the monotonic clock.
-    """
-
-    step: int
-    metadata: dict[str, Any]
-    data: Any
-    metrics: dict[str, float]
-    before_commit: Callable[[], None]
-    begin: float
-
-
 class _Saving(NamedTuple):
     """A save in the background, under way or ended.
 
     Attributes:
       step: the step.
-      end: the result of `Manager._write_and_commit`, once it has ended.
+      end: the result of `Saver.write_and_commit`, once it has ended.
     """
 
     step: int
     end: concurrent.futures.Future[list[str]]
 
 
-class Manager:
-    """The checkpoints in one folder.
+class Manager(listing_lib.Listing):
+    """The checkpoints in one folder, which all processes save and restore together.
 
-    Every process of a run creates a manager and makes the same calls in the same order.
-    Methods that return a result "as this process sees it" do not communicate.
+    Every process creates a manager and makes the same calls in the same order. What a
+    manager lists is what its own process sees.
 
-    A checkpoint "counts", that is it may be restored, from the moment its COMMIT
-    exists. See `xshard/checkpoint/format.py` for the files.
+    As a context, it waits for the last save and releases the folder at the end.
 
-    Attributes:
-      store: the store of the checkpoints.
+    >>> tree = {"w": np.arange(3.0), "epoch": np.int32(7)}
+    >>> with Manager(folder, retention.Keep(last=2)) as checkpoints:
+    ...     checkpoints.save(100, tree)
+    >>> checkpoints.restore(tree).state
+    {'epoch': np.int32(7), 'w': array([0., 1., 2.])}
     """
 
     def __init__(
@@ -132,12 +86,12 @@ class Manager:
         keep: retention.Keep,
         *,
         budget_bytes: int = 4 << 30,
-        finite: str = "",
+        finite: str | Sequence[str] = "",
         refuse_nonfinite: bool = False,
         owner: format_lib.Owner | None = None,
         deadline_seconds: float = 1800.0,
         log: Callable[[str], None] = logging.info,
-        committed: Callable[[Committed], None] = lambda committed: None,
+        committed: Callable[[saver_lib.Committed], None] = lambda committed: None,
     ):
         """Opens a folder, which need not exist; writes nothing.
 
@@ -149,7 +103,8 @@ class Manager:
             a time, beyond the state itself.
           finite: a regular expression of paths, such as '^params/'. Each checkpoint
             records which of the matching arrays are not finite. The newest checkpoint
-            in which all of them are finite is never deleted.
+            in which all of them are finite is never deleted. Of several expressions,
+            the arrays that match the first are named first.
           refuse_nonfinite: whether a checkpoint in which a matching array is not finite
             fails to count.
           owner: the run, which refuses the checkpoints of other runs; None accepts
@@ -161,151 +116,43 @@ class Manager:
         Raises:
           CheckpointError: if the folder is not a valid place for checkpoints.
         """
-        self.store = store_lib.Store(folder)
-        self._keep = keep
+        super().__init__(folder)
         self._budget_bytes = budget_bytes
-        self._must_be_finite = re.compile(finite) if finite else None
-        self._refuse_nonfinite = refuse_nonfinite
         self._owner = owner
         self._log = log
-        self._on_committed = committed
         # A save uses it in the background, so no other thread may meanwhile.
         self._exchange = host_collectives.Exchange(
             f"checkpoints in {self.store}", deadline_seconds
         )
-        self._lock: lock_lib.Lock | None = None
-        self._deletions = deletions.Deletions()
+        patterns = [finite] if isinstance(finite, str) else finite
+        finite_arrays = finite_lib.Finite(patterns, refuse=refuse_nonfinite)
+        self._janitor = janitor_lib.Janitor(
+            self, keep, owner, log, checks_finite=bool(finite_arrays.patterns)
+        )
+        self._saver = saver_lib.Saver(
+            exchange=self._exchange,
+            listing=self,
+            janitor=self._janitor,
+            finite=finite_arrays,
+            owner=owner,
+            committed=committed,
+        )
         # The plan of the last save, and what it depends on.
         self._plan: tuple[Any, ownership.Plan] | None = None
         self._saving: _Saving | None = None
-        # Attempts that this process found damaged, whether or not the store could be
-        # marked.
-        self._damaged: set[format_lib.SaveAttempt] = set()
-        # Attempts that this process has begun to delete.
-        self._deleting: set[format_lib.SaveAttempt] = set()
-        # The nonfinite paths from COMMIT never change, so they are cached: an object
-        # store takes a request for each.
-        self._nonfinite: dict[format_lib.SaveAttempt, list[str]] = {}
         _MANAGERS.add(self)
 
-    # What is in the folder, as this process sees it.
+    def __enter__(self) -> "Manager":
+        return self
 
-    def all_steps(self) -> list[int]:
-        """Lists the steps with a checkpoint that counts, as this process sees them.
-
-        They are in ascending order.
-        """
-        return sorted({attempt.step for attempt in self._committed()})
-
-    def latest_step(self) -> int | None:
-        """Returns the newest step with a checkpoint that counts; None if there is none.
-
-        It is the newest as this process sees it.
-        """
-        return max(self.all_steps(), default=None)
-
-    def damaged_steps(self) -> list[int]:
-        """Lists the steps of checkpoints that are marked as damaged.
-
-        They are in ascending order.
-        """
-        steps = set()
-        for attempt in format_lib.attempts(self.store):
-            if format_lib.DAMAGED in attempt.marks:
-                steps.add(attempt.step)
-        return sorted(steps)
-
-    def finite_steps(self) -> list[int]:
-        """Lists the steps with no array known to be nonfinite, in ascending order."""
-        return [
-            attempt.step
-            for attempt in self._committed()
-            if not self._nonfinite_paths(attempt)
-        ]
-
-    def newest_finite_step(self) -> int | None:
-        """Returns the newest of `finite_steps`; None if there is none."""
-        return max(self.finite_steps(), default=None)
-
-    def folders_after(self, step: int) -> list[str]:
-        """Lists the folders of checkpoints of later steps, as `give_up` takes them."""
-        return [attempt.folder for attempt in self._committed() if attempt.step > step]
-
-    def is_given_up(self, folder: str) -> bool:
-        """Returns whether a checkpoint that once counted is known not to.
-
-        It was deleted by hand, or is damaged.
-        """
-        return format_lib.is_given_up(self.store, folder)
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a step, as this process sees them.
-
-        They are empty if the step has none or no longer exists.
-        """
-        for attempt in reversed(self._committed()):
-            if attempt.step == step:
-                return metadata_files.read_commit(attempt).metrics
-        return {}
-
-    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of a step's arrays by path, as this process sees them.
-
-        Raises:
-          CheckpointError: if the step cannot be read.
-        """
-        metas = metadata_files.read_array_metas(format_lib.find(self.store, step))
-        return {path: meta.shape for path, meta in metas.items()}
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the metadata that was saved with a step, as this process sees it.
-
-        Raises:
-          CheckpointError: if the step cannot be read.
-        """
-        return metadata_files.read_meta(format_lib.find(self.store, step)).metadata
-
-    def nonfinite(self, step: int) -> list[str]:
-        """Lists arrays of a step that should be finite and are not, by path.
-
-        The list is empty if the save did not check. It is also empty if the
-        checkpoint's COMMIT is damaged: `restore` names the damage, and takes an older
-        checkpoint.
-
-        Raises:
-          CheckpointError: if the step has no checkpoint that counts.
-        """
-        newest, *_ = format_lib.choose(self.store, self._committed(), step)
-        try:
-            commit = metadata_files.retry_on_damage(
-                lambda: metadata_files.read_commit(newest)
-            )
-        except metadata_files.DamagedError:
-            return []
-        return commit.nonfinite or []
-
-    def _committed(self) -> list[format_lib.SaveAttempt]:
-        """Lists the attempts that count, oldest step first."""
-        attempts = format_lib.attempts(self.store)
-        return [attempt for attempt in attempts if self._counts(attempt)]
-
-    def _counts(self, attempt: format_lib.SaveAttempt) -> bool:
-        return attempt.counts and attempt not in self._damaged
-
-    def _nonfinite_paths(self, attempt: format_lib.SaveAttempt) -> list[str]:
-        """Lists the checked arrays of an attempt that are not finite, by path.
-
-        The list is empty if the save checked none.
-        """
-        if attempt not in self._nonfinite:
-            try:
-                commit = metadata_files.read_commit(attempt)
-            except metadata_files.DamagedError as e:
-                # A run must not resume from a damaged checkpoint either, so it is
-                # treated as not finite.
-                return [str(e)]
-            self._nonfinite[attempt] = list(commit.nonfinite or [])
-        return self._nonfinite[attempt]
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        self.close()
 
     # What all processes do together.
 
@@ -324,26 +171,7 @@ class Manager:
           CheckpointError: on all processes, if the action fails. A bug in it is raised
             as it is on process 0.
         """
-
-        def action_with_reasons() -> Any:
-            try:
-                return action()
-            except store_lib.CheckpointError:
-                raise
-            except errors.UserError as e:
-                raise store_lib.CheckpointError(str(e)) from e
-            except (OSError, ValueError, RuntimeError) as e:
-                # tensorstore raises ValueError and RuntimeError for what is wrong with
-                # a store.
-                raise store_lib.CheckpointError(store_lib.reason(e)) from e
-
-        try:
-            return self._exchange.on_process_0(action_with_reasons)
-        except store_lib.CheckpointError:
-            raise
-        except errors.UserError as e:
-            # The error of process 0 arrives at the other processes as this type.
-            raise store_lib.CheckpointError(str(e)) from e
+        return agreement.on_process_0(self._exchange, action)
 
     def agreed_latest_step(self) -> int | None:
         """Returns the newest step with a checkpoint that counts, on all processes.
@@ -354,15 +182,8 @@ class Manager:
           CheckpointError: if a process does not see the checkpoints that process 0
             sees, for example because a disk is not mounted on its host.
         """
-
-        def newest_folder() -> list[str]:
-            return [attempt.folder for attempt in self._committed()[-1:]]
-
-        folders = self.on_process_0(newest_folder)
-        self._check_seen(folders)
-        if not folders:
-            return None
-        return format_lib.attempt_in(self.store, folders[0]).step
+        newest = self._choose(lambda: self.committed()[-1:])
+        return newest[0].step if newest else None
 
     def acquire(self) -> None:
         """Locks the folder for this run until `close`. A save does so too.
@@ -373,93 +194,21 @@ class Manager:
             for example because a disk is not mounted on its host.
         """
         self.wait()
-        self.on_process_0(self._acquire)
+
+        def lock() -> None:
+            self._janitor.locked()
+
+        self.on_process_0(lock)
         # Process 0 wrote RUN into the folder. A process that cannot read it sees
         # another folder.
         if self._owner is not None:
-            self._check_owner(self._owner)
-
-    def _acquire(self) -> None:
-        """Locks the folder, and records the run as its owner; on process 0."""
-        self._locked()
-
-    def _locked(self) -> lock_lib.Lock:
-        """Returns the lock of the folder, which it takes if necessary."""
-        lock = self._lock
-        if lock is None:
-            lock = lock_lib.acquire(self.store, self._log)
-            try:
-                writer.settle(self.store, lock)
-            except BaseException:
-                lock.leave()
-                raise
-            self._lock = lock
-        if self._owner is not None:
-            format_lib.claim(self.store, self._owner)
-        return lock
-
-    def _release(self) -> None:
-        lock = self._lock
-        self._lock = None
-        if lock is not None:
-            lock.release()
-
-    def _check_seen(self, folders: list[str]) -> None:
-        """Checks that every process sees the given checkpoints.
-
-        If none are given, it checks that no process sees any.
-
-        Args:
-          folders: the names of the checkpoints' folders, equal on all processes.
-
-        Raises:
-          CheckpointError: on all processes, if the check fails or a process cannot read
-            the store.
-        """
-
-        def problem() -> str:
-            seen = {attempt.folder for attempt in format_lib.committed(self.store)}
-            if seen and not folders:
-                return (
-                    f"sees {len(seen)} checkpoints in {self.store}, but process 0 sees "
-                    "none"
-                )
-            for folder in folders:
-                if folder not in seen:
-                    return f"does not see {self.store}/{folder}, but process 0 does"
-            return ""
-
-        agreement.wait_until_none(self._exchange, problem, self._log)
-
-    def _check_owner(self, owner: format_lib.Owner) -> None:
-        """Checks that every process sees the folder that process 0 sees.
-
-        Args:
-          owner: the run, which process 0 has recorded in the folder.
-
-        Raises:
-          CheckpointError: on all processes, if one of them sees another folder.
-        """
-
-        def problem() -> str:
-            seen = format_lib.read_owner(self.store)
-            if seen is not None and seen.id == owner.id:
-                return ""
-            whose = "no run" if seen is None else f"run {seen.id} ({seen.workdir})"
-            return (
-                f"sees that {self.store} belongs to {whose}, but process 0 recorded "
-                f"run {owner.id} as its owner"
-            )
-
-        agreement.wait_until_none(self._exchange, problem, self._log)
-
-    # Saving.
+            agreement.check_owner(self._exchange, self.store, self._owner, self._log)
 
     def save(
         self,
         step: int,
         state: Any,
-        metadata: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
         *,
         data: Any = None,
         metrics: dict[str, float] | None = None,
@@ -475,8 +224,8 @@ class Manager:
 
         Args:
           step: the step's number.
-          state: a tree of arrays, global across all processes. It may contain typed
-            PRNG keys.
+          state: any pytree of arrays, of JAX's or NumPy's, global across all processes.
+            It may contain typed PRNG keys.
           metadata: JSON-serializable, and equal on all processes.
           data: this process's position in the data, JSON-serializable.
           metrics: the metrics by which the best checkpoint can be chosen, by name.
@@ -490,9 +239,9 @@ class Manager:
             under way nevertheless: the other processes take part in it, and may have
             learned of that failure earlier.
         """
-        request = _Request(
+        request = saver_lib.Request(
             step=step,
-            metadata=metadata,
+            metadata=metadata or {},
             data=data,
             metrics=metrics or {},
             before_commit=before_commit,
@@ -527,14 +276,14 @@ class Manager:
     def _save_in_background(
         self,
         saving: _Saving,
-        request: _Request,
+        request: saver_lib.Request,
         plan: ownership.Plan,
         copy: host_copy.HostCopy,
     ) -> None:
-        """Runs `_write_and_commit`, and leaves its end to `_join_save`."""
+        """Runs `Saver.write_and_commit`, and leaves its end to `_join_save`."""
         try:
             with spans.Span(spans.WRITE):
-                nonfinite = self._write_and_commit(request, plan, copy)
+                nonfinite = self._saver.write_and_commit(request, plan, copy)
             saving.end.set_result(nonfinite)
         except BaseException as e:
             saving.end.set_exception(e)
@@ -558,165 +307,6 @@ class Manager:
             self._plan = (key, plan)
         return self._plan[1]
 
-    def _write_and_commit(
-        self, request: _Request, plan: ownership.Plan, copy: host_copy.HostCopy
-    ) -> list[str]:
-        """Writes a step and makes it count, on all processes together.
-
-        It runs in the background. The order of these calls is the order in which data
-        becomes durable. All processes make the same exchanges, whatever fails on one of
-        them.
-
-        Args:
-          request: the step.
-          plan: which chunks this process writes.
-          copy: provides these chunks, as the caller of the save copies them.
-
-        Returns:
-          The paths of arrays for which the step was refused, since they are not finite;
-          empty if the step has a checkpoint that counts.
-        """
-        # 1. Process 0 begins an attempt. Its folder is new, so that nothing is ever
-        # overwritten.
-        nonce = self.on_process_0(lambda: self._begin_attempt(request.step))
-        if not nonce:
-            return []
-        attempt = format_lib.SaveAttempt(self.store, request.step, nonce)
-
-        # 2. Every process writes its chunks, which are durable when it reports. A
-        # process that failed reports that instead of raising it; otherwise the others
-        # would wait for its report until the deadline.
-        report = self._write_chunks(attempt, plan, copy)
-        report["data"] = request.data
-        reports = self._exchange.gather(report)
-
-        # 3. All processes have the same reports, so all of them decide alike, and all
-        # of them raise, or none.
-        failures = _failures(reports)
-        nonfinite = _nonfinite(reports)
-        is_refused = bool(nonfinite) and self._refuse_nonfinite
-        if failures or is_refused:
-            self.on_process_0(lambda: self._remove_failed(attempt))
-            if failures:
-                raise store_lib.CheckpointError("; ".join(failures))
-            return nonfinite
-
-        # 4. Process 0 completes the checkpoint. All processes raise its error.
-        self.on_process_0(lambda: self._commit(attempt, request, plan, reports))
-        return []
-
-    def _begin_attempt(self, step: int) -> str:
-        """Prepares the folder for an attempt to save a step; on process 0.
-
-        Returns:
-          The nonce of the attempt; empty if the step already has a checkpoint that
-          counts.
-        """
-        # Only the process that holds the lock writes and deletes here.
-        lock = self._locked()
-        attempts = format_lib.attempts(self.store)
-        # What is left of an attempt that is being deleted is for the deletion, which
-        # may take long.
-        self._remove_dead(
-            lock, [attempt for attempt in attempts if attempt not in self._deleting]
-        )
-        for attempt in attempts:
-            if attempt.step == step and self._counts(attempt):
-                return ""
-        return secrets.token_hex(4)
-
-    def _write_chunks(
-        self,
-        attempt: format_lib.SaveAttempt,
-        plan: ownership.Plan,
-        copy: host_copy.HostCopy,
-    ) -> dict[str, Any]:
-        """Writes the chunks that this process owns. It raises no error.
-
-        Returns:
-          A report for the other processes: "keys", the number of keys written, or
-          "error", the reason why they were not; and "nonfinite", the paths of checked
-          arrays that are not finite.
-        """
-        report: dict[str, Any] = {}
-        nonfinite: set[str] = set()
-        chunks = copy.chunks()
-        if self._must_be_finite is not None:
-            chunks = _note_nonfinite(chunks, self._must_be_finite, nonfinite)
-        try:
-            report["keys"] = writer.write_part(
-                attempt, self._exchange.index, plan.arrays, chunks, copy.written
-            )
-        except Exception as e:
-            report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
-        report["nonfinite"] = _causes_first(nonfinite)[:_MOST_PATHS]
-        return report
-
-    def _commit(
-        self,
-        attempt: format_lib.SaveAttempt,
-        request: _Request,
-        plan: ownership.Plan,
-        reports: list[dict[str, Any]],
-    ) -> None:
-        """Makes an attempt count that all processes have written; on process 0.
-
-        Args:
-          attempt: the attempt.
-          request: the step.
-          plan: how the arrays are stored.
-          reports: what each process returned from `_write_chunks`, and its "data".
-        """
-        nonfinite = _nonfinite(reports)
-        nbytes = sum(plan.loads)
-        lock = self._locked()
-        try:
-            # Merge: the chunks stay where they are, and one database refers to them.
-            writers = [i for i, report in enumerate(reports) if report["keys"]]
-            merged = writer.merge(attempt, writers)
-
-            # Verify that no chunk is missing, whatever the processes reported.
-            num_keys = writer.verify(merged, plan.arrays)
-
-            # Describe the arrays and the run.
-            data = [report["data"] for report in reports]
-            writer.describe(attempt, plan.arrays, request.metadata, data)
-
-            # Commit. What the checkpoint relies on, such as logged rows, is durable
-            # before COMMIT exists. The lock creates it: if another run has taken the
-            # folder over, this checkpoint must not count.
-            request.before_commit()
-            lock.check()
-            writer.commit(
-                attempt,
-                num_keys,
-                nbytes,
-                request.metrics,
-                nonfinite if self._must_be_finite is not None else None,
-                self._owner,
-                lock,
-            )
-        except lock_lib.LostError:
-            # The attempt is for the run that has the lock now.
-            raise
-        except BaseException:
-            self._remove_failed(attempt)
-            raise
-
-        # The checkpoint counts now, whatever fails later. The run records that it
-        # reached this step before older checkpoints are deleted.
-        self._on_committed(
-            Committed(
-                step=request.step,
-                folder=attempt.folder,
-                nbytes=nbytes,
-                seconds=time.monotonic() - request.begin,
-                nonfinite=tuple(nonfinite),
-            )
-        )
-        # Clean up, in a thread of its own: the next save need not wait for it.
-        self._deletions.add(self._remove_old)
-
     def check(self) -> None:
         """Raises CheckpointError if the last save has finished and failed, or another
         run is known to have the lock of the folder.
@@ -724,8 +314,7 @@ class Manager:
         Does not wait. It leaves a NonfiniteError to `save` and `wait`, which raise it
         on all processes at the same step.
         """
-        if self._lock is not None:
-            self._lock.check_noticed()
+        self._janitor.check_noticed()
         # Called after each step, most of which have no save to ask about.
         if self._saving is None or not self._saving.end.done():
             return
@@ -743,9 +332,8 @@ class Manager:
             another run is known to have the lock of the folder.
         """
         self._join_save()
-        self._deletions.wait()
-        if self._lock is not None:
-            self._lock.check_noticed()
+        self._janitor.wait()
+        self._janitor.check_noticed()
 
     def _join_save(self) -> None:
         """Waits for the last save; raises its error, if any, once only.
@@ -782,13 +370,9 @@ class Manager:
         """
         try:
             self._join_save()
-            self._deletions.wait()
+            self._janitor.wait()
         finally:
-            self._deletions.cancel()
-            # The lock on an object store is an object, so this is a deletion as well.
-            release = deletions.Deletions()
-            release.add(self._release)
-            release.wait()
+            self._janitor.close()
 
     # Changing checkpoints.
 
@@ -832,7 +416,7 @@ class Manager:
         def add() -> None:
             before()
             attempt = format_lib.find(self.store, step)
-            format_lib.add_metrics(attempt, metrics, self._lock or self.store)
+            format_lib.add_metrics(attempt, metrics, self._janitor.changes())
 
         self.on_process_0(add)
 
@@ -845,13 +429,7 @@ class Manager:
         resume from an earlier one. Folders that no longer exist are skipped: an earlier
         call deleted them.
         """
-        if not folders:
-            return
-        lock = self._locked()
-        lock.announce(folders)
-        for attempt in format_lib.attempts(self.store):
-            if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
-                writer.remove(attempt, changes=lock, by_hand=True)
+        self._janitor.give_up(folders)
 
     def clean(self) -> None:
         """Deletes old checkpoints, and the leftovers of attempts that do not count.
@@ -861,106 +439,7 @@ class Manager:
         beside the caller, who must not save before `close`.
         """
         self.wait()
-        self._deletions.add(self._remove_leftovers)
-        self._deletions.wait()
-
-    def _remove_leftovers(self) -> None:
-        # Only the process that holds the lock knows that no attempt is under way.
-        lock = self._lock
-        if lock is None:
-            return
-        try:
-            self._remove_dead(lock, format_lib.attempts(self.store))
-        except store_lib.CheckpointError as e:
-            self._log(f"leftover folders in {self.store} could not be deleted: {e}")
-        self._remove_old()
-
-    def _remove_dead(
-        self, lock: lock_lib.Lock, attempts: list[format_lib.SaveAttempt]
-    ) -> None:
-        """Deletes those of some attempts that have no COMMIT.
-
-        Args:
-          lock: the lock of the folder.
-          attempts: the attempts, which were listed before this call: if the lock is
-            still held now, none of them is that of another run which is under way.
-        """
-        for attempt in attempts:
-            # A damaged attempt has COMMIT, too, and stays in place for inspection. A
-            # link was created by a person, and is for that person to delete.
-            is_abandoned = format_lib.ABANDONED in attempt.marks
-            has_commit = format_lib.COMMIT in attempt.marks and not is_abandoned
-            if has_commit or attempt.is_link:
-                continue
-            # COMMIT is read by name before anything is deleted, since a listing may lag
-            # behind.
-            commit = self.store.read(attempt.prefix + format_lib.COMMIT)
-            if commit is None or is_abandoned:
-                lock.check()
-                writer.remove(attempt, changes=lock)
-
-    def _remove_failed(self, attempt: format_lib.SaveAttempt) -> None:
-        """Deletes an attempt that failed.
-
-        If the deletion fails, a later save deletes it.
-        """
-        try:
-            lock = self._locked()
-            lock.announce([attempt.folder])
-            writer.remove(attempt, changes=lock)
-        except Exception as e:
-            self._log(
-                f"{attempt} does not count, but could not be deleted: "
-                f"{store_lib.reason(e)}"
-            )
-
-    def _remove_old(self) -> None:
-        """Deletes the checkpoints that no rule keeps.
-
-        A failure is logged and otherwise ignored.
-        """
-        lock = self._lock
-        if lock is None:
-            return
-        try:
-            committed = self._committed()
-            kept = self._keep.kept([self._for_rules(attempt) for attempt in committed])
-            old = [attempt for attempt in committed if attempt.step not in kept]
-            if old:
-                lock.announce([attempt.folder for attempt in old])
-            for attempt in old:
-                self._deleting.add(attempt)
-                try:
-                    writer.remove(attempt, changes=lock)
-                finally:
-                    self._deleting.discard(attempt)
-        except Exception as e:
-            # After `close`, the deletions that are left are for the next run.
-            if self._lock is lock:
-                self._log(f"old checkpoints in {self.store} could not be deleted: {e}")
-
-    def _for_rules(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
-        """Describes a checkpoint for the retention rules."""
-        metric = None
-        saved_at = None
-        if self._keep.best or self._keep.hours:
-            # A damaged checkpoint has no metric. One that cannot be read raises, and
-            # then nothing is deleted: it may be the best.
-            with contextlib.suppress(metadata_files.DamagedError):
-                commit = metadata_files.read_commit(attempt)
-                metric = commit.metrics.get(self._keep.metric)
-                saved_at = commit.time
-        is_finite = self._must_be_finite is None or not self._nonfinite_paths(attempt)
-        # A link means that a person moved the checkpoint elsewhere, and only that
-        # person may delete it.
-        is_pinned = format_lib.PINNED in attempt.marks or attempt.is_link
-        return retention.Saved(
-            step=attempt.step,
-            metric=metric,
-            pinned=is_pinned,
-            finite=is_finite,
-            time=saved_at,
-        )
+        self._janitor.clean()
 
     # Restoring.
 
@@ -976,19 +455,25 @@ class Manager:
         All processes read the same one, and each reads its own shards.
 
         Args:
-          target: a tree of `jax.ShapeDtypeStruct` with shardings, or of arrays; or a
-            function from the stored shapes by path to such a tree.
+          target: a tree like the one that was saved, of arrays or of
+            `jax.ShapeDtypeStruct`; or a function from the stored shapes by path to such
+            a tree. Each leaf is restored with its sharding, if it has one: NumPy's
+            arrays to the host's memory, a `ShapeDtypeStruct` without a sharding to the
+            process's first device.
           step: the step; by default the newest checkpoint that is not damaged.
           compare_groups: returns how the groups of the checkpoint become those of the
             target; None: they must be equal, as any other dimension.
 
         Raises:
           CheckpointError: if there is no checkpoint, if all are damaged, or if the
-            checkpoint does not fit the target.
+            checkpoint does not fit the target: the message names each array that is
+            missing, or has another shape or type.
         """
         self.wait()
         damages = []
-        for attempt in self._candidates(step):
+        for attempt in self._choose(
+            lambda: format_lib.choose(self.store, self.committed(), step)
+        ):
             read_once = functools.partial(
                 reader.restore,
                 attempt,
@@ -1005,45 +490,16 @@ class Manager:
             # next checkpoint.
             damages.append(damage)
             logging.error("DAMAGED CHECKPOINT: %s Trying the previous one.", damage)
-            self._mark_damaged(attempt, damage)
+            self._janitor.mark_damaged(attempt, damage)
         raise store_lib.CheckpointError(
             f"All checkpoints in {self.store} are damaged: {' '.join(damages)}"
         )
 
-    def _candidates(self, step: int | None) -> list[format_lib.SaveAttempt]:
-        """Lists the checkpoints that may be read, newest first.
-
-        The list is the same on all processes.
-        """
-
-        def choose() -> list[str]:
-            chosen = format_lib.choose(self.store, self._committed(), step)
-            return [attempt.folder for attempt in chosen]
-
-        # Process 0 decides for all, since two listings of a store may differ from one
-        # instant to the next.
-        folders = self.on_process_0(choose)
-        self._check_seen(folders)
-        return [format_lib.attempt_in(self.store, folder) for folder in folders]
-
-    def _mark_damaged(self, attempt: format_lib.SaveAttempt, damage: str) -> None:
-        """Stops a checkpoint from counting.
-
-        Its step can be saved again, and it no longer takes the place of another
-        checkpoint in the retention rules.
-        """
-        self._damaged.add(attempt)
-        # Only the process that holds the lock writes the mark, which other processes
-        # see.
-        if self._lock is None:
-            return
-        note = {"damage": damage, "found": time.strftime("%Y-%m-%d %H:%M:%S")}
-        try:
-            self._lock.create(
-                attempt.prefix + format_lib.DAMAGED, format_lib.to_json(note)
-            )
-        except store_lib.CheckpointError as e:
-            logging.error("%s could not be marked as damaged: %s", attempt, e)
+    def _choose(
+        self, on_0: Callable[[], list[format_lib.SaveAttempt]]
+    ) -> list[format_lib.SaveAttempt]:
+        """Returns the checkpoints that process 0 chooses, on all processes."""
+        return agreement.choose(self._exchange, self.store, on_0, self._log)
 
 
 @atexit.register
@@ -1060,7 +516,7 @@ def _wait_at_exit() -> None:
             print(f"NOT SAVED: {e}", file=sys.stderr)
 
 
-def _check_json(request: _Request) -> None:
+def _check_json(request: saver_lib.Request) -> None:
     for name in ("metadata", "data", "metrics"):
         try:
             json.dumps(getattr(request, name))
@@ -1068,53 +524,3 @@ def _check_json(request: _Request) -> None:
             raise store_lib.CheckpointError(
                 f"The {name} of step {request.step} must be JSON-serializable: {e}."
             ) from e
-
-
-def _note_nonfinite(
-    chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
-    checked: re.Pattern[str],
-    nonfinite: set[str],
-) -> Iterator[tuple[ownership.Chunk, np.ndarray] | None]:
-    """Passes chunks through, and notes the arrays that are not finite.
-
-    Args:
-      chunks: the chunks that a process writes; None is passed through.
-      checked: a pattern that is searched for in the paths; others are not checked.
-      nonfinite: the set to which paths are added.
-    """
-    for item in chunks:
-        if item is not None:
-            chunk, value = item
-            is_checked = chunk.path not in nonfinite and checked.search(chunk.path)
-            if is_checked and not finite_lib.is_finite(value):
-                nonfinite.add(chunk.path)
-        yield item
-
-
-def _failures(reports: list[dict[str, Any]]) -> list[str]:
-    """Lists why processes could not write.
-
-    With several processes, each reason follows its process's index.
-    """
-    failures = []
-    for index, report in enumerate(reports):
-        if "error" in report:
-            process = f"process {index}: " if len(reports) > 1 else ""
-            failures.append(process + report["error"])
-    return failures
-
-
-def _nonfinite(reports: list[dict[str, Any]]) -> list[str]:
-    """Lists arrays that are not finite in some process's chunks, by path."""
-    paths: set[str] = set()
-    for report in reports:
-        paths.update(report["nonfinite"])
-    return _causes_first(paths)[:_MOST_PATHS]
-
-
-def _causes_first(paths: Iterable[str]) -> list[str]:
-    """Returns paths in order, but optimizer slots last.
-
-    The slots follow from what else is not finite, and are many.
-    """
-    return sorted(paths, key=lambda path: ("opt_state/" in path, path))

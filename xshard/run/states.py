@@ -68,7 +68,7 @@ class StateManager(checkpoint.Manager):
             options.directory or directory.checkpoints,
             rules,
             budget_bytes=int(options.budget_gb * 1e9),
-            finite=_finite_paths(target, mesh),
+            finite=_finite_patterns(target, mesh),
             refuse_nonfinite=must_be_finite(config),
             owner=owner,
             log=log,
@@ -187,12 +187,15 @@ def _without_unsaved_statistics(
     return state_lib.map_learners(without, target)
 
 
-def _finite_paths(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
-    """Returns a pattern of the paths of all arrays that a run requires to be finite.
+def _finite_patterns(
+    target: state_lib.TrainState, mesh: jax.sharding.Mesh
+) -> tuple[str, str]:
+    """Returns patterns of the paths of all arrays that a run requires to be finite.
 
     These are the parameters, the state of the networks, and the slots, but for slots
     that are a single number. Such a slot may be infinite by design: the least loss so
-    far is, before the first. An experiment's own state may hold anything.
+    far is, before the first. An experiment's own state may hold anything. Slots are
+    named last: they follow from what else is not finite, and are many.
     """
     scalar_ndim = len(mesh_lib.group_axes(mesh))
     exempt = []
@@ -200,7 +203,8 @@ def _finite_paths(target: state_lib.TrainState, mesh: jax.sharding.Mesh) -> str:
         if leaf.ndim == scalar_ndim and re.search("(^|/)opt_state/", path):
             exempt.append(re.escape(path))
     either = "|".join(exempt)
-    return f"{checkpoint.PARAMS}|^(?!({either})$)(.*/)?(net_state|opt_state)/"
+    # What the first one matches is no slot.
+    return checkpoint.BY_DEFAULT, f"^(?!({either})$)(.*/)?(net_state|opt_state)/"
 
 
 def must_be_finite(config: ml_collections.ConfigDict) -> bool:

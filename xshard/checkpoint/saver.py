@@ -1,0 +1,263 @@
+"""One attempt to save a step, which all processes make together."""
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from xshard.checkpoint import agreement, host_copy, ownership, writer
+from xshard.checkpoint import finite as finite_lib
+from xshard.checkpoint import format as format_lib
+from xshard.checkpoint import janitor as janitor_lib
+from xshard.checkpoint import listing as listing_lib
+from xshard.checkpoint import lock as lock_lib
+from xshard.checkpoint import store as store_lib
+from xshard.pod import host_collectives
+
+# Every process receives the reports of all others, so error texts are cut.
+_LONGEST_REASON = 1000
+
+
+class Committed(NamedTuple):
+    """A checkpoint that counts.
+
+    Attributes:
+      step: its step.
+      folder: the name of its folder in the store.
+      nbytes: the size of its arrays, before compression.
+      seconds: the time from the call that saves it until it counted.
+      nonfinite: paths of checked arrays that are not finite; the list may be
+        incomplete.
+    """
+
+    step: int
+    folder: str
+    nbytes: int
+    seconds: float
+    nonfinite: tuple[str, ...] = ()
+
+
+class Request(NamedTuple):
+    """A step to be saved, and what is saved beside its arrays.
+
+    The attributes are the arguments of `Manager.save`, but for the last.
+
+    Attributes:
+      step: the step's number.
+      metadata: the run's metadata, equal on all processes.
+      data: this process's position in the data.
+      metrics: the metrics by which the best checkpoint can be chosen.
+      before_commit: called on process 0 when everything but COMMIT is written.
+      begin: the time of the request, in seconds of the monotonic clock.
+    """
+
+    step: int
+    metadata: dict[str, Any]
+    data: Any
+    metrics: dict[str, float]
+    before_commit: Callable[[], None]
+    begin: float
+
+
+class Saver:
+    """Saves steps: all processes together write one and make it count."""
+
+    def __init__(
+        self,
+        exchange: host_collectives.Exchange,
+        listing: listing_lib.Listing,
+        janitor: janitor_lib.Janitor,
+        finite: finite_lib.Finite,
+        owner: format_lib.Owner | None,
+        committed: Callable[[Committed], None],
+    ):
+        """Writes nothing yet.
+
+        Args:
+          exchange: connects the processes. A save uses it in the background, so no
+            other thread may meanwhile.
+          listing: the checkpoints that are there.
+          janitor: holds the lock of the folder, and deletes what failed or is old.
+          finite: the arrays that must be finite.
+          owner: the run, which is recorded in each COMMIT; None: it is not.
+          committed: called on process 0 once a checkpoint counts.
+        """
+        self._exchange = exchange
+        self._listing = listing
+        self._store = listing.store
+        self._janitor = janitor
+        self._finite = finite
+        self._owner = owner
+        self._on_committed = committed
+
+    def write_and_commit(
+        self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy
+    ) -> list[str]:
+        """Writes a step and makes it count, on all processes together.
+
+        It runs in the background. The order of these calls is the order in which data
+        becomes durable. All processes make the same exchanges, whatever fails on one of
+        them.
+
+        Args:
+          request: the step.
+          plan: which chunks this process writes.
+          copy: provides these chunks, as the caller of the save copies them.
+
+        Returns:
+          The paths of arrays for which the step was refused, since they are not finite;
+          empty if the step has a checkpoint that counts.
+        """
+        # 1. Process 0 begins an attempt. Its folder is new, so that nothing is ever
+        # overwritten.
+        nonce = self._on_process_0(lambda: self._begin_attempt(request.step))
+        if not nonce:
+            return []
+        attempt = format_lib.SaveAttempt(self._store, request.step, nonce)
+
+        # 2. Every process writes its chunks, which are durable when it reports. A
+        # process that failed reports that instead of raising it; otherwise the others
+        # would wait for its report until the deadline.
+        report = self._write_chunks(attempt, plan, copy)
+        report["data"] = request.data
+        reports = self._exchange.gather(report)
+
+        # 3. All processes have the same reports, so all of them decide alike, and all
+        # of them raise, or none.
+        failures = _failures(reports)
+        nonfinite = self._nonfinite(reports)
+        is_refused = bool(nonfinite) and self._finite.refuse
+        if failures or is_refused:
+            self._on_process_0(lambda: self._janitor.remove_failed(attempt))
+            if failures:
+                raise store_lib.CheckpointError("; ".join(failures))
+            return nonfinite
+
+        # 4. Process 0 completes the checkpoint. All processes raise its error.
+        self._on_process_0(lambda: self._commit(attempt, request, plan, reports))
+        return []
+
+    def _on_process_0(self, action: Callable[[], Any]) -> Any:
+        return agreement.on_process_0(self._exchange, action)
+
+    def _begin_attempt(self, step: int) -> str:
+        """Prepares the folder for an attempt to save a step; on process 0.
+
+        Returns:
+          The nonce of the attempt; empty if the step already has a checkpoint that
+          counts.
+        """
+        for attempt in self._janitor.make_room():
+            if attempt.step == step and self._listing.counts(attempt):
+                return ""
+        return secrets.token_hex(4)
+
+    def _write_chunks(
+        self,
+        attempt: format_lib.SaveAttempt,
+        plan: ownership.Plan,
+        copy: host_copy.HostCopy,
+    ) -> dict[str, Any]:
+        """Writes the chunks that this process owns. It raises no error.
+
+        Returns:
+          A report for the other processes: "keys", the number of keys written, or
+          "error", the reason why they were not; and "nonfinite", the paths of checked
+          arrays that are not finite.
+        """
+        report: dict[str, Any] = {}
+        nonfinite: set[str] = set()
+        chunks = self._finite.note(copy.chunks(), nonfinite)
+        try:
+            report["keys"] = writer.write_part(
+                attempt, self._exchange.index, plan.arrays, chunks, copy.written
+            )
+        except Exception as e:
+            report["error"] = store_lib.reason(e)[:_LONGEST_REASON]
+        report["nonfinite"] = self._finite.first(nonfinite)
+        return report
+
+    def _nonfinite(self, reports: list[dict[str, Any]]) -> list[str]:
+        """Lists arrays that are not finite in some process's chunks, by path."""
+        paths: set[str] = set()
+        for report in reports:
+            paths.update(report["nonfinite"])
+        return self._finite.first(paths)
+
+    def _commit(
+        self,
+        attempt: format_lib.SaveAttempt,
+        request: Request,
+        plan: ownership.Plan,
+        reports: list[dict[str, Any]],
+    ) -> None:
+        """Makes an attempt count that all processes have written; on process 0.
+
+        Args:
+          attempt: the attempt.
+          request: the step.
+          plan: how the arrays are stored.
+          reports: what each process returned from `_write_chunks`, and its "data".
+        """
+        nonfinite = self._nonfinite(reports)
+        nbytes = sum(plan.loads)
+        lock = self._janitor.locked()
+        try:
+            # Merge: the chunks stay where they are, and one database refers to them.
+            writers = [i for i, report in enumerate(reports) if report["keys"]]
+            merged = writer.merge(attempt, writers)
+
+            # Verify that no chunk is missing, whatever the processes reported.
+            num_keys = writer.verify(merged, plan.arrays)
+
+            # Describe the arrays and the run.
+            data = [report["data"] for report in reports]
+            writer.describe(attempt, plan.arrays, request.metadata, data)
+
+            # Commit. What the checkpoint relies on, such as logged rows, is durable
+            # before COMMIT exists. The lock creates it: if another run has taken the
+            # folder over, this checkpoint must not count.
+            request.before_commit()
+            lock.check()
+            writer.commit(
+                attempt,
+                num_keys,
+                nbytes,
+                request.metrics,
+                nonfinite if self._finite.patterns else None,
+                self._owner,
+                lock,
+            )
+        except lock_lib.LostError:
+            # The attempt is for the run that has the lock now.
+            raise
+        except BaseException:
+            self._janitor.remove_failed(attempt)
+            raise
+
+        # The checkpoint counts now, whatever fails later. The run records that it
+        # reached this step before older checkpoints are deleted.
+        self._on_committed(
+            Committed(
+                step=request.step,
+                folder=attempt.folder,
+                nbytes=nbytes,
+                seconds=time.monotonic() - request.begin,
+                nonfinite=tuple(nonfinite),
+            )
+        )
+        # Clean up, in a thread of its own: the next save need not wait for it.
+        self._janitor.begin_to_remove_old()
+
+
+def _failures(reports: list[dict[str, Any]]) -> list[str]:
+    """Lists why processes could not write.
+
+    With several processes, each reason follows its process's index.
+    """
+    failures = []
+    for index, report in enumerate(reports):
+        if "error" in report:
+            process = f"process {index}: " if len(reports) > 1 else ""
+            failures.append(process + report["error"])
+    return failures
