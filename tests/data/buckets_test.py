@@ -16,7 +16,7 @@ from tests.checkpoint import harness
 from tests.optimizers.harness import assert_equal
 from xshard import errors, loop
 from xshard.data import pipelines, text
-from xshard.files import buckets
+from xshard.files import buckets, inputs
 from xshard.pod import request
 
 # Names that a URL could be expected to escape.
@@ -170,7 +170,7 @@ def test_records_in_a_bucket_are_refused():
 def read_with_faults():
     """Reads files and lines from a store that fails; prints them, as JSON."""
     # As a run waits, but not as long.
-    for retries in (buckets.RETRIES, buckets._LIST_RETRIES):
+    for retries in (buckets.RETRIES, inputs._LIST_RETRIES):
         retries.update(max_retries=20, initial_delay="1ms", max_delay="2ms")
     spec = {"driver": "gcs", "bucket": "bucket"}
     context = {"gcs_request_retries": buckets.RETRIES}
@@ -196,7 +196,7 @@ def test_reads_succeed_although_30_percent_of_the_requests_fail(fault):
 
 
 def list_what_does_not_answer():
-    buckets._LIST_RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
+    inputs._LIST_RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
     for source in (text.find, lambda url: text.Files([url]), lambda x: text.Lines([x])):
         try:
             source("gs://bucket/a")

@@ -17,7 +17,7 @@ import numpy as np
 from absl import logging
 
 from xshard import errors
-from xshard.files import buckets
+from xshard.files import buckets, inputs
 
 if TYPE_CHECKING:
     import grain
@@ -37,7 +37,7 @@ _READ_AHEAD = 16
 _INDEX_THREADS = 8
 
 # The files that match a pattern, such as `gs://bucket/books/*.txt`.
-find = buckets.find
+find = inputs.find
 
 
 class Files:
@@ -65,7 +65,7 @@ class Files:
     def __getitem__(self, index: int) -> str:
         path = self._paths[index]
         try:
-            content, _ = buckets.read(path)
+            content, _ = inputs.read(path)
         except OSError as e:
             raise errors.UserError(f"{path} cannot be read ({e}).") from e
         try:
@@ -118,7 +118,7 @@ class Lines:
         begin = int(begins[line])
         end = int(begins[line + 1])
         try:
-            content, version = buckets.read(path, begin, end)
+            content, version = inputs.read(path, begin, end)
         except OSError as e:
             raise errors.UserError(f"{path} cannot be read ({e}).") from e
         if version != self._versions[number]:
@@ -140,7 +140,7 @@ class Lines:
 def _existing(paths: Sequence[str | os.PathLike]) -> list[str]:
     """Returns the paths of files as texts; raises UserError if one does not exist."""
     names = [os.fspath(path) for path in paths]
-    missing = buckets.missing(names)
+    missing = inputs.missing(names)
     if missing:
         raise errors.UserError(
             f"{missing[0]} is not a file. Each entry must be a text file in UTF-8."
@@ -151,7 +151,7 @@ def _existing(paths: Sequence[str | os.PathLike]) -> list[str]:
 def _index(path: str) -> tuple[np.ndarray, Hashable]:
     """Returns where the lines of a file begin and its size, and the file's version."""
     try:
-        content, version = buckets.read(path)
+        content, version = inputs.read(path)
     except OSError as e:
         raise errors.UserError(f"{path} cannot be read ({e}).") from e
     codes = np.frombuffer(content, np.uint8)
