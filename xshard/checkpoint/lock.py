@@ -34,7 +34,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from absl import logging
 
@@ -54,43 +54,7 @@ class LostError(store_lib.CheckpointError):
     """This process no longer holds the lock of a store, so its run must stop."""
 
 
-class Lock(Protocol):
-    """The lock of a store.
-
-    Attributes:
-      inherited: the folders that the last holder was deleting when its lock was taken
-        over; None if it was released, or nothing that it does can come late.
-    """
-
-    inherited: Sequence[str] | None
-
-    def check(self) -> None:
-        """Raises LostError if another process has the lock. Asks the store."""
-
-    def check_noticed(self) -> None:
-        """Raises LostError if it is known that another process has the lock."""
-
-    def create(self, name: str, content: bytes) -> None:
-        """Creates an object as `Store.create` does, while the lock is held."""
-
-    def delete(self, name: str) -> None:
-        """Deletes an object as `Store.delete` does, while the lock is held."""
-
-    def announce(self, folders: Sequence[str]) -> None:
-        """Records that folders are about to be deleted, after which a late deletion
-        does no harm; raises LostError if another process has the lock.
-        """
-
-    def release(self) -> None:
-        """Releases the lock."""
-
-    def leave(self) -> None:
-        """Gives the lock up as a process does that is killed: the next one takes it
-        over, with what it has inherited.
-        """
-
-
-def acquire(store: store_lib.Store, log: Callable[[str], None]) -> Lock:
+def acquire(store: store_lib.Store, log: Callable[[str], None]) -> "Lock":
     """Locks a store for this process.
 
     Args:
@@ -106,7 +70,11 @@ def acquire(store: store_lib.Store, log: Callable[[str], None]) -> Lock:
 
 
 class FileLock:
-    """The lock of a folder on a disk."""
+    """The lock of a folder on a disk.
+
+    Attributes:
+      inherited: None, since nothing that the last holder does can come late.
+    """
 
     def __init__(
         self, store: store_lib.Disk, log: Callable[[str], None] = logging.info
@@ -162,7 +130,7 @@ class FileLock:
         self._claim.release()
 
     def leave(self) -> None:
-        """Releases the lock."""
+        """Releases the lock, as a process does that is killed."""
         self._claim.release()
 
     @contextlib.contextmanager
@@ -191,7 +159,12 @@ class _Content(NamedTuple):
 
 
 class Lease:
-    """The lease of a folder on an object store."""
+    """The lease of a folder on an object store.
+
+    Attributes:
+      inherited: the folders that the last holder was deleting when its lease was taken
+        over; None if it was released.
+    """
 
     def __init__(self, store: store_lib.Store, log: Callable[[str], None]):
         """Takes the lease.
@@ -284,7 +257,10 @@ class Lease:
             self.check()
 
     def leave(self) -> None:
-        """Ends the renewal, and leaves the lease as it is."""
+        """Ends the renewal, and leaves the lease as a process does that is killed.
+
+        The next one takes it over, with what it has inherited.
+        """
         self._ended.set()
         self._thread.join()
 
@@ -355,6 +331,9 @@ class Lease:
             if renewed is None:
                 self._lost_to = "another process"
                 return
+
+
+Lock = FileLock | Lease
 
 
 def _parse(store: store_lib.Store, content: bytes) -> _Content:
