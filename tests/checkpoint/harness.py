@@ -72,6 +72,13 @@ def save_until_killed(folder):
         save(manager, step, saved_state(step))
 
 
+def bits(array):
+    """Returns the type, the shape and the bytes of an array or a typed key."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return str(array.dtype), array.shape, np.asarray(array).tobytes()
+
+
 def damage(kind, path, at=0.5):
     """Damages a file as a disk might.
 

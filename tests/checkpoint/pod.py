@@ -30,7 +30,9 @@ class Task:
 
     Attributes:
       action: 'save', 'save until killed', 'restore' the newest checkpoint, 'restore
-        without a disk' that only process 0 has, or 'verify' all checkpoints that count.
+        without a disk' that only process 0 has, or 'verify' all checkpoints that count;
+        or, of a tree of which each process has a copy, 'save copies', 'save unequal
+        copies' or 'save other shapes'.
       folder: the folder of the checkpoints.
       count: the number of processes.
       model: the number of devices that hold one replica's arrays together.
@@ -158,6 +160,9 @@ def run(task, index):
         "restore": restore,
         "restore without a disk": restore,
         "verify": verify,
+        "save copies": save_copies,
+        "save unequal copies": save_copies,
+        "save other shapes": save_copies,
     }
     action = actions.get(task.action, save)
     try:
@@ -189,6 +194,25 @@ def save(task, index, manager):
     plan = manager._plan[1]
     written = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
     return {"loads": plan.loads, "written": written}
+
+
+def save_copies(task, index, manager):
+    """Saves and restores a tree that lies on no mesh: each process has a copy."""
+    tree = {
+        "numpy": np.arange(SIZE * 1000.0).reshape(SIZE, 1000),
+        "number": np.int64(2**40),
+        "on a device": jnp.arange(5, dtype=jnp.bfloat16),
+        "key": jax.random.key(3),
+    }
+    if index and task.action == "save unequal copies":
+        tree["numpy"][3, 4] += 1
+        tree["on a device"] += 1
+    if index and task.action == "save other shapes":
+        tree["numpy"] = tree["numpy"].T
+    harness.save(manager, task.step, tree)
+    restored = manager.restore(tree).state
+    same = lambda x, y: harness.bits(x) == harness.bits(y) and type(x) is type(y)
+    return {"equal": jax.tree.map(same, restored, tree)}
 
 
 def saved_path(report, index):

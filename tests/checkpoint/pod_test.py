@@ -76,6 +76,33 @@ def test_a_host_without_the_disk_is_named_by_every_process(pods, tmp_path):
     assert len(re.findall(f"CheckpointError: {named}", pods.logs())) == 2
 
 
+def test_copies_of_each_process_are_saved_once_and_restored_to_each(pods, tmp_path):
+    for report in pods.run("save copies", tmp_path, 3):
+        assert all(report["equal"].values()) and len(report["equal"]) == 4
+    # One process restores what several have saved.
+    assert pods.run("save copies", tmp_path, 1)[0]["equal"]["numpy"]
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            "save unequal copies",
+            "process 1 has other values than process 0 of 'numpy', 'on a device'",
+        ),
+        ("save other shapes", "process 1 saves another tree than process 0"),
+    ],
+)
+def test_copies_that_differ_are_refused_by_every_process(
+    pods, tmp_path, action, message
+):
+    pods.start(action, tmp_path, 2)
+    assert pods.wait() == [1, 1]
+    # Each process raises it, and says so again when it ends.
+    assert len(re.findall(f"CheckpointError: .*{message}", pods.logs())) >= 2
+    assert not list(tmp_path.glob("step_*/COMMIT"))
+
+
 def test_a_failed_save_is_reported_by_every_process(pods, tmp_path):
     (tmp_path / "file").write_text("")
     pods.start("save", tmp_path / "file", 3)

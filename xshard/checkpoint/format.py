@@ -31,14 +31,16 @@ import dataclasses
 import hashlib
 import json
 import math
+import pathlib
 import re
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
+from xshard import formatting
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import jsonfile
+from xshard.files import disk, jsonfile
 from xshard.files import provenance as provenance_lib
 
 VERSION = 2
@@ -55,6 +57,8 @@ _MARKS = {COMMIT, PINNED, DAMAGED, METRICS, ABANDONED}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 # JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
 _NOT_FINITE = "not finite"
+# The most names that a message has.
+_SHOWN = 5
 # The last second of the year 9999, the largest date that Python can represent.
 _LAST_SECOND = 253402300799
 
@@ -245,7 +249,19 @@ def choose(
     others = {attempt.step for attempt in attempts(store)} - steps
     if others:
         message += f"; incomplete or marked as damaged: {sorted(others)}"
+    elif not steps and store.path is not None:
+        message += f"; {_without_checkpoints(store.path)}"
     raise CheckpointError(f"{message}.")
+
+
+def _without_checkpoints(path: pathlib.Path) -> str:
+    """Says what is at the path of a folder that has no checkpoints."""
+    if path.is_file():
+        return "it is a file"
+    names = [entry.name for entry in disk.entries(path) or ()]
+    if not names:
+        return "it is empty" if path.is_dir() else "there is no such folder"
+    return f"it holds {formatting.listed(names, _SHOWN)}"
 
 
 def pin(attempt: SaveAttempt) -> bool:

@@ -73,10 +73,12 @@ class Manager(listing_lib.Listing):
 
     As a context, it waits for the last save and releases the folder at the end.
 
+    >>> import tempfile
+    >>> from xshard import checkpoint
     >>> tree = {"w": np.arange(3.0), "epoch": np.int32(7)}
-    >>> with Manager(folder, retention.Keep(last=2)) as checkpoints:
-    ...     checkpoints.save(100, tree)
-    >>> checkpoints.restore(tree).state
+    >>> with checkpoint.Manager(tempfile.mkdtemp(), checkpoint.Keep(last=2)) as manager:
+    ...     manager.save(100, tree)
+    >>> manager.restore(tree).state
     {'epoch': np.int32(7), 'w': array([0., 1., 2.])}
     """
 
@@ -224,8 +226,8 @@ class Manager(listing_lib.Listing):
 
         Args:
           step: the step's number.
-          state: any pytree of arrays, of JAX's or NumPy's, global across all processes.
-            It may contain typed PRNG keys.
+          state: any pytree of arrays, of JAX's or NumPy's; it may contain typed PRNG
+            keys. Arrays that do not span all processes must be equal on all of them.
           metadata: JSON-serializable, and equal on all processes.
           data: this process's position in the data, JSON-serializable.
           metrics: the metrics by which the best checkpoint can be chosen, by name.
@@ -239,16 +241,20 @@ class Manager(listing_lib.Listing):
             under way nevertheless: the other processes take part in it, and may have
             learned of that failure earlier.
         """
+        leaves = leaves_lib.flatten(state)
+        copies: dict[str, int] = {}
+        if self._exchange.count > 1:
+            copies = ownership.checksums(leaves)
         request = saver_lib.Request(
             step=step,
             metadata=metadata or {},
             data=data,
             metrics=metrics or {},
             before_commit=before_commit,
+            copies=copies,
             begin=time.monotonic(),
         )
         _check_json(request)
-        leaves = leaves_lib.flatten(state)
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
         reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)

@@ -3,6 +3,7 @@
 Each chunk is written once, and processes write about equally many bytes.
 """
 
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -39,11 +40,13 @@ class Plan(NamedTuple):
       arrays: how each array is stored, by path.
       chunks: the chunks that this process writes, ordered by array.
       loads: the number of bytes that each process writes.
+      digest: a checksum of what must be equal on all processes.
     """
 
     arrays: arrays_lib.ArrayMetas
     chunks: list[Chunk]
     loads: list[int]
+    digest: int
 
 
 class _Candidate(NamedTuple):
@@ -68,8 +71,8 @@ def plan(leaves: dict[str, Any], process_index: int, process_count: int) -> Plan
     Every process computes the same division, without communication.
 
     Args:
-      leaves: the arrays by path. Every process must hold the whole of an array without
-        a sharding, such as NumPy's.
+      leaves: the arrays by path. Each process holds the whole of those that
+        `is_everywhere`.
       process_index: the index of this process.
       process_count: the number of processes.
     """
@@ -96,7 +99,26 @@ def plan(leaves: dict[str, Any], process_index: int, process_count: int) -> Plan
         loads[owner] += candidate.nbytes
         if owner == process_index:
             local.append(candidate)
-    return Plan(arrays, _in_local_shards(local, leaves, arrays), loads)
+    chunks = _in_local_shards(local, leaves, arrays)
+    return Plan(arrays, chunks, loads, zlib.crc32(repr((arrays, loads)).encode()))
+
+
+def is_everywhere(leaf: Any) -> bool:
+    """Returns whether each process has a copy of an array: it is one of NumPy's, or on
+    devices of this process alone.
+    """
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def checksums(leaves: dict[str, Any]) -> dict[str, int]:
+    """Returns checksums of the arrays of which each process has a copy, by path."""
+    found = {}
+    for path, leaf in leaves.items():
+        if is_everywhere(leaf):
+            data, _ = leaves_lib.key_data(leaf)
+            value = np.ascontiguousarray(data).reshape(-1)
+            found[path] = zlib.crc32(value.view(np.uint8))
+    return found
 
 
 def _assignment_order(candidate: _Candidate) -> tuple[Any, ...]:
@@ -123,7 +145,7 @@ def _holders_by_shard(
       The processes in ascending order, by the shard's bounds in the array.
     """
     data, _ = leaves_lib.key_data(leaf)
-    if not isinstance(leaf, jax.Array) or process_count == 1:
+    if process_count == 1 or is_everywhere(leaf):
         return {arrays_lib.full_index(data.shape): list(range(process_count))}
     holders: dict[arrays_lib.Index, set[int]] = {}
     for device, index in data.sharding.devices_indices_map(data.shape).items():

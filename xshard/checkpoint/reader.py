@@ -1,5 +1,5 @@
-"""Restores a checkpoint to a tree of arrays on devices. Each process reads only the
-shards of its own devices.
+"""Restores a checkpoint to a tree of arrays, on devices or on the host. Each process
+reads only the shards of its own devices, and the whole of NumPy's arrays.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ _SHOWN = 5
 
 
 class ArrayTarget(NamedTuple):
-    """A stored array, and the array on devices to create from it.
+    """A stored array, and the array to create from it.
 
     Attributes:
       path: its path in the checkpoint.
       meta: how it is stored.
       shape: the shape of the array to create.
-      sharding: the sharding of the array to create.
+      sharding: the sharding of the array to create; None: NumPy's, on the host.
       group: the index along the stored array's first dimension to select; None reads
         the whole array.
       repeat: whether to broadcast the stored array along a new leading dimension.
@@ -188,16 +188,27 @@ def restore(
 
     targets = []
     for path, leaf in leaves.items():
+        dtype = arrays_lib.dtype_of(stored[path].dtype)
+        is_narrowed = jax.dtypes.canonicalize_dtype(dtype) != dtype
+        if is_narrowed and sharding_of(leaf) is not None:
+            raise format_lib.CheckpointError(
+                f"'{path}' is {dtype}, which JAX holds only with jax_enable_x64: set "
+                "it, or give an array of NumPy in its place."
+            )
         target_of_leaf = ArrayTarget(
             path=path,
             meta=stored[path],
             shape=wanted[path].shape,
-            sharding=leaf.sharding,
+            sharding=sharding_of(leaf),
             group=groups.group_of(path),
             repeat=groups.repeats(path),
         )
         targets.append(target_of_leaf)
-    arrays = read_onto_devices(attempt, targets, say, budget_bytes)
+    arrays: list[Any] = read_arrays(attempt, targets, say, budget_bytes)
+    for i, leaf in enumerate(leaves.values()):
+        # NumPy's numbers are no arrays.
+        if isinstance(leaf, np.generic):
+            arrays[i] = arrays[i][()]
     return Restored(
         state=jax.tree.unflatten(jax.tree.structure(target), arrays),
         metadata=meta.metadata,
@@ -207,13 +218,23 @@ def restore(
     )
 
 
-def read_onto_devices(
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding that a leaf like this one is restored with; None for one of
+    NumPy's, which is restored to the host.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None and isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return sharding
+
+
+def read_arrays(
     attempt: format_lib.SaveAttempt,
     targets: list[ArrayTarget],
     say: Callable[[str], None],
     budget_bytes: int = array_reader.AHEAD_BYTES,
-) -> list[jax.Array]:
-    """Reads arrays onto their devices.
+) -> list[jax.Array | np.ndarray]:
+    """Reads arrays onto their devices, or to the host.
 
     A process reads only the parts that its own devices hold, and reads each of these
     parts once.
@@ -234,7 +255,7 @@ def read_onto_devices(
     values = array_reader.read_slices(attempt, parts, budget_bytes)
 
     complete: list[_LocalShards] = []
-    placed: dict[str, jax.Array] = {}
+    placed: dict[str, jax.Array | np.ndarray] = {}
     for array, part, value in zip(arrays, parts, values, strict=True):
         array.parts[part.index] = value
         progress.add(value.nbytes)
@@ -260,14 +281,17 @@ class _LocalShards:
 
     def __init__(self, target: ArrayTarget):
         self.target = target
-        shards = target.sharding.addressable_devices_indices_map(target.shape)
-        kind = target.sharding.memory_kind
-        self.places = [
-            jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-            for device in shards
-        ]
-        # The shard of each device, and the part of the stored array that it needs.
-        self._shards = [(s, target.stored_index(s)) for s in shards.values()]
+        self.places: list[jax.sharding.SingleDeviceSharding] = []
+        slices = [arrays_lib.as_slices(arrays_lib.full_index(target.shape))]
+        if target.sharding is not None:
+            shards = target.sharding.addressable_devices_indices_map(target.shape)
+            slices = list(shards.values())
+            kind = target.sharding.memory_kind
+            for device in shards:
+                place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+                self.places.append(place)
+        # Each shard, and the part of the stored array that it needs.
+        self._shards = [(shard, target.stored_index(shard)) for shard in slices]
         # A part that several devices need is read once.
         self.indices = list(dict.fromkeys(index for _, index in self._shards))
         self.parts: dict[arrays_lib.Index, np.ndarray] = {}
@@ -278,7 +302,7 @@ class _LocalShards:
         return len(self.parts) == len(self.indices)
 
     def on_host(self) -> list[np.ndarray]:
-        """Returns the shard of each of `places`, in that order."""
+        """Returns the shard of each of `places`, or the whole array."""
         values = []
         for shard, index in self._shards:
             values.append(self.target.to_shard(self.parts[index], shard))
@@ -295,19 +319,22 @@ class _LocalShards:
         return jax.random.wrap_key_data(array, impl=key_impl)
 
 
-def _place(arrays: list[_LocalShards]) -> dict[str, jax.Array]:
+def _place(arrays: list[_LocalShards]) -> dict[str, jax.Array | np.ndarray]:
     """Puts arrays on their devices in one call, frees their host memory, and returns
     them by path.
     """
-    values = [array.on_host() for array in arrays]
-    places = [array.places for array in arrays]
+    placed: dict[str, jax.Array | np.ndarray] = {}
+    on_devices = [array for array in arrays if array.target.sharding is not None]
+    values = [array.on_host() for array in on_devices]
+    places = [array.places for array in on_devices]
     shards = jax.device_put(values, places)
-    placed = {}
-    for array, shards_of_array in zip(arrays, shards, strict=True):
+    for array, shards_of_array in zip(on_devices, shards, strict=True):
         placed[array.target.path] = array.join(shards_of_array)
     # The transfers read the host memory until they are complete.
     jax.block_until_ready(list(placed.values()))
     for array in arrays:
+        if array.target.sharding is None:
+            placed[array.target.path] = array.on_host()[0]
         array.parts.clear()
     return placed
 
@@ -330,7 +357,8 @@ def _check_same(
     if problems:
         listed = formatting.listed(problems, _SHOWN, "; ")
         raise format_lib.CheckpointError(
-            f"{attempt} was saved with another model or optimizer: {listed}. Restore "
-            "it with the config that it was saved with, start a new run in another "
-            "directory, or take a part of it with --init_from."
+            f"{attempt} holds another tree than the one to restore, or was saved with "
+            f"another model or optimizer: {listed}. Give a tree like the one that was "
+            "saved; in a run, restore it with the config that it was saved with, start "
+            "a new run in another directory, or take a part of it with --init_from."
         )

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from xshard import formatting
 from xshard.checkpoint import agreement, host_copy, ownership, writer
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
@@ -40,7 +41,7 @@ class Committed(NamedTuple):
 class Request(NamedTuple):
     """A step to be saved, and what is saved beside its arrays.
 
-    The attributes are the arguments of `Manager.save`, but for the last.
+    The attributes are the arguments of `Manager.save`, but for the last two.
 
     Attributes:
       step: the step's number.
@@ -48,6 +49,7 @@ class Request(NamedTuple):
       data: this process's position in the data.
       metrics: the metrics by which the best checkpoint can be chosen.
       before_commit: called on process 0 when everything but COMMIT is written.
+      copies: checksums of the arrays of which each process has a copy, by path.
       begin: the time of the request, in seconds of the monotonic clock.
     """
 
@@ -56,6 +58,7 @@ class Request(NamedTuple):
     data: Any
     metrics: dict[str, float]
     before_commit: Callable[[], None]
+    copies: dict[str, int]
     begin: float
 
 
@@ -120,6 +123,8 @@ class Saver:
         # would wait for its report until the deadline.
         report = self._write_chunks(attempt, plan, copy)
         report["data"] = request.data
+        report["tree"] = plan.digest
+        report["copies"] = request.copies
         reports = self._exchange.gather(report)
 
         # 3. All processes have the same reports, so all of them decide alike, and all
@@ -256,7 +261,24 @@ def _failures(reports: list[dict[str, Any]]) -> list[str]:
     With several processes, each reason follows its process's index.
     """
     failures = []
+    first = reports[0]
     for index, report in enumerate(reports):
+        # Each array is stored once, so that a copy which differs would be lost.
+        others = []
+        for path, checksum in report["copies"].items():
+            if checksum != first["copies"].get(path):
+                others.append(f"'{path}'")
+        if report["tree"] != first["tree"]:
+            failures.append(
+                f"process {index} saves another tree than process 0: give all the same "
+                "paths, shapes, types and shardings"
+            )
+        elif others:
+            failures.append(
+                f"process {index} has other values than process 0 of "
+                f"{formatting.listed(others)}, of which a checkpoint holds one copy: "
+                "make them equal, or each an array over all processes"
+            )
         if "error" in report:
             process = f"process {index}: " if len(reports) > 1 else ""
             failures.append(process + report["error"])

@@ -189,7 +189,8 @@ class Store:
         """Returns the total size of all files below a prefix in bytes; None for a
         bucket, which would need one request per object.
         """
-        raise NotImplementedError
+        del prefix
+        return None
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """Lists the folders directly in the store whose names match, each with the
@@ -284,11 +285,6 @@ class Bucket(Store):
         """Lists the names of all objects below a prefix."""
         keys = self._result(self._kv().list(_below(prefix)))
         return sorted(key.decode() for key in keys)
-
-    def size(self, prefix: str) -> int | None:
-        """Returns None, since the sizes would need one request per object."""
-        del prefix
-        return None
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """Groups the names of objects into folders, as a disk would list them."""

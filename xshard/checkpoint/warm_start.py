@@ -85,7 +85,7 @@ class Offer(NamedTuple):
     names: dict[str, str]
     metas: arrays_lib.ArrayMetas
     num_groups: int
-    read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[jax.Array]]
+    read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[Any]]
     metadata: Mapping[str, Any] = types.MappingProxyType({})
     ignored: Sequence[str] = ()
     unsupported: Mapping[str, str] = types.MappingProxyType({})
@@ -253,7 +253,7 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
         names=names,
         metas={path: metas[name] for path, name in names.items()},
         num_groups=num_groups({path: x.shape for path, x in metas.items()}),
-        read=lambda targets, say: reader.read_onto_devices(attempt, targets, say),
+        read=lambda targets, say: reader.read_arrays(attempt, targets, say),
         metadata=meta.metadata,
     )
 
@@ -465,7 +465,7 @@ def _target(
         path=path,
         meta=meta,
         shape=tuple(data.shape),
-        sharding=leaf.sharding,
+        sharding=reader.sharding_of(leaf),
         group=group,
         repeat=groups.repeats(path),
     )
