@@ -299,7 +299,7 @@ def test_an_interrupted_deletion_is_completed_at_the_next_start(run):
 
 def test_a_checkpoint_not_yet_listed_as_complete_is_not_deleted(run, monkeypatch):
     """The listing of an object store may be outdated."""
-    real = store_lib.Store.folders
+    real = store_lib.Disk.folders
 
     def folders(store, wanted):
         found = real(store, wanted)
@@ -310,7 +310,7 @@ def test_a_checkpoint_not_yet_listed_as_complete_is_not_deleted(run, monkeypatch
             for name, folder in found.items()
         }
 
-    monkeypatch.setattr(store_lib.Store, "folders", folders)
+    monkeypatch.setattr(store_lib.Disk, "folders", folders)
     assert resume(run, steps=13) == 0
     assert list((run / "checkpoints").glob("step_00000010.*/COMMIT"))
 

@@ -204,7 +204,7 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     assert manager.all_steps() == [1, 2]
     (path,) = manager.store.path.glob("step_00000001.*/METRICS")
     # Metrics that cannot be read now may still exist, so no checkpoint is deleted.
-    intact, read = path.read_bytes(), store_lib.Store.read
+    intact, read = path.read_bytes(), store_lib.Disk.read
 
     def unavailable(self, name):
         if name.endswith("METRICS"):
@@ -212,7 +212,7 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
         return read(self, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_lib.Store, "read", unavailable)
+        patch.setattr(store_lib.Disk, "read", unavailable)
         save(manager, 3, tree)
     assert manager.all_steps() == [1, 2, 3] and "METRICS cannot be read" in messages[-1]
     # Damage to METRICS is detected and loses only the metrics. The next `add_metrics`

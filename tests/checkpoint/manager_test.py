@@ -142,7 +142,7 @@ def test_a_folder_without_checkpoints_says_what_is_there(tmp_path):
     assert message(tmp_path / "none").endswith("none; there is no such folder.")
     (tmp_path / "notes.txt").write_text("mine")
     assert message(tmp_path).endswith("none; it holds notes.txt.")
-    assert message(tmp_path / "notes.txt").endswith("none; it is a file.")
+    assert message(tmp_path / "notes.txt").startswith("Not a directory (")
     assert (tmp_path / "notes.txt").read_text() == "mine"
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step 7 in"):
         open_manager(tmp_path).restore({"a": np.zeros(2)}, 7)

@@ -131,13 +131,13 @@ def test_an_object_that_one_read_misses_is_not_reported_as_missing(
     directory, capsys, monkeypatch, command
 ):
     arguments = [command, directory, *([2] if command == "show" else [])]
-    read, reads, missed = store.Store.read, [], None
+    read, reads, missed = store.Disk.read, [], None
 
     def miss_one(self, name):
         reads.append(name)
         return None if len(reads) == missed else read(self, name)
 
-    monkeypatch.setattr(store.Store, "read", miss_one)
+    monkeypatch.setattr(store.Disk, "read", miss_one)
 
     def rows():
         reads.clear()
@@ -177,7 +177,7 @@ def test_rm_deletes_a_checkpoint(directory, capsys):
 
 def test_rm_completes_an_interrupted_deletion(directory, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(store.Store, "delete_folder", lambda *_: sys.exit("killed"))
+        patch.setattr(store.Disk, "delete_folder", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
             run(capsys, "rm", directory, 1)
     assert list(directory.glob("step_00000001.*"))

@@ -256,8 +256,6 @@ def choose(
 
 def _without_checkpoints(path: pathlib.Path) -> str:
     """Says what is at the path of a folder that has no checkpoints."""
-    if path.is_file():
-        return "it is a file"
     names = [entry.name for entry in disk.entries(path) or ()]
     if not names:
         return "it is empty" if path.is_dir() else "there is no such folder"

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from absl import logging
 
@@ -144,7 +144,7 @@ class Manager(listing_lib.Listing):
         self._saving: _Saving | None = None
         _MANAGERS.add(self)
 
-    def __enter__(self) -> "Manager":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -117,7 +117,7 @@ def checksums(leaves: dict[str, Any]) -> dict[str, int]:
         if is_everywhere(leaf):
             data, _ = leaves_lib.key_data(leaf)
             value = np.ascontiguousarray(data).reshape(-1)
-            found[path] = zlib.crc32(value.view(np.uint8))
+            found[path] = zlib.crc32(value.view(np.uint8).data)
     return found
 
 

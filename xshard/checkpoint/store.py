@@ -73,9 +73,10 @@ class Store:
     def __new__(cls, url: str | os.PathLike[str], **options: Any) -> "Store":
         """Creates the kind of store that a URL names, as `pathlib.Path` does."""
         del options
+        kind: type[Store] = cls
         if cls is Store:
-            cls = Bucket if buckets.is_url(os.fspath(url)) else Disk
-        return super().__new__(cls)
+            kind = Bucket if buckets.is_url(os.fspath(url)) else Disk
+        return super().__new__(kind)
 
     def __init__(self, url: str | os.PathLike[str], *, is_optional: bool = False):
         """Opens a folder, which need not exist.
