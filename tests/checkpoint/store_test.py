@@ -131,8 +131,9 @@ def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path
     )
     slow.acquire()
     # The first run no longer renews its lease, as if its process had been suspended.
-    slow._lock._ended.set()
-    slow._lock._thread.join()
+    lease = slow._janitor.locked()
+    lease._ended.set()
+    lease._thread.join()
     other.acquire()
     assert "watching for 1 s whether that process is alive" in messages[0]
     with pytest.raises(

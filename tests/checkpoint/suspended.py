@@ -67,9 +67,9 @@ def save(folder, steps, suspended_at, has_flock):
                 # It was begun by a process that was killed.
                 dead = store_lib.Store(folder)
                 dead.create("step_00000001.01234567/p0/x", b"")
-                stop_before(patch, store_lib.Store, "delete_folder", lambda *_: True)
+                stop_before(patch, type(dead), "delete_folder", lambda *_: True)
             if suspended_at == "before it looks":
-                stop_before(patch, store_lib.Store, "folders", lambda *_: True)
+                stop_before(patch, type(manager.store), "folders", lambda *_: True)
         manager.save(step, {"x": np.full(1000, step, np.float32)}, {})
         manager.wait()
     manager.close()
