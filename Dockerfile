@@ -11,8 +11,8 @@ FROM python:3.13-slim-bookworm AS code
 ARG EXTRA
 WORKDIR /xshard
 # Before the code, so that a change of the code does not install them again.
-COPY requirements_${EXTRA}_lock.txt ./
-RUN python -m pip install --no-cache-dir --require-hashes -r requirements_${EXTRA}_lock.txt
+COPY requirements/${EXTRA}_lock.txt requirements/
+RUN python -m pip install --no-cache-dir --require-hashes -r requirements/${EXTRA}_lock.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY xshard xshard
 COPY launch launch

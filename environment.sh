@@ -30,7 +30,7 @@ make_environment() {
   # What the caller has activated or exported must not reach in here.
   unset PYTHONPATH PYTHONHOME PYTHONSAFEPATH VIRTUAL_ENV PIP_USER PIP_TARGET PIP_PREFIX
   python="$PWD/$environment/bin/python"
-  wanted="$(cksum <requirements_lock.txt) $PWD"
+  wanted="$(cksum <requirements/lock.txt) $PWD"
   if is_made; then return; fi
   # One at a time, where there is flock: another terminal may be at the same.
   if command -v flock >/dev/null; then
@@ -54,7 +54,7 @@ install_dependencies() {
     fail "$base has no working 'venv' module; on Debian and Ubuntu: apt-get install $(basename "$base")-venv"
   }
   "$python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-    -r requirements_lock.txt || fail "the dependencies could not be installed; the same command tries again"
+    -r requirements/lock.txt || fail "the dependencies could not be installed; the same command tries again"
   # Last, so that an installation that was cut off is made again.
   echo "$wanted" >"$environment/installed"
 }

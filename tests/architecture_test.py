@@ -283,7 +283,7 @@ def test_no_file_is_a_collection_of_leftovers():
 def test_the_lock_names_no_index_host_or_folder():
     # An index, a host or a folder would belong to the machine that wrote the lock.
     # Versions and hashes hold everywhere.
-    lock = (ROOT / "requirements_lock.txt").read_text()
+    lock = (ROOT / "requirements/lock.txt").read_text()
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", lock)
     assert "--hash=sha256:" in lock
 
@@ -291,7 +291,7 @@ def test_the_lock_names_no_index_host_or_folder():
 def test_the_lock_has_the_extras_that_its_packages_require():
     # For an extra that is not locked, pip 23.0 tries newer versions, and refuses them
     # because they have no hash.
-    lines = (ROOT / "requirements_lock.txt").read_text().splitlines()
+    lines = (ROOT / "requirements/lock.txt").read_text().splitlines()
     locked = [
         requirements.Requirement(line.removesuffix(" \\"))
         for line in lines
@@ -335,8 +335,8 @@ def locked_versions(name, python):
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 def test_the_lock_of_the_dry_run_adds_libtpu_to_the_same_versions(python):
-    run = locked_versions("requirements_lock.txt", python)
-    dry_run = locked_versions("requirements_dryrun_lock.txt", python)
+    run = locked_versions("requirements/lock.txt", python)
+    dry_run = locked_versions("requirements/dryrun_lock.txt", python)
     added = {
         name: version for name, version in dry_run.items() if run.get(name) != version
     }
@@ -348,7 +348,7 @@ def test_the_locked_libtpu_is_the_one_that_jax_requires():
         line for line in importlib.metadata.requires("jax") if line.startswith("libtpu")
     )
     python = ".".join(platform.python_version_tuple()[:2])
-    version = locked_versions("requirements_dryrun_lock.txt", python)["libtpu"]
+    version = locked_versions("requirements/dryrun_lock.txt", python)["libtpu"]
     assert requirements.Requirement(required).specifier.contains(version)
 
 

@@ -37,7 +37,9 @@ def copies(extra):
     for rest in arguments("COPY"):
         *sources, target = string.Template(rest).substitute(EXTRA=extra).split()
         for source in sources:
-            pairs.append((source, source if target == "./" else target))
+            # Into a folder, where the target is one.
+            name = pathlib.Path(source).name if target.endswith("/") else ""
+            pairs.append((source, target + name))
     return pairs
 
 
@@ -50,6 +52,7 @@ def image(request, tmp_path_factory):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / source, folder / target, ignore=ignored)
         else:
+            (folder / target).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / source, folder / target)
     return folder
 
@@ -138,21 +141,21 @@ def name_of(requirement):
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_the_lock_of_an_extra_has_the_versions_of_the_lock(extra):
-    """If this fails, requirements_lock.txt has changed: CONTRIBUTING.md has the command
+    """If this fails, requirements/lock.txt has changed: CONTRIBUTING.md has the command
     that writes this one.
     """
-    path = f"requirements_{extra}_lock.txt"
+    path = f"requirements/{extra}_lock.txt"
     text = (ROOT / path).read_text()
     # An index, a host or a folder would belong to the machine that wrote the lock.
     assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", text)
     known = {
-        (name_of(each), str(each.specifier)) for each in locked("requirements_lock.txt")
+        (name_of(each), str(each.specifier)) for each in locked("requirements/lock.txt")
     }
     names = {name for name, _ in known}
     found = {(name_of(each), str(each.specifier)) for each in locked(path)}
     assert not {(name, version) for name, version in found if name in names} - known
     extras = {name_of(each): each.extras for each in locked(path)}
-    for source in ("requirements.in", f"requirements_{extra}.in"):
+    for source in ("requirements/run.in", f"requirements/{extra}.in"):
         for line in (ROOT / source).read_text().split():
             required = requirements.Requirement(line)
             assert required.extras <= extras[name_of(required)], line

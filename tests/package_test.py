@@ -25,9 +25,9 @@ def wheel(tmp_path_factory):
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, source / package, ignore=ignored)
-    for path in [*ROOT.glob("requirements*.in"), ROOT / "README.md", ROOT / "LICENSE"]:
-        shutil.copy(path, source)
-    shutil.copy(ROOT / "pyproject.toml", source)
+    shutil.copytree(ROOT / "requirements", source / "requirements")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
     build = (
         f"from setuptools import build_meta; build_meta.build_wheel({str(output)!r})"
     )
@@ -66,16 +66,14 @@ def test_the_wheel_has_nothing_else(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
 
 
-def test_each_requirements_file_is_an_extra_and_is_exported():
+def test_each_requirements_file_is_an_extra():
     dynamic = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
         "setuptools"
     ]["dynamic"]
     extras = {
         name: value["file"] for name, value in dynamic["optional-dependencies"].items()
     }
-    names = {path.stem.partition("_")[2] for path in ROOT.glob("requirements_*.in")}
+    names = {path.stem for path in (ROOT / "requirements").glob("*.in")} - {"run"}
     assert {"tpu", "cuda"} < names
-    assert extras == {name: [f"requirements_{name}.in"] for name in names}
-    exported = (ROOT / "BUILD").read_text()
-    for path in (*ROOT.glob("requirements*.in"), *ROOT.glob("requirements*_lock.txt")):
-        assert f'"{path.name}"' in exported, path.name
+    assert dynamic["dependencies"] == {"file": ["requirements/run.in"]}
+    assert extras == {name: [f"requirements/{name}.in"] for name in names}

@@ -25,7 +25,7 @@ from xshard.metrics import chips
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: python -m pip install -r "
-    "requirements_dryrun_lock.txt",
+    "requirements/dryrun_lock.txt",
 )
 DIGITS = ("--config=configs/digits.py", "--topology=v5e:4x4")
 TOY = ("--config=tests/toy.py", "--topology=v5e:2x2")

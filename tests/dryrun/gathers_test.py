@@ -22,7 +22,7 @@ LAYERS, WIDTH, EXAMPLES = 4, 2048, 2048
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: python -m pip install -r "
-    "requirements_dryrun_lock.txt",
+    "requirements/dryrun_lock.txt",
 )
 
 

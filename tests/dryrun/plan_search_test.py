@@ -20,7 +20,7 @@ from xshard.dryrun import analysis, plan_search
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu is not installed: python -m pip install -r "
-    "requirements_dryrun_lock.txt",
+    "requirements/dryrun_lock.txt",
 )
 TOY = ("--plan", "--config=tests/toy.py", "--topology=v5e:2x2")
 
