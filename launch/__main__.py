@@ -19,24 +19,13 @@ from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
-from launch import (
-    elastic,
-    engine,
-    gke,
-    local,
-    mpi,
-    slurm,
-    status,
-    sweep,
-    tpu_vm,
-    xmanager,
-)
+from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm
 from xshard import cli
 
 _ENGINE = flags.DEFINE_enum(
     "engine",
     "local",
-    ["local", "slurm", "mpi", "tpu_vm", "gke", "xmanager"],
+    ["local", "slurm", "mpi", "tpu_vm", "gke"],
     "Where to launch.",
 )
 _DRY_RUN = flags.DEFINE_bool(
@@ -114,9 +103,6 @@ _SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
 _NAMESPACE = flags.DEFINE_string(
     "namespace", None, "gke: the namespace; by default kubectl's own."
 )
-_TARGET = flags.DEFINE_string(
-    "target", "//experiments/digits", "xmanager: the Bazel target of the program."
-)
 
 _VERBS = ("list", "logs", "kill")
 
@@ -140,7 +126,6 @@ def make_engine(name: str) -> engine.Engine:
             _GRACE.value,
             _NAMESPACE.value,
         ),
-        "xmanager": lambda: xmanager.XManager(_TARGET.value),
     }
     return makers[name]()
 

@@ -22,7 +22,6 @@ _WHY_NOT = {
     ),
     "tpu_vm": _A_SLICE,
     "gke": _A_SLICE,
-    "xmanager": "it starts one process",
 }
 
 

@@ -32,7 +32,6 @@ _IMPORTED = (
     "launch.elastic",
     "launch.status",
     "launch.tpu_vm",
-    "launch.xmanager",
     "pytest",
     "tensorboard.backend.event_processing.event_accumulator",
     "tests.checkpoint.pod",

@@ -5,7 +5,6 @@ No cloud is used: `gcloud`, `srun` and `scontrol` are stand-ins that record thei
 and run what a host would.
 """
 
-import ast
 import json
 import os
 import pathlib
@@ -19,7 +18,7 @@ import pytest
 import yaml
 
 from launch import __main__ as front
-from launch import engine, gke, mpi, slurm, tpu_vm, xmanager
+from launch import engine, gke, mpi, slurm, tpu_vm
 from tests.launch import harness
 
 stand_in, calls = harness.stand_in, harness.calls
@@ -511,34 +510,10 @@ def test_gke_refuses_wrong_options(tmp_path, settings, message):
         job_set(tmp_path, **settings)
 
 
-# XManager.
-
-
-def test_the_xmanager_script_contains_the_arguments_literally(tmp_path):
-    plan = xmanager.XManager("//experiments/digits").launch([job(tmp_path)])
-    ((path, content),) = plan.files.items()
-    assert plan.commands == [["xmanager", "launch", str(path)]]
-    literals = [
-        ast.literal_eval(n.value)
-        for n in ast.walk(ast.parse(content))
-        if isinstance(n, ast.Assign) and isinstance(n.value, ast.List)
-    ]
-    assert literals == [list(job(tmp_path).command[3:])]
-
-
-def test_xmanager_refuses_another_program(tmp_path):
-    with pytest.raises(
-        engine.LaunchError, match="must begin with python -m xshard.main; received bash"
-    ):
-        xmanager.XManager().launch(
-            [engine.Job("x", ("bash", "-c", "true", f"--workdir={tmp_path}"))]
-        )
-
-
 # The command line.
 
 
-@pytest.mark.parametrize("name", ["slurm", "mpi", "tpu_vm", "gke", "xmanager", "local"])
+@pytest.mark.parametrize("name", ["slurm", "mpi", "tpu_vm", "gke", "local"])
 def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
     arguments = [
         f"--engine={name}",
@@ -611,10 +586,6 @@ def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
         (
             ["--elastic=1:2", "--engine=mpi", "--", "true", "--workdir=x"],
             "not for mpi: mpirun",
-        ),
-        (
-            ["--elastic=1:2", "--engine=xmanager", "--", "true", "--workdir=x"],
-            "not for xmanager",
         ),
         (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
     ],
