@@ -15,156 +15,161 @@ r"""Starts runs, shows what they are doing, and stops them.
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import flags, logging
 
 from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm
 from xshard import cli
 
-_ENGINE = flags.DEFINE_enum(
-    "engine",
-    "local",
-    ["local", "slurm", "mpi", "tpu_vm", "gke"],
-    "Where to launch.",
-)
-_DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print the files and commands, and execute nothing."
-)
-_NAME = flags.DEFINE_string(
-    "name", None, "The job's name; by default the work directory's."
-)
-_PROCESSES = flags.DEFINE_integer("num_processes", 1, "The number of processes.", 1)
-_ELASTIC = flags.DEFINE_string(
-    "elastic",
-    None,
-    "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; "
-    "after losing hosts, start again on the remaining ones if there are at least MIN.",
-)
-_CPU_DEVICES = flags.DEFINE_integer(
-    "cpu_devices",
-    0,
-    "The number of virtual CPU devices of each process; 0: the real devices.",
-    0,
-    1024,
-)
-_SWEEP = flags.DEFINE_string(
-    "sweep",
-    None,
-    "A file with get_sweep(), which returns a list of overrides: one job for each.",
-)
-_PARALLEL = flags.DEFINE_integer(
-    "parallel", 1, "How many jobs of a sweep run at a time.", 1
-)
-_JSON = flags.DEFINE_bool("json", False, "With 'status': print JSON.")
-_SLOWEST = flags.DEFINE_bool(
-    "slowest",
-    False,
-    "With 'status': print which process the others wait for, and why.",
-)
-_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
-
-# local
-_MAX_FAILURES = flags.DEFINE_integer(
-    "max_failures",
-    3,
-    "local, gke: give up after this many failures (local: in a row, without a new "
-    "step).",
-    1,
-)
-_GRACE = flags.DEFINE_integer(
-    "grace_seconds", 120, "How long a run that is told to stop may take to save.", 1
-)
-# slurm, mpi
-_TIME = flags.DEFINE_string(
-    "slurm_time", None, "slurm: the time limit, in sbatch's format."
-)
-_SBATCH = flags.DEFINE_multi_string(
-    "sbatch", [], "slurm: an option of sbatch, such as --partition=p."
-)
-_MPIRUN = flags.DEFINE_multi_string(
-    "mpirun", [], "mpi: an option of mpirun, as --mpirun='--hostfile hosts'."
-)
-# tpu_vm, gke
-_ZONE = flags.DEFINE_string("zone", None, "tpu_vm: the zone; by default gcloud's own.")
-_PROJECT = flags.DEFINE_string(
-    "project", None, "tpu_vm: the project; by default gcloud's own."
-)
-_TPU = flags.DEFINE_string(
-    "tpu", None, "tpu_vm: the TPU VM's name. gke: type:topology, as v5e:4x4."
-)
-_DIRECTORY = flags.DEFINE_string(
-    "directory", "xshard", "tpu_vm: the code's folder on the hosts."
-)
-_IMAGE = flags.DEFINE_string(
-    "image", None, "gke: the container image, with the code in it."
-)
-_SLICES = flags.DEFINE_integer("slices", 1, "gke: the number of slices.", 1)
-_NAMESPACE = flags.DEFINE_string(
-    "namespace", None, "gke: the namespace; by default kubectl's own."
-)
-
+_ENGINES: Mapping[str, type[engine.Engine]] = {
+    each.name: each
+    for each in (local.Local, slurm.Slurm, mpi.Mpi, tpu_vm.TpuVm, gke.Gke)
+}
 _VERBS = ("list", "logs", "kill")
 
 
-def make_engine(name: str) -> engine.Engine:
-    """Returns the engine of a name, with the options that the flags give."""
-    makers: dict[str, Callable[[], engine.Engine]] = {
-        "local": lambda: local.Local(_MAX_FAILURES.value, _GRACE.value),
-        "slurm": lambda: slurm.Slurm(
-            _TIME.value, tuple(_SBATCH.value), _GRACE.value, _PARALLEL.value
-        ),
-        "mpi": lambda: mpi.Mpi(tuple(_MPIRUN.value)),
-        "tpu_vm": lambda: tpu_vm.TpuVm(
-            _TPU.value, _DIRECTORY.value, _ZONE.value, _PROJECT.value
-        ),
-        "gke": lambda: gke.Gke(
-            _TPU.value,
-            _IMAGE.value,
-            _SLICES.value,
-            _MAX_FAILURES.value,
-            _GRACE.value,
-            _NAMESPACE.value,
-        ),
-    }
-    return makers[name]()
+def make_flags() -> flags.FlagValues:
+    """Returns the launcher's flags, without values yet: those of every launch, and the
+    options of each engine.
+    """
+    # Not absl's own set: `xshard.main` has flags of the same names there.
+    values = flags.FlagValues()
+    flags.DEFINE_enum(
+        "engine", "local", list(_ENGINES), "Where to launch.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "dry_run",
+        False,
+        "Print the files and commands, and execute nothing.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "name",
+        None,
+        "The job's name; by default the work directory's.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "num_processes", 1, "The number of processes.", 1, flag_values=values
+    )
+    flags.DEFINE_string(
+        "elastic",
+        None,
+        "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; "
+        "after losing hosts, start again on the remaining ones if there are at least "
+        "MIN.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "cpu_devices",
+        0,
+        "The number of virtual CPU devices of each process; 0: the real devices.",
+        0,
+        1024,
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "sweep",
+        None,
+        "local, slurm: a file with get_sweep(), which returns a list of overrides: one "
+        "job for each.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool("json", False, "With 'status': print JSON.", flag_values=values)
+    flags.DEFINE_bool(
+        "slowest",
+        False,
+        "With 'status': print which process the others wait for, and why.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "debug", False, "Show the traceback of an error.", flag_values=values
+    )
+    for name, fields in _options().items():
+        default = next(iter(fields.values())).default
+        # What a flag says to each engine; once, where several read it alike.
+        readers: dict[str, list[str]] = {}
+        for reader, field in fields.items():
+            readers.setdefault(field.metadata["help"], []).append(reader)
+        texts = []
+        for text, names in readers.items():
+            texts.append(f"{', '.join(names)}: {text}")
+        help_text = "; ".join(texts) + "."
+        if isinstance(default, tuple):
+            flags.DEFINE_multi_string(name, default, help_text, flag_values=values)
+        elif isinstance(default, int):
+            flags.DEFINE_integer(name, default, help_text, 1, flag_values=values)
+        else:
+            flags.DEFINE_string(name, default, help_text, flag_values=values)
+    return values
+
+
+def _options() -> dict[str, dict[str, dataclasses.Field[Any]]]:
+    """Returns the options of the engines: by the flag's name, its field in each engine
+    that has it.
+    """
+    options: dict[str, dict[str, dataclasses.Field[Any]]] = {}
+    for name, kind in _ENGINES.items():
+        for field in dataclasses.fields(kind):
+            options.setdefault(field.name, {})[name] = field
+    return options
+
+
+def make_engine(values: flags.FlagValues) -> engine.Engine:
+    """Returns the chosen engine, with the options that the flags give; raises
+    LaunchError if one of them is for other engines only.
+    """
+    settings = {}
+    for name, fields in _options().items():
+        if values.engine in fields:
+            value = values[name].value
+            settings[name] = tuple(value) if isinstance(value, list) else value
+        elif values[name].present:
+            raise engine.LaunchError(
+                f"--{name} is for --engine={' and '.join(fields)}, not for "
+                f"{values.engine}: leave it out."
+            )
+    return _ENGINES[values.engine](**settings)
 
 
 def main(argv: Sequence[str]) -> int:
     """Executes the command line; returns the exit code."""
     before, command = split(argv)
+    values = make_flags()
     # Allows flags after words, as in `kill NAME --engine=slurm`.
-    flags.FLAGS.set_gnu_getopt(True)
+    values.set_gnu_getopt(True)
     try:
-        words = flags.FLAGS(before)[1:]
+        words = values(before)[1:]
     except flags.Error as e:
         raise engine.LaunchError(cli.flag_error(e)) from e
     if command and words:
         raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
     if words[:1] == ["status"]:
-        return status.show(words[1:], _JSON.value, show_slowest=_SLOWEST.value)
-    chosen = make_engine(_ENGINE.value)
+        return status.show(words[1:], values.json, show_slowest=values.slowest)
+    chosen = make_engine(values)
     if words:
-        return _execute(_manage(chosen, words))
-    job = _job(tuple(command))
+        return _execute(_manage(chosen, words), dry_run=values.dry_run)
+    job = _job(tuple(command), chosen, values)
     points: list[sweep.Point] = []
     jobs = [job]
-    if _SWEEP.value:
-        points = sweep.read(pathlib.Path(_SWEEP.value))
+    if values.sweep:
+        points = sweep.read(pathlib.Path(values.sweep))
         jobs = sweep.jobs(job, points)
     if job.least:
         elastic.check(jobs)
     # The plan comes before the claim, so that a sweep that the engine refuses claims no
     # directory.
     plan = chosen.launch(jobs)
-    if points and not _DRY_RUN.value:
+    if points and not values.dry_run:
         sweep.claim(job.workdir, points, jobs)
     # On this machine the launcher supervises the processes itself instead of running
     # the plan.
-    if not isinstance(chosen, local.Local) or _DRY_RUN.value:
-        return _execute(plan)
+    if not isinstance(chosen, local.Local) or values.dry_run:
+        return _execute(plan, dry_run=values.dry_run)
     if points:
-        return sweep.run(jobs, chosen, _PARALLEL.value)
+        return sweep.run(jobs, chosen)
     return local.run(job, chosen)
 
 
@@ -192,33 +197,36 @@ def _manage(chosen: engine.Engine, words: list[str]) -> engine.Plan:
     return chosen.kill(name)
 
 
-def _job(command: tuple[str, ...]) -> engine.Job:
+def _job(
+    command: tuple[str, ...], chosen: engine.Engine, values: flags.FlagValues
+) -> engine.Job:
     if not command:
         raise engine.LaunchError(
             "nothing to start: give the command after ' -- ', as in python -m launch "
             "--num_processes=2 -- python -m xshard.main --config=configs/digits.py "
             "--workdir=runs/digits."
         )
-    job = engine.Job("run", command, _PROCESSES.value, _CPU_DEVICES.value)
-    if _ELASTIC.value is not None:
-        hosts = elastic.parse(_ELASTIC.value)
-        elastic.check_engine(_ENGINE.value)
-        if flags.FLAGS["num_processes"].present:
+    job = engine.Job("run", command, values.num_processes, values.cpu_devices)
+    if values.elastic is not None:
+        hosts = elastic.parse(values.elastic)
+        elastic.check_engine(chosen)
+        if values["num_processes"].present:
             raise engine.LaunchError(
-                f"--elastic={_ELASTIC.value} and --num_processes={_PROCESSES.value} "
-                "both say how many processes there are: leave one of them out."
+                f"--elastic={values.elastic} and "
+                f"--num_processes={values.num_processes} both say how many processes "
+                "there are: leave one of them out."
             )
         job = dataclasses.replace(job, processes=hosts.most, least=hosts.least)
-    if _NAME.value is not None:
-        return dataclasses.replace(job, name=engine.check_name(_NAME.value))
+    if values.name is not None:
+        return dataclasses.replace(job, name=engine.check_name(values.name))
     name = engine.derived_name(job.workdir)
-    if name != job.workdir.name and _ENGINE.value != "local":
+    if name != job.workdir.name and chosen.name != "local":
         print(f"launch: the job's name is {name}", file=sys.stderr, flush=True)
     return dataclasses.replace(job, name=name)
 
 
-def _execute(plan: engine.Plan) -> int:
-    if _DRY_RUN.value:
+def _execute(plan: engine.Plan, *, dry_run: bool) -> int:
+    if dry_run:
         print(plan)
         return 0
     sys.stdout.flush()
@@ -233,7 +241,7 @@ def run() -> int:
 
 def _run() -> int:
     if set(sys.argv[1:]) & {"--help", "-h"} and "--" not in sys.argv:
-        print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
+        print(f"{__doc__}\n{make_flags().module_help(sys.modules[__name__])}")
         return 0
     return main(sys.argv)
 

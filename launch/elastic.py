@@ -9,21 +9,6 @@ from typing import Any, NamedTuple
 
 from launch import engine, sweep
 
-# The engines that can start a run again on other hosts, and why the others cannot.
-_ELASTIC = ("local", "slurm")
-_A_SLICE = (
-    "a TPU slice computes on all of its hosts or on none; give the same command on "
-    "another slice"
-)
-_WHY_NOT = {
-    "mpi": (
-        "mpirun does not start a run again; give the same command with another "
-        "--num_processes"
-    ),
-    "tpu_vm": _A_SLICE,
-    "gke": _A_SLICE,
-}
-
 
 class Hosts(NamedTuple):
     """The range of the number of hosts of a run.
@@ -53,12 +38,12 @@ def parse(text: str) -> Hosts:
     )
 
 
-def check_engine(name: str) -> None:
+def check_engine(chosen: engine.Engine) -> None:
     """Raises LaunchError unless the engine can start a run again on other hosts."""
-    if name not in _ELASTIC:
+    if chosen.why_not_elastic:
         raise engine.LaunchError(
-            f"--elastic is for --engine={' and '.join(_ELASTIC)}, not for {name}: "
-            f"{_WHY_NOT[name]}. Leave it out."
+            f"--elastic is for --engine=local and slurm, not for {chosen.name}: "
+            f"{chosen.why_not_elastic}. Leave it out."
         )
 
 

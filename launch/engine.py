@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from xshard import cli, errors
 from xshard.files import disk
@@ -20,6 +21,11 @@ from xshard.pod import rendezvous
 # The placeholder for the token in a plan. The token is created when the plan runs, and
 # never printed.
 TOKEN = "TOKEN-OF-THE-LAUNCH"
+# Why an engine of TPU slices cannot start a run again on other hosts.
+A_SLICE_IS_WHOLE = (
+    "a TPU slice computes on all of its hosts or on none; give the same command on "
+    "another slice"
+)
 _LONGEST_NAME = 40
 # Shorter than the limit, because a sweep appends the number of a point.
 _LONGEST_DERIVED_NAME = 34
@@ -188,12 +194,31 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
         raise LaunchError(f"{path} cannot be written: {e.strerror}.") from e
 
 
+def option(default: Any, help_text: str) -> Any:
+    """Returns a field of an engine that the launcher's flag of the same name sets.
+
+    Args:
+      default: the value without the flag: a text, or None; a positive number; or a
+        tuple of texts, if the flag may be given several times.
+      help_text: what the flag says to the engine.
+    """
+    return dataclasses.field(default=default, metadata={"help": help_text})
+
+
 class Engine:
-    """A system that runs jobs. A new engine implements `launch`, and the other methods
-    as far as the system allows.
+    """A system that runs jobs. A new engine is a frozen dataclass whose fields are its
+    flags; it implements `launch`, and the other methods as far as the system allows.
 
     The methods return plans and execute nothing.
+
+    Attributes:
+      name: the engine's name, for --engine.
+      why_not_elastic: why the engine cannot start a run again on other hosts; empty if
+        it can.
     """
+
+    name: ClassVar[str]
+    why_not_elastic: ClassVar[str] = ""
 
     def launch(self, jobs: Sequence[Job]) -> Plan:
         """Returns the plan that starts jobs, several for a sweep; raises LaunchError if
@@ -215,21 +240,22 @@ class Engine:
         del name
         return self._nothing("kill")
 
+    def only_job(self, jobs: Sequence[Job]) -> Job:
+        """Returns the only job; raises LaunchError if there are several, as in a
+        sweep.
+        """
+        if len(jobs) != 1:
+            raise LaunchError(
+                f"--sweep runs with --engine=local or slurm, not with {self.name}."
+            )
+        return jobs[0]
+
     def _nothing(self, verb: str) -> Plan:
         raise LaunchError(
             f"there is no '{verb}' for this engine: 'status DIR' shows a run, "
             "DIR/launch.log or the run's terminal shows its output, and 'touch "
             "DIR/STOP' makes it save and stop."
         )
-
-
-def only_job(jobs: Sequence[Job], engine: str) -> Job:
-    """Returns the only job; raises LaunchError if there are several, as in a sweep."""
-    if len(jobs) != 1:
-        raise LaunchError(
-            f"--sweep runs with --engine=local or slurm, not with {engine}."
-        )
-    return jobs[0]
 
 
 def check_name(name: str) -> str:

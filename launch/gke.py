@@ -6,7 +6,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -37,26 +37,31 @@ _RULES = (
 class Gke(engine.Engine):
     """The GKE engine. The cluster and the credentials come from kubectl's
     configuration.
-
-    Attributes:
-      tpu: the type and topology of a slice, such as 'v5e:4x4'.
-      image: the container image, with the code in its working directory.
-      slices: the number of slices.
-      max_failures: the number of failures after which the job is not started again.
-      grace_seconds: how long the processes may take to save when a node is drained.
-      namespace: the namespace; by default kubectl's own.
     """
 
-    tpu: str | None = None
-    image: str | None = None
-    slices: int = 1
-    max_failures: int = 3
-    grace_seconds: int = 120
-    namespace: str | None = None
+    name: ClassVar[str] = "gke"
+    why_not_elastic: ClassVar[str] = engine.A_SLICE_IS_WHOLE
+
+    tpu: str | None = engine.option(
+        None, "the type and topology of a slice, as v5e:4x4"
+    )
+    image: str | None = engine.option(
+        None, "the container image, with the code in its working directory"
+    )
+    slices: int = engine.option(1, "the number of slices")
+    max_failures: int = engine.option(
+        3, "the number of failures after which the job is not started again"
+    )
+    grace_seconds: int = engine.option(
+        120, "how long the processes may take to save when a node is drained"
+    )
+    namespace: str | None = engine.option(
+        None, "the namespace; by default kubectl's own"
+    )
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the plan that writes the JobSet and creates it with kubectl."""
-        job = engine.only_job(jobs, "gke")
+        job = self.only_job(jobs)
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for gke: --tpu determines "

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from typing import IO, ClassVar
 
 from launch import engine
 from xshard.files import standard_streams, workdir
@@ -36,17 +36,17 @@ _MAX_BACKOFF_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Local(engine.Engine):
-    """The local engine.
+    """The local engine."""
 
-    Attributes:
-      max_failures: the number of failures in a row without a new step after which the
-        launcher gives up.
-      grace_seconds: how long a pod that is told to stop may take to save before it is
-        ended.
-    """
+    name: ClassVar[str] = "local"
 
-    max_failures: int = 3
-    grace_seconds: float = 120.0
+    max_failures: int = engine.option(
+        3, "give up after this many failures in a row without a new step"
+    )
+    grace_seconds: float = engine.option(
+        120, "how long a pod that is told to stop may take to save before it is ended"
+    )
+    parallel: int = engine.option(1, "how many jobs of a sweep run at a time")
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the commands of one start, which run in parallel. Each start replaces

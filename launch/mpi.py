@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from typing import ClassVar
 
 from launch import engine
 from xshard.pod import rendezvous
@@ -10,23 +11,27 @@ from xshard.pod import rendezvous
 
 @dataclasses.dataclass(frozen=True)
 class Mpi(engine.Engine):
-    """The Open MPI engine.
+    """The Open MPI engine."""
 
-    Attributes:
-      options: options for mpirun, such as '--hostfile hosts'.
-    """
+    name: ClassVar[str] = "mpi"
+    why_not_elastic: ClassVar[str] = (
+        "mpirun does not start a run again; give the same command with another "
+        "--num_processes"
+    )
 
-    options: tuple[str, ...] = ()
+    mpirun: tuple[str, ...] = engine.option(
+        (), "an option of mpirun, as --mpirun='--hostfile hosts'"
+    )
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the plan that runs the job in the foreground; mpirun ends all
         processes when one fails.
         """
-        job = engine.only_job(jobs, "mpi")
+        job = self.only_job(jobs)
         options = []
-        for option in self.options:
+        for option in self.mpirun:
             options += shlex.split(option)
         # Only the variable's name is on the command line, which other users can read.
         token = ["-x", rendezvous.TOKEN_VARIABLE]
-        mpirun = ["mpirun", "-n", str(job.processes)]
-        return engine.Plan([[*mpirun, *options, *token, *job.arguments]])
+        command = ["mpirun", "-n", str(job.processes)]
+        return engine.Plan([[*command, *options, *token, *job.arguments]])

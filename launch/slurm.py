@@ -8,6 +8,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Sequence
+from typing import ClassVar
 
 from launch import engine
 from xshard.pod import rendezvous
@@ -47,19 +48,20 @@ exit "$code"
 
 @dataclasses.dataclass(frozen=True)
 class Slurm(engine.Engine):
-    """The Slurm engine.
+    """The Slurm engine."""
 
-    Attributes:
-      time: the time limit, in sbatch's format; by default the cluster's own.
-      options: more options for sbatch, such as '--partition=p'.
-      grace_seconds: how many seconds before the time limit the run is told to stop.
-      parallel: how many jobs of a sweep run at a time.
-    """
+    name: ClassVar[str] = "slurm"
 
-    time: str | None = None
-    options: tuple[str, ...] = ()
-    grace_seconds: int = 120
-    parallel: int = 1
+    slurm_time: str | None = engine.option(
+        None, "the time limit, in sbatch's format; by default the cluster's own"
+    )
+    sbatch: tuple[str, ...] = engine.option(
+        (), "an option of sbatch, such as --partition=p"
+    )
+    grace_seconds: int = engine.option(
+        120, "how many seconds before the time limit the run is told to stop"
+    )
+    parallel: int = engine.option(1, "how many jobs of a sweep run at a time")
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the plan that writes a batch script and submits it; several jobs
@@ -109,14 +111,14 @@ class Slurm(engine.Engine):
             # its work directory.
             "output": _literal(self._folder(jobs)) + "/slurm-%j.log",
         }
-        if self.time:
-            self._check_time(self.time)
-            options["time"] = self.time
+        if self.slurm_time:
+            self._check_time(self.slurm_time)
+            options["time"] = self.slurm_time
         if len(jobs) > 1:
             options["array"] = f"0-{len(jobs) - 1}%{self.parallel}"
         lines = ["--requeue"]
         lines += [f"--{option}={value}" for option, value in options.items()]
-        lines += self.options
+        lines += self.sbatch
         for line in lines:
             if not re.fullmatch(r"--[a-z-]+(=[^\s\"'\\#]+)?", line):
                 raise engine.LaunchError(
@@ -154,7 +156,7 @@ class Slurm(engine.Engine):
         if not job.least:
             return {"ntasks": job.processes}
         nodes = f"{job.least}-{job.processes}"
-        for option in self.options:
+        for option in self.sbatch:
             if re.match("--(nodes|ntasks)", option):
                 raise engine.LaunchError(
                     f"{job.elastic} asks sbatch for --nodes={nodes} with one process "

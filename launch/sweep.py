@@ -341,15 +341,14 @@ def run_in(directory: pathlib.Path) -> str:
     return workdir.Workdir(directory).run_id()
 
 
-def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> int:
+def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
     """Runs the jobs of a sweep on this machine, and prints the table.
 
     Jobs that have already ended with the requested config are not run again.
 
     Args:
       all_jobs: the jobs.
-      options: the options of the supervisors.
-      parallel: how many jobs run at a time.
+      options: how many jobs run at a time, and the options of the supervisors.
 
     Returns:
       0 if all jobs are done; else the exit code of the first that is not.
@@ -362,7 +361,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
         elif results_lib.nonfinite_reason(job.workdir):
             failed.append(job)
     num_done = len(all_jobs) - len(todo) - len(failed)
-    print(f"{num_done} of {len(all_jobs)} jobs are done; {parallel} at a time")
+    print(f"{num_done} of {len(all_jobs)} jobs are done; {options.parallel} at a time")
     if failed:
         names = ", ".join(job.name for job in failed)
         print(
@@ -399,7 +398,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local, parallel: int) -> 
 
     with (
         local.forwarding_signals(stop_all),
-        concurrent.futures.ThreadPoolExecutor(parallel) as pool,
+        concurrent.futures.ThreadPoolExecutor(options.parallel) as pool,
     ):
         ends = list(pool.map(supervise, todo))
     names_of_todo = [job.workdir.name for job in todo]

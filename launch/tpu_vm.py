@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import shlex
 from collections.abc import Sequence
+from typing import ClassVar
 
 from launch import engine
 from xshard.pod import rendezvous
@@ -13,26 +14,29 @@ _GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
 @dataclasses.dataclass(frozen=True)
 class TpuVm(engine.Engine):
-    """The TPU VM engine. The credentials come from gcloud's configuration.
+    """The TPU VM engine. The credentials come from gcloud's configuration."""
 
-    Attributes:
-      tpu: the TPU VM's name.
-      directory: the code's folder on each host; its .venv, which run.sh creates, is
-        activated if it exists.
-      zone: the TPU VM's zone; by default gcloud's own.
-      project: the TPU VM's project; by default gcloud's own.
-    """
+    name: ClassVar[str] = "tpu_vm"
+    why_not_elastic: ClassVar[str] = engine.A_SLICE_IS_WHOLE
 
-    tpu: str | None
-    directory: str = "xshard"
-    zone: str | None = None
-    project: str | None = None
+    tpu: str | None = engine.option(None, "the TPU VM's name")
+    directory: str = engine.option(
+        "xshard",
+        "the code's folder on each host; its .venv, which run.sh creates, is activated "
+        "if it exists",
+    )
+    zone: str | None = engine.option(
+        None, "the TPU VM's zone; by default gcloud's own"
+    )
+    project: str | None = engine.option(
+        None, "the TPU VM's project; by default gcloud's own"
+    )
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the plan that starts the command on all hosts, where it outlives the
         connection.
         """
-        job = engine.only_job(jobs, "tpu_vm")
+        job = self.only_job(jobs)
         if job.processes != 1 or job.cpu_devices:
             raise engine.LaunchError(
                 "--num_processes and --cpu_devices are not for tpu_vm: there is one "

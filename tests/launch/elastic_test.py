@@ -219,4 +219,4 @@ def test_slurm_refuses_a_second_size(tmp_path, option):
         engine.LaunchError,
         match=f"--nodes=2-4 .*--sbatch={option} asks for another size",
     ):
-        slurm.Slurm(options=(option,)).launch([toy(tmp_path)])
+        slurm.Slurm(sbatch=(option,)).launch([toy(tmp_path)])

@@ -5,6 +5,7 @@ No cloud is used: `gcloud`, `srun` and `scontrol` are stand-ins that record thei
 and run what a host would.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 from launch import __main__ as front
-from launch import engine, gke, mpi, slurm, tpu_vm
+from launch import engine, gke, local, mpi, slurm, tpu_vm
 from tests.launch import harness
 
 stand_in, calls = harness.stand_in, harness.calls
@@ -251,7 +252,7 @@ def test_a_slurm_array_has_a_command_for_each_task(tmp_path):
 )
 def test_slurm_refuses_malformed_options(tmp_path, option):
     with pytest.raises(engine.LaunchError, match="cannot be an option of sbatch"):
-        slurm.Slurm(options=(option,)).launch([job(tmp_path)])
+        slurm.Slurm(sbatch=(option,)).launch([job(tmp_path)])
 
 
 # MPI.
@@ -513,16 +514,18 @@ def test_gke_refuses_wrong_options(tmp_path, settings, message):
 # The command line.
 
 
-@pytest.mark.parametrize("name", ["slurm", "mpi", "tpu_vm", "gke", "local"])
-def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
-    arguments = [
-        f"--engine={name}",
-        "--dry_run",
-        "--tpu=v5e:4x4",
-        "--image=i",
-        "--project=secret-project",
-        "--zone=secret-zone",
-    ]
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("slurm", ["--sbatch=--partition=p"]),
+        ("mpi", []),
+        ("tpu_vm", ["--tpu=pod", "--project=secret-project", "--zone=secret-zone"]),
+        ("gke", ["--tpu=v5e:4x4", "--image=i"]),
+        ("local", []),
+    ],
+)
+def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name, options):
+    arguments = [f"--engine={name}", "--dry_run", *options]
     command = [
         "python",
         "-m",
@@ -588,15 +591,17 @@ def test_a_dry_run_changes_nothing_and_prints_no_secret(tmp_path, name):
             "not for mpi: mpirun",
         ),
         (["--sweep=none.py", "--", "true", "--workdir=x"], "there is no such file"),
+        (
+            ["--engine=slurm", "--tpu=pod", "--", "true", "--workdir=x"],
+            "--tpu is for --engine=tpu_vm and gke, not for slurm: leave it out",
+        ),
+        (["list", "--slurm_time=1"], "--slurm_time is for --engine=slurm, not for"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(
         sys, "argv", ["launch", *(a.replace("{tmp}", str(tmp_path)) for a in arguments)]
     )
-    front.flags.FLAGS.unparse_flags()
-    for flag in front.flags.FLAGS.get_flags_for_module(front):
-        flag.unparse()
     assert front.run() == 1
     assert message in capsys.readouterr().err
 
@@ -604,4 +609,38 @@ def test_wrong_arguments_are_refused(tmp_path, capsys, monkeypatch, arguments, m
 def test_help_lists_the_flags(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", "--help"])
     assert front.run() == 0
-    assert "--engine" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--engine" in shown
+    for kind in (local.Local, slurm.Slurm, mpi.Mpi, tpu_vm.TpuVm, gke.Gke):
+        for field in dataclasses.fields(kind):
+            assert f"--{field.name}:" in shown
+            assert field.metadata["help"] in shown, field.name
+
+
+def test_engines_agree_on_the_default_of_a_flag_that_several_read():
+    defaults = {}
+    for kind in (local.Local, slurm.Slurm, mpi.Mpi, tpu_vm.TpuVm, gke.Gke):
+        for field in dataclasses.fields(kind):
+            defaults.setdefault(field.name, set()).add(field.default)
+    assert {name for name, values in defaults.items() if len(values) > 1} == set()
+    assert len(defaults["grace_seconds"]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, made",
+    [
+        ([], local.Local()),
+        (["--grace_seconds=7", "--parallel=2"], local.Local(3, 7, 2)),
+        (
+            ["--engine=slurm", "--sbatch=--a=b", "--sbatch=--c", "--slurm_time=9"],
+            slurm.Slurm("9", ("--a=b", "--c"), 120, 1),
+        ),
+        (["--engine=mpi", "--mpirun=--x y"], mpi.Mpi(("--x y",))),
+        (["--engine=tpu_vm", "--tpu=pod", "--zone=z"], tpu_vm.TpuVm("pod", zone="z")),
+        (["--engine=gke", "--slices=2"], gke.Gke(slices=2)),
+    ],
+)
+def test_an_engine_has_the_options_that_its_flags_give(arguments, made):
+    values = front.make_flags()
+    values(["launch", *arguments])
+    assert front.make_engine(values) == made
