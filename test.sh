@@ -36,12 +36,14 @@ find "$JAX_COMPILATION_CACHE_DIR" -type f -atime +14 -delete
 stage format "$python" -m ruff format --check --no-cache .
 stage lint "$python" -m ruff check --no-cache .
 stage types "$python" -m mypy --no-error-summary --cache-dir=.venv/mypy
-"$python" -c 'import tests; print(f"rows of large tables are drawn by seed {tests.SAMPLE_SEED}")'
+"$python" -c 'import tests; print(f"rows of large tables are drawn by seed {tests.SAMPLE_SEED}:",
+  f"XSHARD_SAMPLE_SEED={tests.SAMPLE_SEED} ./test.sh draws the same")'
 if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
   # More tests than cores: tests of pods wait, for one another and for time to pass.
   options=(
     '--local_cpu_resources=HOST_CPUS*1.5' '--jobs=HOST_CPUS*1.5'
     "--sandbox_writable_path=$JAX_COMPILATION_CACHE_DIR" --test_env=JAX_COMPILATION_CACHE_DIR
+    --test_env=XSHARD_SAMPLE_SEED
     --test_env=JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS --test_env=JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES
     --test_summary=short ${all[@]+--test_arg=--all} ${arguments[@]+"${arguments[@]}"}
   )

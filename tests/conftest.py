@@ -11,6 +11,7 @@ import collections
 import gc
 import hashlib
 import os
+import shlex
 import signal
 import sys
 
@@ -98,10 +99,16 @@ def _place_in_the_draw(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("--all"):
+    if config.getoption("--all"):
+        return
+    terminalreporter.write_line(
+        "without long tests, and with rows of tables drawn by seed "
+        f"{tests.SAMPLE_SEED}; --all runs all"
+    )
+    for report in terminalreporter.stats.get("failed", ()):
         terminalreporter.write_line(
-            "without long tests, and with rows of tables drawn by seed "
-            f"{tests.SAMPLE_SEED}; --all runs all"
+            f"again: XSHARD_SAMPLE_SEED={shlex.quote(tests.SAMPLE_SEED)} python -m "
+            f"pytest {shlex.quote(report.nodeid)}"
         )
 
 
