@@ -245,7 +245,7 @@ def test_an_assignment_is_one(path):
 UNSTABLE_IMPORTS = {
     # Kernels can be written only with Pallas, which JAX documents as experimental.
     "experiments/lm/attention.py": "jax.experimental.pallas",
-    "tests/flops_test.py": "jax.experimental.pallas",
+    "tests/metrics/flops_test.py": "jax.experimental.pallas",
     "tests/replay/planted.py": "jax.experimental.pallas",
     # The version of cuDNN, which JAX asks a GPU for when a program is lowered for one.
     "tests/attention_test.py": "jax._src.cudnn",

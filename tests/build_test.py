@@ -204,6 +204,7 @@ def wanted(target, targets, owned):
 
 
 def is_test(target):
+    """Returns whether pytest runs the target."""
     return any(path.name.endswith("_test.py") for path in target.sources)
 
 
@@ -235,6 +236,9 @@ def test_each_target_has_the_dependencies_that_its_files_import():
 
 
 def test_each_file_has_a_target():
+    """If this fails, a folder has no BUILD file: copy xshard/modes/BUILD, or
+    tests/modes/BUILD for tests, change its names, and run `python -m tests.build_test`.
+    """
     owned = owners(read_all())
     files = {path for top in TOPS for path in (ROOT / top).rglob("*.py")}
     left = {path for path in files - owned.keys() if "template" not in path.parts}

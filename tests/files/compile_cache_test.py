@@ -172,7 +172,7 @@ def test_a_second_start_of_a_pod_loads_all_programs(tmp_path):
         directory = tmp_path / str(start)
         directory.mkdir()
         command = [*harness.TOY, f"--workdir={directory / 'run'}"]
-        command += ["--config.experiment=tests.cache_test.Listening"]
+        command += ["--config.experiment=tests.files.compile_cache_test.Listening"]
         command += [f"--config.compiled.directory={tmp_path / 'shared'}"]
         environment = harness.environment(XSHARD_TEST_EVENTS=str(directory))
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)

@@ -37,7 +37,7 @@ def make_config(experiment, **reduction):
     ],
 )
 def test_a_key_that_reaches_no_rule_is_refused(tmp_path, key, value):
-    config = make_config("tests.preflight_test.Deaf", **{key: value})
+    config = make_config("tests.run.preflight_test.Deaf", **{key: value})
     match = (
         rf"config.reduction.{key}='?{value}'? reaches no rule of "
         r".*\*\*self.config.reduction"
@@ -158,8 +158,8 @@ class Free(toy.Toy):
 @pytest.mark.parametrize(
     "experiment, says, warns",
     [
-        ("tests.preflight_test.Free", True, True),
-        ("tests.preflight_test.Averaged", True, False),
+        ("tests.run.preflight_test.Free", True, True),
+        ("tests.run.preflight_test.Averaged", True, False),
         ("tests.toy.Toy", False, False),
     ],
 )
@@ -194,7 +194,7 @@ class Counting(toy.Wide):
 
 
 def test_integers_are_logged_as_they_are(tmp_path):
-    config = make_config("tests.preflight_test.Counting")
+    config = make_config("tests.run.preflight_test.Counting")
     config.steps = 3
     config.count = "sum"
     assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
@@ -205,7 +205,7 @@ def test_integers_are_logged_as_they_are(tmp_path):
 
 def test_an_integer_that_differs_between_replicas_is_refused(tmp_path):
     for count, refused in (("own", True), ("mean", False)):
-        config = make_config("tests.preflight_test.Counting")
+        config = make_config("tests.run.preflight_test.Counting")
         config.count = count
         raises = pytest.raises(
             errors.UserError, match="returns the integer 'count', which differs"
@@ -223,7 +223,7 @@ class ReadsEarly(toy.Wide):
 
 
 def test_keys_that_nothing_reads_are_named(tmp_path, capsys):
-    config = make_config("tests.preflight_test.ReadsEarly")
+    config = make_config("tests.run.preflight_test.ReadsEarly")
     config.early = {"rate": 0.1, "late": 0.2}
     config.steps = 1
     config.optimizer.warmup = 100

@@ -446,7 +446,7 @@ def Mine(part):  # noqa: N802
 
 
 def test_a_custom_writer_receives_the_rows(tmp_path):
-    names = ("tests.writers_test.Mine", "jsonl")
+    names = ("tests.metrics.writers_test.Mine", "jsonl")
     writers.check(names)
     write_part(tmp_path, 3, [training(4)], names)
     assert (tmp_path / "mine_from_3").read_text() == str(training(4))
@@ -465,7 +465,7 @@ def Broken(part):  # noqa: N802
 
 
 def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
-    names = ("jsonl", "tests.writers_test.Noting", "tests.writers_test.Broken")
+    names = ("jsonl", "tests.metrics.writers_test.Noting", "tests.writers_test.Broken")
     with pytest.raises(OSError, match="no room"):
         open_part(tmp_path, 0, names)
     assert (tmp_path / "closed").exists()
@@ -480,10 +480,10 @@ def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
             "prometheus, nor the",
         ),
         (
-            ("jsonl", "tests.writers_test.Yours"),
+            ("jsonl", "tests.metrics.writers_test.Yours"),
             "Yours.* can be imported from here: .*Yours",
         ),
-        (("jsonl", "tests.writers_test.ALL"), "cannot be called"),
+        (("jsonl", "tests.metrics.writers_test.ALL"), "cannot be called"),
         (("csv",), "must have 'jsonl'"),
         (("jsonl", "csv", "csv"), "each once"),
         ("jsonl", "must be a list of names"),
