@@ -25,9 +25,7 @@ class TpuVm(engine.Engine):
         "the code's folder on each host; its .venv, which run.sh creates, is activated "
         "if it exists",
     )
-    zone: str | None = engine.option(
-        None, "the TPU VM's zone; by default gcloud's own"
-    )
+    zone: str | None = engine.option(None, "the TPU VM's zone; by default gcloud's own")
     project: str | None = engine.option(
         None, "the TPU VM's project; by default gcloud's own"
     )

@@ -61,7 +61,7 @@ def short(label, build):
 
 
 def read(build):
-    """Yields the targets of a folder's BUILD file, which is Python but for its loads."""
+    """Yields the targets of a folder's BUILD file, which Python can run."""
     targets = []
 
     def rule(name, srcs=(), deps=(), data=(), tags=(), **_):
@@ -138,7 +138,7 @@ def imported(path):
 
 @functools.cache
 def packages():
-    """Returns the labels of locked packages, by the name under which they are imported."""
+    """Returns the labels of locked packages by the names of their modules."""
     required = set()
     for name in ("run.in", "dev.in"):
         for line in (ROOT / "requirements" / name).read_text().split():
@@ -253,9 +253,9 @@ def test_no_targets_depend_on_each_other():
 
 def test_a_rule_is_tested_without_the_report():
     targets = read_all()
-    tested = {"//tests/optimizers:tests", "//tests/optimizers:rules_test"}
+    tested = [name for name in targets if name.startswith("//tests/optimizers:")]
+    assert "//tests/optimizers:rules_test" in tested
     for label in tested:
-        assert "//xshard/optimizers:optimizers" in closure(targets[label], targets)
         assert "//xshard/report:report" not in closure(targets[label], targets)
 
 
