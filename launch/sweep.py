@@ -341,6 +341,52 @@ def run_in(directory: pathlib.Path) -> str:
     return workdir.Workdir(directory).run_id()
 
 
+class Supervisor:
+    """Runs the jobs of a sweep on this machine, some at a time."""
+
+    def __init__(self, options: local.Local):
+        """Starts nothing.
+
+        Args:
+          options: how many jobs run at a time, and the options of their supervisors.
+        """
+        self._options = options
+        self._begun: list[local.Supervisor] = []
+        self._signals: list[int] = []
+        self._recording = threading.Lock()
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on to all jobs that run, and prevents the start of others. A
+        signal handler may call it.
+        """
+        self._signals.append(number)
+        for supervisor in self._begun:
+            supervisor.signal(number)
+
+    def run(self, jobs: Sequence[engine.Job]) -> list[int]:
+        """Runs jobs to their ends; returns their exit codes."""
+        with concurrent.futures.ThreadPoolExecutor(self._options.parallel) as pool:
+            return list(pool.map(self._supervise, jobs))
+
+    def _supervise(self, job: engine.Job) -> int:
+        if self._signals:
+            return exit_codes.PREEMPTED
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        with (job.workdir / _LOG).open("a") as log:
+            supervisor = local.Supervisor(job, self._options, log)
+            self._begun.append(supervisor)
+            # The signal may have come before the supervisor was on the list.
+            if self._signals:
+                return exit_codes.PREEMPTED
+            print(f"{job.name}: started; its output goes to {log.name}", flush=True)
+            code = supervisor.run()
+        with self._recording:
+            _record_run(job)
+        end = supervisor.cause or f"ended with exit code {code}"
+        print(f"{job.name}: {end}", flush=True)
+        return code
+
+
 def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
     """Runs the jobs of a sweep on this machine, and prints the table.
 
@@ -353,14 +399,10 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
     Returns:
       0 if all jobs are done; else the exit code of the first that is not.
     """
-    todo = []
-    failed = []
-    for job in all_jobs:
-        if not has_ended(job):
-            todo.append(job)
-        elif results_lib.nonfinite_reason(job.workdir):
-            failed.append(job)
-    num_done = len(all_jobs) - len(todo) - len(failed)
+    todo = [job for job in all_jobs if not has_ended(job)]
+    ended = [job for job in all_jobs if job not in todo]
+    failed = [job for job in ended if results_lib.nonfinite_reason(job.workdir)]
+    num_done = len(ended) - len(failed)
     print(f"{num_done} of {len(all_jobs)} jobs are done; {options.parallel} at a time")
     if failed:
         names = ", ".join(job.name for job in failed)
@@ -369,52 +411,31 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
             f"{names}"
         )
     sys.stdout.flush()
-    supervisors: list[local.Supervisor] = []
-    stop_signals: list[int] = []
-    recording = threading.Lock()
-
-    def stop_all(number: int) -> None:
-        stop_signals.append(number)
-        for supervisor in supervisors:
-            supervisor.signal(number)
-
-    def supervise(job: engine.Job) -> int:
-        if stop_signals:
-            return exit_codes.PREEMPTED
-        job.workdir.mkdir(parents=True, exist_ok=True)
-        with (job.workdir / _LOG).open("a") as log:
-            supervisor = local.Supervisor(job, options, log)
-            supervisors.append(supervisor)
-            # The signal may have come before the supervisor was on the list.
-            if stop_signals:
-                return exit_codes.PREEMPTED
-            print(f"{job.name}: started; its output goes to {log.name}", flush=True)
-            code = supervisor.run()
-        with recording:
-            _record_run(job)
-        end = supervisor.cause or f"ended with exit code {code}"
-        print(f"{job.name}: {end}", flush=True)
-        return code
-
-    with (
-        local.forwarding_signals(stop_all),
-        concurrent.futures.ThreadPoolExecutor(options.parallel) as pool,
-    ):
-        ends = list(pool.map(supervise, todo))
-    names_of_todo = [job.workdir.name for job in todo]
-    codes = dict(zip(names_of_todo, ends, strict=True))
-    all_rows = rows(all_jobs[0].workdir.parent)
-    for row in all_rows:
-        # After a stop, the code of a job that was never started is that of the stop.
-        if codes.get(row["run"]) and row["doing"] != _NOT_STARTED:
-            row["doing"] = f"exit code {codes[row['run']]}"
-    print(f"\n{table(all_rows)}")
+    supervisor = Supervisor(options)
+    with local.forwarding_signals(supervisor.signal):
+        ends = supervisor.run(todo)
+    _print_table(all_jobs[0].workdir.parent, todo, ends)
     for code in ends:
         if code:
             return code
     if failed:
         return exit_codes.NONFINITE
     return exit_codes.DONE
+
+
+def _print_table(
+    directory: pathlib.Path, jobs: Sequence[engine.Job], codes: Sequence[int]
+) -> None:
+    """Prints the table of a sweep, with the exit codes of the jobs that have run."""
+    code_of = {}
+    for job, code in zip(jobs, codes, strict=True):
+        code_of[job.workdir.name] = code
+    all_rows = rows(directory)
+    for row in all_rows:
+        # After a stop, the code of a job that was never started is that of the stop.
+        if code_of.get(row["run"]) and row["doing"] != _NOT_STARTED:
+            row["doing"] = f"exit code {code_of[row['run']]}"
+    print(f"\n{table(all_rows)}")
 
 
 def _record_run(job: engine.Job) -> None:
