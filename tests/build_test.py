@@ -181,25 +181,29 @@ def needs(path, owned):
 
 
 def wanted(target, targets, owned):
-    """Returns the dependencies that a target must have: for each, a file that imports
-    it.
-    """
+    """Returns the dependencies that a target must have, and what imports each."""
+    labels = {}
+    # What packages need without an import, as a server of a test.
+    for label in target.deps:
+        if label.startswith("@pypi"):
+            labels[label] = ""
     if target.is_external:
-        missing = targets.keys() - closure(target, targets)
-        libraries = {label for label in missing if not is_test(targets[label])}
-        return dict.fromkeys(target.deps | libraries, "the source tree")
+        for label, other in targets.items():
+            package = label.partition(":")[0]
+            is_one_of_several = f"{package}:modules" in targets
+            if label == f"{package}:modules" or not (
+                is_one_of_several or is_test(other)
+            ):
+                labels[label] = "what reads the source tree"
+        labels.pop("//experiments:experiments")
+        return labels
     if not target.sources:
         # A name for others.
         return dict.fromkeys(target.deps, "")
-    labels = {}
     for path in target.sources:
         for label in needs(path, owned):
             labels.setdefault(label, path.relative_to(ROOT))
     labels.pop(target.label, None)
-    # What packages need without an import, as a server of a test.
-    for label in target.deps:
-        if label.startswith("@pypi"):
-            labels.setdefault(label, "")
     return labels
 
 
