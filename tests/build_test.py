@@ -189,13 +189,12 @@ def wanted(target, targets, owned):
             labels[label] = ""
     if target.is_external:
         for label, other in targets.items():
-            package = label.partition(":")[0]
-            is_one_of_several = f"{package}:modules" in targets
-            if label == f"{package}:modules" or not (
-                is_one_of_several or is_test(other)
-            ):
+            modules = f"{label.partition(':')[0]}:modules"
+            if IMPLIED.fullmatch(label) or is_test(other):
+                continue
+            # A folder's libraries all at once, where it has several.
+            if label == modules or modules not in targets:
                 labels[label] = "what reads the source tree"
-        labels.pop("//experiments:experiments")
         return labels
     if not target.sources:
         # A name for others.
