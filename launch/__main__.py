@@ -88,7 +88,7 @@ def make_flags() -> flags.FlagValues:
         "debug", False, "Show the traceback of an error.", flag_values=values
     )
     for name, fields in _options().items():
-        default = next(iter(fields.values())).default
+        default: Any = next(iter(fields.values())).default
         # What a flag says to each engine; once, where several read it alike.
         readers: dict[str, list[str]] = {}
         for reader, field in fields.items():

@@ -205,6 +205,7 @@ def option(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
+@dataclasses.dataclass(frozen=True)
 class Engine:
     """A system that runs jobs. A new engine is a frozen dataclass whose fields are its
     flags; it implements `launch`, and the other methods as far as the system allows.
