@@ -465,7 +465,11 @@ def Broken(part):  # noqa: N802
 
 
 def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
-    names = ("jsonl", "tests.metrics.writers_test.Noting", "tests.writers_test.Broken")
+    names = (
+        "jsonl",
+        "tests.metrics.writers_test.Noting",
+        "tests.metrics.writers_test.Broken",
+    )
     with pytest.raises(OSError, match="no room"):
         open_part(tmp_path, 0, names)
     assert (tmp_path / "closed").exists()
