@@ -235,7 +235,7 @@ def test_each_target_has_the_dependencies_that_its_files_import():
             problems.append(f'{where}: add "{line}", for {labels[label]}')
         for label in target.deps - labels.keys():
             problems.append(f'{where}: remove "{short(label, target.build)}"')
-    assert problems == []
+    assert not problems, "\n".join(problems)
 
 
 def test_each_file_has_a_target():
