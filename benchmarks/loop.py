@@ -278,7 +278,7 @@ class HostTime:
 
         run._begin = begin_and_time
         for name in ("fetch", "read"):
-            self._time(run._log, name, "log")
+            self._time(run.log, name, "log")
         for name in ("fetch", "read"):
             self._time(run._replica_check, name, "copies of replicas")
         self._time(run.batches, "_take_next", "data")

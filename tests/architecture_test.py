@@ -39,6 +39,7 @@ checkpoint
 evaluation
 run
 loop
+wings
 modes new trained
 export main
 dryrun replay report
@@ -131,6 +132,16 @@ def test_checkpoints_know_nothing_of_what_is_trained():
     assert layers == {
         "checkpoint", "errors", "files", "formatting", "jax_internals", "pod", "spans"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_wing_is_imported_only_by_the_list_of_wings(path):
+    name = name_of(path)
+    for other in imported_files(path):
+        if other.startswith("wings/"):
+            own = name.split("/")[:2] == other.split("/")[:2]
+            chosen = other == "wings/installed" and name == "main"
+            assert own or chosen or name == "wings/installed", other
 
 
 def test_there_are_no_import_cycles():

@@ -10,10 +10,10 @@ import haiku as hk
 import numpy as np
 import pytest
 
-from tests import forks, rows, toy
+from tests import forks, rows, toy, winged
 from tests.launch import harness as harness_of_processes
 from tests.optimizers import harness
-from xshard import errors, loop
+from xshard import errors
 from xshard.files import identity
 from xshard.pod import request
 
@@ -50,7 +50,7 @@ def config_of(size, **changes):
 
 
 def train(directory, config, **options):
-    assert loop.run(config, str(directory), "", **options) == 0
+    assert winged.run(config, str(directory), "", **options) == 0
 
 
 def assert_equal(directory, other, config):
@@ -116,7 +116,7 @@ def test_a_stop_within_a_dispatch_s_reach_changes_no_bit(tmp_path, poll):
     train(tmp_path / "whole", config_of(8, **changes))
     watch = rows.ScriptedWatch(poll, request.STOP)
     stopped = config_of(3, **changes)
-    assert loop.run(stopped, str(tmp_path / "stopped"), "", watch=watch) == 42
+    assert winged.run(stopped, str(tmp_path / "stopped"), "", watch=watch) == 42
     train(tmp_path / "stopped", config_of(8, **changes))
     assert_equal(tmp_path / "stopped", tmp_path / "whole", stopped)
 
@@ -173,7 +173,7 @@ def test_batches_of_another_shape_end_a_dispatch(tmp_path, lengths):
     for poll in (1, 2, 3):
         watch = rows.ScriptedWatch(poll, request.STOP)
         directory = tmp_path / f"stopped {poll}"
-        assert loop.run(config, str(directory), "", watch=watch) == 42
+        assert winged.run(config, str(directory), "", watch=watch) == 42
         train(directory, config)
         assert rows.same_bits(directory) == rows.same_bits(tmp_path / "1")
 
@@ -244,7 +244,7 @@ def test_the_program_and_the_number_follow_from_the_config(
 ):
     config = toy.get_config()
     config.update_from_flattened_dict(changes)
-    run = loop.Run(config.lock(), str(tmp_path))
+    run = winged.Run(config.lock(), str(tmp_path))
     assert (run.dispatches.program, run.dispatches.most) == (program, most)
     assert why in str(run.dispatches)
 
@@ -253,14 +253,14 @@ def test_large_steps_are_dispatched_one_by_one(tmp_path):
     config = toy.get_config()
     config.experiment = "tests.toy.Wide"
     config.update({"hidden": 4000, "batch_size": 4096, "examples": 4096})
-    run = loop.Run(config.lock(), str(tmp_path))
+    run = winged.Run(config.lock(), str(tmp_path))
     assert run.dispatches.most < 32 and "a step has" in run.dispatches.why
 
 
 @pytest.mark.parametrize("changes", [EXACT])
 def test_more_than_one_step_of_several_programs_is_refused(tmp_path, changes):
     with pytest.raises(errors.UserError, match="steps_per_dispatch=2 cannot be had: "):
-        loop.Run(config_of(2, **changes), str(tmp_path))
+        winged.Run(config_of(2, **changes), str(tmp_path))
 
 
 def test_a_run_keeps_the_program_that_it_began_with(tmp_path):
@@ -269,18 +269,18 @@ def test_a_run_keeps_the_program_that_it_began_with(tmp_path):
     assert content["_run"].pop("step_program") == identity.LOOP
     # As a run wrote it before there was a choice.
     (tmp_path / "config.json").write_text(json.dumps(content))
-    run = loop.Run(config_of(0, steps=8), str(tmp_path))
+    run = winged.Run(config_of(0, steps=8), str(tmp_path))
     assert run.dispatches.program == identity.STEP
     assert "the run began so" in str(run.dispatches)
     with pytest.raises(errors.UserError, match="the run began so"):
-        loop.Run(config_of(2, steps=8), str(tmp_path))
+        winged.Run(config_of(2, steps=8), str(tmp_path))
 
 
 def test_a_run_whose_work_directory_was_lost_keeps_its_program(tmp_path):
     changes = {"experiment": f"{HERE}.Convolved"}
     kept = {"checkpoint.directory": str(tmp_path / "kept"), **changes}
     train(tmp_path / "first", config_of(3, steps=4, **kept))
-    run = loop.Run(config_of(0, steps=8, **kept), str(tmp_path / "second"))
+    run = winged.Run(config_of(0, steps=8, **kept), str(tmp_path / "second"))
     # A convolution would choose the plain step for a new run.
     assert run.dispatches.program == identity.LOOP and run.dispatches.most == 1
 
@@ -296,7 +296,7 @@ def test_a_lost_work_directory_and_a_damaged_checkpoint_keep_the_program(
     content = (newest / name).read_bytes()
     (newest / name).write_bytes(content[: len(content) // 2])
     config = config_of(0, steps=8, **changes)
-    run = loop.Run(config, str(tmp_path / "second"))
+    run = winged.Run(config, str(tmp_path / "second"))
     # A convolution would choose the plain step for a new run.
     assert run.dispatches.program == identity.LOOP
     train(tmp_path / "second", config)
@@ -308,7 +308,7 @@ def test_reading_rows_ends_no_dispatch(tmp_path, monkeypatch):
     with config.unlocked():
         config.checkpoint.every_steps = 100
         config.eval_every_steps = 100
-    run = loop.Run(config, str(tmp_path))
+    run = winged.Run(config, str(tmp_path))
     counts = []
     train_step = run.train_step
 
@@ -331,7 +331,7 @@ def test_the_rows_of_steps_after_one_in_trouble_are_not_written(tmp_path):
         "log_every_steps": 1,
     }
     for size in (1, 8):
-        code = loop.run(config_of(size, **changes), str(tmp_path / str(size)), "")
+        code = winged.run(config_of(size, **changes), str(tmp_path / str(size)), "")
         assert code == 3
     assert rows.same_bits(tmp_path / "8") == rows.same_bits(tmp_path / "1")
     assert rows.read(tmp_path / "8")[-1]["step"] == 5
@@ -353,7 +353,7 @@ def test_no_samples_are_shown_after_a_step_in_trouble(tmp_path):
     }
     for size in (1, 3, 8):
         directory = tmp_path / str(size)
-        assert loop.run(config_of(size, **changes), str(directory), "") == 3
+        assert winged.run(config_of(size, **changes), str(directory), "") == 3
         samples = directory / "samples.jsonl"
         assert not samples.exists() or not samples.read_text()
         assert rows.results(directory)["step"] == 5
@@ -407,6 +407,6 @@ def test_steps_before_data_that_cannot_be_read_are_made_and_logged(tmp_path):
     for size in (1, 8):
         directory = tmp_path / str(size)
         with pytest.raises(OSError, match="seventh batch"):
-            loop.run(config_of(size, **changes), str(directory), "")
+            winged.run(config_of(size, **changes), str(directory), "")
         logged.append([row["step"] for row in rows.read(directory)])
     assert logged == [[1, 2, 3, 4, 5, 6]] * 2

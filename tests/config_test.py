@@ -8,8 +8,8 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from tests import rows, toy
-from xshard import cli, errors, loop, trained
+from tests import rows, toy, winged
+from xshard import cli, errors, trained
 from xshard import config as config_lib
 from xshard.files import identity, workdir
 
@@ -103,13 +103,13 @@ def test_a_work_directory_with_earlier_names_resumes(tmp_path, logged):
     config = toy.get_config()
     config.on_divergence = "roll_back"
     config.steps = 6
-    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    assert winged.run(config.lock(), str(tmp_path), "") == 0
     write_as_before(tmp_path, on_parted="on_divergence")
     assert trained.config_of(workdir.Workdir(tmp_path)).on_divergence == "roll_back"
     longer = config.copy_and_resolve_references()
     longer.steps = 8
     assert workdir.Workdir(tmp_path).check(longer) == ["steps: 6 -> 8"]
-    assert loop.run(longer, str(tmp_path), "") == 0
+    assert winged.run(longer, str(tmp_path), "") == 0
     assert rows.results(tmp_path)["step"] == 8
     assert "on_divergence" in json.loads((tmp_path / "config.json").read_text())
     lines = [x for x in logged.messages if "is now called" in x]

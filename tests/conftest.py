@@ -1,6 +1,9 @@
 """The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX
 usage, no ignored signals.
 
+A test that is marked `wing(name)` needs a wing beside that of its folder, and runs if
+the installation has it.
+
 A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`,
 n rows run without --all, which `tests.SAMPLE_SEED` draws; of several tests that are
 marked `sample(n, of="a name")`, n of all their rows. With a fraction below 1, the seed
@@ -23,6 +26,7 @@ import tests
 from tests import programs
 from tests.site import sitecustomize as sitecustomize
 from xshard.checkpoint import metadata_files
+from xshard.wings import installed
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
 jax.config.update("jax_num_cpu_devices", 8)
@@ -60,6 +64,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long; runs with --all")
     config.addinivalue_line(
+        "markers", "wing(name): needs this wing; runs if the installation has it"
+    )
+    config.addinivalue_line(
         "markers",
         "sample(n, of=name): without --all, n rows run, which a seed draws; of all "
         "tests of this name in the file. With n below 1, each row runs with this "
@@ -68,6 +75,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    _leave_out_lacking_wings(config, items)
     if config.getoption("--all"):
         return
     left_out = [item for item in items if item.get_closest_marker("long")]
@@ -88,6 +96,17 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
     left_out = set(left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _leave_out_lacking_wings(config, items):
+    names = {wing.name for wing in installed.WINGS}
+    lacking = set()
+    for item in items:
+        for marker in item.iter_markers("wing"):
+            if not names.issuperset(marker.args):
+                lacking.add(item)
+    config.hook.pytest_deselected(items=list(lacking))
+    items[:] = [item for item in items if item not in lacking]
 
 
 def _place_in_the_draw(item):

@@ -93,7 +93,7 @@ def test_values_out_of_range_are_refused(key, value):
 def test_convolutions_are_computed_in_float16():
     config = small(digits.get_config)
     run = loop.Run(config, "/nonexistent")
-    text = run.train_step.lower(run._target, next(run.batches)).as_text()
+    text = run.train_step.lower(run.target, next(run.batches)).as_text()
     assert "stablehlo.convolution" in text
     convolutions = [
         line for line in text.splitlines() if "stablehlo.convolution" in line

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import dispatches, toy
-from xshard import evaluation, loop
+from tests import dispatches, toy, winged
+from xshard import evaluation
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.metrics import deferred
@@ -65,7 +65,7 @@ def test_a_recording_has_the_names_of_all_programs(tmp_path):
     ],
 )
 def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
-    run = loop.Run(make_config(**changes), str(tmp_path / "run"))
+    run = winged.Run(make_config(**changes), str(tmp_path / "run"))
     step = run.train_step
     calls = []
     recording = contextlib.ExitStack()
@@ -169,7 +169,7 @@ def recorded_waits(function, is_last):
     ],
 )
 def test_the_loop_waits_only_for_steps_before_those_in_flight(tmp_path, changes):
-    run = loop.Run(make_config(**changes), str(tmp_path))
+    run = winged.Run(make_config(**changes), str(tmp_path))
     seen = []
 
     def is_last(count):

@@ -12,9 +12,9 @@ from jax import export as jax_export
 from safetensors import numpy as safetensors
 
 import xshard
-from tests import rows, toy
+from tests import rows, toy, winged
 from tests.optimizers import harness
-from xshard import checkpoint, errors, export, loop
+from xshard import checkpoint, errors, export
 from xshard.learners import learner
 from xshard.optimizers import trees
 from xshard.pod import request
@@ -160,7 +160,7 @@ def predict_by_hand(params):
     ids=str,
 )
 def test_a_schedule_free_rule_is_evaluated_at_its_averages(tmp_path, capsys, changes):
-    assert loop.run(make_config("Free", **changes), str(tmp_path), "") == 0
+    assert winged.run(make_config("Free", **changes), str(tmp_path), "") == 0
     assert "optax_optimizer.evaluation_params; 'raw/...' are" in capsys.readouterr().out
     trained = xshard.load(str(tmp_path))
     expected = expected_by_optax(trained)
@@ -242,9 +242,9 @@ def test_a_schedule_free_rule_is_found_within_others(name):
 
 
 def test_a_new_run_begins_to_average_at_the_parameters_that_it_takes(tmp_path):
-    assert loop.run(make_config("Free"), str(tmp_path / "first"), "") == 0
+    assert winged.run(make_config("Free"), str(tmp_path / "first"), "") == 0
     source = checkpoint.Source(str(tmp_path / "first"))
-    run = loop.Run(make_config("Free", steps=24), str(tmp_path / "second"), source)
+    run = winged.Run(make_config("Free", steps=24), str(tmp_path / "second"), source)
     state = run.resume_or_init().state
     taken = rows.final_state(tmp_path / "first", make_config("Free"))
     harness.assert_equal(state.experiment.params, taken.experiment.params)
@@ -252,11 +252,13 @@ def test_a_new_run_begins_to_average_at_the_parameters_that_it_takes(tmp_path):
     # Without rounding they would be equal.
     assert values["error"] == pytest.approx(values["raw/error"], rel=1e-5)
     # A step donates its state, so no two of its arrays may share a buffer.
-    assert loop.run(make_config("Free", steps=24), str(tmp_path / "2"), "", source) == 0
+    assert (
+        winged.run(make_config("Free", steps=24), str(tmp_path / "2"), "", source) == 0
+    )
 
 
 def test_exports_have_them_unless_told_otherwise(tmp_path):
-    assert loop.run(make_config("Free"), str(tmp_path / "run"), "") == 0
+    assert winged.run(make_config("Free"), str(tmp_path / "run"), "") == 0
     trained = xshard.load(str(tmp_path / "run"))
     said = export.write(trained, tmp_path / "a.safetensors")
     assert said.endswith("; those that the run evaluates")
@@ -272,11 +274,11 @@ def test_exports_have_them_unless_told_otherwise(tmp_path):
 
 def test_the_statistics_of_a_batch_norm_are_averaged_with_the_parameters(tmp_path):
     config = make_config("Normalized", log_every_steps=1)
-    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    assert winged.run(config, str(tmp_path / "whole"), "") == 0
     # Stopped, a run resumes to the same bits.
     watch = rows.ScriptedWatch(5, request.STOP)
-    assert loop.run(config, str(tmp_path / "two"), "", watch=watch) == 42
-    assert loop.run(config, str(tmp_path / "two"), "") == 0
+    assert winged.run(config, str(tmp_path / "two"), "", watch=watch) == 42
+    assert winged.run(config, str(tmp_path / "two"), "") == 0
     left = rows.final_state(tmp_path / "whole", config)
     harness.assert_equal(left, rows.final_state(tmp_path / "two", config))
     state = left.experiment
@@ -295,7 +297,7 @@ def test_the_statistics_of_a_batch_norm_are_averaged_with_the_parameters(tmp_pat
 
 
 def test_exported_predictions_are_those_of_the_chosen_parameters(tmp_path):
-    assert loop.run(make_config("Free"), str(tmp_path / "run"), "") == 0
+    assert winged.run(make_config("Free"), str(tmp_path / "run"), "") == 0
     trained = xshard.load(str(tmp_path / "run"))
     expected = {
         False: trained.predict(BATCH),
@@ -331,7 +333,7 @@ def test_statistics_are_estimated_for_the_evaluated_parameters(tmp_path, changes
     config = make_config(
         "Rescaled", estimate_statistics=True, overflow_above=2.0, **changes
     )
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     state = rows.final_state(tmp_path, config).experiment
     steps = np.max(state.global_step)
     assert 0 < steps < config.steps
@@ -354,11 +356,11 @@ def test_statistics_are_estimated_for_the_evaluated_parameters(tmp_path, changes
 def test_nothing_to_estimate_is_refused(tmp_path):
     config = make_config("Free", estimate_statistics=True)
     with pytest.raises(errors.UserError, match="estimate_statistics=True has no eff"):
-        loop.run(config, str(tmp_path / "run"), "")
+        winged.run(config, str(tmp_path / "run"), "")
 
 
 def test_a_function_of_one_s_own_is_used(tmp_path):
-    assert loop.run(make_config("Doubled"), str(tmp_path), "") == 0
+    assert winged.run(make_config("Doubled"), str(tmp_path), "") == 0
     trained = xshard.load(str(tmp_path))
     doubled = jax.tree.map(lambda x: 2 * x, trained.state.experiment.params)
     harness.assert_equal(trained.params, doubled)
@@ -371,7 +373,7 @@ def test_a_run_of_an_earlier_version_resumes_without_averaged_statistics(
         # Earlier versions kept no averages of the network's state.
         patch.setattr(learner, "_floats", lambda net_state: {})
         early = make_config("Normalized", steps=6)
-        assert loop.run(early, str(tmp_path), "") == 0
+        assert winged.run(early, str(tmp_path), "") == 0
     old = xshard.load(str(tmp_path))
     assert "statistics/" not in str(old.state.experiment.opt_state)
     assert "step 6 was saved without averages" in capsys.readouterr().err
@@ -379,10 +381,10 @@ def test_a_run_of_an_earlier_version_resumes_without_averaged_statistics(
         old.for_evaluation().experiment.net_state, old.state.experiment.net_state
     )
     config = make_config("Normalized", log_every_steps=1)
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     assert "averages of the network's state begin at step 6" in capsys.readouterr().err
     # The parameters are those of a run that had the averages from the beginning.
-    assert loop.run(config, str(tmp_path / "new"), "") == 0
+    assert winged.run(config, str(tmp_path / "new"), "") == 0
     resumed = rows.final_state(tmp_path, config).experiment
     new = rows.final_state(tmp_path / "new", config).experiment
     harness.assert_equal(resumed.params, new.params)
@@ -393,7 +395,7 @@ def test_a_run_of_an_earlier_version_resumes_without_averaged_statistics(
 
 
 def test_a_run_says_that_an_experiment_leaves_them_unused(tmp_path, capsys):
-    assert loop.run(make_config("Unused"), str(tmp_path), "") == 0
+    assert winged.run(make_config("Unused"), str(tmp_path), "") == 0
     printed = capsys.readouterr().out
     assert "Unused does not define for_evaluation" in printed
     assert "'raw/...' are those that train" not in printed
@@ -410,13 +412,13 @@ def test_a_run_says_that_an_experiment_leaves_them_unused(tmp_path, capsys):
 )
 def test_a_rule_that_returns_something_else_is_refused_first(tmp_path, name, message):
     with pytest.raises(errors.UserError, match=message):
-        loop.run(make_config(name), str(tmp_path / "run"), "")
+        winged.run(make_config(name), str(tmp_path / "run"), "")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_has_no_clear_meaning_is_refused(tmp_path):
     with pytest.raises(errors.UserError, match="MovingAverageOptimizer and optax_opt"):
-        loop.run(make_config("Both"), str(tmp_path), "")
+        winged.run(make_config("Both"), str(tmp_path), "")
     rule = optax.contrib.schedule_free_sgd(0.1)
     make = lambda: xshard.OptaxOptimizer(rule, backs_off=True)
     with pytest.raises(ValueError, match="cannot back off with .*schedule_free"):
@@ -428,5 +430,5 @@ def test_what_has_no_clear_meaning_is_refused(tmp_path):
         config.checkpoint.best_metric = "average/error"
     renamed = "metric of the evaluation: .*raw/error.*best_metric='error' is what"
     with pytest.raises(errors.UserError, match=renamed):
-        loop.run(config, str(tmp_path), "")
+        winged.run(config, str(tmp_path), "")
     assert not list(tmp_path.iterdir())

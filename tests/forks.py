@@ -41,9 +41,9 @@ _IMPORTED = (
     "xshard.loop",
     "xshard.metrics.event_files",
     "xshard.modes.continuous_eval",
-    "xshard.modes.profiling",
     "xshard.pod.rendezvous",
     "xshard.replay.verify",
+    "xshard.wings.installed",
 )
 
 

@@ -49,7 +49,7 @@ import xshard
 from configs import lm_words
 from experiments.lm import words
 from launch import engine, sweep
-from tests import rows, toy
+from tests import rows, toy, winged
 from tests.checkpoint import harness as checkpoint_harness
 from tests.checkpoint import suspended
 from tests.faults import lacking_disk
@@ -1223,7 +1223,7 @@ def test_35_float16_without_a_loss_scale_is_said_once(experiment, precision, war
     made = experiment_lib.load(config.experiment)(config_lib.ReadConfig(config))
     mesh = xshard.make_mesh(devices=jax.devices()[:2])
     state = state_lib.abstract_state(made, mesh, 0, made.train_data())
-    said = list(preflight.warnings(made, config, state, None))
+    said = list(preflight.warnings(made, config, state, None, ()))
     assert "\n".join(said).count("warning: float16 without a loss scale") == warns
 
 
@@ -2639,7 +2639,7 @@ def _rows_config(name, **changes):
 
 
 def _rows_run(directory, config, watch=None):
-    return loop.run(config, str(directory), "again", watch=watch)
+    return winged.run(config, str(directory), "again", watch=watch)
 
 
 def _rows_told(directory):
@@ -2857,11 +2857,11 @@ class _RowsMlflow:
 def test_39_mlflow_shows_how_the_run_ended(tmp_path, monkeypatch, outcome, wanted):
     service = _RowsMlflow(monkeypatch)
     part = writers.Part(tmp_path, 0, {}, lambda: iter(()))
-    writers.close(writers.open_all(["mlflow"], part), outcome)
+    writers.close(writers.open_all(["mlflow"], part, winged.SERVICES), outcome)
     assert service.status == wanted
     assert service.tags["xshard.outcome"] == outcome.in_words()
     # A part that is killed tells nothing, so the next one says that it goes on.
-    writers.open_all(["mlflow"], part._replace(step=7))
+    writers.open_all(["mlflow"], part._replace(step=7), winged.SERVICES)
     assert service.tags["xshard.outcome"] == "runs, resumed from step 7"
 
 
@@ -2872,7 +2872,9 @@ def test_39_mlflow_gets_the_steps_that_a_roll_back_repeats(tmp_path, monkeypatch
     def part(step, rows):
         history = lambda: rows_lib.read(tmp_path / "metrics.jsonl")
         opened = writers.open_all(
-            ["jsonl", "mlflow"], writers.Part(tmp_path, step, {}, history)
+            ["jsonl", "mlflow"],
+            writers.Part(tmp_path, step, {}, history),
+            winged.SERVICES,
         )
         for row in rows:
             writers.write(opened, row)
@@ -2925,11 +2927,11 @@ def test_39_wandb_is_told_the_exit_code(tmp_path, monkeypatch):
         (writer.Outcome(writer.ROLLED_BACK), [0]),
         (writer.Outcome(writer.DONE, code=0), [0]),
     ):
-        writers.close(writers.open_all(["wandb"], part), outcome)
+        writers.close(writers.open_all(["wandb"], part, winged.SERVICES), outcome)
         assert told == wanted and summary["perf/outcome"] == outcome.in_words()
         told.clear()
     # A sample does not replace the number of its name.
-    (opened,) = writers.open_all(["wandb"], part)
+    (opened,) = writers.open_all(["wandb"], part, winged.SERVICES)
     opened.write({"step": 1, "kind": "train", "digits": 1.0})
     shown = {"digits": {"kind": "text", "text": "7"}, "other": told}
     opened.write_samples({"step": 1, "kind": "samples", "samples": shown})

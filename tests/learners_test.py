@@ -191,7 +191,8 @@ def check(kind, **changes_of_config):
     """
     experiment, the_mesh, train = make(kind, **changes_of_config)
     state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
-    preflight.programs(experiment, the_mesh, state, train.shapes())
+    asks = [lambda predict: experiment.samples(predict, None)]
+    preflight.programs(experiment, the_mesh, state, train.shapes(), asks=asks)
 
 
 def test_splits_and_metrics_that_are_not_means():
@@ -632,7 +633,8 @@ def check_held(kind, **changes):
     state = state_lib.abstract_state(experiment, the_mesh, 0, train.example)
     copy = state.experiment["copy"]["mlp/~/linear_0"]["w"]
     assert copy.sharding.spec == jax.P(None, "replica")
-    preflight.programs(experiment, the_mesh, state, train.shapes())
+    asks = [lambda predict: experiment.samples(predict, None)]
+    preflight.programs(experiment, the_mesh, state, train.shapes(), asks=asks)
     evaluation.Evaluation(experiment, the_mesh, 8).check(
         state, experiment.config.checkpoint
     )

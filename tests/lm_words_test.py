@@ -16,7 +16,7 @@ import pytest
 import xshard
 from configs import lm_lora, lm_words
 from experiments.lm import adapted, model, words
-from tests import forks, rows
+from tests import forks, rows, winged
 from tests.optimizers import harness
 from xshard import data, loop
 from xshard.data import text
@@ -153,7 +153,7 @@ def test_the_evaluation_contains_each_byte_of_the_held_out_files(folders):
 )
 def test_values_out_of_range_are_refused(folders, tmp_path, changes, match):
     with pytest.raises(ValueError, match=match):
-        loop.Run(small(folders, **changes), str(tmp_path / "run"))
+        winged.Run(small(folders, **changes), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -193,9 +193,9 @@ def test_an_interrupted_run_ends_in_the_same_bits(folders, tmp_path):
             first = small(folders, **changes, **{"checkpoint.every_steps": stop})
             with pytest.MonkeyPatch.context() as patch, pytest.raises(rows.Killed):
                 patch.setattr(loop.Run, "_save", save_and_die(loop.Run._save))
-                loop.run(first, str(directory), "")
+                winged.run(first, str(directory), "")
         config = small(folders, **changes, **{"checkpoint.every_steps": 3})
-        assert loop.run(config, str(directory), "") == 0
+        assert winged.run(config, str(directory), "") == 0
     assert rows.same_bits(tmp_path / "None") == rows.same_bits(tmp_path / "3")
     harness.assert_equal(
         *(rows.final_state(tmp_path / name, config) for name in ("None", "3"))

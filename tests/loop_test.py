@@ -4,6 +4,7 @@ They are in this process and in separate ones.
 """
 
 import collections
+import functools
 import json
 import signal
 import time
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import forks, pace, programs, rows, toy
+from tests import forks, pace, programs, rows, toy, winged
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
-from xshard import checkpoint, evaluation, hooks, loop
+from xshard import checkpoint, loop
 from xshard.checkpoint import writer
 from xshard.files import workdir
 from xshard.metrics import clock
@@ -63,46 +64,6 @@ def test_the_output_and_the_files_of_a_run(tmp_path, capsys):
     assert rows.read(tmp_path / "run") == logged
 
 
-@pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
-def test_the_samples_of_the_trained_network(tmp_path, capsys, groups):
-    config = make_config(
-        experiment="tests.toy.Talking", steps=2, group_assignment=groups
-    )
-    assert loop.run(config, str(tmp_path), "") == 0
-    samples_text = json.loads((tmp_path / "results.json").read_text())["samples"]
-    assert f"samples:\n{samples_text}\n" in capsys.readouterr().out
-    linear = final_state(tmp_path, config).experiment.params["linear"]
-    w = np.asarray(linear["w"])
-    b = np.asarray(linear["b"])
-    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 3)))
-    # The prediction is the mean over the groups, one or two. The samples print six
-    # decimals.
-    outputs = np.mean((x @ w + b[..., None, :])[..., 0].reshape(-1, 2), axis=0)
-    np.testing.assert_allclose(
-        [float(samples_text.split()[1]), float(samples_text.split()[3])],
-        outputs,
-        atol=2e-6,
-    )
-
-
-class Silent(toy.Toy):
-    """Has a bug in its samples, on which no other result depends."""
-
-    def samples(self, predict, key):
-        predict({"x": np.ones((2, 3), np.float32)})
-        raise AttributeError("no such thing")
-
-
-def test_results_are_written_even_if_samples_fail(tmp_path):
-    config = make_config(experiment="tests.loop_test.Silent", steps=2)
-    with pytest.raises(AttributeError, match="no such thing"):
-        loop.run(config, str(tmp_path), "")
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["step"] == 2
-    assert results["eval"]["error"] > 0
-    assert results["samples"] == ""
-
-
 class Columns(toy.Wide):
     """Has outputs that are sharded along 'model'."""
 
@@ -126,6 +87,7 @@ class Columns(toy.Wide):
         )
 
 
+@pytest.mark.wing("samples")
 def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
     seen = []
     fetch = jax.device_get
@@ -133,7 +95,7 @@ def test_predictions_are_whole_on_each_process(tmp_path, monkeypatch):
     config = make_config(
         experiment="tests.loop_test.Columns", steps=1, model_parallel=2
     )
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     outputs = [x for x in seen if getattr(x, "shape", ()) == (2, 4)]
     assert outputs and all(x.is_fully_replicated for x in outputs)
 
@@ -179,16 +141,18 @@ class Counting(toy.Talking):
         return super().forward(batch, is_training=is_training)
 
 
+@pytest.mark.wing("samples")
 @pytest.mark.parametrize("groups", [(), ((0, 2, 4, 6), (1, 3, 5, 7))])
 def test_programs_traced_before_a_run_are_not_traced_again(tmp_path, groups):
     config = make_config(experiment="tests.loop_test.Counting", group_assignment=groups)
-    run = loop.Run(config, str(tmp_path))
+    run = winged.Run(config, str(tmp_path))
     state = run.resume_or_init().state
     before = Counting.traced.copy()
     assert before["evaluate"] and before["loss"]
     state = run.dispatch_step(1, state).stepped.state
     assert run._evaluation(state)
-    assert evaluation.sample(run.experiment, run.predict, 1, state)
+    predict = functools.partial(run.predict, state)
+    assert run.experiment.samples(predict, jax.random.key(0))
     assert Counting.traced == before
 
 
@@ -340,7 +304,7 @@ def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     manager = loop.Run(make_config(), str(tmp_path / "run")).checkpoints.manager
     kept = manager.restore(
-        loop.Run(make_config(), str(tmp_path / "run"))._target
+        loop.Run(make_config(), str(tmp_path / "run")).target
     ).metadata["origin"]
     assert kept == origin(tmp_path / "run")
     assert kept["training"].startswith("50 examples, CRC-32 ")
@@ -715,11 +679,10 @@ def test_the_steps_at_which_evaluations_and_saves_are_due():
     assert [step for step in steps if due.save(step)] == [5, 7]
     assert [due.next_evaluation(step) for step in range(7)] == [3, 3, 3, 6, 6, 6, 7]
     assert [due.next_save(step) for step in range(7)] == [5, 5, 5, 5, 5, 7, 7]
-    assert due.next_samples(0) == hooks.NEVER
     never = due._replace(evaluation_every=0)
     assert [step for step in steps if never.evaluation(step)] == [7]
     assert [never.next_evaluation(step) for step in range(7)] == [7] * 7
-    also = due._replace(saves_evaluated=True, samples_every=4)
+    also = due._replace(saves_evaluated=True)
     assert [step for step in steps if also.save(step)] == [3, 5, 6, 7]
     assert [also.next_save(step) for step in range(7)] == [3, 3, 3, 5, 5, 6, 7]
-    assert [also.next_samples(step) for step in range(7)] == [4, 4, 4, 4, 8, 8, 8]
+    assert [due.scheduled_save(step) for step in steps] == [5] * 5 + [7, 7]

@@ -9,7 +9,8 @@ import sys
 import jax
 import pytest
 
-from xshard import cli, errors, loop
+from tests import winged
+from xshard import cli, errors
 from xshard.new import __main__ as new
 
 FORWARD = '        return network(batch["point"])'
@@ -354,7 +355,7 @@ def check(tmp_path, monkeypatch):
         config.update(experiment=f"{name}.Spirals", **config_values)
         # Outside of these tests, JAX promotes types in its standard way.
         with jax.numpy_dtype_promotion("standard"):
-            return loop.Run(config.lock(), str(tmp_path / "run"))
+            return winged.Run(config.lock(), str(tmp_path / "run"))
 
     yield create
     sys.modules.pop(name, None)

@@ -137,7 +137,7 @@ def test_a_checkpoint_does_not_depend_on_the_sharding_that_saved_it(
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
     }
     replicated = loop.Run(config(**of_kind), str(tmp_path / "other"))
-    assert names(replicated._target) == names(run._target) == names(state)
+    assert names(replicated.target) == names(run.target) == names(state)
     for changes in (
         {"shard_update": False},
         {"shard_update": True},

@@ -7,7 +7,7 @@ may change it. `RENAMED` gives the earlier names of keys, which configs may stil
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -261,6 +261,24 @@ def loss_scale_kind(config: ml_collections.ConfigDict) -> str:
     return str(config.get("loss_scale", {}).get("kind", NONE))
 
 
+def check_wings(config: ml_collections.ConfigDict, names: Collection[str]) -> None:
+    """Raises UserError if a value needs a wing that is not among those named."""
+    values = flatten(config.to_dict())
+    for key in KEYS:
+        value = values.get(key.name, key.default)
+        is_of_core = value == key.default or value in key.of_core
+        if key.wing and key.wing not in names and not is_of_core:
+            raise lacks_wing(f"{key.name}={value!r}", key.wing)
+
+
+def lacks_wing(what: str, wing: str) -> errors.UserError:
+    """Returns the error that refuses what needs a wing that there is not."""
+    return errors.UserError(
+        f"{what} needs the wing {wing}, which this installation lacks: see "
+        "xshard/wings/installed.py."
+    )
+
+
 def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -> None:
     """Raises UserError if keys of the outer rule have no effect, or do not fit."""
     if not separates_slices(config):
@@ -484,6 +502,8 @@ class Key(NamedTuple):
         makes it another run.
       is_optional: whether a config may lack the key and then has its default, as in
         runs that began before there was this key.
+      wing: the wing that acts on it (`xshard.hooks.Wing`); empty: the core does.
+      of_core: the values besides the default that need no wing.
     """
 
     name: str
@@ -492,6 +512,8 @@ class Key(NamedTuple):
     check: Callable[[str, Any], None] | None = None
     may_change: bool = False
     is_optional: bool = False
+    wing: str = ""
+    of_core: tuple[Any, ...] = ()
 
 
 # In the order in which --show_config prints them. A key without `may_change` is part of
@@ -608,6 +630,8 @@ KEYS = (
         "which logs a warning and continues.",
         _on_nonfinite,
         may_change=True,
+        wing="roll_backs",
+        of_core=(SKIP, WARN),
     ),
     Key(
         "on_divergence",
@@ -617,6 +641,7 @@ KEYS = (
         "same steps.",
         _on_divergence,
         may_change=True,
+        wing="roll_backs",
     ),
     Key(
         "max_skips_in_a_row",
@@ -632,6 +657,7 @@ KEYS = (
         "The most roll-backs of a run; the next one ends it.",
         _count,
         may_change=True,
+        wing="roll_backs",
     ),
     Key(
         "roll_back.loss_factor",
@@ -640,6 +666,7 @@ KEYS = (
         "of the recent median; 0: never.",
         _factor_or_never,
         may_change=True,
+        wing="loss_jumps",
     ),
     Key(
         "roll_back.loss_steps",
@@ -648,6 +675,7 @@ KEYS = (
         "that many.",
         _count,
         may_change=True,
+        wing="loss_jumps",
     ),
     Key(
         "roll_back.learning_rate_factor",
@@ -656,6 +684,7 @@ KEYS = (
         "of rules with `backs_off`; 1: none.",
         _factor_to_lower,
         may_change=True,
+        wing="roll_backs",
     ),
     Key(
         "group_assignment",
@@ -816,6 +845,7 @@ KEYS = (
         _port,
         may_change=True,
         is_optional=True,
+        wing="prometheus",
     ),
     Key(
         "log_every_steps", 50, "The number of steps between logged rows.", _count, True
@@ -859,6 +889,7 @@ KEYS = (
         "last step.",
         _count_or_never,
         may_change=True,
+        wing="samples",
     ),
     Key(
         "compiled.directory",

@@ -1,6 +1,5 @@
-"""Evaluation of a state: metrics over all evaluation examples, and samples."""
+"""Evaluation of a state: metrics over all evaluation examples, and predictions."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import data, errors, logical, samples, spans, step, validation
+from xshard import data, errors, logical, spans, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -243,30 +242,6 @@ def _kind(name: str) -> str:
         if name.startswith(kind):
             return kind
     return ""
-
-
-def sample(
-    experiment: experiment_lib.Experiment,
-    predict: Callable[[state_lib.TrainState, Mapping[str, Any]], Any],
-    step: int,
-    state: state_lib.TrainState,
-) -> tuple[dict[str, Any], str]:
-    """Samples the state after a step; all processes must call it.
-
-    Args:
-      experiment: the experiment, whose `samples` is called.
-      predict: the function that `predictions` returns.
-      step: the number of the step.
-      state: the state after that step.
-
-    Returns:
-      The row to log, and a text to print.
-    """
-    where = validation.describe_method(experiment.samples)
-    key = experiment_lib.samples_key(experiment)
-    predict_with_state = functools.partial(predict, state)
-    named = samples.named(where, experiment.samples(predict_with_state, key))
-    return samples.row(where, step, named), samples.text(named)
 
 
 def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:

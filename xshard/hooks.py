@@ -6,8 +6,9 @@ dispatched, so that the devices are never idle.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -88,6 +89,109 @@ class Hook:
             is copied.
         """
         del step, state
+
+
+class Wing(Hook):
+    """What a run may have and may lack: a hook with a say in how the run goes.
+
+    A run receives classes of wings, and makes one object of each. Those of an
+    installation are in `xshard.wings.installed`. The keys of a wing are in
+    `xshard.config`, under its name.
+
+    Attributes:
+      name: its name, that of its folder.
+      services: the writers that it brings, by their names in `config.writers`, as
+        `xshard.metrics.writers.Service`.
+      modes: the modes of `xshard.main` that it brings, by name: functions of the
+        config, the work directory, and the keywords `steps`, `watch`, `show` and
+        `wings`, which return an exit code.
+    """
+
+    name: ClassVar[str]
+    services: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    modes: ClassVar[Mapping[str, Callable[..., int]]] = types.MappingProxyType({})
+
+    def __init__(self, run: Any):
+        """Checks what a run has, and writes nothing.
+
+        Args:
+          run: the `xshard.loop.Run`, whose programs have not been traced yet.
+
+        Raises:
+          UserError: if the config does not fit.
+        """
+        del run
+
+    def predictions(self) -> Sequence[Callable[..., Any]]:
+        """Returns functions that the run will call with one that predicts.
+
+        Before the run begins, each is called up to its first prediction.
+        """
+        return ()
+
+    def opened(self) -> None:
+        """Begins what lasts as long as the run holds the work directory."""
+
+    def restored(self, saved: Mapping[str, Any]) -> None:
+        """Continues from what `get_state` returned before a checkpoint was saved.
+
+        Args:
+          saved: what all wings returned; empty for a new run.
+        """
+        del saved
+
+    def get_state(self) -> Mapping[str, Any]:
+        """Returns what a resumed run needs, as JSON values by names of its own."""
+        return {}
+
+    def make_up(self, step: int, state: Any) -> None:
+        """Does what a stop left out after the step that the run resumes from."""
+        del step, state
+
+    def receive(self, step: int, request: Any) -> None:
+        """Takes a request that is neither to stop nor to save.
+
+        Args:
+          step: the number of the next step.
+          request: a `xshard.pod.request.Request`, the same on all processes.
+        """
+        del step, request
+
+    def finish(self, state: Any) -> None:
+        """Ends what steps are under, after the last one, on all processes."""
+        del state
+
+    def close(self) -> None:
+        """Ends what an error or a recovery has cut short; also called at the end."""
+
+    def results(self, step: int, state: Any) -> Mapping[str, Any]:
+        """Returns what the wing adds to results.json after the last step."""
+        del step, state
+        return {}
+
+    def recovers_from(self, error: type[Exception]) -> bool:
+        """Returns whether `recover` may help after errors of a type."""
+        del error
+        return False
+
+    def recover(self, error: Any) -> bool:
+        """Prepares another attempt, from an earlier checkpoint, on all processes.
+
+        Args:
+          error: a step that is not finite, or after which replicas differ.
+
+        Returns:
+          Whether the run is to begin again.
+
+        Raises:
+          Exception: the error that ends the run, if more is to be said of it.
+        """
+        del error
+        return False
+
+    def note(self, error: Exception) -> None:
+        """Adds notes to an error that ends the run."""
+        del error
 
 
 class Call(Hook):

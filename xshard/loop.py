@@ -37,7 +37,6 @@ from xshard.run import (
     group_keys,
     nonfinite,
     preflight,
-    profiles,
     replication,
     resuming,
     roll_backs,
@@ -47,6 +46,8 @@ from xshard.run import schedule as schedule_lib
 
 # How long the processes wait for process 0, which reads and writes the run's files.
 _FILES_SECONDS = 1800.0
+# What a wing may recover a run from.
+_TROUBLE = (nonfinite.NonfiniteError, replication.ReplicaDivergenceError)
 
 
 class _Dispatched(NamedTuple):
@@ -76,7 +77,11 @@ class Run:
       experiment: the experiment.
       batches: the training batches.
       checkpoints: the run's checkpoints.
-      roll_backs: the run's roll-backs.
+      past: the run's roll-backs.
+      target: the shapes of the run's state.
+      log: the run's log.
+      exchange: the exchanges of the processes about the run's files.
+      watch: reports requests to stop or save; None if there are none.
       provenance: the data, the code and the machine of the run as they are now.
       changes: a line for each change since the run was started.
       dispatches: how the run dispatches its steps.
@@ -84,7 +89,6 @@ class Run:
       predict: the compiled prediction, from host to host.
       clock: the clock of this process.
       terminal: the output to stdout.
-      tracer: traces steps, if a user asks for it.
       step: the number of steps made; -1 before there is a state.
     """
 
@@ -96,6 +100,7 @@ class Run:
         watch: watchdog_lib.Watchdog | None = None,
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
+        wings: Sequence[type[hooks.Wing]] = (),
     ):
         """Checks the config and the directory's contents, and traces all programs.
 
@@ -107,13 +112,18 @@ class Run:
             through it.
           show: how much to print.
           set_aside: the ID of a run to move aside, if the directory holds that run.
+          wings: what the run has beside its core, such as
+            `xshard.wings.installed.WINGS`.
 
         Raises:
           ValueError: if a value does not fit; the message has the key, its value and
             the fix.
         """
         config_lib.check(config)
-        writers.check(config.writers)
+        self._wing_names = [wing.name for wing in wings]
+        config_lib.check_wings(config, self._wing_names)
+        self._services = writers.services(wings)
+        writers.check(config.writers, self._services)
         self.config = config
         self.clock = clock_lib.Clock()
         self.terminal = terminal_lib.Terminal(config.steps, show)
@@ -122,15 +132,16 @@ class Run:
         # The experiment gets a copy that records what is read, from its constructor on.
         self.experiment = experiment_lib.of_config(config)
         self._init = init
-        self._watch = watch
+        self.watch = watch
         self._is_process_0 = jax.process_index() == 0
         # Only process 0 needs to see the work directory. The others learn from it what
         # is there. A save in the background has exchanges of its own.
-        self._exchange = host_collectives.Exchange("the run's files", _FILES_SECONDS)
+        self.exchange = host_collectives.Exchange("the run's files", _FILES_SECONDS)
 
         self._read_data()
         self._identify(set_aside)
         self._find_checkpoints()
+        self._wings = [wing(self) for wing in wings]
         self._trace_programs()
         self._prepare_hooks()
         # Open from the first step to the results.
@@ -181,16 +192,14 @@ class Run:
         )
         self.checkpoints.check_can_start(self._init)
         # The shapes of the run's state.
-        self._target = self.checkpoints.manager.target
-        self.roll_backs = roll_backs.RollBacks(
+        self.target = self.checkpoints.manager.target
+        self.past = roll_backs.Past(
             config=self.config,
             directory=self.workdir,
             manager=self.checkpoints.manager,
             batches=self.batches,
-            target=self._target,
-            log=self.terminal.say,
-            set_phase=self.set_phase,
-            exchange=self._exchange,
+            target=self.target,
+            exchange=self.exchange,
             announce=self._write_ahead,
         )
 
@@ -198,13 +207,17 @@ class Run:
         """Traces every program that the run will use, so that mistakes surface before
         training.
         """
+        asks: list[preflight.PredictionCaller] = []
+        for wing in self._wings:
+            asks += wing.predictions()
         programs = preflight.programs(
             experiment=self.experiment,
             mesh=self.mesh,
-            state=self._target,
+            state=self.target,
             batch=self.batches.shapes(),
             larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
+            asks=asks,
             step_program=self.checkpoints.step_program(),
             waits=self._waits_for_batches(),
         )
@@ -218,13 +231,13 @@ class Run:
             train_step, "the training step"
         )
         self.predict = evaluation.predictions(programs.predict, self.mesh)
-        self._metrics = self._evaluation.check(self._target, self.config.checkpoint)
+        self._metrics = self._evaluation.check(self.target, self.config.checkpoint)
 
     def _waits_for_batches(self) -> bool:
         """Returns whether any of several processes draws its data batch by batch."""
         if jax.process_count() == 1:
             return False
-        return not all(self._exchange.gather(self.batches.draws_many))
+        return not all(self.exchange.gather(self.batches.draws_many))
 
     def _prepare_hooks(self) -> None:
         """Prepares what the run does beside its steps."""
@@ -232,13 +245,14 @@ class Run:
         self._queue: deferred.Queue[_Dispatched] = deferred.Queue()
         self._replica_check = replication.ReplicaCheck(self.experiment, self.mesh)
         self._nonfinite_check = self._new_nonfinite_check()
-        self._log = log_lib.Log(
+        self.log = log_lib.Log(
             directory=self.workdir,
             experiment=self.experiment,
             mesh=self.mesh,
             batches=self.batches,
             clock=self.clock,
             terminal=self.terminal,
+            services=self._services,
         )
         # The callbacks may be slow, so their exchanges have a name of their own.
         decisions = host_collectives.Exchange(
@@ -246,12 +260,6 @@ class Run:
         )
         self._evaluations = callbacks.Evaluations(
             self.experiment.callbacks, self._metrics, decisions.gather
-        )
-        self.tracer = profiles.Tracer(
-            self.workdir.path,
-            self.terminal.say,
-            self.set_phase,
-            lambda: self.clock.phase(clock_lib.TRACE),
         )
         where = validation.describe_method(self.experiment.hooks)
         self._own_hooks = hooks.check(where, self.experiment.hooks())
@@ -281,14 +289,15 @@ class Run:
                 stack.enter_context(claim)
             stack.enter_context(self._compile_cache())
             stack.enter_context(self.checkpoints.opened())
-            if self._watch is not None:
-                self._watch.publish()
-                self.tracer.watch_file(self._watch)
-                self._watch.in_each_tick(self._spans.flush)
+            if self.watch is not None:
+                self.watch.publish()
+                self.watch.in_each_tick(self._spans.flush)
                 stack.enter_context(self._spans.opened())
+            for wing in self._wings:
+                wing.opened()
             stack.enter_context(self._resources)
             yield
-            if self._log.outcome is None:
+            if self.log.outcome is None:
                 # The caller has only made steps.
                 self.end(ending.outcome(self._stop))
 
@@ -338,19 +347,65 @@ class Run:
             results["why"] = why
             try:
                 if not why:
-                    results["samples"] = self._sample(self.step, state, is_last=True)
+                    for wing in self._wings:
+                        results |= wing.results(self.step, state)
             finally:
-                # Results are written even if sampling fails.
+                # Results are written even if a wing, such as the samples, fails.
                 if self._is_process_0:
                     results_lib.write(self.workdir, results)
-        with self.roll_backs.tolerate_nonfinite_save(is_stopped=self._stop is not None):
+        try:
             self.checkpoints.wait()
+        except checkpoint.NonfiniteError as e:
+            # The resumed run makes these steps again, and then recovers as a run that
+            # was never stopped.
+            if self._stop is None or not self._recovers_from(nonfinite.NonfiniteError):
+                raise
+            self.terminal.say(
+                f"not saved: {e}; the run resumes from the checkpoint before"
+            )
         self.end(ending.outcome(self._stop, results))
         return state, self._stop, results
 
+    def complete_or_recover(
+        self,
+    ) -> tuple[state_lib.TrainState, request_lib.Request | None, dict[str, Any]]:
+        """Completes the run, in further attempts if a wing recovers it from an error.
+
+        Returns:
+          What `complete` returns.
+
+        Raises:
+          NonfiniteError: of `nonfinite`, if no wing recovers it from a step that is not
+            finite, or from a state that is not.
+          ReplicaDivergenceError: if none recovers it from replicas that differ.
+        """
+        while True:
+            trouble: Exception
+            # The traceback of an exception keeps the arrays of the attempt alive.
+            try:
+                return self.complete()
+            except checkpoint.NonfiniteError as e:
+                # Its losses are finite, so only saves detect it. One outside the
+                # schedule detects it earlier; all count as the next in the schedule.
+                step = self._schedule.scheduled_save(e.step)
+                trouble = nonfinite.NonfiniteError(str(e), step)
+            except _TROUBLE as e:
+                trouble = e.with_traceback(None)
+            if not any(wing.recover(trouble) for wing in self._wings):
+                raise trouble
+
+    def _recovers_from(self, error: type[Exception]) -> bool:
+        """Returns whether a wing may recover the run from errors of a type."""
+        return any(wing.recovers_from(error) for wing in self._wings)
+
+    def note(self, error: Exception) -> None:
+        """Lets wings add notes to an error that ends the run."""
+        for wing in self._wings:
+            wing.note(error)
+
     def end(self, outcome: writer_lib.Outcome) -> None:
         """Notes how the run ends, which the writers are told when they are closed."""
-        self._log.outcome = outcome
+        self.log.outcome = outcome
 
     def train(self) -> tuple[state_lib.TrainState, request_lib.Request | None]:
         """Trains to the last step, or until a callback or a request ends it earlier.
@@ -367,7 +422,7 @@ class Run:
         """
         state = self._begin()
         newest: jax.Array | None = None
-        while self.step < self.config.steps and not self._is_over():
+        while self.step < self.config.steps and not self.is_over:
             first = self.step + 1
             for hook in self._hooks:
                 state = hook.prepare(first, state)
@@ -396,8 +451,9 @@ class Run:
             dispatched = _Dispatched(chunk, newest, fetched)
             self._read(self._queue.push(dispatched, count), state)
             self._act(state)
-        self.tracer.finish(newest)
-        self._flush(state)
+        for wing in self._wings:
+            wing.finish(state)
+        self.flush(state)
         self.terminal.close()
         return state, self._stop
 
@@ -419,10 +475,12 @@ class Run:
     def _make_hooks(self) -> list[hooks.Hook]:
         """Returns what the run does beside its steps, in the order of causes."""
         return [
+            # Before further steps are dispatched.
+            self.past,
             # Replicas are compared first: a flipped bit may also be non-finite, and
             # then a roll-back must not skip the data.
             self._replica_check,
-            self._log,
+            self.log,
             self._nonfinite_check,
             # After steps have been dispatched.
             hooks.Call(self._note_progress, is_due=lambda step: True),
@@ -432,20 +490,13 @@ class Run:
                 next_due=self._schedule.next_evaluation,
                 is_due=self._is_evaluation_due,
             ),
-            hooks.Call(
-                self._sample,
-                next_due=self._schedule.next_samples,
-                is_due=self._is_sample_due,
-            ),
+            *self._wings,
             *self._own_hooks,
             hooks.Call(
                 self._save, next_due=self._schedule.next_save, is_due=self._is_save_due
             ),
             # Raises if the last save in the background has failed.
             hooks.Call(lambda *_: self.checkpoints.check(), is_due=lambda step: True),
-            # Before further steps are dispatched.
-            self.roll_backs,
-            self.tracer,
         ]
 
     def _draw(
@@ -459,7 +510,7 @@ class Run:
         except Exception:
             # The steps that have been made have their rows, whatever became of the
             # data.
-            self._flush(state)
+            self.flush(state)
             raise
 
     def _act(self, state: state_lib.TrainState) -> None:
@@ -469,7 +520,7 @@ class Run:
                 continue
             if hook in self._own_hooks:
                 # Nobody is shown a state after a step in trouble.
-                self._flush(state)
+                self.flush(state)
             hook.act(self.step, state)
 
     def _next_due(self) -> int:
@@ -517,11 +568,8 @@ class Run:
     def _is_evaluation_due(self, step: int) -> bool:
         return self._stop is None and self._schedule.evaluation(step)
 
-    def _is_sample_due(self, step: int) -> bool:
-        return self._schedule.samples(step) and not self._is_over()
-
     def _is_save_due(self, step: int) -> bool:
-        is_asked = self._is_save_requested or self._is_over()
+        is_asked = self._is_save_requested or self.is_over
         return is_asked or self._schedule.save(step)
 
     def resume_or_init(self) -> resuming.StartState:
@@ -550,8 +598,8 @@ class Run:
 
     def set_phase(self, phase: str, **more: int) -> None:
         """Publishes what the run does now in its status."""
-        if self._watch is not None:
-            self._watch.set_phase(
+        if self.watch is not None:
+            self.watch.set_phase(
                 phase, seconds=self.clock.seconds, parts=self.clock.parts, **more
             )
 
@@ -566,7 +614,7 @@ class Run:
         self._queue.flush()
         self.set_phase("restoring")
         # Roll-backs come first, since they give up checkpoints.
-        self.roll_backs.begin()
+        self.past.begin()
         # The restored state determines the step, and with it all later batches and
         # keys.
         begin = self.resume_or_init()
@@ -579,6 +627,8 @@ class Run:
         self.checkpoints.record_restored_step(begin)
         self._last_evaluated = (-1, {})
         self._nonfinite_check = self._new_nonfinite_check(begin.watched)
+        for wing in self._wings:
+            wing.restored(begin.watched or {})
         self._evaluations.begin(
             lambda: rows_lib.evaluations(self.workdir.metrics, start)
         )
@@ -588,27 +638,29 @@ class Run:
             overview.plan(start, self.config.steps, store, self._evaluations.end)
         )
         self.step = start
-        if start < self.config.steps and not self._is_over():
-            self._exchange.on_process_0(
+        if start < self.config.steps and not self.is_over:
+            self.exchange.on_process_0(
                 lambda: results_lib.discard_early_end(self.workdir)
             )
         # The log drops rows after the checkpoint, because the run repeats their steps.
-        self._resources.enter_context(self._log.opened(start))
-        self._resources.callback(self.tracer.cut_short)
-        self.checkpoints.check_rows(begin, self._log)
+        self._resources.enter_context(self.log.opened(start))
+        for wing in self._wings:
+            self._resources.callback(wing.close)
+        self.checkpoints.check_rows(begin, self.log)
         self._hooks = self._make_hooks()
         self._start = start
         self._save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.set_phase("compiling", step=start, steps=self.config.steps)
         self._make_up_for_stop(begin)
-        if not begin.folder and self.roll_backs.may_roll_back:
-            # The first roll-back may go back to the beginning.
+        may_recover = any(map(self._recovers_from, _TROUBLE))
+        if not begin.folder and may_recover:
+            # The first recovery may go back to the beginning.
             self._save(start, begin.state, is_evaluation_due=False)
         return begin.state
 
     def _new_nonfinite_check(self, saved: Any = None) -> nonfinite.NonfiniteCheck:
         """Returns the check of a new run, or of one that resumes with a saved state."""
-        learners = state_lib.learners(self._target)
+        learners = state_lib.learners(self.target)
         return nonfinite.NonfiniteCheck(
             config=self.config,
             mesh=self.mesh,
@@ -628,7 +680,7 @@ class Run:
         self.terminal.say(text)
         self.terminal.say(str(self.dispatches))
         warnings = preflight.warnings(
-            self.experiment, self.config, self._target, self._metrics
+            self.experiment, self.config, self.target, self._metrics, self._wing_names
         )
         for line in warnings:
             self.terminal.say(line)
@@ -637,10 +689,10 @@ class Run:
             self.terminal.say(line)
 
     def _make_up_for_stop(self, begin: resuming.StartState) -> None:
-        """Makes the evaluation and the samples that are due at the restored step.
+        """Makes the evaluation that is due at the restored step, and lets wings do so.
 
-        A stop left them out when the step was saved. Their rows may exist already, from
-        an earlier start.
+        A stop left it out when the step was saved. Its row may exist already, from an
+        earlier start.
         """
         step = self.step
         if step == 0:
@@ -653,23 +705,24 @@ class Run:
                 self._last_evaluated = (step, metrics)
             if self._stop is None:
                 self.checkpoints.add_late_evaluation(
-                    step, self._last_evaluated[1], self._log
+                    step, self._last_evaluated[1], self.log
                 )
-        if not self._schedule.samples(step) or self._is_over():
+        if self.is_over:
             return
-        if self._exchange.on_process_0(self._log.sampled) < step:
-            self._sample(step, begin.state)
+        for wing in self._wings:
+            wing.make_up(step, begin.state)
 
     def _earlier_failure(self) -> str:
         """Returns why an earlier start ended the run as not finite; empty if none did.
 
         A run that has made steps since has discarded the earlier results.
         """
-        return self._exchange.on_process_0(
+        return self.exchange.on_process_0(
             lambda: results_lib.nonfinite_reason(self.workdir.path)
         )
 
-    def _is_over(self) -> bool:
+    @property
+    def is_over(self) -> bool:
         """Returns whether a request stopped the run, or a callback ended it."""
         return self._stop is not None or bool(self._evaluations.end)
 
@@ -696,30 +749,31 @@ class Run:
 
     def _write_ahead(self, row: rows_lib.Row, newest: state_lib.TrainState) -> None:
         """Writes a row about the next step, after those of all earlier steps."""
-        self._flush(newest)
-        self._log.write_ahead(row)
+        self.flush(newest)
+        self.log.write_ahead(row)
 
-    def _flush(self, newest: state_lib.TrainState) -> None:
+    def flush(self, newest: state_lib.TrainState) -> None:
         """Reads all steps so far; waits for them."""
         self._read(self._queue.flush(), newest)
-        self._log.flush()
+        self.log.flush()
 
     def _take_request(self) -> None:
         """Takes the request, if any, that all processes act on at this point.
 
         All processes call it at the same points of the run.
         """
-        if self._watch is None:
+        if self.watch is None:
             return
-        request = self._watch.poll()
+        request = self.watch.poll()
         if request is None:
             return
         if request.kind == request_lib.STOP:
             self._stop = request
-        elif request.kind == request_lib.PROFILE:
-            self.tracer.ask(self.step + 1, request.steps)
-        else:
+        elif request.kind == request_lib.SAVE:
             self._is_save_requested = True
+        else:
+            for wing in self._wings:
+                wing.receive(self.step + 1, request)
 
     def _request_save(self) -> None:
         """Requests a save by this process's clock.
@@ -728,32 +782,17 @@ class Run:
         """
         if jax.process_count() == 1:
             self._is_save_requested = True
-        elif self._watch is not None:
-            self._watch.ask(request_lib.BY_CLOCK)
+        elif self.watch is not None:
+            self.watch.ask(request_lib.BY_CLOCK)
 
     def _evaluate_and_log(self, step: int, state: state_lib.TrainState) -> None:
-        self._flush(state)
+        self.flush(state)
         metrics = self.evaluate(state)
         if metrics is not None:
-            self._log.write_evaluation(step, metrics)
+            self.log.write_evaluation(step, metrics)
             # A process whose callbacks are slow keeps the others waiting.
             with self.clock.phase(clock_lib.EVALUATION):
                 self._evaluations.add(step, metrics)
-
-    def _sample(
-        self, step: int, state: state_lib.TrainState, *, is_last: bool = False
-    ) -> str:
-        """Logs the samples of a state; returns them as text."""
-        # None are shown of a state after a step in trouble.
-        self._flush(state)
-        with self.clock.phase(clock_lib.EVALUATION):
-            row, text = evaluation.sample(self.experiment, self.predict, step, state)
-        if row["samples"]:
-            self._log.write_samples(row)
-            # The last ones are printed with the results.
-            if not is_last:
-                self.terminal.say(f"step {step}  samples:\n{text}")
-        return text
 
     def _save(
         self,
@@ -767,21 +806,24 @@ class Run:
             is_evaluation_due = self._schedule.evaluation(step)
         # A resumed run keeps the rows up to the checkpoint, so they are written first.
         # The save makes them durable before it commits.
-        self._flush(state)
+        self.flush(state)
         self._is_save_requested = False
         is_evaluated = self._last_evaluated[0] == step
         metrics: dict[str, Any] = {}
         if is_evaluated:
             metrics = self._last_evaluated[1]
         with self.clock.phase(clock_lib.CHECKPOINT):
+            watched = self._nonfinite_check.get_state()
+            for wing in self._wings:
+                watched |= wing.get_state()
             noted = {
                 "evaluated": is_evaluated or not is_evaluation_due,
-                "watched": self._nonfinite_check.get_state(),
+                "watched": watched,
                 "fingerprint": self._replica_check.fingerprints_of(state),
                 saving.STEP_PROGRAM: self.dispatches.program,
             }
             self.checkpoints.save(
-                step, state, metrics=metrics, noted=noted, log=self._log
+                step, state, metrics=metrics, noted=noted, log=self.log
             )
 
 
@@ -793,6 +835,7 @@ def run(
     watch: watchdog_lib.Watchdog | None = None,
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
+    wings: Sequence[type[hooks.Wing]] = (),
 ) -> int:
     """Runs an experiment to its end, from its newest checkpoint if there is one.
 
@@ -804,6 +847,7 @@ def run(
       watch: reports requests to stop or save; required with several processes.
       show: how much to print.
       set_aside: as in `Run`.
+      wings: as in `Run`.
 
     Returns:
       The process's exit code: 0 done; 3 not finite; otherwise the code of the request
@@ -816,18 +860,19 @@ def run(
         watch=watch,
         show=show,
         set_aside=set_aside,
+        wings=wings,
     )
     with current.opened():
         try:
-            state, stop, results = current.roll_backs.retry(current.complete)
-        except (nonfinite.NonfiniteError, checkpoint.NonfiniteError) as e:
+            state, stop, results = current.complete_or_recover()
+        except nonfinite.NonfiniteError as e:
             current.end(ending.nonfinite_outcome(str(e)))
             current.terminal.close()
             kept = current.checkpoints.kept()
             ending.fail(e.step, str(e), kept, current.workdir)
             return exit_codes.NONFINITE
         except jax.errors.JaxRuntimeError as e:
-            profiles.note_memory(current.workdir.path, e)
+            current.note(e)
             raise
     store = current.checkpoints.manager.store
     if stop is not None:

@@ -19,7 +19,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from xshard.pod import signals
@@ -35,13 +35,14 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, loop
+from xshard import checkpoint, cli, errors, hooks, loop
 from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
-from xshard.modes import continuous_eval, profiling
+from xshard.modes import continuous_eval
 from xshard.pod import exit_codes, rendezvous, startup, status, watchdog
 from xshard.pod import origin as origin_lib
+from xshard.wings import installed
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -263,10 +264,24 @@ def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
     if _VERBOSE.value:
         show = terminal.Show.VERBOSE
     if _MODE.value == "eval":
-        return continuous_eval.run(config, directory, command, watch=watch, show=show)
+        return continuous_eval.run(
+            config,
+            directory,
+            command,
+            watch=watch,
+            show=show,
+            wings=installed.WINGS,
+        )
     if _MODE.value == "profile":
-        steps = _PROFILE_STEPS.value
-        return profiling.run(config, directory, steps, watch=watch, show=show)
+        profile = _profile_mode(installed.WINGS)
+        return profile(
+            config,
+            directory,
+            steps=_PROFILE_STEPS.value,
+            watch=watch,
+            show=show,
+            wings=installed.WINGS,
+        )
     init = None
     if _INIT_FROM.value is not None:
         init = checkpoint.Source(
@@ -284,7 +299,16 @@ def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
         watch=watch,
         show=show,
         set_aside=_RESTART.value,
+        wings=installed.WINGS,
     )
+
+
+def _profile_mode(wings: Sequence[type[hooks.Wing]]) -> Callable[..., int]:
+    """Returns the mode that profiles; raises UserError if no wing brings it."""
+    for wing in wings:
+        if "profile" in wing.modes:
+            return wing.modes["profile"]
+    raise config_lib.lacks_wing("--mode=profile", "profiles")
 
 
 def _join(

@@ -464,10 +464,10 @@ def resume(name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
 def _train(name: str, directory: pathlib.Path, watch: Any = None) -> int:
     import jax
 
-    from xshard import loop
+    from tests import winged
 
     with jax.numpy_dtype_promotion("standard"):
-        return loop.run(config_of(name), str(directory), "", watch=watch)
+        return winged.run(config_of(name), str(directory), "", watch=watch)
 
 
 def _lines(path: pathlib.Path) -> list[bytes]:

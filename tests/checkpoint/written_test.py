@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from configs import digits, gan
-from tests import rows
+from tests import rows, winged
 from tests.checkpoint import write_runs
 from xshard import config as config_lib
-from xshard import loop
 from xshard.checkpoint import __main__ as tool
 from xshard.metrics import rows as rows_lib
 from xshard.stored import fingerprint
@@ -104,7 +103,7 @@ def test_a_work_directory_of_an_earlier_version_resumes(tmp_path, capsys, name):
     config = module.get_config()
     config.update_from_flattened_dict({"steps": 8, **COMMON, **changes})
     with jax.numpy_dtype_promotion("standard"):
-        assert loop.run(config.lock(), str(directory), "") == 0
+        assert winged.run(config.lock(), str(directory), "") == 0
     printed = capsys.readouterr().out
     assert "resumed from the checkpoint of step 4" in printed
 

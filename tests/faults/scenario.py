@@ -28,8 +28,8 @@ _IMPORTED = (
     "xshard.checkpoint.orbax",
     "xshard.metrics.event_files",
     "xshard.modes.continuous_eval",
-    "xshard.modes.profiling",
     "xshard.pod.watchdog",
+    "xshard.wings.installed",
 )
 # Longer than any part takes on a busy machine. A part that takes longer is treated as
 # hung.

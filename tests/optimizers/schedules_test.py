@@ -137,9 +137,9 @@ def test_schedules_add_no_state_and_no_collective(tmp_path):
     for name in ("Scheduled", "Silent"):
         run = loop.Run(make_config(name), str(tmp_path / name))
         step = preflight.jitted_step(run.experiment, run.mesh)
-        compiled = step.lower(run._target, run.batches.shapes()).compile()
+        compiled = step.lower(run.target, run.batches.shapes()).compile()
         programs.append(len(collectives.of(compiled)))
-        states.append(jax.tree.structure(run._target))
+        states.append(jax.tree.structure(run.target))
     assert programs[0] == programs[1] and states[0] == states[1]
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import xshard
-from tests import rows, toy
+from tests import rows, toy, winged
 from tests.optimizers import harness
-from xshard import data, errors, logical, loop, mesh
+from xshard import data, errors, logical, mesh
 from xshard.data import batch_sizes, batches
 from xshard.pod import request
 from xshard.replay import replayer
@@ -33,7 +33,7 @@ def make_config(**changes):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    assert loop.run(make_config(), str(directory), "") == 0
+    assert winged.run(make_config(), str(directory), "") == 0
     return directory
 
 
@@ -51,8 +51,8 @@ def test_a_run_that_is_stopped_at_a_change_ends_in_the_same_bits(
 ):
     watch = rows.ScriptedWatch(stopped, request.STOP)
     config = make_config()
-    assert loop.run(config, str(tmp_path), "", watch=watch) == 42
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "", watch=watch) == 42
+    assert winged.run(config, str(tmp_path), "") == 0
     left = rows.final_state(uninterrupted, config)
     harness.assert_equal(left, rows.final_state(tmp_path, config))
     assert rows.same_bits(uninterrupted) == rows.same_bits(tmp_path)
@@ -183,7 +183,7 @@ def test_the_learning_rate_follows_the_batch(tmp_path):
     config = make_config(
         experiment="tests.toy.Lowered", batch_learning_rate="sqrt", log_every_steps=4
     )
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     scales = [row["update_scale"] for row in rows.read(tmp_path) if "loss" in row]
     # The factor is a float32.
     np.testing.assert_array_equal(scales, np.float32([1, np.sqrt(2), 2]))
@@ -200,7 +200,7 @@ def test_the_learning_rate_falls_again_by_a_roll_back(tmp_path):
     config = config.copy_and_resolve_references()
     with config.unlocked():
         config.roll_back.learning_rate_factor = 0.5
-    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    assert winged.run(config.lock(), str(tmp_path), "") == 0
     trained = [row for row in rows.read(tmp_path) if "loss" in row]
     scales = [row["update_scale"] for row in trained]
     np.testing.assert_array_equal(scales, 5 * [1] + 3 * [2] + 4 * [2])
@@ -227,5 +227,5 @@ def test_the_learning_rate_falls_again_by_a_roll_back(tmp_path):
 )
 def test_what_does_not_fit_is_refused_before_the_run(tmp_path, changes, message):
     with pytest.raises(errors.UserError, match=message):
-        loop.run(make_config(**changes), str(tmp_path), "")
+        winged.run(make_config(**changes), str(tmp_path), "")
     assert not list(tmp_path.iterdir())

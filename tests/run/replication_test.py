@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import xshard
-from tests import flips, forks, rows, toy
-from xshard import errors, loop
+from tests import flips, forks, rows, toy, winged
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard.checkpoint import manager as manager_lib
 from xshard.optimizers import trees
@@ -94,7 +94,7 @@ def config(**changes):
 )
 def test_parted_state_is_named_after_the_first_step(tmp_path, variant, lies, part):
     with pytest.raises(errors.UserError) as e:
-        loop.run(config(lies=lies, **variant), str(tmp_path), "")
+        winged.run(config(lies=lies, **variant), str(tmp_path), "")
     assert "After step 1 the replicas" in str(e.value) and part in str(e.value)
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
@@ -102,7 +102,7 @@ def test_parted_state_is_named_after_the_first_step(tmp_path, variant, lies, par
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_run_with_equal_replicas_continues(tmp_path, variant):
-    assert loop.run(config(**variant), str(tmp_path), "") == 0
+    assert winged.run(config(**variant), str(tmp_path), "") == 0
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -114,7 +114,7 @@ def test_parted_replicas_are_not_saved_even_if_steps_are_rarely_compared(
         replication.ReplicaDivergenceError,
         match="After step 1 the replicas .* of 'seen', which",
     ):
-        loop.run(config(lies="state", **changes), str(tmp_path), "")
+        winged.run(config(lies="state", **changes), str(tmp_path), "")
     assert not list(tmp_path.glob("checkpoints/step_*"))
 
 
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_named_within_two_steps(
         {**variant, "checkpoint.every_steps": 100, "log_every_steps": 1}
     )
     flips.after(monkeypatch, [4], name, 5)
-    run = loop.Run(new_config.lock(), str(tmp_path))
+    run = winged.Run(new_config.lock(), str(tmp_path))
     with run.opened(), pytest.raises(replication.ReplicaDivergenceError) as e:
         run.train()
     of_group = " of group 1" if "group_assignment" in variant else ""
@@ -202,7 +202,7 @@ def saved_at_5(directory, **changes):
         {"hidden": 15, "log_every_steps": 1, "steps_per_dispatch": 1, **changes}
     )
     watch = rows.ScriptedWatch(5, request.STOP)
-    assert loop.run(new_config.lock(), str(directory), "", None, watch) == 42
+    assert winged.run(new_config.lock(), str(directory), "", None, watch) == 42
     return new_config.copy_and_resolve_references()
 
 
@@ -262,7 +262,7 @@ def test_a_restored_state_that_differs_is_named_and_not_trained(
     before = rows.read(directory)
     change_restored(monkeypatch, name, change)
     with pytest.raises(errors.UserError) as e:
-        loop.run(new_config, str(directory), "")
+        winged.run(new_config, str(directory), "")
     assert message in str(e.value) and str(e.value).count("fingerprint/") == 1
     assert f"verify {directory}/checkpoints 5'" in str(e.value)
     assert rows.read(directory) == before
@@ -284,7 +284,7 @@ def test_a_state_restored_to_another_layout_equals_the_saved_one(
         experiment_lib, "mesh_of", lambda config: mesh_of(config, devices)
     )
     new_config.update_from_flattened_dict(changes)
-    run = loop.Run(new_config.lock(), str(tmp_path))
+    run = winged.Run(new_config.lock(), str(tmp_path))
     seen = []
     fingerprints_of = run._replica_check.fingerprints_of
     monkeypatch.setattr(

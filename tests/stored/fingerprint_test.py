@@ -194,7 +194,7 @@ def test_a_row_has_the_fingerprint_of_the_state_before_its_step(tmp_path, groups
     assert list(actual[2]) == [fingerprint.PREFIX + kind for kind in fingerprint.KINDS]
     run = loop.Run(config.lock(), str(tmp_path))
     for step, values in actual.items():
-        saved = run.checkpoints.manager.restore(run._target, step - 1).metadata[
+        saved = run.checkpoints.manager.restore(run.target, step - 1).metadata[
             "fingerprint"
         ]
         assert {

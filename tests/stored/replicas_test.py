@@ -101,7 +101,7 @@ def test_load_keeps_the_values_of_all_replicas(tmp_path, groups):
     changes = {"group_assignment": groups, "reduction.shard_update": True}
     assert loop.run(config(**changes), str(tmp_path), "") == 0
     run = loop.Run(config(**changes), str(tmp_path))
-    wanted = run.checkpoints.manager.restore(run._target).state.experiment["seen"].value
+    wanted = run.checkpoints.manager.restore(run.target).state.experiment["seen"].value
     trained = xshard.load(str(tmp_path))
     seen = trained.state.experiment["seen"].value
     assert seen.shape == ((2, 4, 2) if groups else (8, 2))

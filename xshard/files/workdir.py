@@ -28,7 +28,7 @@ attempts.jsonl   the last status of the first process, for each earlier start; s
 compiled/        compiled programs; see `xshard.files.compile_cache`
 eval/            the output of `--mode=eval`; see `xshard.modes.continuous_eval`
 profile/         traces of steps, and the memory of the devices when it ran out; see
-                 `xshard.run.profiles`
+                 `xshard.wings.profiles`
 logs/            the printed output of all processes except the first, one file each
 set_aside/       the files that --restart_from_scratch moved away, in one folder per run
 STOP             created by a person; the run saves and stops, and does not start until

@@ -71,6 +71,7 @@ class Log(hooks.Hook):
         batches: batches_lib.TrainBatches,
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
+        services: Mapping[str, writers_lib.Service],
     ):
         """Creates the log; `opened` opens its writers.
 
@@ -81,12 +82,14 @@ class Log(hooks.Hook):
           batches: the run's training batches.
           clock: this process's clock.
           terminal: the run's terminal.
+          services: the writers that the run's wings bring.
         """
         config = experiment.config
         self.rows = 0
         self.outcome: writer_lib.Outcome | None = None
         self._directory = directory
         self._config = config
+        self._services = services
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
         self._norms_every = config.get("log_norms_every_steps", 0)
@@ -142,7 +145,9 @@ class Log(hooks.Hook):
             self._norms = writers_lib.JsonLines(
                 self._directory.norms, start, self._directory.claim
             )
-            self._writers = writers_lib.open_all(self._config.writers, part)
+            self._writers = writers_lib.open_all(
+                self._config.writers, part, self._services
+            )
         self.rows = writers_lib.count(self._writers)
         self._before = {"step": start}
         self._paced = (start, 0.0, 0.0)

@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import io
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from xshard import errors
+from xshard import config as config_lib
+from xshard import errors, hooks
 from xshard.files import claim as claim_lib
 from xshard.files import disk, jsonfile
 from xshard.metrics import rows as rows_lib
@@ -18,6 +20,8 @@ from xshard.metrics import writer as writer_lib
 
 Row = rows_lib.Row
 Writer = writer_lib.Writer
+# What there is of writers that wings bring, without wings.
+_NO_SERVICES: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class _Adapted(Writer):
@@ -121,12 +125,36 @@ class Part(NamedTuple):
         )
 
 
-def check(names: Any) -> None:
+class Service(NamedTuple):
+    """A writer that a wing brings.
+
+    Attributes:
+      open: opens it for a part of a run.
+      package: the package that it needs, which is an extra.
+    """
+
+    open: Callable[[Part], Writer]
+    package: str
+
+
+def services(wings: Iterable[type[hooks.Wing]]) -> dict[str, Service]:
+    """Returns the writers that wings bring, by name."""
+    by_name: dict[str, Service] = {}
+    for wing in wings:
+        by_name |= wing.services
+    return by_name
+
+
+def check(names: Any, services: Mapping[str, Service] = _NO_SERVICES) -> None:
     """Raises UserError unless a config's `writers` names writers, with 'jsonl'.
 
     A name with a dot is the path of a custom writer, such as 'my_project.writers.Mine':
     a class or function that takes a `Part` and returns a `Writer`, or an object with
     the methods `write`, `flush` and `close`, and those of its others that it needs.
+
+    Args:
+      names: the names.
+      services: the writers that wings bring.
     """
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     if not is_list or len(set(names)) < len(names):
@@ -135,13 +163,13 @@ def check(names: Any) -> None:
             f"{('jsonl', 'csv')} is."
         )
     for name in names:
-        _find(name)
+        _find(name, services)
     if "jsonl" not in names:
         raise errors.UserError(
             f"writers={tuple(names)} must have 'jsonl': a run's status and reports are "
             "read from it."
         )
-    for name, package in _EXTRAS.items():
+    for name, (_, package) in services.items():
         if name in names and importlib.util.find_spec(package) is None:
             raise errors.UserError(
                 f"writers has {name!r}, whose package is not installed: pip install "
@@ -149,15 +177,23 @@ def check(names: Any) -> None:
             )
 
 
-def open_all(names: Sequence[str], part: Part) -> list[Writer]:
-    """Opens the writers of these names, or none of them if one raises."""
+def open_all(
+    names: Sequence[str], part: Part, services: Mapping[str, Service] = _NO_SERVICES
+) -> list[Writer]:
+    """Opens the writers of these names, or none of them if one raises.
+
+    Args:
+      names: the names.
+      part: the part of the run.
+      services: the writers that wings bring.
+    """
     # The others read the file of 'jsonl' through `part.rows`, so it comes first: it
     # drops the rows of the steps that the run repeats.
     ordered = sorted(names, key=lambda name: name != "jsonl")
     opened: list[Writer] = []
     try:
         for name in ordered:
-            writer = _find(name)(part)
+            writer = _find(name, services)(part)
             if not isinstance(writer, Writer):
                 writer = _Adapted(name, writer)
             opened.append(writer)
@@ -378,60 +414,35 @@ def _tensorboard(part: Part) -> Writer:
     return event_files.EventFiles(part.directory / "tensorboard", part.everything)
 
 
-def _wandb(part: Part) -> Writer:
-    from xshard.metrics import wandb_run
-
-    return wandb_run.WandbRun(part.directory, part.config, part.everything)
-
-
-def _mlflow(part: Part) -> Writer:
-    from xshard.metrics import mlflow_run
-
-    return mlflow_run.MlflowRun(
-        part.directory, part.config, part.history, step=part.step
-    )
-
-
-def _prometheus(part: Part) -> Writer:
-    from xshard.metrics import prometheus
-
-    options = part.config.get("prometheus", {})
-    return prometheus.Endpoint(
-        part.directory, options.get("port", prometheus.PORT), part.history
-    )
-
-
 # The methods of a writer, and those that a user's writer of another class must have.
 _REQUIRED = ("write", "flush", "close")
 _METHODS = (*_REQUIRED, "write_samples", "write_norms", "write_outcome", "sync")
-# The packages of writers that are extras.
-_EXTRAS = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "prometheus": "prometheus_client",
-}
+# The writers that wings of the same names bring.
+_OF_WINGS = ("wandb", "mlflow", "prometheus")
 KNOWN: dict[str, Callable[[Part], Writer]] = {
     "jsonl": _jsonl,
     "csv": _csv,
     "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "prometheus": _prometheus,
 }
 
 
-def _find(name: Any) -> Callable[[Part], Writer]:
+def _find(name: Any, services: Mapping[str, Service]) -> Callable[[Part], Writer]:
     """Returns what opens the writer of a name; raises UserError if there is none."""
     if name in KNOWN:
         return KNOWN[name]
+    if name in services:
+        return services[name].open
+    if name in _OF_WINGS:
+        raise config_lib.lacks_wing(f"writers has {name!r}, which", name)
     module, _, attribute = str(name).rpartition(".")
     try:
         writer = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as e:
         reason = f": {e}" if module else ""
+        known = ", ".join((*KNOWN, *_OF_WINGS))
         raise errors.UserError(
-            f"writers has {name!r}, which is none of {', '.join(KNOWN)}, nor the "
-            f"dotted path of a class that can be imported from here{reason}."
+            f"writers has {name!r}, which is none of {known}, nor the dotted path of a "
+            f"class that can be imported from here{reason}."
         ) from e
     if not callable(writer):
         raise errors.UserError(

@@ -1,1 +1,1 @@
-"""The modes of the program besides training: evaluating checkpoints, and profiling."""
+"""The mode of the program besides training: evaluating checkpoints."""

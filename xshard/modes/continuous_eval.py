@@ -10,12 +10,12 @@ so that the run does not delete them.
 import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, errors, evaluation
+from xshard import checkpoint, errors, evaluation, hooks
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard.files import disk, jsonfile, results, workdir
@@ -49,6 +49,7 @@ class ContinuousEvaluator:
         watch: watchdog_lib.Watchdog | None = None,
         sleep: Callable[[float], None] = time.sleep,
         show: terminal.Show = terminal.Show.NORMAL,
+        wings: Sequence[type[hooks.Wing]] = (),
     ):
         """Prepares the evaluation; the run need not exist yet.
 
@@ -59,12 +60,14 @@ class ContinuousEvaluator:
           watch: the watch that may stop the job; None if nothing does.
           sleep: waits for a number of seconds.
           show: how much the job prints.
+          wings: those that bring writers.
 
         Raises:
           UserError: with the key, its value and the fix, if something does not fit.
         """
         config_lib.check(config)
-        writers.check(config.writers)
+        self._services = writers.services(wings)
+        writers.check(config.writers, self._services)
         self._config = config
         mesh = experiment_lib.mesh_of(config)
         experiment = experiment_lib.of_config(config)
@@ -179,7 +182,7 @@ class ContinuousEvaluator:
             rows=lambda: rows_lib.read(path),
             claim=self._output.claim,
         )
-        self._writers = writers.open_all(self._config.writers, part)
+        self._writers = writers.open_all(self._config.writers, part, self._services)
         self._resources.push(self._close_writers)
         best_path = self._output.path / "best.json"
         keep = states.keep(self._config.checkpoint)
@@ -424,6 +427,7 @@ def run(
     command: str,
     watch: watchdog_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
+    wings: Sequence[type[hooks.Wing]] = (),
 ) -> int:
     """Evaluates the checkpoints of a run to its end, or until the job is stopped.
 
@@ -433,11 +437,12 @@ def run(
       command: the command that resumes the job, to print.
       watch: the watch that may stop the job; None if nothing does.
       show: how much the job prints.
+      wings: those that bring writers.
 
     Returns:
       The exit code.
     """
-    evaluator = ContinuousEvaluator(config, directory, watch, show=show)
+    evaluator = ContinuousEvaluator(config, directory, watch, show=show, wings=wings)
     stop = evaluator.follow()
     output = workdir.Workdir(directory).path / FOLDER
     if stop is not None:

@@ -20,7 +20,6 @@ from xshard.learners import state as learner_lib
 from xshard.learners.state import FINE, NONFINITE, SKIPPED_AT_MIN_SCALE
 from xshard.metrics import deferred
 from xshard.optimizers import trees
-from xshard.run import loss_jumps
 
 _ADVICE = (
     "Check the learning rate, the data for NaN and infinities, and the loss for "
@@ -55,7 +54,7 @@ class NonfiniteError(Exception):
 
 
 class NonfiniteCheck(hooks.Hook):
-    """Checks that a run's steps are finite, and that their losses do not jump.
+    """Checks that a run's steps are finite.
 
     All processes check the same numbers of a step at the same later step, so they all
     make the same decision.
@@ -82,17 +81,6 @@ class NonfiniteCheck(hooks.Hook):
         """
         self._policy = config.on_nonfinite
         self._max_skips = config.max_skips_in_a_row
-        jump_factor = 0.0
-        jump_steps = 1
-        # A jump of the loss only ever causes a roll-back, so no other policy looks for
-        # jumps.
-        if self._policy == config_lib.ROLL_BACK:
-            jump_factor = config.roll_back.loss_factor
-            jump_steps = config.roll_back.loss_steps
-        self._jumps = loss_jumps.JumpDetector(jump_factor, jump_steps)
-        # The fields of `Observed` that the host reads of each step. The others are read
-        # only for a message.
-        self._fields = ("verdict", "loss") if jump_factor else ("verdict",)
         self._mesh = mesh
         self._num_groups = mesh_lib.num_groups(mesh)
         # The paths have the order of `Observed.gradients`.
@@ -109,7 +97,6 @@ class NonfiniteCheck(hooks.Hook):
             self._skips = np.reshape(np.asarray(saved["stuck"], np.int64), shape)
             # The last verdicts are not saved. A count above 0 tells the last one.
             self._verdicts = np.where(self._skips > 0, SKIPPED_AT_MIN_SCALE, FINE)
-            self._jumps.set_state(saved["losses"])
         # Whether any step of the dispatch that is being read has another verdict than
         # FINE.
         self._has_bad = True
@@ -134,21 +121,7 @@ class NonfiniteCheck(hooks.Hook):
         Returns:
           Their observations, as `check` takes them.
         """
-        observed: Observed = chunk.stepped.observed
-        if self._num_groups > 1:
-            # Other processes hold the values of some groups. Without groups the arrays
-            # are replicated already.
-            readable = {}
-            for name, learner in observed.items():
-                fields = {}
-                for field in self._fields:
-                    array = getattr(learner, field)
-                    fields[field] = mesh_lib.replicate(self._mesh, array)
-                readable[name] = learner._replace(**fields)
-            observed = readable
-        for field in self._fields:
-            deferred.to_host(getattr(learner, field) for learner in observed.values())
-        return observed
+        return fetch(self._mesh, chunk, "verdict")
 
     def read(self, step: int, place: Any, fetched: Observed, newest: Any) -> None:
         """Checks a step."""
@@ -157,7 +130,7 @@ class NonfiniteCheck(hooks.Hook):
             # Looked at once for all steps of a dispatch: almost all are fine.
             verdicts = [np.asarray(x.verdict) for x in fetched.values()]
             self._has_bad = any(map(np.count_nonzero, verdicts))
-        if self._has_bad or not self._is_fine or self._jumps.factor:
+        if self._has_bad or not self._is_fine:
             self.check(step, fetched, place)
 
     def check(self, step: int, observed: Observed, place: Any = ...) -> None:
@@ -177,12 +150,10 @@ class NonfiniteCheck(hooks.Hook):
         # A fine step after a fine step changes no counter. Almost all steps are.
         if not self._is_fine or any(map(np.count_nonzero, verdicts)):
             self._check_verdicts(step, observed, place)
-        if self._jumps.factor:
-            self._check_losses(step, observed, place)
 
     def get_state(self) -> dict[str, Any]:
         """Returns what a resumed run needs to know of these steps, as JSON values."""
-        return {"stuck": self._skips.tolist(), "losses": self._jumps.get_state()}
+        return {"stuck": self._skips.tolist()}
 
     def failure(self) -> str:
         """Returns why the run did not end well, by its last steps; empty if it did.
@@ -198,20 +169,9 @@ class NonfiniteCheck(hooks.Hook):
     def _most_skips(self) -> int:
         return int(np.max(self._skips, initial=0))
 
-    def _read(self, observed: Observed, field: str, place: Any) -> np.ndarray:
-        """Returns a field of all learners, as float64[learners, groups]."""
-        # A learner that the step does not update, such as a teacher, has no
-        # observations. Its 0 is FINE, and no jump.
-        values = np.zeros(self._verdicts.shape, np.float64)
-        for row, name in enumerate(self._paths):
-            if name in observed:
-                array = np.asarray(getattr(observed[name], field))
-                values[row] = array[place].reshape(-1)
-        return values
-
     def _check_verdicts(self, step: int, observed: Observed, place: Any) -> None:
         """Counts a step's verdicts; warns or raises NonfiniteError if they are bad."""
-        verdicts = self._read(observed, "verdict", place)
+        verdicts = read(observed, "verdict", place, list(self._paths), self._num_groups)
         self._verdicts = verdicts
         self._is_fine = not verdicts.any()
         was_skipped = verdicts == SKIPPED_AT_MIN_SCALE
@@ -231,22 +191,6 @@ class NonfiniteCheck(hooks.Hook):
                     f"{self._stretch_begin})"
                 )
             self._stretch_begin = None
-
-    def _check_losses(self, step: int, observed: Observed, place: Any) -> None:
-        """Raises NonfiniteError if a loss has jumped."""
-        losses = self._read(observed, "loss", place)
-        medians = self._jumps.add(losses)
-        descriptions = []
-        for learner, group in np.argwhere(np.isfinite(medians)):
-            loss = formatting.number(losses[learner, group])
-            median = formatting.number(medians[learner, group])
-            factor = formatting.number(self._jumps.factor)
-            descriptions.append(
-                f"{self._whose(learner, group)}the loss is {loss}, above {factor} "
-                f"times the earlier median, {median}"
-            )
-        if descriptions:
-            raise NonfiniteError(f"step {step}: {'; '.join(descriptions)}", step)
 
     def _warn(self, step: int) -> None:
         """Logs a line about the first step of a stretch of steps in trouble."""
@@ -300,18 +244,67 @@ class NonfiniteCheck(hooks.Hook):
                     f", {link} {len(nonfinite)} of {len(paths)} gradients are not "
                     f"finite: {formatting.listed(nonfinite)}"
                 )
-            descriptions.append(self._whose(learner, group) + description)
+            prefix = whose(name, group, self._num_groups)
+            descriptions.append(prefix + description)
         return f"step {step}: {'; '.join(descriptions)}"
 
-    def _whose(self, learner: int, group: int) -> str:
-        """Returns a prefix that names a learner and a group, if there are several."""
-        name = list(self._paths)[learner]
-        prefix = ""
-        if name:
-            prefix += f"for learner {name} "
-        if self._num_groups > 1:
-            prefix += f"in group {group} of {self._num_groups} "
-        return prefix
+
+def fetch(mesh: jax.sharding.Mesh, chunk: step_lib.Chunk, field: str) -> Observed:
+    """Starts to copy a field of the observations of steps to the host.
+
+    All processes must call it.
+
+    Args:
+      mesh: the run's mesh.
+      chunk: steps that have just been dispatched.
+      field: the name of a field of `Observed`.
+
+    Returns:
+      Their observations, of which the host can read the field.
+    """
+    observed: Observed = chunk.stepped.observed
+    if mesh_lib.num_groups(mesh) > 1:
+        # Other processes hold the values of some groups. Without groups the arrays are
+        # replicated already.
+        readable = {}
+        for name, learner in observed.items():
+            array = mesh_lib.replicate(mesh, getattr(learner, field))
+            readable[name] = learner._replace(**{field: array})
+        observed = readable
+    deferred.to_host(getattr(learner, field) for learner in observed.values())
+    return observed
+
+
+def read(
+    observed: Observed, field: str, place: Any, names: Sequence[str], num_groups: int
+) -> np.ndarray:
+    """Returns a field of all learners of a step, as float64[learners, groups].
+
+    Args:
+      observed: what `fetch` returned.
+      field: the field.
+      place: the step's index in the arrays, if they are of several steps.
+      names: the names of the learners.
+      num_groups: the number of groups.
+    """
+    # A learner that the step does not update, such as a teacher, has no observations.
+    # Its 0 is FINE, and no jump.
+    values = np.zeros((len(names), num_groups), np.float64)
+    for row, name in enumerate(names):
+        if name in observed:
+            array = np.asarray(getattr(observed[name], field))
+            values[row] = array[place].reshape(-1)
+    return values
+
+
+def whose(name: str, group: int, num_groups: int) -> str:
+    """Returns a prefix that names a learner and a group, if there are several."""
+    prefix = ""
+    if name:
+        prefix += f"for learner {name} "
+    if num_groups > 1:
+        prefix += f"in group {group} of {num_groups} "
+    return prefix
 
 
 def of_state(step: int, paths: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, formatting, logical, samples, step, validation
+from xshard import errors, formatting, logical, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -26,7 +26,7 @@ from xshard.run import dispatch, replica_analysis, slices
 from xshard.stored import replica_state
 
 # Calls a function that predicts.
-_PredictionCaller = Callable[[Callable[..., Any]], Any]
+PredictionCaller = Callable[[Callable[..., Any]], Any]
 # Options of the TPU compiler that gather sharded parameters one layer ahead in a scan
 # over layers: each round gathers for the next round. The second and third let the
 # compiler move a gather whose operand is a slice that depends on the round.
@@ -81,7 +81,8 @@ def programs(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    act: _PredictionCaller | None = None,
+    act: PredictionCaller | None = None,
+    asks: Sequence[PredictionCaller] = (),
     larger: Sequence[Mapping[str, jax.ShapeDtypeStruct]] = (),
     step_program: str | None = identity.STEP,
     *,
@@ -99,6 +100,7 @@ def programs(
       batch: the shapes of a batch for all groups.
       act: lets the training data act, given a function that predicts; None if the data
         does not act on the model.
+      asks: what else asks for predictions in the run.
       larger: the shapes of the larger batches of the run.
       step_program: the program that makes the run's steps; None: it is chosen.
       waits: whether several processes draw the data batch by batch.
@@ -140,7 +142,8 @@ def programs(
     if plan.program == identity.LOOP:
         train_step = jitted_loop(experiment, mesh, train_step, plan.room)
     predict = jitted_predict(experiment, mesh)
-    for traced in _traced_predictions(experiment, mesh, state, batch, act, predict):
+    callers = [*asks, *_acting(experiment, act)]
+    for traced in _traced_predictions(experiment, mesh, state, batch, callers, predict):
         replica_analysis.check_prediction(experiment, mesh, traced)
         replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return Programs(train_step, predict, plan)
@@ -287,9 +290,12 @@ def samples_batch(experiment: experiment_lib.Experiment) -> Mapping[str, Any] | 
     Returns:
       The batch; None if it asks for none.
     """
-    for ask in _prediction_callers(experiment, None):
-        for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
-            return batch
+    if not experiment_lib.overrides(experiment, "samples"):
+        return None
+    key = experiment_lib.samples_key(experiment)
+    ask = lambda predict: experiment.samples(predict, key)
+    for batch in _at_first_prediction(ask, lambda batch, *keys: batch):
+        return batch
     return None
 
 
@@ -298,6 +304,7 @@ def warnings(
     config: ml_collections.ConfigDict,
     state: state_lib.TrainState,
     metrics: Collection[str] | None,
+    wings: Collection[str],
 ) -> Iterator[str]:
     """Yields lines about what a run does, but its user may not mean.
 
@@ -306,7 +313,11 @@ def warnings(
       config: the run's config.
       state: the shapes of the run's state.
       metrics: the names of the evaluation's metrics; None if they are unknown.
+      wings: the names of the run's wings.
     """
+    if experiment_lib.overrides(experiment, "samples") and "samples" not in wings:
+        where = validation.describe_method(experiment.samples)
+        yield f"warning: {where} is never called: the run lacks the wing samples."
     unread = config_lib.unread(experiment.config, config)
     if unread:
         yield (
@@ -534,7 +545,7 @@ def _traced_predictions(
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    act: _PredictionCaller | None,
+    callers: Sequence[PredictionCaller],
     predict: Any,
 ) -> list[Any]:
     """Traces the prediction for the batches that the run will ask it for.
@@ -544,7 +555,7 @@ def _traced_predictions(
       mesh: the run's mesh.
       state: the shapes of the run's state.
       batch: the shapes of a training batch.
-      act: as for `programs`.
+      callers: what asks for predictions.
       predict: the jitted prediction.
 
     Returns:
@@ -557,7 +568,7 @@ def _traced_predictions(
         return predict.trace(state, batches.shapes_of(batch, replicated), *keys)
 
     traces = []
-    for ask in _prediction_callers(experiment, act):
+    for ask in callers:
         traces += _at_first_prediction(ask, trace)
     if not traces and experiment_lib.overrides(experiment, "predict"):
         rows = max(1, experiment.config.batch_size // mesh_lib.num_replicas(mesh))
@@ -568,19 +579,12 @@ def _traced_predictions(
     return traces
 
 
-def _prediction_callers(
-    experiment: experiment_lib.Experiment, act: _PredictionCaller | None
-) -> Iterator[_PredictionCaller]:
-    """Yields the functions that ask for predictions in a run.
-
-    They are the experiment's samples, and training data that acts.
-    """
-    if experiment_lib.overrides(experiment, "samples"):
-        where = validation.describe_method(experiment.samples)
-        key = experiment_lib.samples_key(experiment)
-        yield lambda predict: samples.named(where, experiment.samples(predict, key))
+def _acting(
+    experiment: experiment_lib.Experiment, act: PredictionCaller | None
+) -> list[PredictionCaller]:
+    """Returns the function of training data that acts, if there is one."""
     if act is None:
-        return
+        return []
     if not experiment_lib.overrides(experiment, "predict"):
         where = validation.describe_method(experiment.train_batches)
         raise errors.UserError(
@@ -588,10 +592,10 @@ def _prediction_callers(
             f"{type(experiment).__name__} makes no predictions: define predict(state, "
             "batch), or leave acts_every_steps out."
         )
-    yield act
+    return [act]
 
 
-def _at_first_prediction(ask: _PredictionCaller, use: Callable[..., Any]) -> list[Any]:
+def _at_first_prediction(ask: PredictionCaller, use: Callable[..., Any]) -> list[Any]:
     """Runs `ask` up to its first prediction.
 
     Args:

@@ -1,4 +1,4 @@
-"""The steps after which a run evaluates, saves and shows samples."""
+"""The steps after which a run evaluates and saves."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from xshard import hooks
 
 
 class Schedule(NamedTuple):
-    """The steps after which a run evaluates, saves and shows samples.
+    """The steps after which a run evaluates and saves.
 
     Attributes:
       last: the last step, after which the run both evaluates and saves.
@@ -17,15 +17,12 @@ class Schedule(NamedTuple):
       save_every: the number of steps from one save to the next.
       saves_evaluated: whether each evaluated state is also saved, because any of them
         may be the best.
-      samples_every: the number of steps from one set of samples to the next; 0 for
-        samples after the last step only.
     """
 
     last: int
     evaluation_every: int
     save_every: int
     saves_evaluated: bool
-    samples_every: int = 0
 
     @classmethod
     def of(cls, config: ml_collections.ConfigDict) -> "Schedule":
@@ -35,7 +32,6 @@ class Schedule(NamedTuple):
             evaluation_every=config.eval_every_steps,
             save_every=config.checkpoint.every_steps,
             saves_evaluated=config.checkpoint.keep_best > 0,
-            samples_every=config.samples_every_steps,
         )
 
     def next_evaluation(self, step: int) -> int:
@@ -49,10 +45,6 @@ class Schedule(NamedTuple):
             due = min(due, self.next_evaluation(step))
         return due
 
-    def next_samples(self, step: int) -> int:
-        """Returns the first step after this one, after which samples are due."""
-        return hooks.every(self.samples_every, step)
-
     def evaluation(self, step: int) -> bool:
         """Returns whether an evaluation is due after a step."""
         return step == self.last or _is_multiple(step, self.evaluation_every)
@@ -63,11 +55,9 @@ class Schedule(NamedTuple):
             return True
         return step == self.last or _is_multiple(step, self.save_every)
 
-    def samples(self, step: int) -> bool:
-        """Returns whether samples are due after a step before the last one."""
-        # The samples of the last step belong to the run's results, whatever the
-        # schedule.
-        return step < self.last and _is_multiple(step, self.samples_every)
+    def scheduled_save(self, step: int) -> int:
+        """Returns the first step from a given one on that is saved by the schedule."""
+        return min(self.last, hooks.every(self.save_every, step - 1))
 
 
 def _is_multiple(step: int, every: int) -> bool:

@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 
+from tests import winged
 from xshard import samples
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import writers
@@ -62,7 +63,7 @@ def write_part(directory, step, rows, *, killed=False):
     shown = writers.JsonLines(directory / "samples.jsonl", step)
     from_file = lambda: rows_lib.read(directory / "samples.jsonl")
     the_part = writers.Part(directory, step, {"a": 1}, history, from_file)
-    opened = writers.open_all(["wandb", "jsonl"], the_part)
+    opened = writers.open_all(["wandb", "jsonl"], the_part, winged.SERVICES)
     for row in rows:
         if samples.is_row(row):
             shown.write(row)
@@ -153,7 +154,7 @@ def test_norms_of_parameters_are_sent_once(tmp_path, sent):
             samples=lambda: iter(()),
             norms=history,
         )
-        (opened,) = writers.open_all(["wandb"], part)
+        (opened,) = writers.open_all(["wandb"], part, winged.SERVICES)
         opened.close()
     # wandb takes no null, and what is not finite has none.
     expected = {"step": 2, "norms/gradient/w": 3.0, "norms/parameter/w": 2.0}

@@ -1,5 +1,4 @@
-"""Profiles of a run: traces of some of its steps for xprof and Perfetto, and the memory
-of its devices when it runs out.
+"""Traces of some steps of a run for xprof and Perfetto.
 
 All processes trace the same steps. Their traces are files of one folder, as xprof and
 TensorBoard show several hosts:
@@ -16,12 +15,12 @@ from typing import Any
 
 import jax
 
-from xshard import formatting, hooks, jax_internals
+from xshard import formatting, hooks, jax_internals, loop
 from xshard import step as step_lib
 from xshard.files import disk, workdir
+from xshard.metrics import clock
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
-from xshard.pod import watchdog as watchdog_lib
 
 STEPS = 3
 # A trace is in memory until it is written, and viewers do not open one of gigabytes.
@@ -35,42 +34,27 @@ _MOST_BYTES = 100
 _WRITE_SECONDS = 1800.0
 # What the names of JAX's files end with: for xprof, and for Perfetto.
 _KINDS = ("xplane.pb", "trace.json.gz")
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class ProfileError(Exception):
     """A trace that could not be made or written; the message says where and why."""
 
 
-class Tracer(hooks.Hook):
+class Tracer(hooks.Wing):
     """Traces steps of a run, the same ones on all processes.
 
     Every process creates one and makes the same calls. Between traces, `before_step`
     costs next to nothing.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        say: Callable[[str], None],
-        set_phase: Callable[[str], None],
-        timed: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        ),
-    ):
-        """Prepares traces; writes nothing.
-
-        Args:
-          directory: the work directory.
-          say: prints a line.
-          set_phase: tells what the run does.
-          timed: returns a context whose time counts as that of traces.
-        """
-        self._file = directory / workdir.PROFILE_FILE
-        self._folder = directory / workdir.PROFILES
-        self._say = say
-        self._set_phase = set_phase
-        self._timed = timed
+    def __init__(self, run: loop.Run):
+        """Prepares traces; writes nothing."""
+        self._watch = run.watch
+        self._file = run.workdir.path / workdir.PROFILE_FILE
+        self._folder = run.workdir.path / workdir.PROFILES
+        self._say = run.terminal.say
+        self._set_phase = run.set_phase
+        self._clock = run.clock
         self._index = jax.process_index()
         self._exchange = host_collectives.Exchange("the trace of steps", _WRITE_SECONDS)
         # The traced steps: from the first one until before the end. None: no trace is
@@ -90,9 +74,10 @@ class Tracer(hooks.Hook):
 
     # The file that asks for a trace.
 
-    def watch_file(self, watch: watchdog_lib.Watchdog) -> None:
+    def opened(self) -> None:
         """Looks for the file PROFILE from now on, on process 0."""
-        if self._index == 0:
+        watch = self._watch
+        if self._index == 0 and watch is not None:
             watch.in_each_tick(lambda: self._look(watch.ask))
 
     def _look(self, ask: Callable[[request_lib.Request], None]) -> None:
@@ -157,7 +142,7 @@ class Tracer(hooks.Hook):
         """
         if self.is_busy:
             try:
-                with self._timed():
+                with self._clock.phase(clock.TRACE):
                     self.before_step(step, state)
             except ProfileError as e:
                 self._say(f"the trace failed: {e}")
@@ -169,11 +154,16 @@ class Tracer(hooks.Hook):
             self._last = chunk.last
             self._num_dispatches += 1
 
-    def finish(self, newest: Any) -> None:
+    def receive(self, step: int, request: request_lib.Request) -> None:
+        """Takes a request for a trace."""
+        if request.kind == request_lib.PROFILE:
+            self.ask(step, request.steps)
+
+    def finish(self, state: Any) -> None:
         """Ends a trace, if there is one, at the end of training."""
         try:
-            with self._timed():
-                self.end(newest)
+            with self._clock.phase(clock.TRACE):
+                self.end(state)
         except ProfileError as e:
             self._say(f"the trace failed: {e}")
 
@@ -261,7 +251,7 @@ class Tracer(hooks.Hook):
         times = "dispatch" if self._num_dispatches == 1 else "dispatches"
         return f" in {self._num_dispatches} {times}"
 
-    def cut_short(self) -> None:
+    def close(self) -> None:
         """Ends a trace that an error or a roll-back interrupts, if there is one.
 
         It writes the trace of this process without waiting for the others.
@@ -407,34 +397,6 @@ class Tracer(hooks.Hook):
         if self._exchange.count > 1:
             text = f"process {self._index}: {text}"
         return ProfileError(text)
-
-
-def note_memory(directory: pathlib.Path, e: Exception) -> None:
-    """Writes the memory of this process's devices after an error, if it ran out.
-
-    A note on the error, which its traceback shows, says where it is. No error of
-    writing replaces the one that ended the run.
-
-    Args:
-      directory: the work directory.
-      e: the error that ends the run.
-    """
-    is_jax = isinstance(e, jax.errors.JaxRuntimeError)
-    if not is_jax or not str(e).startswith(_OUT_OF_MEMORY):
-        return
-    path = directory / workdir.PROFILES / f"memory_process_{jax.process_index()}.prof"
-    try:
-        # The error keeps the arrays alive that were in use.
-        content = jax.profiler.device_memory_profile()
-        path.parent.mkdir(exist_ok=True)
-        disk.replace(path, content)
-    except (OSError, RuntimeError) as failure:
-        e.add_note(f"what was in memory could not be written to {path}: {failure}")
-        return
-    e.add_note(
-        f"{path} has what was in the memory of the devices, by the line that allocated "
-        f"it. To view it: pprof -top {path}"
-    )
 
 
 def _named(first: int, last: int) -> str:

@@ -2,11 +2,12 @@
 
 import pathlib
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import errors
-from xshard.metrics import rows, writer
+from xshard import errors, hooks
+from xshard.metrics import rows, writer, writers
 
 # The port by default, that of OpenTelemetry's exporter.
 PORT = 9464
@@ -93,3 +94,18 @@ class Endpoint(writer.Writer):
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def open_writer(part: writers.Part) -> writers.Writer:
+    """Opens the writer 'prometheus' for a part of a run."""
+    options = part.config.get("prometheus", {})
+    return Endpoint(part.directory, options.get("port", PORT), part.history)
+
+
+class Prometheus(hooks.Wing):
+    """Brings the writer 'prometheus'."""
+
+    name = "prometheus"
+    services = types.MappingProxyType(
+        {"prometheus": writers.Service(open_writer, package="prometheus_client")}
+    )

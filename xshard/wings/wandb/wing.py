@@ -4,11 +4,12 @@ import html
 import math
 import pathlib
 import secrets
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xshard import errors, samples
-from xshard.metrics import norms, rows, sent_rows, writer
+from xshard import errors, hooks, samples
+from xshard.metrics import norms, rows, sent_rows, writer, writers
 
 # The largest width of an enlarged small image, in screen pixels.
 _WIDTH = 480
@@ -140,3 +141,17 @@ class WandbRun(writer.Writer):
         else:
             self._run.finish(exit_code=self._outcome.code or 0)
         self._sent.record()
+
+
+def open_writer(part: writers.Part) -> writers.Writer:
+    """Opens the writer 'wandb' for a part of a run."""
+    return WandbRun(part.directory, part.config, part.everything)
+
+
+class Wandb(hooks.Wing):
+    """Brings the writer 'wandb'."""
+
+    name = "wandb"
+    services = types.MappingProxyType(
+        {"wandb": writers.Service(open_writer, package="wandb")}
+    )

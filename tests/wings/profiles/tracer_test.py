@@ -1,18 +1,16 @@
-"""Tests of traces that a user asks a run for, and of the memory that is noted when a
-device has no more.
-"""
+"""Tests of traces that a user asks a run for."""
 
 import gzip
 import json
+import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from tests import rows, toy
-from xshard import loop
+from tests import rows, toy, winged
+from xshard.files import workdir
 from xshard.pod import request
-from xshard.run import profiles
+from xshard.wings.profiles import tracer as tracer_lib
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -46,6 +44,18 @@ def make_config(**changes):
     return config.lock()
 
 
+def make_tracer(directory, said):
+    """Returns a tracer of a run that has a directory and a terminal, and no steps."""
+    run = types.SimpleNamespace(
+        watch=None,
+        workdir=workdir.Workdir(directory),
+        terminal=types.SimpleNamespace(say=said.append),
+        set_phase=lambda phase: None,
+        clock=None,
+    )
+    return tracer_lib.Tracer(run)
+
+
 def traced(directory):
     """Returns the numbers of the traced steps, by the name of the trace's folder."""
     steps = {}
@@ -64,7 +74,7 @@ def traced(directory):
 @pytest.fixture(scope="module")
 def untraced(tmp_path_factory):
     directory = tmp_path_factory.mktemp("untraced")
-    assert loop.run(make_config(), str(directory), "") == 0
+    assert winged.run(make_config(), str(directory), "") == 0
     return directory
 
 
@@ -73,7 +83,7 @@ def test_a_run_traces_the_next_steps_and_ends_in_the_same_bits(
 ):
     # A second request during a trace is ignored, and one after it is not.
     watch = Asking({2: 3, 3: 3, 8: 1})
-    assert loop.run(make_config(), str(tmp_path), "", watch=watch) == 0
+    assert winged.run(make_config(), str(tmp_path), "", watch=watch) == 0
     assert traced(tmp_path) == {"steps_3_to_5": [3, 4, 5], "steps_9_to_9": [9]}
     assert not list(tmp_path.glob("profile/.*"))
     out = capsys.readouterr().out
@@ -87,11 +97,11 @@ def test_a_trace_that_a_stop_or_the_end_of_the_run_interrupts_is_kept(
     tmp_path, untraced, capsys
 ):
     watch = Asking({2: 50, 4: request.STOP})
-    assert loop.run(make_config(), str(tmp_path), "", watch=watch) == 42
+    assert winged.run(make_config(), str(tmp_path), "", watch=watch) == 42
     assert traced(tmp_path) == {"steps_3_to_4": [3, 4]}
     assert "traced steps 3 to 4 on 1 process" in capsys.readouterr().out
     watch = Asking({10: 50})
-    assert loop.run(make_config(), str(tmp_path), "", watch=watch) == 0
+    assert winged.run(make_config(), str(tmp_path), "", watch=watch) == 0
     assert traced(tmp_path)["steps_11_to_12"] == [11, 12]
     assert rows.same_bits(tmp_path) == rows.same_bits(untraced)
     assert rows.results(tmp_path) == rows.results(untraced)
@@ -99,11 +109,12 @@ def test_a_trace_that_a_stop_or_the_end_of_the_run_interrupts_is_kept(
 
 def test_a_request_at_the_last_step_is_answered(tmp_path, capsys):
     watch = Asking({12: 3})
-    assert loop.run(make_config(), str(tmp_path), "", watch=watch) == 0
+    assert winged.run(make_config(), str(tmp_path), "", watch=watch) == 0
     assert traced(tmp_path) == {}
     assert "no step is left to trace" in capsys.readouterr().out
 
 
+@pytest.mark.wing("roll_backs")
 def test_a_roll_back_ends_a_trace_and_the_next_one_works(tmp_path, capsys):
     config = make_config(
         experiment="tests.toy.Poisoned",
@@ -111,7 +122,7 @@ def test_a_roll_back_ends_a_trace_and_the_next_one_works(tmp_path, capsys):
         on_nonfinite="roll_back",
     )
     watch = Asking({5: 50, 11: 1})
-    assert loop.run(config, str(tmp_path), "", watch=watch) == 0
+    assert winged.run(config, str(tmp_path), "", watch=watch) == 0
     assert "the trace was cut short: it has steps 6 to" in capsys.readouterr().out
     first, second = sorted(traced(tmp_path).values())
     assert first[:2] == [6, 7] and second == [12]
@@ -121,7 +132,7 @@ def test_a_trace_has_exactly_its_steps_whatever_is_dispatched_at_once(tmp_path, 
     # Five steps are dispatched at once, up to a save.
     watch = Asking({5: 3})
     config = make_config(steps_per_dispatch=8)
-    assert loop.run(config, str(tmp_path), "", watch=watch) == 0
+    assert winged.run(config, str(tmp_path), "", watch=watch) == 0
     assert traced(tmp_path) == {"steps_6_to_8": [6, 7]}
     # A dispatch ends at the evaluation of step 6.
     assert "traced steps 6 to 8 in 2 dispatches on 1 proc" in capsys.readouterr().out
@@ -141,10 +152,10 @@ def test_a_trace_that_cannot_be_made_does_not_end_the_run(
         stop_trace()
         empty(directory)
 
-    usage = profiles.shutil.disk_usage
+    usage = tracer_lib.shutil.disk_usage
     stop_trace = jax.profiler.stop_trace
     for module, name, fault in (
-        (profiles.shutil, "disk_usage", full),
+        (tracer_lib.shutil, "disk_usage", full),
         (jax.profiler, "start_trace", fails),
         (jax.profiler, "stop_trace", fails),
         (jax.profiler, "stop_trace", empties),
@@ -153,14 +164,14 @@ def test_a_trace_that_cannot_be_made_does_not_end_the_run(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fault)
             watch = Asking({2: 2})
-            assert loop.run(make_config(), str(directory), "", watch=watch) == 0
+            assert winged.run(make_config(), str(directory), "", watch=watch) == 0
         out = capsys.readouterr().out
         assert "the trace failed: " in out and "traced steps" not in out
         assert traced(directory) == {} and not list(directory.glob("profile/.*"))
         assert rows.same_bits(directory) == rows.same_bits(untraced)
     # JAX can trace again.
     directory = tmp_path_factory.mktemp("run")
-    assert loop.run(make_config(), str(directory), "", watch=Asking({2: 2})) == 0
+    assert winged.run(make_config(), str(directory), "", watch=Asking({2: 2})) == 0
     assert traced(directory) == {"steps_3_to_4": [3, 4]}
 
 
@@ -173,7 +184,7 @@ def empty(directory):
 @pytest.mark.parametrize(
     "content, steps",
     [
-        ("", profiles.STEPS),
+        ("", tracer_lib.STEPS),
         ("20\n", 20),
         (" 1 ", 1),
         ("100", 100),
@@ -189,7 +200,7 @@ def empty(directory):
 def test_the_file_of_a_request(tmp_path, content, steps):
     said = []
     asked = []
-    tracer = profiles.Tracer(tmp_path, said.append, lambda phase: None)
+    tracer = make_tracer(tmp_path, said)
     tracer._look(asked.append)
     assert asked == said == []
     file = tmp_path / "PROFILE"
@@ -213,54 +224,16 @@ def test_the_file_of_a_request(tmp_path, content, steps):
     file.write_text("4")
     tracer._look(asked.append)
     assert len(asked) == 1
-    tracer.cut_short()
+    tracer.close()
     tracer._look(asked.append)
     assert asked[1].steps == 4
 
 
 def test_a_file_that_is_only_being_written_is_not_taken_as_empty(tmp_path):
     asked = []
-    tracer = profiles.Tracer(tmp_path, asked.append, lambda phase: None)
+    tracer = make_tracer(tmp_path, asked)
     (tmp_path / "PROFILE").touch()
     tracer._look(asked.append)
     (tmp_path / "PROFILE").write_text("7")
     tracer._look(asked.append)
     assert [one.steps for one in asked] == [7]
-
-
-class Hungry(toy.Toy):
-    """Allocates more memory than there is, in a callback."""
-
-    def callbacks(self):
-        return [lambda history: jnp.zeros((1 << 45,)).block_until_ready()]
-
-
-def test_what_is_in_memory_is_kept_when_there_is_no_more(tmp_path):
-    config = make_config(experiment="tests.run.profiles_test.Hungry")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as info:
-        loop.run(config, str(tmp_path), "")
-    path = tmp_path / "profile" / "memory_process_0.prof"
-    assert gzip.decompress(path.read_bytes())
-    # JAX adds a note of its own.
-    note = info.value.__notes__[-1]
-    assert note.startswith(f"{path} has what was in the memory of the devices")
-
-
-def test_a_memory_profile_that_cannot_be_written_does_not_hide_the_error(tmp_path):
-    (tmp_path / "profile").write_text("a file")
-    e = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    profiles.note_memory(tmp_path, e)
-    (note,) = e.__notes__
-    assert note.startswith("what was in memory could not be written to ")
-
-
-@pytest.mark.parametrize(
-    "e",
-    [
-        jax.errors.JaxRuntimeError("INTERNAL: a bug"),
-        ValueError("RESOURCE_EXHAUSTED of something else"),
-    ],
-)
-def test_other_errors_leave_no_memory_profile(tmp_path, e):
-    profiles.note_memory(tmp_path, e)
-    assert not list(tmp_path.iterdir()) and not hasattr(e, "__notes__")

@@ -9,10 +9,10 @@ import urllib.request
 import pytest
 from prometheus_client import parser
 
-from tests import toy
+from tests import toy, winged
 from tests.launch import harness
-from xshard import errors, loop
-from xshard.metrics import prometheus
+from xshard import errors
+from xshard.wings.prometheus import wing
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def scraped(port):
 
 def test_the_newest_numbers_are_shown(tmp_path, port):
     history = [{"step": 1, "loss": 3.0}, {"step": 1, "eval/error": 4.0}]
-    endpoint = prometheus.Endpoint(tmp_path / "run", port, lambda: iter(history))
+    endpoint = wing.Endpoint(tmp_path / "run", port, lambda: iter(history))
     first = {
         ("xshard_step", "run", ""): 1,
         ("xshard_loss", "run", ""): 3,
@@ -52,18 +52,18 @@ def test_the_newest_numbers_are_shown(tmp_path, port):
     }
     endpoint.close()
     # The port is free again.
-    prometheus.Endpoint(tmp_path, port, lambda: iter(())).close()
+    wing.Endpoint(tmp_path, port, lambda: iter(())).close()
 
 
 def test_a_port_that_is_taken_is_refused_before_training(tmp_path, port):
     config = toy.get_config()
     config.writers = ("jsonl", "prometheus")
     config.prometheus.port = port
-    other = prometheus.Endpoint(tmp_path / "other", port, lambda: iter(()))
+    other = wing.Endpoint(tmp_path / "other", port, lambda: iter(()))
     with pytest.raises(errors.UserError, match=f"port {port} cannot be opened"):
-        loop.run(config.lock(), str(tmp_path / "run"), "")
+        winged.run(config.lock(), str(tmp_path / "run"), "")
     other.close()
-    assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+    assert winged.run(config.lock(), str(tmp_path / "run"), "") == 0
 
 
 @pytest.mark.skipif(
@@ -87,7 +87,7 @@ def test_a_server_scrapes_them(tmp_path, port):
     ]
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(command, stdout=log, stderr=log)
-    endpoint = prometheus.Endpoint(tmp_path / "run", port, lambda: iter(()))
+    endpoint = wing.Endpoint(tmp_path / "run", port, lambda: iter(()))
     endpoint.write({"step": 7, "loss": 0.25})
 
     def result():

@@ -6,16 +6,16 @@ import json
 import jax
 import pytest
 
-from tests import toy
-from xshard import errors, loop
-from xshard.modes import profiling
+from tests import toy, winged
+from xshard import errors
+from xshard.wings.profiles import mode
 
 
 def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsys):
     config = toy.get_config().lock()
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     before = {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
-    assert profiling.run(config, str(tmp_path), "3:5", None) == 0
+    assert mode.run(config, str(tmp_path), "3:5", None) == 0
     (path,) = tmp_path.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     numbers = {
@@ -32,7 +32,7 @@ def test_the_chosen_steps_are_traced_and_the_run_stays_unchanged(tmp_path, capsy
 @pytest.mark.parametrize("steps", ["", "3", "5:5", "5:3", "-1:3", "a:b"])
 def test_malformed_ranges_of_steps_are_refused(tmp_path, steps):
     with pytest.raises(ValueError, match="--profile_steps=.* must be FIRST:END"):
-        profiling.run(toy.get_config().lock(), str(tmp_path), steps, None)
+        mode.run(toy.get_config().lock(), str(tmp_path), steps, None)
 
 
 def test_a_trace_that_was_not_written_is_reported(tmp_path, monkeypatch):
@@ -41,4 +41,4 @@ def test_a_trace_that_was_not_written_is_reported(tmp_path, monkeypatch):
     with pytest.raises(
         errors.UserError, match="JAX wrote no trace into .*profile.*, or an empty"
     ):
-        profiling.run(toy.get_config().lock(), str(tmp_path), "0:1", None)
+        mode.run(toy.get_config().lock(), str(tmp_path), "0:1", None)

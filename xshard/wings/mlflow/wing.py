@@ -10,12 +10,13 @@ import re
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from xshard import config as config_lib
-from xshard import errors
-from xshard.metrics import rows, sent_rows, writer
+from xshard import errors, hooks
+from xshard.metrics import rows, sent_rows, writer, writers
 
 # MLflow refuses larger requests, and longer names and values of parameters.
 _MOST_METRICS = 1000
@@ -322,3 +323,17 @@ def _silence() -> contextlib.AbstractContextManager[Any]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def open_writer(part: writers.Part) -> writers.Writer:
+    """Opens the writer 'mlflow' for a part of a run."""
+    return MlflowRun(part.directory, part.config, part.history, step=part.step)
+
+
+class Mlflow(hooks.Wing):
+    """Brings the writer 'mlflow'."""
+
+    name = "mlflow"
+    services = types.MappingProxyType(
+        {"mlflow": writers.Service(open_writer, package="mlflow")}
+    )

@@ -10,10 +10,11 @@ import urllib.request
 
 import pytest
 
-from tests import toy
+from tests import toy, winged
 from tests.launch import harness
-from xshard import errors, loop
-from xshard.metrics import mlflow_run, writers
+from xshard import errors
+from xshard.metrics import writers
+from xshard.wings.mlflow import wing
 
 needs_mlflow = pytest.mark.skipif(
     importlib.util.find_spec("mlflow") is None, reason="MLflow is not installed"
@@ -67,13 +68,13 @@ def service(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "mlflow", stand_in)
     # Nothing is sent again unless a test closes the writer.
-    monkeypatch.setattr(mlflow_run, "_PAUSE_SECONDS", 600)
+    monkeypatch.setattr(wing, "_PAUSE_SECONDS", 600)
     return found
 
 
 def opened(directory, history=()):
     part = writers.Part(directory, len(history), {"a": 1}, lambda: iter(history))
-    return writers.KNOWN["mlflow"](part)
+    return wing.open_writer(part)
 
 
 def row(step, time, **values):
@@ -134,7 +135,7 @@ def test_a_server_that_is_away_keeps_no_run_from_ending(tmp_path, service, capsy
 
 
 def test_a_server_that_returns_gets_all_rows_in_order(tmp_path, service, monkeypatch):
-    monkeypatch.setattr(mlflow_run, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(wing, "_PAUSE_SECONDS", 0)
     writer = opened(tmp_path)
     service.is_away = True
     for step in range(1, 6):
@@ -190,12 +191,12 @@ def test_all_parts_of_a_run_are_one_run_of_mlflow(tmp_path, monkeypatch, capsys)
     run = str(tmp_path / "run")
     with server(tmp_path / "server", port) as url:
         mlflow.set_tracking_uri(url)
-        assert loop.run(make_config(), run, "") == 0
+        assert winged.run(make_config(), run, "") == 0
     # Without the server, the run says how to go on, before it trains.
     with pytest.raises(errors.UserError, match=f"cannot start at {url}"):
-        loop.run(make_config(steps=16), run, "")
+        winged.run(make_config(steps=16), run, "")
     with server(tmp_path / "server", port):
-        assert loop.run(make_config(steps=16), run, "") == 0
+        assert winged.run(make_config(steps=16), run, "") == 0
         (found,) = mlflow.search_runs(output_format="list")
         client = mlflow.MlflowClient()
         history = client.get_metric_history(found.info.run_id, "loss")
@@ -226,7 +227,7 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
 
     with server(tmp_path / "server", port) as url:
         mlflow.set_tracking_uri(url)
-        (writer,) = writers.open_all(["mlflow"], part(0))
+        (writer,) = writers.open_all(["mlflow"], part(0), winged.SERVICES)
         writer.write(rows[0])
         harness.wait_until(lambda: not writer._waiting)
     # The server is gone while the run trains on.
@@ -234,7 +235,7 @@ def test_rows_that_were_not_stored_are_sent_by_the_next_part(
     writer.close()
     assert "MLflow has not stored all rows" in capsys.readouterr().err
     with server(tmp_path / "server", port):
-        (writer,) = writers.open_all(["mlflow"], part(2))
+        (writer,) = writers.open_all(["mlflow"], part(2), winged.SERVICES)
         writer.write(rows[2])
         writer.close()
         client = mlflow.MlflowClient()
@@ -252,4 +253,4 @@ def test_without_a_server_s_address_the_run_says_so(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(mlflow, "is_tracking_uri_set", lambda: False)
     with pytest.raises(errors.UserError, match="set MLFLOW_TRACKING_URI"):
-        loop.run(make_config(), str(tmp_path / "run"), "")
+        winged.run(make_config(), str(tmp_path / "run"), "")

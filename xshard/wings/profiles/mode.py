@@ -1,16 +1,18 @@
 """Profiles chosen steps of a run, for xprof and Perfetto: `--mode=profile`.
 
-`xshard.run.profiles` does the same in a run that trains.
+`xshard.wings.profiles.tracer` does the same in a run that trains.
 """
+
+from collections.abc import Sequence
 
 import jax
 import ml_collections
 
-from xshard import errors, loop
+from xshard import errors, hooks, loop
 from xshard.metrics import terminal
 from xshard.pod import exit_codes, request
 from xshard.pod import watchdog as watchdog_lib
-from xshard.run import profiles
+from xshard.wings.profiles import tracer as tracer_lib
 
 
 def run(
@@ -19,6 +21,7 @@ def run(
     steps: str,
     watch: watchdog_lib.Watchdog | None,
     show: terminal.Show = terminal.Show.NORMAL,
+    wings: Sequence[type[hooks.Wing]] = (),
 ) -> int:
     """Profiles some steps from the newest checkpoint, or from a new state.
 
@@ -31,6 +34,7 @@ def run(
         example '10:13'. Step 0 compiles.
       watch: the watch that may stop the job; None if nothing does.
       show: how much the job prints.
+      wings: what the run has beside its core.
 
     Returns:
       The exit code.
@@ -39,8 +43,8 @@ def run(
       UserError: if `steps` is not a valid range, or something does not fit.
     """
     first, end = _range(steps)
-    current = loop.Run(config, directory, watch=watch, show=show)
-    tracer = current.tracer
+    current = loop.Run(config, directory, watch=watch, show=show, wings=wings)
+    tracer = tracer_lib.Tracer(current)
     state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(f"steps {start + first + 1} to {start + end} will be traced")
@@ -62,10 +66,10 @@ def run(
                     print(f"{asked.why}: stopped")
                     return asked.code
         tracer.end((state, values))
-    except profiles.ProfileError as e:
+    except tracer_lib.ProfileError as e:
         raise errors.UserError(str(e)) from e
     finally:
-        tracer.cut_short()
+        tracer.close()
     return exit_codes.DONE
 
 

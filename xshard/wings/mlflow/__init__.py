@@ -1,0 +1,1 @@
+"""MLflow, to which a run sends its rows."""

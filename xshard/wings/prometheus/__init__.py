@@ -1,0 +1,1 @@
+"""Prometheus, which scrapes the newest numbers of a run."""

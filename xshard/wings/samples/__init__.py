@@ -1,0 +1,1 @@
+"""Samples of what an experiment has trained, while it trains and at its end."""

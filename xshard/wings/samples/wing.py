@@ -1,0 +1,79 @@
+"""The wing that shows what `Experiment.samples` returns."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xshard import experiment as experiment_lib
+from xshard import hooks, loop, samples, validation
+from xshard import state as state_lib
+from xshard.metrics import clock
+
+
+class Samples(hooks.Wing):
+    """Shows samples every `config.samples_every_steps` steps, and with the results."""
+
+    name = "samples"
+
+    def __init__(self, run: loop.Run):
+        """Takes the run."""
+        self._run = run
+        self._every = run.config.samples_every_steps
+
+    def predictions(self) -> Sequence[Callable[..., Any]]:
+        """Returns the experiment's samples, if it has any."""
+        if not experiment_lib.overrides(self._run.experiment, "samples"):
+            return []
+        return [self._named]
+
+    def next_due(self, step: int) -> int:
+        """Returns the first step after this one, after which samples are due."""
+        return hooks.every(self._every, step)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether samples are due after a step before the last one."""
+        return self._is_scheduled(step) and not self._run.is_over
+
+    def act(self, step: int, state: state_lib.TrainState) -> None:
+        """Logs and prints the samples of a state."""
+        text = self._sample(step, state)
+        if text:
+            self._run.terminal.say(f"step {step}  samples:\n{text}")
+
+    def make_up(self, step: int, state: state_lib.TrainState) -> None:
+        """Makes the samples that are due at the restored step, if there are none."""
+        if not self._is_scheduled(step):
+            return
+        if self._run.exchange.on_process_0(self._run.log.sampled) < step:
+            self.act(step, state)
+
+    def results(self, step: int, state: state_lib.TrainState) -> dict[str, Any]:
+        """Returns the samples of the last state as text."""
+        # They are printed with the results.
+        return {"samples": self._sample(step, state)}
+
+    def _is_scheduled(self, step: int) -> bool:
+        # The samples of the last step belong to the run's results, whatever the
+        # schedule.
+        is_multiple = self._every > 0 and step % self._every == 0
+        return is_multiple and step < self._run.config.steps
+
+    def _sample(self, step: int, state: state_lib.TrainState) -> str:
+        """Logs the samples of a state; returns them as text."""
+        # None are shown of a state after a step in trouble.
+        self._run.flush(state)
+        with self._run.clock.phase(clock.EVALUATION):
+            named = self._named(functools.partial(self._run.predict, state))
+            row = samples.row(self._where(), step, named)
+        if named:
+            self._run.log.write_samples(row)
+        return samples.text(named)
+
+    def _named(self, predict: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the experiment's samples by name, given a function that predicts."""
+        experiment = self._run.experiment
+        returned = experiment.samples(predict, experiment_lib.samples_key(experiment))
+        return samples.named(self._where(), returned)
+
+    def _where(self) -> str:
+        return validation.describe_method(self._run.experiment.samples)

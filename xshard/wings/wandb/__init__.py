@@ -1,0 +1,1 @@
+"""Weights & Biases, to which a run sends its rows."""
