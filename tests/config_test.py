@@ -99,6 +99,7 @@ def test_a_present_name_is_a_key_and_an_earlier_one_is_not():
     assert not set(config_lib.RENAMED) & names
 
 
+@pytest.mark.wing("roll_backs")
 def test_a_work_directory_with_earlier_names_resumes(tmp_path, logged):
     config = toy.get_config()
     config.on_divergence = "roll_back"

@@ -2697,6 +2697,7 @@ def test_42_names_near_those_of_the_run_are_free(tmp_path):
         assert all(row[name] == pytest.approx(2 * row["loss"]) for name in scalars)
 
 
+@pytest.mark.wing("roll_backs")
 def test_42_each_row_says_its_kind(tmp_path):
     config = _rows_config(
         "RowsEnding",
@@ -2789,6 +2790,7 @@ def test_39_each_writer_is_told_the_outcome_before_it_closes(tmp_path, end):
     assert [what for what, _ in told].count("outcome") == 1
 
 
+@pytest.mark.wing("roll_backs")
 def test_39_a_roll_back_is_told_as_one(tmp_path):
     config = _rows_config(
         "RowsEnding",
@@ -2854,6 +2856,7 @@ class _RowsMlflow:
         (writer.Outcome(writer.ROLLED_BACK), "RUNNING"),
     ],
 )
+@pytest.mark.wing("mlflow")
 def test_39_mlflow_shows_how_the_run_ended(tmp_path, monkeypatch, outcome, wanted):
     service = _RowsMlflow(monkeypatch)
     part = writers.Part(tmp_path, 0, {}, lambda: iter(()))
@@ -2865,6 +2868,7 @@ def test_39_mlflow_shows_how_the_run_ended(tmp_path, monkeypatch, outcome, wante
     assert service.tags["xshard.outcome"] == "runs, resumed from step 7"
 
 
+@pytest.mark.wing("mlflow")
 def test_39_mlflow_gets_the_steps_that_a_roll_back_repeats(tmp_path, monkeypatch):
     service = _RowsMlflow(monkeypatch)
     file = writers.JsonLines(tmp_path / "metrics.jsonl", 0)
@@ -2894,6 +2898,7 @@ def test_39_mlflow_gets_the_steps_that_a_roll_back_repeats(tmp_path, monkeypatch
     assert file.count == 0
 
 
+@pytest.mark.wing("wandb")
 def test_39_wandb_is_told_the_exit_code(tmp_path, monkeypatch):
     told = []
 

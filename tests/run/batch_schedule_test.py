@@ -189,6 +189,7 @@ def test_the_learning_rate_follows_the_batch(tmp_path):
     np.testing.assert_array_equal(scales, np.float32([1, np.sqrt(2), 2]))
 
 
+@pytest.mark.wing("roll_backs")
 def test_the_learning_rate_falls_again_by_a_roll_back(tmp_path):
     config = make_config(
         experiment="tests.toy.Lowered",
