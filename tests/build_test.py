@@ -130,7 +130,9 @@ def imported(path):
             if node in docstrings or not has_texts:
                 continue
             for found in NAMED.findall(node.value):
-                yield found.removesuffix(".py").replace("/", ".")
+                # A program that runs tests is no dependency of theirs.
+                if not found.endswith("_test.py"):
+                    yield found.removesuffix(".py").replace("/", ".")
             # As the name of a program.
             if node.value == "launch":
                 yield "launch.__main__"

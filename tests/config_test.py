@@ -174,7 +174,7 @@ def test_a_loss_scale_without_a_kind_is_the_experiment_s_own(own):
 def test_a_work_directory_without_a_loss_scale_resumes(tmp_path):
     config = toy.get_config()
     config.steps = 6
-    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    assert winged.run(config.lock(), str(tmp_path), "") == 0
     path = tmp_path / "config.json"
     content = json.loads(path.read_text())
     del content["loss_scale"]
@@ -183,7 +183,7 @@ def test_a_work_directory_without_a_loss_scale_resumes(tmp_path):
     longer.steps = 8
     assert workdir.Workdir(tmp_path).check(longer) == ["steps: 6 -> 8"]
     assert trained.config_of(workdir.Workdir(tmp_path)).loss_scale.kind == "none"
-    assert loop.run(longer, str(tmp_path), "") == 0
+    assert winged.run(longer, str(tmp_path), "") == 0
     longer.loss_scale.kind = "dynamic"
     with pytest.raises(errors.UserError, match="loss_scale.kind: 'none' -> 'dynamic'"):
         workdir.Workdir(tmp_path).check(longer)
