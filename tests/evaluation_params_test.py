@@ -15,7 +15,7 @@ import xshard
 from tests import rows, toy, winged
 from tests.optimizers import harness
 from xshard import checkpoint, errors, export
-from xshard.learners import learner
+from xshard.learners import statistics
 from xshard.optimizers import trees
 from xshard.pod import request
 
@@ -371,7 +371,7 @@ def test_a_run_of_an_earlier_version_resumes_without_averaged_statistics(
 ):
     with monkeypatch.context() as patch:
         # Earlier versions kept no averages of the network's state.
-        patch.setattr(learner, "_floats", lambda net_state: {})
+        patch.setattr(statistics, "floats", lambda net_state: {})
         early = make_config("Normalized", steps=6)
         assert winged.run(early, str(tmp_path), "") == 0
     old = xshard.load(str(tmp_path))

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,24 @@ _MAPPED_AXES = ("group", "slice", "replica")
 _Scalars = dict[str, jax.Array]
 
 
+class Returned(NamedTuple):
+    """What the loss of a learner returned, on a replica.
+
+    With micro-batches, all but the loss and `aux` is that of each of them, stacked.
+
+    Attributes:
+      loss: the replica's own loss.
+      net_state: the replica's own new network state.
+      scalars: the replica's own scalars, as `scalar` returns them.
+      aux: further arrays, with a row for each example: empty, or one tree.
+    """
+
+    loss: Any
+    net_state: Any
+    scalars: _Scalars
+    aux: tuple[Any, ...]
+
+
 def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
     """Checks the result of `Supervised.loss`.
 
@@ -72,19 +90,13 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
     return _checked_loss(where, *returned)
 
 
-def learner_loss(
-    method: Callable[..., Any], returned: Any, net_state: Any
-) -> tuple[Any, Any, _Scalars, tuple[Any, ...]]:
+def learner_loss(method: Callable[..., Any], returned: Any, net_state: Any) -> Returned:
     """Checks the result of a learner's loss.
 
     Args:
       method: the loss function.
       returned: its result.
       net_state: the network state before the call.
-
-    Returns:
-      The loss, the network state, the scalars as `scalar` returns them, and further
-      arrays.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
@@ -109,7 +121,7 @@ def learner_loss(
             "have a row for every example, because micro-batches are concatenated "
             "along rows. Scalars belong in the third value, a dictionary."
         )
-    return value, new_state, scalars, tuple(aux)
+    return Returned(value, new_state, scalars, tuple(aux))
 
 
 def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:

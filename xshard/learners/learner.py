@@ -17,10 +17,19 @@ import jmp
 import ml_collections
 import optax
 
-from xshard import config as config_lib
 from xshard import errors, validation
 from xshard import mesh as mesh_lib
-from xshard.learners import composition, means, networks, noise_scale, run_context
+from xshard.learners import (
+    composition,
+    means,
+    measures,
+    networks,
+    noise_scale,
+    norms,
+    norms_by_array,
+    run_context,
+    statistics,
+)
 from xshard.learners import lora as lora_lib
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
@@ -43,52 +52,35 @@ Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
 # A rule composed by hand, or the transformation that a run composes one of.
 Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
 
-# Entries of an update's squared norms: the norms by array; and those of the gradients
-# of the small batches, and of the large one, that a noise scale is computed from.
-_BY_ARRAY = "by_array"
-_SMALL = "small"
-_LARGE = "large"
+# What is measured of each update beside its loss, in this order. A line is all that a
+# measure has outside its own file.
+_MEASURES: tuple[type[measures.Measure], ...] = (
+    norms.Norms,
+    norms_by_array.NormsByArray,
+    noise_scale.NoiseScale,
+    statistics.Statistics,
+)
 
 
 class _Update(NamedTuple):
     """The result of an update on a replica.
 
     Attributes:
-      params: the new parameters.
-      net_state: the replica's own new network state; with micro-batches, those of all
-        of them, stacked.
-      global_step: the number of updates applied.
-      loss: the replica's own loss.
-      scalars: the replica's own scalars beside it; with micro-batches, those of all of
-        them, stacked.
-      aux: the loss's further output for all micro-batches: empty, or one tree.
-      local_sq_norms: with shards of gradients, the replica's own part of each squared
-        norm, by name. The squared norm is the mean of these over the replicas plus the
-        entry of `sq_norms`. Otherwise empty.
-      sq_norms: the squared norms, or the part of them that `local_sq_norms` lacks.
-        Equal on all replicas of a group.
-      normed_paths: the paths of the parameters whose norms are in the entry _BY_ARRAY
-        of both; empty without norms by array.
-      equal_metrics: further metrics, equal on all replicas of a group.
+      returned: what the loss returned.
+      applied: what the rule made of the gradients.
       nonfinite: the number of non-finite gradient elements for each parameter, equal
         on all replicas of a group.
+      equal_metrics: the rule's metrics, equal on all replicas of a group.
       lowered: whether the update lowered a loss scale.
-      rate: by how much averages of the parameters move; None without averages.
+      measured: what each measure has of it.
     """
 
-    params: Any
-    net_state: Any
-    global_step: Any
-    loss: Any
-    scalars: dict[str, Any]
-    aux: tuple[Any, ...]
-    local_sq_norms: dict[str, Any]
-    sq_norms: dict[str, Any]
-    normed_paths: tuple[str, ...]
-    equal_metrics: dict[str, Any]
+    returned: validation.Returned
+    applied: phases.Applied
     nonfinite: Any
+    equal_metrics: dict[str, Any]
     lowered: Any
-    rate: Any
+    measured: list[measures.Measured]
 
 
 class Learner:
@@ -151,14 +143,14 @@ class Learner:
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
         self._aggregation_method = gradients.method(config.aggregation_method)
-        # Configs made before these keys existed lack them.
-        self._estimates = config.get("estimate_statistics", False)
-        self._norms_every = config.get("log_norms_every_steps", 0)
-        self._noise_scale_steps = config.get(noise_scale.KEY, 0)
-        self._skips_nonfinite = config.on_nonfinite == config_lib.SKIP
-        self._outer = None
-        if config_lib.separates_slices(config):
-            self._outer = config.outer
+        self._estimates = statistics.estimates(config)
+        known = [kind(config) for kind in _MEASURES]
+        self._measures = [each for each in known if each.is_on()]
+        self._skips_nonfinite = config.on_nonfinite == "skip"
+        self._outer = config.get("outer")
+        if self._outer is not None and not self._outer.get("every_steps", 0):
+            # Slices do not train apart.
+            self._outer = None
         self._transformed_update = hk.transform_with_state(self._update)
 
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> state_lib.LearnerState:
@@ -180,17 +172,15 @@ class Learner:
         meta = hk.transform(self._describe).apply({}, None, params, requested)
         init_optimizer = hk.transform_with_state(self._init_optimizer).init
         _, opt_state = init_optimizer(key, params, meta)
-        if meta.statistics_module is not None:
-            first = jax.tree.map(trees.widen, _floats(net_state))
-            opt_state = _with_statistics(opt_state, meta.statistics_module, first)
         state = state_lib.LearnerState(
             params=params,
             net_state=net_state,
             opt_state=opt_state,
             global_step=jnp.int32(0),
-            gradient_noise=noise_scale.initial() if self._noise_scale_steps else None,
             meta=meta,
         )
+        for each in self._measures:
+            state = each.begin(state)
         # Raises an error of the rule's before the run has begun, and computes nothing.
         jax.eval_shape(self.for_evaluation, state)
         return state
@@ -311,12 +301,12 @@ class Learner:
             update_key = jax.random.fold_in(update_key, state.global_step)
         with validation.loss_errors(loss), phases.update_key(update_key):
             update, opt_state = self._transformed_update.apply(
-                {}, state.opt_state, key, state, loss, batch
+                {}, state.opt_state, key, state, loss, batch, key
             )
         new = {
-            "params": update.params,
+            "params": update.applied.params,
             "opt_state": opt_state,
-            "global_step": update.global_step,
+            "global_step": update.applied.global_step,
         }
         if not replica_map.is_current():
             # The rule reduced the gradients, so these are equal on all replicas if they
@@ -327,21 +317,18 @@ class Learner:
                 given=(state.params, state.global_step),
             )
         applied = new["global_step"] != state.global_step
-        estimated = None
-        if self._estimates and state.meta.statistics_module is not None:
-            estimated = self._estimate_statistics(
-                state, loss, batch, jax.random.fold_in(key, 1)
-            )
-        net_state = update.net_state
-        scalars = self._with_averaged_integers(update.scalars, state, loss, batch, key)
+        value, net_state, scalars, aux = update.returned
+        scalars = self._with_averaged_integers(scalars, state, loss, batch, key)
         if self._micro_batches > 1:
             net_state, scalars = means.over_parts((net_state, scalars))
         # XLA combines their sums with those of the gradients.
-        metrics, local_sq_norms = means.over_replicas(
-            ({**scalars, "loss": update.loss}, update.local_sq_norms)
+        metrics, local = means.over_replicas(
+            ({**scalars, "loss": value}, [of.local for of in update.measured])
         )
-        net_state, estimated = means.of_state(
-            (net_state, estimated), like=(update.net_state, estimated)
+        measured_states = [of.net_state for of in update.measured]
+        net_state, measured_states = means.of_state(
+            (net_state, measured_states),
+            like=(update.returned.net_state, measured_states),
         )
         observed = state_lib.observe(
             applied, update.lowered, metrics["loss"], update.nonfinite > 0
@@ -350,72 +337,18 @@ class Learner:
         net_state = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old), net_state, state.net_state
         )
-        if estimated is not None:
-            new["opt_state"] = _move_statistics(
-                new["opt_state"], state, estimated, jnp.float32(1), applied
-            )
-        elif update.rate is not None:
-            new["opt_state"] = _move_statistics(
-                new["opt_state"], state, net_state, update.rate, applied
-            )
-        sq_norms = dict(local_sq_norms)
-        for name, sq_norm in update.sq_norms.items():
-            sq_norms[name] = sq_norm + sq_norms.get(name, 0)
-        if self._noise_scale_steps:
-            noise = self._gradient_noise(state, batch, sq_norms, applied)
-            new["gradient_noise"] = noise
-            metrics[noise_scale.NAME] = noise_scale.of(noise)
-        norms = {}
-        for name in update.sq_norms:
-            norms[name] = jnp.sqrt(sq_norms[name]).astype(jnp.float32)
-        by_array = None
-        if update.normed_paths:
-            by_array = state_lib.ArrayNorms(update.normed_paths, norms.pop(_BY_ARRAY))
-        metrics |= norms
         metrics |= update.equal_metrics
         metrics["skipped"] = jnp.int32(~applied)
         metrics["global_step"] = new["global_step"]
-        aux = None
-        if update.aux:
-            (aux,) = update.aux
-        outcome = state_lib.Outcome(metrics, observed, aux, by_array)
-        return state.replace(**new, net_state=net_state), outcome
-
-    def _gradient_noise(
-        self,
-        state: state_lib.LearnerState,
-        batch: Any,
-        sq_norms: Mapping[str, jax.Array],
-        applied: Any,
-    ) -> noise_scale.GradientNoise:
-        """Returns the averages of a noise scale after a step.
-
-        Args:
-          state: the state before the step.
-          batch: the replica's part of the batch.
-          sq_norms: squared norms of gradients, by name; equal on all replicas.
-          applied: whether the update was applied.
-        """
-        assert state.gradient_noise is not None
-        replicas = mesh_lib.num_replicas(run_context.current().mesh)
-        sizes = noise_scale.sizes_of(
-            batch, replicas=replicas, micro_batches=self._micro_batches
+        outcome = state_lib.Outcome(metrics, observed, aux[0] if aux else None)
+        state = state.replace(**new, net_state=net_state)
+        averaged = zip(
+            self._measures, update.measured, local, measured_states, strict=True
         )
-        estimate = noise_scale.estimate(
-            sq_norms[_SMALL], sq_norms.get(_LARGE, sq_norms["gradient_norm"]), sizes
-        )
-        noise = noise_scale.average(
-            state.gradient_noise,
-            estimate,
-            counts=applied & noise_scale.is_measured(state.global_step),
-            steps=self._noise_scale_steps,
-        )
-        if not replica_map.is_current():
-            # As for the parameters, one replica's program shows no collective.
-            noise = replica_map.equal_on_replicas(
-                noise, given=(state.gradient_noise, sq_norms[_SMALL])
-            )
-        return noise
+        for each, of, means_of, state_of in averaged:
+            of = of._replace(local=means_of, net_state=state_of)
+            state, outcome = each.finish(of, state, outcome)
+        return state, outcome
 
     def for_evaluation(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Returns the state with the parameters to evaluate, and to use once trained.
@@ -468,7 +401,7 @@ class Learner:
         validation.evaluation_params(where, params, state.params)
         return params
 
-    def _estimate_statistics(
+    def _evaluated_net_state(
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> Any:
         """Returns the network's state after a pass with the evaluated parameters.
@@ -479,28 +412,21 @@ class Learner:
           state: the state before the update.
           loss: as for `update`.
           batch: the replica's part of the batch.
-          key: the replica's own key.
+          key: the replica's own key of the update.
         """
+        key = jax.random.fold_in(key, 1)
         parts = self._micro_batches
         if parts > 1:
             # The whole batch may not fit into the memory.
             batch = jax.tree.map(lambda x: x[0], _divided(batch, parts))
         evaluated = self.for_evaluation(state)
         gatherer = self._gatherer(state.meta)
-
-        def net_state_after() -> Any:
-            shards = gatherer.select_shards(evaluated.params)
-            whole = gatherer.gather(shards)
-            with run_context.with_shards(whole, shards):
-                params = trees.replace(evaluated.params, whole)
-                returned = loss(evaluated.replace(params=params), batch, key)
-            checked = validation.learner_loss(loss, returned, state.net_state)
-            return checked[1]
-
-        # The loss may use Haiku's random keys and state, as in `value`.
-        transformed = hk.transform_with_state(net_state_after)
-        net_state, _ = transformed.apply({}, state.opt_state, key)
-        return net_state
+        shards = gatherer.select_shards(evaluated.params)
+        whole = gatherer.gather(shards)
+        with run_context.with_shards(whole, shards):
+            params = trees.replace(evaluated.params, whole)
+            returned = _returned(loss, evaluated.replace(params=params), batch, key)
+        return validation.learner_loss(loss, returned, state.net_state).net_state
 
     def _with_averaged_integers(
         self,
@@ -522,10 +448,7 @@ class Learner:
           key: the replica's own key.
         """
         scalars = dict(scalars)
-        integers = set()
-        for name, x in scalars.items():
-            if jnp.issubdtype(x.dtype, jnp.integer):
-                integers.add(name)
+        integers = _integers(scalars)
         # Only a loss with integers is traced again.
         equal = set()
         if integers:
@@ -547,15 +470,9 @@ class Learner:
         """
 
         def integers(state: state_lib.LearnerState, own: Any) -> dict[str, jax.Array]:
-            batch, key = own
-            transformed = hk.transform_with_state(lambda: loss(state, batch, key))
-            returned, _ = transformed.apply({}, state.opt_state, key)
-            scalars = validation.learner_loss(loss, returned, state.net_state)[2]
-            found = {}
-            for name, x in scalars.items():
-                if jnp.issubdtype(x.dtype, jnp.integer):
-                    found[name] = x
-            return found
+            returned = _returned(loss, state, *own)
+            checked = validation.learner_loss(loss, returned, state.net_state)
+            return _integers(checked.scalars)
 
         differing = replica_map.may_differ(integers, state, (batch, key))
         return {name for name, differs in differing.items() if not differs}
@@ -564,10 +481,8 @@ class Learner:
         self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
     ) -> jax.Array:
         """Returns only the loss, with the arguments of `update`."""
-        # The loss may use Haiku's random keys and read the rules' state.
-        transformed = hk.transform_with_state(lambda: loss(state, batch, key))
-        returned, _ = transformed.apply({}, state.opt_state, key)
-        return returned[0]
+        value: jax.Array = _returned(loss, state, batch, key)[0]
+        return value
 
     def _describe(
         self, params: Any, requested: Mapping[str, tuple[int, ...]]
@@ -663,51 +578,41 @@ class Learner:
         zeros = trees.rebuild(params, jax.tree.map(jnp.zeros_like, trained))
         opt.apply_gradients(self._clip(zeros), params)
 
-    def _update(self, state: state_lib.LearnerState, loss: Loss, batch: Any) -> _Update:
+    def _update(
+        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
+    ) -> _Update:
         """Differentiates the loss, and applies the gradients: a Haiku function."""
         opt = self._bound_optimizer(state.meta.param_layouts)
-        self._check_measurable(opt)
-        value, net_state, scalars, aux, grads, small_sq_norms = self._differentiate(
-            opt, state, loss, batch
-        )
+        for each in self._measures:
+            each.check(opt)
+        returned, grads, part_sq_norms = self._differentiate(opt, state, loss, batch)
         # Schedules are read before the update, which counts it, and hyperparameters
         # after it, which sets them.
         old_scales = inspection.loss_scales(opt)
         scheduled = inspection.schedules(opt, state.global_step)
         clipped = self._clip(grads)
         applied = inspection.apply(opt, clipped, state.params, state.global_step)
-        local_sq_norms, sq_norms = inspection.norms(applied)
-        normed_paths: tuple[str, ...] = ()
-        if self._norms_every:
-            normed_paths = tuple(trees.present(applied.grads))
-            local, whole = inspection.norms_by_array(applied)
-            sq_norms[_BY_ARRAY] = whole
-            if applied.partition is not None:
-                local_sq_norms[_BY_ARRAY] = local
-        if self._noise_scale_steps:
-            is_measured = noise_scale.is_measured(state.global_step)
-            if small_sq_norms is None:
-                # The replicas' gradients add up to that of the group, as they are after
-                # the clip. Each counts as its part of it.
-                replicas = mesh_lib.num_replicas(run_context.current().mesh)
-                sq_norm = trees.sum_of_squares_if(is_measured, clipped)
-                local_sq_norms[_SMALL] = replicas**2 * sq_norm
-            else:
-                # Micro-batches add up to the replica's gradient, before the clip.
-                parts = self._micro_batches
-                local_sq_norms[_SMALL] = parts**2 * jnp.mean(small_sq_norms)
-                local_sq_norms[_LARGE] = trees.sum_of_squares_if(is_measured, grads)
+        shown = measures.Update(
+            state=state,
+            opt=opt,
+            batch=batch,
+            grads=grads,
+            clipped=clipped,
+            part_sq_norms=part_sq_norms,
+            applied=applied,
+            evaluated_net_state=lambda: self._evaluated_net_state(
+                state, loss, batch, key
+            ),
+        )
+        measured = [each.measure(shown) for each in self._measures]
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
-
-        averaging = base.rules_of_type(opt, moving_average.MovingAverageOptimizer)
-        rate = averaging[0].rate() if averaging else None
 
         equal_metrics = {}
         where = f"The rule of {validation.describe_method(self._make_optimizer)}"
         # If the loss logs a metric under the name of a schedule, the loss's value is
         # kept.
-        for name in sorted(scheduled.keys() - scalars.keys()):
+        for name in sorted(scheduled.keys() - returned.scalars.keys()):
             equal_metrics[name] = validation.scalar(where, name, scheduled[name])
         if new_scales:
             equal_metrics["loss_scale"] = new_scales[0]
@@ -715,54 +620,33 @@ class Learner:
         for old, new in zip(old_scales, new_scales, strict=True):
             lowered |= new < old
         return _Update(
-            params=applied.params,
-            net_state=net_state,
-            global_step=applied.global_step,
-            loss=value,
-            scalars=scalars,
-            aux=aux,
-            local_sq_norms=local_sq_norms,
-            sq_norms=sq_norms,
-            normed_paths=normed_paths,
-            equal_metrics=equal_metrics,
+            returned=returned,
+            applied=applied,
             nonfinite=inspection.count_nonfinite(applied),
+            equal_metrics=equal_metrics,
             lowered=lowered,
-            rate=rate,
+            measured=measured,
         )
-
-    def _check_measurable(self, opt: base.Optimizer) -> None:
-        """Raises UserError if what the config asks to measure cannot be measured."""
-        if self._norms_every:
-            key = f"log_norms_every_steps={self._norms_every}"
-            inspection.check_shows_gradients(opt, key)
-        if self._noise_scale_steps:
-            key = f"{noise_scale.KEY}={self._noise_scale_steps}"
-            inspection.check_shows_gradients(opt, key)
-            noise_scale.check_rule(opt, micro_batches=self._has_one_replica())
-            shards_params = any(rule.shard_params for rule in inspection.reducing(opt))
-            noise_scale.check_has_own_gradients(shards_params=shards_params)
-
-    def _has_one_replica(self) -> bool:
-        return mesh_lib.num_replicas(run_context.current().mesh) == 1
 
     def _differentiate(
         self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
-    ) -> tuple[jax.Array, Any, dict[str, Any], tuple[Any, ...], Any, Any]:
-        """Returns the loss, the network's state, the scalars, the loss's further
-        output, the gradients, and the squared norms of the gradients of micro-batches
-        if a noise scale needs these.
+    ) -> tuple[validation.Returned, Any, Any]:
+        """Returns what the loss returned, the gradients, and the squared norms of the
+        gradients of micro-batches; None for these if no measure reads them.
         """
         parts = self._micro_batches
-        measures = None
-        if parts > 1 and self._noise_scale_steps and self._has_one_replica():
-            measures = noise_scale.is_measured(state.global_step)
+        reads_parts = None
+        for each in self._measures:
+            reads = each.reads_parts(state)
+            if reads is not None:
+                reads_parts = reads if reads_parts is None else reads_parts | reads
         keys = jnp.stack([hk.next_rng_key() for _ in range(parts)])
         gatherer = self._gatherer(state.meta)
         gathered: dict[str, jax.Array] = {}
         if self._gathers_once and parts > 1:
             gathered = gatherer.gather_global(state.params, self._policy.compute_dtype)
 
-        def value_of(params: Any, inputs: Any) -> tuple[jax.Array, Any]:
+        def value_of(params: Any, inputs: Any) -> tuple[jax.Array, validation.Returned]:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
             shards = gatherer.select_shards(params)
@@ -770,17 +654,17 @@ class Learner:
             with run_context.with_shards(whole, shards, gathered):
                 whole_state = state.replace(params=trees.replace(params, whole))
                 returned = loss(whole_state, *inputs)
-            value, *rest = validation.learner_loss(loss, returned, state.net_state)
+            checked = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
             # the mean.
-            return trees.widen(value) / parts, rest
+            return trees.widen(checked.loss) / parts, checked._replace(loss=None)
 
         if parts == 1:
             of_params: Any = lambda params: value_of(params, (batch, keys[0]))
         else:
             split = _divided(batch, parts)
-            of_params = gradients.MicroBatches(value_of, (split, keys), measures)
-        (value, rest), grads = opt.compute_gradients(
+            of_params = gradients.MicroBatches(value_of, (split, keys), reads_parts)
+        (value, returned), grads = opt.compute_gradients(
             of_params,
             _with_wide_shards(state),
             var_list=self.trained_paths(state.params),
@@ -788,13 +672,31 @@ class Learner:
             aggregation_method=self._aggregation_method,
             has_aux=True,
         )
-        small_sq_norms = None
-        if measures is not None:
-            rest, small_sq_norms = rest
-        net_state, scalars, aux = rest
+        part_sq_norms = None
+        if parts > 1 and reads_parts is not None:
+            returned, part_sq_norms = returned
+        aux = returned.aux
         if parts > 1:
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
-        return value, net_state, scalars, aux, grads, small_sq_norms
+        return returned._replace(loss=value, aux=aux), grads, part_sq_norms
+
+
+def _returned(
+    loss: Loss, state: state_lib.LearnerState, batch: Any, key: jax.Array
+) -> tuple[Any, ...]:
+    """Returns what a loss returns outside an update.
+
+    It may use Haiku's random keys and read the rules' state.
+    """
+    transformed = hk.transform_with_state(lambda: loss(state, batch, key))
+    returned, _ = transformed.apply({}, state.opt_state, key)
+    return returned
+
+
+def _integers(scalars: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns those of the scalars beside a loss that are integers."""
+    is_integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer)
+    return {name: x for name, x in scalars.items() if is_integer(x)}
 
 
 def _divided(batch: Any, parts: int) -> Any:
@@ -833,62 +735,3 @@ def _with_wide_shards(state: state_lib.LearnerState) -> Any:
         if layout is not None and layout.shards_param:
             wide[path] = trees.widen(x)
     return trees.replace(state.params, wide)
-
-
-def _floats(net_state: Any) -> dict[str, jax.Array]:
-    """Returns the floating-point arrays of a network's state, by path."""
-    leaves = trees.leaves_by_path(net_state)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return {path: x for path, x in leaves.items() if is_float(x)}
-
-
-def _move_statistics(
-    opt_state: Any,
-    old: state_lib.LearnerState,
-    net_state: Any,
-    rate: jax.Array,
-    applied: jax.Array,
-) -> Any:
-    """Returns a rule's state in which the network's state for evaluation has moved.
-
-    Args:
-      opt_state: the new state of all rules.
-      old: the learner's state before the update.
-      net_state: the network's state towards which it moves. It may hold any values if
-        the update is not applied.
-      rate: by how much: a scalar, 1 for the whole way.
-      applied: whether the update was applied; otherwise nothing moves.
-    """
-    name = old.meta.statistics_module
-    assert name is not None
-    before = old.opt_state.get(name, {})
-    averages = {}
-    for path, x in _floats(net_state).items():
-        average = before.get(moving_average.statistics_name(path))
-        if average is None:
-            # A step of an earlier version, which kept none, is repeated as it was.
-            continue
-        x = x.astype(average.dtype)
-        change = rate.astype(average.dtype) * (average - x)
-        # Selected: a rate of zero would make NaN of what is not finite, and so would
-        # the difference of equal infinities.
-        moves = applied & (x != average)
-        # No average of what is not finite ever becomes finite again, such as that of a
-        # smallest value so far, which begins at infinity.
-        moved = jnp.where(jnp.isfinite(average), average - change, x)
-        averages[path] = jnp.where(moves, moved, average)
-    return _with_statistics(opt_state, name, averages)
-
-
-def _with_statistics(opt_state: Any, name: str, averages: Mapping[str, Any]) -> Any:
-    """Returns a rule's state with averages of the network's state, by path.
-
-    Args:
-      opt_state: the state of all rules.
-      name: the name of the module that keeps them.
-      averages: the averages.
-    """
-    module = dict(opt_state.get(name, {}))
-    for path, average in averages.items():
-        module[moving_average.statistics_name(path)] = average
-    return {**opt_state, name: module}

@@ -19,13 +19,19 @@ import jax
 import jax.numpy as jnp
 
 from xshard import errors
-from xshard.optimizers import base
+from xshard import mesh as mesh_lib
+from xshard.learners import measures, run_context
+from xshard.learners import state as state_lib
+from xshard.optimizers import base, inspection, replica_map, trees
 
 # The name of the metric, and the key of the config that asks for it.
 NAME = "noise_scale"
 KEY = "noise_scale_steps"
 # One of so many steps is measured.
 EVERY = 8
+# The squared norms of the gradients of the small batches, and of the large one.
+_SMALL = "small"
+_LARGE = "large"
 
 
 class GradientNoise(NamedTuple):
@@ -48,6 +54,80 @@ class Sizes(NamedTuple):
 
     small: int
     large: int
+
+
+class NoiseScale(measures.Measure):
+    """The noise scale, whose averages a learner's state has as `gradient_noise`."""
+
+    def is_on(self) -> bool:
+        """Implements `Measure.is_on`."""
+        # Configs made before this key existed lack it.
+        return bool(self.config.get(KEY, 0))
+
+    def begin(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
+        """Implements `Measure.begin`."""
+        return state.replace(gradient_noise=initial())
+
+    def check(self, opt: base.Optimizer) -> None:
+        """Implements `Measure.check`."""
+        inspection.check_shows_gradients(opt, f"{KEY}={self.config[KEY]}")
+        _check_rule(opt, micro_batches=_num_replicas() == 1)
+        _check_has_own_gradients(opt)
+
+    def reads_parts(self, state: state_lib.LearnerState) -> Any:
+        """Implements `Measure.reads_parts`."""
+        if self.config.micro_batches > 1 and _num_replicas() == 1:
+            return is_measured(state.global_step)
+        return None
+
+    def measure(self, update: measures.Update) -> measures.Measured:
+        """Implements `Measure.measure`."""
+        replicas = _num_replicas()
+        parts = self.config.micro_batches
+        sizes = sizes_of(update.batch, replicas=replicas, micro_batches=parts)
+        counts = is_measured(update.state.global_step)
+        if update.part_sq_norms is None:
+            # The replicas' gradients add up to that of the group, as they are after the
+            # clip. Each counts as its part of it.
+            large = measures.squares(update.applied, {_LARGE: update.applied.grads})
+            sq_norm = trees.sum_of_squares_if(counts, update.clipped)
+            small = replicas**2 * sq_norm
+        else:
+            # Micro-batches add up to the replica's gradient, before the clip.
+            sq_norm = trees.sum_of_squares_if(counts, update.grads)
+            large = measures.Measured(local={_LARGE: sq_norm}, equal={_LARGE: 0})
+            small = parts**2 * jnp.mean(update.part_sq_norms)
+        return measures.Measured(
+            local={**large.local, _SMALL: small}, equal=(large.equal, sizes, counts)
+        )
+
+    def finish(
+        self,
+        measured: measures.Measured,
+        state: state_lib.LearnerState,
+        outcome: state_lib.Outcome,
+    ) -> tuple[state_lib.LearnerState, state_lib.Outcome]:
+        """Implements `Measure.finish`."""
+        before = state.gradient_noise
+        assert before is not None
+        equal, sizes, counts = measured.equal
+        small = measured.local[_SMALL]
+        large = measures.total(measured._replace(equal=equal))[_LARGE]
+        noise = average(
+            before,
+            estimate(small, large, sizes),
+            counts=outcome.applied & counts,
+            steps=self.config[KEY],
+        )
+        if not replica_map.is_current():
+            # As for the parameters, one replica's program shows no collective.
+            noise = replica_map.equal_on_replicas(noise, given=(before, small))
+        metrics = {**outcome.metrics, NAME: of(noise)}
+        return state.replace(gradient_noise=noise), outcome._replace(metrics=metrics)
+
+
+def _num_replicas() -> int:
+    return mesh_lib.num_replicas(run_context.current().mesh)
 
 
 def initial() -> GradientNoise:
@@ -152,7 +232,7 @@ def sizes_of(batch: Any, *, replicas: int, micro_batches: int) -> Sizes:
     return Sizes(small=large // parts, large=large)
 
 
-def check_rule(opt: base.Optimizer, *, micro_batches: bool) -> None:
+def _check_rule(opt: base.Optimizer, *, micro_batches: bool) -> None:
     """Raises UserError if a rule does not show gradients of batches of two sizes.
 
     Args:
@@ -170,9 +250,9 @@ def check_rule(opt: base.Optimizer, *, micro_batches: bool) -> None:
             )
 
 
-def check_has_own_gradients(*, shards_params: bool) -> None:
+def _check_has_own_gradients(opt: base.Optimizer) -> None:
     """Raises UserError if replicas hold shards of parameters."""
-    if shards_params:
+    if any(rule.shard_params for rule in inspection.reducing(opt)):
         raise errors.UserError(
             f"{KEY} cannot be used with reduction.shard_params=True: no replica has "
             "its own gradients, because differentiating a network returns their sum. "

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from xshard.learners import lora as lora_lib
-from xshard.learners import noise_scale
 from xshard.optimizers import layouts, trees
 
 # The verdicts on an update.
@@ -70,8 +69,8 @@ class LearnerState:
       opt_state: the state of the update rules: slots, counts, loss scale.
       global_step: the number of updates applied, int32. A skipped step does not advance
         it.
-      gradient_noise: what the noise scale of the gradients is computed from; None if
-        `config.noise_scale_steps` is 0.
+      gradient_noise: what the noise scale of the gradients is computed from, see
+        `xshard.learners.noise_scale`; None if `config.noise_scale_steps` is 0.
       meta: the properties of the rules. It is no child of the pytree, so no checkpoint
         holds it.
     """
@@ -80,7 +79,7 @@ class LearnerState:
     net_state: Any
     opt_state: Any
     global_step: Any
-    gradient_noise: noise_scale.GradientNoise | None = None
+    gradient_noise: Any = None
     meta: LearnerMeta = LearnerMeta()
 
     def replace(self, **changes: Any) -> "LearnerState":
@@ -182,6 +181,10 @@ def observe(
     return Observed(verdict=verdict, loss=loss, gradients=nonfinite)
 
 
+# The norms of each array: those of its gradient, its new value and its update.
+NORMS_BY_ARRAY = ("gradient", "parameter", "update")
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayNorms:
     """The L2 norms of each trained parameter, of an update: a pytree of one array.
@@ -189,9 +192,8 @@ class ArrayNorms:
     Attributes:
       paths: the paths of the parameters. They are no child of the pytree, so a compiled
         step returns them too.
-      values: float32, of shape [3, parameters]: the norms of the gradients, of the new
-        parameters and of the update. With several groups, there is a leading dimension
-        of groups.
+      values: float32, of shape [3, parameters]: the norms of `NORMS_BY_ARRAY`. With
+        several groups, there is a leading dimension of groups.
     """
 
     paths: tuple[str, ...]

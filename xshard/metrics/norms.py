@@ -16,10 +16,10 @@ import numpy as np
 
 from xshard import errors
 from xshard.files import jsonfile
+from xshard.learners import state as learner_state
 from xshard.metrics import rows
-from xshard.optimizers import inspection
 
-KINDS = inspection.NORMS_BY_ARRAY
+KINDS = learner_state.NORMS_BY_ARRAY
 # The norm of an update by that of its parameter. No row stores it.
 RATIO = "ratio"
 _NORMS = "norms"

@@ -23,12 +23,6 @@ from xshard.optimizers import (
 )
 from xshard.optimizers import optax as optax_optimizer
 
-# The metric names of the norms of gradients and of parameters.
-NORMS = ("gradient_norm", "parameter_norm")
-
-# The norms of each array, in the order of a learner's `ArrayNorms`.
-NORMS_BY_ARRAY = ("gradient", "parameter", "update")
-
 # The prefix of a gradient's path in the name of the scope that counts its non-finite
 # elements. A replay of the step finds the gradient by it.
 GRADIENT = "gradient_of:"
@@ -370,61 +364,3 @@ def count_nonfinite(applied: phases.Applied) -> jax.Array:
         with jax.named_scope(f"{GRADIENT}{path}"):
             numbers[path] = jnp.sum(jnp.where(jnp.isfinite(grad), zero, one))
     return jnp.stack(list(numbers.values()))
-
-
-def norms(applied: phases.Applied) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The squared norms of the gradients and of the new parameters.
-
-    Returns:
-      `(local_sq_norms, sq_norms)`, both by the names of `NORMS`. A squared norm is
-      the mean of its local part over the replicas, if there is one, plus its entry of
-      `sq_norms`, which is equal on all replicas of a group. There are local parts only
-      of arrays in shards. Both are empty if the gradients are not known.
-    """
-    local_sq_norms: dict[str, Any] = {}
-    sq_norms: dict[str, Any] = {}
-    if applied.grads is None:
-        return local_sq_norms, sq_norms
-    for name, tree in zip(NORMS, (applied.grads, applied.new_params), strict=True):
-        if applied.partition is None:
-            sq_norms[name] = trees.sum_of_squares(tree)
-        else:
-            local, whole = applied.partition.sums_of_squares(tree)
-            local_sq_norms[name] = local
-            sq_norms[name] = whole
-    return local_sq_norms, sq_norms
-
-
-def norms_by_array(applied: phases.Applied) -> tuple[jax.Array, jax.Array]:
-    """The squared norms of each trained parameter's gradient, new value and update.
-
-    The update is the new value minus the old one, so it includes the rounding to the
-    parameter's type. It is 0 in a skipped step.
-
-    Args:
-      applied: the result of a step, whose gradients are known.
-
-    Returns:
-      `(local, whole)`, summands as those of `norms`: float32 arrays of shape
-      [len(NORMS_BY_ARRAY), arrays], with the arrays in the order of
-      `trees.present(applied.grads)`.
-    """
-    grads = trees.present(applied.grads)
-    old = trees.leaves_by_path(applied.old_params)
-    all_new = trees.leaves_by_path(applied.new_params)
-    new = {path: all_new[path] for path in grads}
-    updates = {}
-    for path, x in new.items():
-        updates[path] = trees.widen(x) - trees.widen(old[path])
-    local_rows = []
-    whole_rows = []
-    for arrays in (grads, new, updates):
-        if applied.partition is None:
-            local = jnp.zeros((len(arrays),), jnp.float32)
-            squares = [trees.sum_of_squares(x) for x in arrays.values()]
-            whole = jnp.stack(squares).astype(jnp.float32)
-        else:
-            local, whole = applied.partition.sums_of_squares_by_array(arrays)
-        local_rows.append(local)
-        whole_rows.append(whole)
-    return jnp.stack(local_rows), jnp.stack(whole_rows)

@@ -20,7 +20,7 @@ from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.data import batch_sizes, batches
 from xshard.files import identity
-from xshard.learners import composition
+from xshard.learners import composition, statistics
 from xshard.optimizers import base, cross_shard, layouts, trees
 from xshard.run import dispatch, replica_analysis, slices
 from xshard.stored import replica_state
@@ -397,7 +397,7 @@ def evaluation_notes(
             f"evaluations, samples, exports and xshard.load use the parameters{whose} "
             f"of {rule}.evaluation_params{raw}"
         )
-        floats = _floats(learner.net_state)
+        floats = list(statistics.floats(learner.net_state))
         if floats and learner.meta.statistics_module is None:
             yield (
                 f"warning: they are evaluated with the network's state{whose} of the "
@@ -515,7 +515,8 @@ def _check_statistics(
     if not experiment.config.get("estimate_statistics", False):
         return
     for learner in state_lib.learners(state).values():
-        if learner.meta.statistics_module is not None and _floats(learner.net_state):
+        keeps = learner.meta.statistics_module is not None
+        if keeps and statistics.floats(learner.net_state):
             return
     raise errors.UserError(
         "estimate_statistics=True has no effect: no learner has both a rule with other "
@@ -523,13 +524,6 @@ def _check_statistics(
         "with floating-point state, such as the statistics of a batch norm. Leave it "
         "out."
     )
-
-
-def _floats(net_state: Any) -> list[str]:
-    """Returns the paths of the floating-point arrays of a network's state."""
-    leaves = trees.leaves_by_path(net_state)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return [path for path, x in leaves.items() if is_float(x)]
 
 
 class _PredictedError(BaseException):
