@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jmp
@@ -29,26 +29,8 @@ from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writer as writer_lib
 from xshard.metrics import writers as writers_lib
 
-# The norms of parameters that a step returns, by the learner's name.
-_Norms = Mapping[str, learner_state.ArrayNorms]
 _ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
-
-
-class _Fetched(NamedTuple):
-    """What the rows of steps that were dispatched at once have.
-
-    Attributes:
-      last: the last of the steps.
-      metrics: the metrics by name; empty if no step has a row.
-      fingerprints: those of the states before the steps, by their names in rows.
-      norms: the norms of parameters; empty if no step logs them.
-    """
-
-    last: int
-    metrics: Mapping[str, jax.Array]
-    fingerprints: Mapping[str, jax.Array]
-    norms: _Norms
 
 
 class Log(hooks.Hook):
@@ -161,41 +143,49 @@ class Log(hooks.Hook):
             raise
         self._close(self.outcome or _ROLLED_BACK)
 
-    def fetch(self, chunk: step_lib.Chunk) -> _Fetched | None:
-        """Starts to copy to the host what the rows of steps have, if any has one."""
-        stepped = chunk.stepped
-        metrics: Mapping[str, jax.Array] = {}
-        fingerprints: Mapping[str, jax.Array] = {}
-        norms: _Norms = {}
+    def fetch(self, chunk: step_lib.Chunk) -> step_lib.Chunk | None:
+        """Starts to copy to the host what the rows of steps have, if any has one.
+
+        Returns:
+          The steps with no results but these.
+        """
+        stepped: Any = chunk.stepped
+        metrics: dict[str, jax.Array] = {}
+        norms: dict[str, learner_state.ArrayNorms] = {}
         # A host can only read arrays on its own devices.
         has_rows = any(map(self._has_row, chunk.steps))
         if has_rows:
             metrics = mesh_lib.replicate(self._mesh, stepped.metrics)
-            deferred.to_host(metrics.values())
         if has_rows and any(map(self._has_fingerprints, chunk.steps)):
-            assert stepped.fingerprints_before is not None
-            values = stepped.fingerprints_before.logged()
-            fingerprints = mesh_lib.replicate(self._mesh, values)
-            deferred.to_host(fingerprints.values())
-        if stepped.norms and any(map(self._has_norms, chunk.steps)):
+            logged = stepped.fingerprints_before.logged()
+            metrics = metrics | mesh_lib.replicate(self._mesh, logged)
+        if any(map(self._has_norms, chunk.steps)):
             norms = mesh_lib.replicate(self._mesh, stepped.norms)
-            deferred.to_host([of_learner.values for of_learner in norms.values()])
         if not has_rows and not norms:
             return None
-        return _Fetched(chunk.last, metrics, fingerprints, norms)
+        deferred.to_host(jax.tree.leaves((metrics, norms)))
+        fetched = stepped._replace(
+            state=None,
+            metrics=metrics,
+            observed={},
+            fingerprints_before=None,
+            norms=norms,
+        )
+        return dataclasses.replace(chunk, stepped=fetched)
 
-    def read(self, step: int, place: Any, fetched: _Fetched, newest: Any) -> None:
+    def read(self, step: int, place: Any, fetched: step_lib.Chunk, newest: Any) -> None:
         """Writes the rows of a step, if it has any."""
         del newest
+        stepped = fetched.stepped
         if self._has_row(step):
-            values = {name: np.asarray(x)[place] for name, x in fetched.metrics.items()}
-            if self._has_fingerprints(step):
-                for name, x in fetched.fingerprints.items():
-                    values[name] = np.asarray(x)[place]
+            values = {name: np.asarray(x)[place] for name, x in stepped.metrics.items()}
+            if not self._has_fingerprints(step):
+                # The program of a step returns zeros where they are not due.
+                values = rows_lib.without_fingerprints(values)
             self.write_row(step, values, fetched.last)
-        if fetched.norms and self._has_norms(step):
+        if stepped.norms and self._has_norms(step):
             norms = {}
-            for name, of_learner in fetched.norms.items():
+            for name, of_learner in stepped.norms.items():
                 of_step = np.asarray(of_learner.values)[place]
                 norms[name] = dataclasses.replace(of_learner, values=of_step)
             self.write_norms(step, norms)
@@ -204,14 +194,15 @@ class Log(hooks.Hook):
         return step % self._every == 0 or step == self._last
 
     def _has_fingerprints(self, step: int) -> bool:
-        # The program of a step returns zeros where they are not due.
         return bool(self._fingerprints_every) and step % self._fingerprints_every == 0
 
     def _has_norms(self, step: int) -> bool:
         return bool(self._norms_every) and step % self._norms_every == 0
 
-    def write_norms(self, step: int, norms: _Norms) -> None:
-        """Writes the norms of parameters after a step."""
+    def write_norms(
+        self, step: int, norms: Mapping[str, learner_state.ArrayNorms]
+    ) -> None:
+        """Writes the norms of parameters after a step, by the learner's name."""
         if self._norms is None:
             return
         row = norms_lib.row(step, norms)

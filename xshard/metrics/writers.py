@@ -41,49 +41,23 @@ class _Adapted(Writer):
         Raises:
           UserError: if it lacks one of the three methods.
         """
-        of_writer: dict[str, Any] = {}
-        for method in _METHODS:
-            of_writer[method] = getattr(writer, method, None)
-        lacking = [x for x in _REQUIRED if not callable(of_writer[x])]
+        lacking = [x for x in _REQUIRED if not callable(getattr(writer, x, None))]
         if lacking:
             raise errors.UserError(
                 f"writers has {name!r}, which opened a {type(writer).__name__} without "
                 f"{', '.join(lacking)}: derive its class from "
                 "xshard.metrics.writer.Writer, whose methods say what each receives."
             )
-        self._methods = of_writer
-
-    def _call(self, method: str, *args: Any) -> None:
-        if self._methods[method] is not None:
-            self._methods[method](*args)
+        self._write = writer.write
+        # What the writer lacks of the others is done as in the base class: not at all.
+        for method in _OTHERS:
+            own = getattr(writer, method, None)
+            if own is not None:
+                setattr(self, method, own)
 
     def write(self, row: Row, /) -> None:
         """Writes the numbers of a row."""
-        self._call("write", rows_lib.numbers(row))
-
-    def write_samples(self, row: Row, /) -> None:
-        """Writes a row of samples, if the writer takes them."""
-        self._call("write_samples", row)
-
-    def write_norms(self, row: Row, /) -> None:
-        """Writes a row of norms, if the writer takes them."""
-        self._call("write_norms", row)
-
-    def write_outcome(self, outcome: writer_lib.Outcome, /) -> None:
-        """Writes the outcome, if the writer takes it."""
-        self._call("write_outcome", outcome)
-
-    def flush(self) -> None:
-        """Flushes the writer."""
-        self._call("flush")
-
-    def sync(self) -> None:
-        """Syncs the writer, if it can."""
-        self._call("sync")
-
-    def close(self) -> None:
-        """Closes the writer."""
-        self._call("close")
+        self._write(rows_lib.numbers(row))
 
 
 class Part(NamedTuple):
@@ -414,9 +388,9 @@ def _tensorboard(part: Part) -> Writer:
     return event_files.EventFiles(part.directory / "tensorboard", part.everything)
 
 
-# The methods of a writer, and those that a user's writer of another class must have.
+# The methods that a user's writer of another class must have, and all but `write`.
 _REQUIRED = ("write", "flush", "close")
-_METHODS = (*_REQUIRED, "write_samples", "write_norms", "write_outcome", "sync")
+_OTHERS = ("flush", "close", "write_samples", "write_norms", "write_outcome", "sync")
 # The writers that wings of the same names bring.
 _OF_WINGS = ("wandb", "mlflow", "prometheus")
 KNOWN: dict[str, Callable[[Part], Writer]] = {
