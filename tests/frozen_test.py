@@ -40,7 +40,7 @@ def config(**changes):
 def test_frozen_parameters_have_no_slots_and_keep_their_bits(tmp_path, changes):
     config_of_run = config(**changes)
     run = loop.Run(config_of_run, str(tmp_path / "run"))
-    first = run.checkpoints.manager.init_state(run.batches.example).experiment.params
+    first = run.checkpoints.init_state(run.batches.example).experiment.params
     for steps in (2, 4):
         assert (
             loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "")

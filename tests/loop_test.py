@@ -369,7 +369,7 @@ def test_a_new_run_is_initialized_from_the_network_of_another(tmp_path, capsys):
     )
     harness.assert_equal(
         state.experiment.opt_state,
-        run.checkpoints.manager.init_state(run.batches.example).experiment.opt_state,
+        run.checkpoints.init_state(run.batches.example).experiment.opt_state,
     )
     assert "initialized 4 arrays from" in capsys.readouterr().out
     # Moving averages start at the restored parameters, however the update is sharded.

@@ -159,7 +159,7 @@ def test_only_the_matrices_are_trained_and_a_run_resumes_to_the_same_bits(
 ):
     config_of_run = config(**changes)
     run = loop.Run(config_of_run, str(tmp_path / "run"))
-    first = run.checkpoints.manager.init_state(run.batches.example).experiment
+    first = run.checkpoints.init_state(run.batches.example).experiment
     for steps in (2, 4):
         assert (
             loop.run(config(**{**changes, "steps": steps}), str(tmp_path / "run"), "")

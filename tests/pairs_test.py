@@ -182,7 +182,7 @@ def _check(tmp_path, library):
     assert PATHS[library] <= leaves.keys()
     start = config(library, **{**changes, "steps": 1})
     run = loop.Run(start, str(tmp_path / "start"))
-    first = run.checkpoints.manager.init_state(run.batches.example)
+    first = run.checkpoints.init_state(run.batches.example)
     moved = checkpoint.flatten(first)
     for path in PATHS[library]:
         assert not np.array_equal(leaves[path], moved[path]), path

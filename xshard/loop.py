@@ -192,7 +192,7 @@ class Run:
         )
         self.checkpoints.check_can_start(self._init)
         # The shapes of the run's state.
-        self.target = self.checkpoints.manager.target
+        self.target = self.checkpoints.target
         self.past = roll_backs.Past(
             config=self.config,
             directory=self.workdir,
@@ -572,7 +572,7 @@ class Run:
         is_asked = self._is_save_requested or self.is_over
         return is_asked or self._schedule.save(step)
 
-    def resume_or_init(self) -> resuming.StartState:
+    def resume_or_init(self) -> resuming.Point:
         """Restores the newest checkpoint, or creates a new state."""
         return self.checkpoints.resume_or_init(self._init)
 
@@ -620,9 +620,9 @@ class Run:
         begin = self.resume_or_init()
         start = int(begin.state.step)
         store = self.checkpoints.manager.store
-        if begin.fingerprints is not None:
+        if begin.fingerprint is not None:
             self._replica_check.check_restored(
-                begin.state, begin.fingerprints, str(store)
+                begin.state, begin.fingerprint, str(store)
             )
         self.checkpoints.record_restored_step(begin)
         self._last_evaluated = (-1, {})
@@ -688,7 +688,7 @@ class Run:
         for line in group_keys.notes(self.experiment, state, example):
             self.terminal.say(line)
 
-    def _make_up_for_stop(self, begin: resuming.StartState) -> None:
+    def _make_up_for_stop(self, begin: resuming.Point) -> None:
         """Makes the evaluation that is due at the restored step, and lets wings do so.
 
         A stop left it out when the step was saved. Its row may exist already, from an
@@ -816,15 +816,16 @@ class Run:
             watched = self._nonfinite_check.get_state()
             for wing in self._wings:
                 watched |= wing.get_state()
-            noted = {
-                "evaluated": is_evaluated or not is_evaluation_due,
-                "watched": watched,
-                "fingerprint": self._replica_check.fingerprints_of(state),
-                saving.STEP_PROGRAM: self.dispatches.program,
-            }
-            self.checkpoints.save(
-                step, state, metrics=metrics, noted=noted, log=self.log
+            point = resuming.Point(
+                state=state,
+                evaluated=is_evaluated or not is_evaluation_due,
+                watched=watched,
+                fingerprint=self._replica_check.fingerprints_of(state),
+                step_program=self.dispatches.program,
+                rows=self.log.rows,
+                data=self.batches.position(step),
             )
+            self.checkpoints.save(step, point, metrics=metrics, log=self.log)
 
 
 def run(

@@ -97,8 +97,8 @@ def load(
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.of_config(config)
     example = experiment_lib.example(experiment)
-    manager = states.StateManager(experiment, mesh, example, run)
-    state = manager.restore_state(step, fits=True).state
+    saved = states.States(experiment, mesh, example, run)
+    state = saved.restore_state(step, fits=True).state
     if merge_lora:
         if not has_lora(state):
             raise errors.UserError(

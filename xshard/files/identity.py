@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
@@ -15,8 +16,9 @@ from xshard.files import provenance as provenance_lib
 _ID_LENGTH = 16
 # The most characters of a change that a message shows in full.
 _SHOWN = 300
-# The programs that may make a run's steps: one for several steps, a loop; and one for a
-# single step.
+# The name under which a run notes the program that makes its steps, and the programs:
+# one for several steps, a loop; and one for a single step.
+STEP_PROGRAM = "step_program"
 LOOP = "loop"
 STEP = "step"
 
@@ -26,6 +28,16 @@ def new(config: ml_collections.ConfigDict) -> provenance_lib.Identity:
     return provenance_lib.Identity(
         id=secrets.token_hex(_ID_LENGTH // 2), fingerprint=fingerprint(config)
     )
+
+
+def step_program(noted: Mapping[str, Any]) -> str:
+    """Returns the program that makes a run's steps, `LOOP` or `STEP`.
+
+    Args:
+      noted: what the run has noted. Runs that began before there was a choice have
+        noted nothing.
+    """
+    return str(noted.get(STEP_PROGRAM, STEP))
 
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:

@@ -59,8 +59,6 @@ REACHED = "reached.json"
 # The key of the identity in config.json, beside the config's own keys.
 IDENTITY = "_run"
 SET_ASIDE = "set_aside"
-# The key, inside the identity, of the program that makes the run's steps.
-_STEP_PROGRAM = "step_program"
 # A user creates this file: the run saves and stops, and does not train until it is
 # removed.
 STOP_FILE = "STOP"
@@ -146,13 +144,12 @@ class Workdir:
         """Returns the program that makes the steps of the run in this directory.
 
         Returns:
-          `identity.LOOP` or `identity.STEP`, which runs have that began before there
-          was a choice; None if there is no run.
+          `identity.LOOP` or `identity.STEP`; None if there is no run.
         """
         config = _read(self.config, "config")
         if config is None:
             return None
-        return str(config[IDENTITY].get(_STEP_PROGRAM, identity_lib.STEP))
+        return identity_lib.step_program(config[IDENTITY])
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Checks whether a config may run in this directory; writes nothing.
@@ -303,7 +300,7 @@ class Workdir:
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
             step_program = step_program or self.step_program() or identity_lib.STEP
-            run = {**identity._asdict(), _STEP_PROGRAM: step_program}
+            run = {**identity._asdict(), identity_lib.STEP_PROGRAM: step_program}
             content = {IDENTITY: run, **identity_lib.plain(config)}
             self.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:

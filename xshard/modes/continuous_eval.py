@@ -74,14 +74,15 @@ class ContinuousEvaluator:
         self._run = workdir.Workdir(directory)
         self._output = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
-        self._checkpoints = states.StateManager(experiment, mesh, example, self._run)
+        self._states = states.States(experiment, mesh, example, self._run)
+        self._checkpoints = self._states.manager
         self._evaluation = evaluation.Evaluation(
             experiment, mesh, config.eval_batch_size
         )
         host_collectives.check_equal_data({"evaluation": self._evaluation.summary})
-        metrics = self._evaluation.check(self._checkpoints.target, config.checkpoint)
+        metrics = self._evaluation.check(self._states.target, config.checkpoint)
         self._notes = [
-            *preflight.evaluation_notes(experiment, self._checkpoints.target, metrics)
+            *preflight.evaluation_notes(experiment, self._states.target, metrics)
         ]
         self._watch = watch
         self._sleep = sleep
@@ -258,7 +259,7 @@ class ContinuousEvaluator:
     def _evaluate(self, step: int) -> None:
         """Evaluates a step on all processes; process 0 logs the result."""
         try:
-            state = self._checkpoints.restore_state(step, fits=True).state
+            state = self._states.restore_state(step, fits=True).state
         except checkpoint.CheckpointError as e:
             if step in self._checkpoints.on_process_0(self._checkpoints.all_steps):
                 raise

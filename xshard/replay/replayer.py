@@ -236,12 +236,13 @@ class Replayer:
         the data to its position.
         """
         example = self._batches.example
-        saved = states.StateManager(self.experiment, self.mesh, example, self._workdir)
-        for step in reversed(saved.all_steps()):
+        saved = states.States(self.experiment, self.mesh, example, self._workdir)
+        manager = saved.manager
+        for step in reversed(manager.all_steps()):
             if step > last:
                 continue
             try:
-                resuming.check_replicas(self.experiment, saved, saved.target, step)
+                resuming.check_replicas(self.experiment, manager, saved.target, step)
                 restored = saved.restore_state(step)
             except checkpoint.CheckpointError:
                 # The checkpoint is damaged, or was deleted meanwhile. An earlier one

@@ -18,6 +18,9 @@ from xshard.pod import host_collectives
 from xshard.run import slices
 from xshard.stored import replica_state
 
+# The names of a point's values in the metadata of a checkpoint.
+_NOTED = ("evaluated", "watched", "fingerprint", identity_lib.STEP_PROGRAM, "rows")
+
 
 class ResumePlan(NamedTuple):
     """The run that starts or resumes; equal on all processes.
@@ -37,27 +40,42 @@ class ResumePlan(NamedTuple):
     step_program: str | None = None
 
 
-class StartState(NamedTuple):
-    """The state that a new run begins with, or that a resumed run continues from.
+class Point(NamedTuple):
+    """A point of a run, which it saves, and from which it resumes.
 
     Attributes:
       state: the state.
-      evaluated: whether the evaluation that was due at the state's step has been made.
-      rows: the number of rows that the run had logged when the state was saved; None
-        for a new run.
-      folder: the checkpoint's folder; empty for a new run.
-      watched: the saved value of `nonfinite.NonfiniteCheck.get_state`; None for a new
-        run.
-      fingerprints: the fingerprints of the state when it was saved, by kind; None for a
-        new run, or if they are of other arrays.
+      data: the position in the data, `TrainBatches.position`; where it was saved, those
+        of all processes; None for a new run.
+      evaluated: whether the evaluation that is due at the state's step has been made.
+      watched: `NonfiniteCheck.get_state`; None for a new run.
+      fingerprint: the fingerprints of the state, by kind; None for a new run, or if
+        they are of other arrays.
+      step_program: the program that makes the run's steps.
+      rows: the number of rows that the run has logged; None for a new run.
+      folder: the checkpoint's folder; empty for a new run, and while it is saved.
     """
 
     state: state_lib.TrainState
+    data: Any = None
     evaluated: bool = True
+    watched: Any = None
+    fingerprint: dict[str, Any] | None = None
+    step_program: str = identity_lib.STEP
     rows: int | None = None
     folder: str = ""
-    watched: Any = None
-    fingerprints: dict[str, Any] | None = None
+
+    @classmethod
+    def restored(cls, saved: checkpoint.Restored) -> "Point":
+        """Returns the point in a checkpoint."""
+        noted = dict(saved.metadata)
+        noted[identity_lib.STEP_PROGRAM] = identity_lib.step_program(noted)
+        values = {name: noted[name] for name in _NOTED}
+        return cls(saved.state, saved.data, folder=saved.folder, **values)
+
+    def metadata(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it as metadata, JSON values by name."""
+        return {name: getattr(self, name) for name in _NOTED}
 
 
 def identify(

@@ -23,20 +23,11 @@ from xshard.learners.state import LearnerState
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
-from xshard.run import adaptations, nonfinite, resuming, states
-
-# The keys of a checkpoint's metadata: for the program that makes the run's steps, and
-# for the number of rows that the run had logged when it saved.
-STEP_PROGRAM = "step_program"
-_ROWS = "rows"
+from xshard.run import adaptations, earlier_states, nonfinite, resuming, states
 
 
-class Checkpoints:
-    """The checkpoints of a run, written and kept as its config says.
-
-    Attributes:
-      manager: the checkpoints, as any program sees them.
-    """
+class Checkpoints(states.States):
+    """The checkpoints of a run, which it writes and resumes from."""
 
     def __init__(
         self,
@@ -71,7 +62,6 @@ class Checkpoints:
             "config": config_values,
             "origin": provenance._asdict(),
         }
-        self._experiment = experiment
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
         self._must_be_finite = states.must_be_finite(config)
@@ -84,10 +74,10 @@ class Checkpoints:
             workdir=f"{directory.path} on {socket.gethostname()}",
             config=config_values,
         )
-        self.manager = states.StateManager(
+        super().__init__(
             experiment, mesh, batches.example, directory, owner, self._note_committed
         )
-        self._metadata[lora_lib.METADATA] = adaptations.of(self.manager.target)
+        self._metadata[lora_lib.METADATA] = adaptations.of(self.target)
 
     # The start of a run.
 
@@ -97,10 +87,9 @@ class Checkpoints:
         Raises:
           ValueError: if it cannot.
         """
-        target = self.manager.target
         # Raises if two arrays share a name. Without this check the first save would be
         # the first to notice.
-        checkpoint.flatten(target)
+        checkpoint.flatten(self.target)
         latest = None
         if not self._run.sets_aside:
             # Process 0 decides whether there is a checkpoint. A process that does not
@@ -111,11 +100,11 @@ class Checkpoints:
         if latest is not None:
             self.manager.on_process_0(
                 lambda: resuming.check_replicas(
-                    self._experiment, self.manager, target, latest
+                    self._experiment, self.manager, self.target, latest
                 )
             )
         elif source is not None:
-            checkpoint.check_init(source, target, adaptations.meaning(target))
+            checkpoint.check_init(source, self.target, adaptations.meaning(self.target))
 
     def step_program(self) -> str | None:
         """Returns the program that makes the steps of the run; None if it begins now.
@@ -129,8 +118,7 @@ class Checkpoints:
             for step in reversed(self.manager.all_steps()):
                 # The run resumes from an earlier checkpoint than a damaged one.
                 with contextlib.suppress(checkpoint.CheckpointError):
-                    metadata = self.manager.metadata(step)
-                    return str(metadata.get(STEP_PROGRAM, identity_lib.STEP))
+                    return identity_lib.step_program(self.manager.metadata(step))
             return None
 
         return self.manager.on_process_0(in_checkpoints)
@@ -158,7 +146,7 @@ class Checkpoints:
         self.manager.clean()
         self.manager.close()
 
-    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.StartState:
+    def resume_or_init(self, source: checkpoint.Source | None) -> resuming.Point:
         """Restores the newest checkpoint, or creates a new state if there is none yet.
 
         Args:
@@ -172,7 +160,7 @@ class Checkpoints:
         latest = self.manager.agreed_latest_step()
         reached = self._check_newest(latest)
         if latest is None:
-            return resuming.StartState(self._init_state(source))
+            return resuming.Point(self._init_state(source))
         if source is not None:
             states.log(
                 f"--init_from={source.place} is for a new run; this run resumes from "
@@ -181,7 +169,7 @@ class Checkpoints:
 
         if self._must_be_finite:
             resuming.check_finite(self.manager, latest)
-        restored = self.manager.restore_state()
+        restored = self.restore_state()
         if self._must_be_finite and restored.step != latest:
             # The newest one is damaged, so the one before it was restored.
             resuming.check_finite(self.manager, restored.step)
@@ -192,33 +180,23 @@ class Checkpoints:
             )
         self._batches.restore(restored.data)
 
-        metadata = restored.metadata
-        state = restored.state
-        fingerprints = metadata["fingerprint"]
-        if states.has_fewer_statistics(state, self.manager.target):
-            state = _begin_statistics(state, self.manager.target)
-            # Those in the checkpoint are of fewer arrays.
-            fingerprints = None
+        point = resuming.Point.restored(restored)
+        if earlier_states.lacks_statistics(point.state, self.target):
+            state = _begin_copies(point.state, self.target)
+            # Its fingerprints are of fewer arrays.
+            point = point._replace(state=state, fingerprint=None)
             states.log(
                 f"averages of the network's state begin at step {restored.step}, with "
                 "its present values"
             )
-        is_evaluated = metadata["evaluated"]
-        if not is_evaluated:
+        if not point.evaluated:
             # A run that resumed from this checkpoint may have made the evaluation
             # since.
             metrics = self.manager.on_process_0(
                 lambda: self.manager.metrics(restored.step)
             )
-            is_evaluated = bool(metrics)
-        return resuming.StartState(
-            state=state,
-            evaluated=is_evaluated,
-            rows=metadata[_ROWS],
-            folder=restored.folder,
-            watched=metadata["watched"],
-            fingerprints=fingerprints,
-        )
+            point = point._replace(evaluated=bool(metrics))
+        return point
 
     def _check_newest(self, latest: int | None) -> int | None:
         return self.manager.on_process_0(
@@ -226,16 +204,14 @@ class Checkpoints:
         )
 
     def _init_state(self, source: checkpoint.Source | None) -> state_lib.TrainState:
-        state = self.manager.init_state(self._batches.first_example())
+        state = self.init_state(self._batches.first_example())
         if source is None:
             return state
-        before = state_lib.learners(state)
-        return state_lib.map_learners(
-            lambda name, learner: _restart_copies(learner, before[name]),
-            checkpoint.init_from(source, state, meaning=adaptations.meaning(state)),
-        )
+        taken = checkpoint.init_from(source, state, meaning=adaptations.meaning(state))
+        # Slots that were not taken, too, are copies of the new parameters.
+        return _begin_copies(taken, state)
 
-    def record_restored_step(self, begin: resuming.StartState) -> None:
+    def record_restored_step(self, begin: resuming.Point) -> None:
         """Records the restored step as the newest that the run has reached.
 
         Later steps no longer count.
@@ -244,7 +220,7 @@ class Checkpoints:
         if begin.folder:
             self.manager.on_process_0(lambda: self._record_newest(step, begin.folder))
 
-    def check_rows(self, begin: resuming.StartState, log: log_lib.Log) -> None:
+    def check_rows(self, begin: resuming.Point, log: log_lib.Log) -> None:
         """Reports, on process 0, rows that are missing.
 
         These are rows that were logged before the checkpoint was saved.
@@ -286,33 +262,27 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: state_lib.TrainState,
+        point: resuming.Point,
         metrics: Mapping[str, Any],
-        noted: Mapping[str, Any],
         log: log_lib.Log,
     ) -> None:
-        """Starts to save a step, unless it has a checkpoint already.
+        """Starts to save a point, unless its step has a checkpoint already.
 
         Returns when the state may be donated.
 
         Args:
           step: the number of steps made.
-          state: the state after the last of these steps.
+          point: the point that the run has reached by these.
           metrics: the metrics of this state's evaluation; empty if there was none.
-          noted: metadata as JSON values: 'evaluated', whether the evaluation that is
-            due at this step has been made; 'watched', the state of the watch over the
-            steps; 'fingerprint', the fingerprints of the state; and 'step_program', the
-            program that makes the run's steps.
           log: the run's log; its rows reach the disk before the checkpoint is
             committed.
         """
-        metadata = {**self._metadata, **noted, _ROWS: log.rows}
         with self._tolerated():
             self.manager.save(
                 step,
-                state,
-                metadata,
-                data=self._batches.position(step),
+                point.state,
+                {**self._metadata, **point.metadata()},
+                data=point.data,
                 metrics=_numbers(metrics),
                 # The checkpoint records the number of rows, so they must be on the disk
                 # before it is committed.
@@ -421,67 +391,38 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: number(value) for name, value in metrics.items()}
 
 
-def _restart_copies(state: LearnerState, before: LearnerState) -> LearnerState:
-    """Begins slots that are copies of parameters, such as averages, anew.
-
-    So do averages of the network's state.
-
-    Args:
-      state: the state of a learner after parameters were taken from elsewhere.
-      before: the state before some of its arrays were replaced. Slots that were
-        replaced, too, are kept.
-    """
-    opt_state = {module: dict(slots) for module, slots in state.opt_state.items()}
-
-    def restart(module: str, key: str, x: jax.Array) -> None:
-        first = before.opt_state.get(module, {}).get(key)
-        if first is not None and opt_state[module][key] is first:
-            opt_state[module][key] = _copied(x, first)
-
-    for path, param in trees.leaves_by_path(state.params).items():
-        for module, slot in state.meta.slots_from_params:
-            restart(module, trees.join(slot, path), param)
-    if state.meta.statistics_module is not None:
-        for path, x in trees.leaves_by_path(state.net_state).items():
-            key = moving_average.statistics_name(path)
-            restart(state.meta.statistics_module, key, x)
-    return state.replace(opt_state=opt_state)
-
-
-def _begin_statistics(
-    state: state_lib.TrainState, target: state_lib.TrainState
+def _begin_copies(
+    state: state_lib.TrainState, like: state_lib.TrainState
 ) -> state_lib.TrainState:
-    """Begins averages of networks' state, which a checkpoint lacks, at their values.
+    """Begins slots that are copies of parameters, such as averages, with these.
+
+    So it does with averages of the networks' state.
 
     Args:
-      state: the restored state.
-      target: the shapes of the run's state, which has such averages.
+      state: a state. Slots that it lacks begin so, and those that are the very arrays
+        of the other.
+      like: a state with all slots, or its shapes.
     """
-    targets = state_lib.learners(target)
+    others = state_lib.learners(like)
 
     def begin(name: str, learner: LearnerState) -> LearnerState:
-        module = learner.meta.statistics_module
-        if module is None:
-            return learner
-        slots = dict(learner.opt_state[module])
-        wanted = targets[name].opt_state[module]
-        for path, x in trees.leaves_by_path(learner.net_state).items():
-            key = moving_average.statistics_name(path)
-            if key in wanted and key not in slots:
-                slots[key] = _copied(x, wanted[key])
-        return learner.replace(opt_state={**learner.opt_state, module: slots})
+        opt_state = {module: dict(slots) for module, slots in learner.opt_state.items()}
+
+        def copy(module: str, key: str, x: jax.Array) -> None:
+            slot = others[name].opt_state.get(module, {}).get(key)
+            if slot is None or opt_state[module].get(key, slot) is not slot:
+                return
+            # A step that donates the state may not get one buffer twice.
+            copied = lambda x: jnp.array(x, slot.dtype, copy=True)
+            opt_state[module][key] = jax.jit(copied, out_shardings=slot.sharding)(x)
+
+        for path, param in trees.leaves_by_path(learner.params).items():
+            for module, prefix in learner.meta.slots_from_params:
+                copy(module, trees.join(prefix, path), param)
+        if learner.meta.statistics_module is not None:
+            for path, x in trees.leaves_by_path(learner.net_state).items():
+                key = moving_average.statistics_name(path)
+                copy(learner.meta.statistics_module, key, x)
+        return learner.replace(opt_state=opt_state)
 
     return state_lib.map_learners(begin, state)
-
-
-def _copied(x: jax.Array, slot: Any) -> jax.Array:
-    """Returns an array as a slot that begins with its values.
-
-    It is a copy, because a step that donates the state may not get one buffer twice.
-
-    Args:
-      x: the array.
-      slot: an array, or shapes, with the slot's type and sharding.
-    """
-    copy = lambda x: jnp.array(x, slot.dtype, copy=True)
-    return jax.jit(copy, out_shardings=slot.sharding)(x)

@@ -18,18 +18,17 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import workdir
-from xshard.learners.state import LearnerState
-from xshard.optimizers import moving_average, trees
-from xshard.run import adaptations, slices
+from xshard.run import adaptations, earlier_states, slices
 from xshard.stored import replica_state
 
 
-class StateManager(checkpoint.Manager):
-    """The checkpoints of a run's states, kept as the run's config says.
+class States:
+    """The states of a run in its checkpoints, kept as the run's config says.
 
-    As of any manager, all processes make the same calls.
+    All processes make the same calls.
 
     Attributes:
+      manager: the checkpoints, as any program sees them.
       target: the shapes, types and shardings of a state in a checkpoint.
     """
 
@@ -64,7 +63,7 @@ class StateManager(checkpoint.Manager):
             # not push out.
             rules = dataclasses.replace(rules, newest_of=options.every_steps)
         target = state_lib.abstract_state(experiment, mesh, config.seed, example)
-        super().__init__(
+        self.manager = checkpoint.Manager(
             options.directory or directory.checkpoints,
             rules,
             budget_bytes=int(options.budget_gb * 1e9),
@@ -105,7 +104,7 @@ class StateManager(checkpoint.Manager):
           version saved it, which kept none.
 
         Raises:
-          CheckpointError: as `restore` does.
+          CheckpointError: as `Manager.restore` does.
           UserError: if the experiment now adapts the network in another way.
         """
         # Set once the checkpoint is known.
@@ -117,19 +116,19 @@ class StateManager(checkpoint.Manager):
             shapes = self.target
             if fits:
                 shapes = replica_state.fit(shapes, self._mesh, stored)
-            return _without_unsaved_statistics(shapes, stored)
+            return earlier_states.without_unsaved(shapes, stored)
 
         compare_groups = None
         if config_lib.separates_slices(self._experiment.config):
             compare_groups = slices.compare_groups
-        restored = self.restore(target, step, compare_groups=compare_groups)
-        where = f"the checkpoint of step {restored.step} in {self.store}"
+        restored = self.manager.restore(target, step, compare_groups=compare_groups)
+        where = f"the checkpoint of step {restored.step} in {self.manager.store}"
         note = adaptations.check(restored.metadata, self.target, where)
         if note and not self._has_said_adaptation:
             # A reader of many checkpoints says it once.
             self._has_said_adaptation = True
             log(note)
-        if has_fewer_statistics(restored.state, self.target):
+        if earlier_states.lacks_statistics(restored.state, self.target):
             log(
                 f"step {restored.step} was saved without averages of the network's "
                 "state, by an earlier version: its averages of the parameters are "
@@ -151,40 +150,6 @@ class StateManager(checkpoint.Manager):
         return restored._replace(
             state=slices.continued(restored.state), metadata=metadata
         )
-
-
-def has_fewer_statistics(
-    state: state_lib.TrainState, target: state_lib.TrainState
-) -> bool:
-    """Returns whether a state lacks averages of networks' state that a target has."""
-    structure: Any = jax.tree.structure(state)
-    return structure != jax.tree.structure(target)
-
-
-def _without_unsaved_statistics(
-    target: state_lib.TrainState, stored: replica_state.Shapes
-) -> state_lib.TrainState:
-    """Returns a target without averages of a network's state, if none are stored.
-
-    Args:
-      target: the shapes of a run's state.
-      stored: the shapes of the checkpoint's arrays, by path.
-    """
-
-    def without(name: str, learner: LearnerState) -> LearnerState:
-        module = learner.meta.statistics_module
-        if module is None:
-            return learner
-        beginning = trees.join(name, f"opt_state/{module}/")
-        names = moving_average.statistics_of(learner.opt_state[module])
-        if not names or any(beginning + x in stored for x in names):
-            return learner
-        slots = dict(learner.opt_state[module])
-        for x in names:
-            del slots[x]
-        return learner.replace(opt_state={**learner.opt_state, module: slots})
-
-    return state_lib.map_learners(without, target)
 
 
 def _finite_patterns(
