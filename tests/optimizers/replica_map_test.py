@@ -319,3 +319,61 @@ def test_differentiation_of_a_rules_own_is_each_replicas():
     # Sums are in another order, and Adam divides by the magnitude of a gradient.
     harness.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
     harness.assert_equal(sharded[1:], replicated[1:])
+
+
+class ByLargestLoss(xshard.OptimizerWrapper):
+    """Divides by the largest loss of all replicas, which a function gathers."""
+
+    def __init__(self, opt, gather):
+        super().__init__(name="by_largest_loss")
+        self.opt = opt
+        self._gather = gather
+
+    def compute_gradients(self, loss, params, **kwargs):
+        value, grads = self.opt.compute_gradients(loss, params, **kwargs)
+        if not hk.running_init():
+            self._losses = self._gather(value)
+        return value, grads
+
+    def update(self, grads, params):
+        if not hk.running_init():
+            largest = jnp.max(self._losses)
+            grads = jax.tree.map(lambda g: g / largest, grads)
+        return self.opt.update(grads, params)
+
+
+def _step_by_largest_loss(gather, *, shard_update):
+    """Returns the parameters after a step on two slices of four replicas."""
+
+    def step(params, x):
+        sgd = xshard.OptaxOptimizer(optax.sgd(0.1), name="sgd")
+        inner = xshard.CrossShardOptimizer(
+            sgd, slice_axis_name="slice", shard_update=shard_update
+        )
+        rule = ByLargestLoss(inner, gather)
+        return rule.minimize(lambda p: harness.loss(p, x), params)[1]
+
+    rules = hk.transform_with_state(step)
+    params = harness.params()
+    x = harness.batch()
+    _, state = rules.init(None, params, x)
+    local = lambda params, x: rules.apply({}, state, None, params, x)[0]
+    specs = {"in_specs": (WHOLE, ROWS), "out_specs": WHOLE}
+    mesh = make_mesh((1, 2, 4))
+    if shard_update:
+        run = xshard.vmap_replicas(local, mesh, **specs)
+    else:
+        run = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(run)(params, x)
+
+
+def test_what_jax_cannot_map_beside_a_loss_is_explained_or_wrapped():
+    gather = lambda x: jax.lax.all_gather(x, ("slice", "replica"))
+    wanted = _step_by_largest_loss(gather, shard_update=False)
+    wrapped = xshard.per_replica(gather)
+    got = _step_by_largest_loss(wrapped, shard_update=True)
+    # Sums in another order.
+    harness.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises((NotImplementedError, AssertionError)) as e:
+        _step_by_largest_loss(gather, shard_update=True)
+    assert "in xshard.per_replica" in "\n".join(e.value.__notes__)

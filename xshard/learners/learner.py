@@ -45,6 +45,7 @@ from xshard.optimizers import (
     trees,
     varying,
 )
+from xshard.optimizers import placement as placement_lib
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -550,8 +551,6 @@ class Learner:
             opt = composition.rule_of(opt, self._config)
         where = validation.describe_method(self._make_optimizer)
         inspection.check_reduces(where, opt, run.mesh)
-        for rule in inspection.reducing(opt):
-            rule.bind_mesh(run.mesh, run.sharding_rules, param_layouts)
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)
@@ -564,8 +563,16 @@ class Learner:
                     "does not let slices train apart: set config.outer.every_steps="
                     f"{outer_rule.every_steps}."
                 )
-            is_logical = not isinstance(run.mesh, jax.sharding.Mesh)
-            outer_rule.bind(mesh_lib.GROUP, is_logical=is_logical)
+        scatter_steps, gather_steps = mesh_lib.torus_steps(run.mesh)
+        placement = placement_lib.Placement(
+            sharding_rules=run.sharding_rules,
+            scatter_steps=scatter_steps,
+            gather_steps=gather_steps,
+            layouts=param_layouts,
+            is_logical=not isinstance(run.mesh, jax.sharding.Mesh),
+        )
+        for rule in base.all_rules(opt):
+            rule.place(placement)
         return opt
 
     def _init_optimizer(self, params: Any, meta: state_lib.LearnerMeta) -> None:

@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from xshard import errors, mesh
 from xshard.optimizers import gradients, phases, replica_map, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import placement as placement_lib
 
 _Rule = TypeVar("_Rule", bound="Optimizer")
 
@@ -47,15 +48,10 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
     The method becomes transparent to Haiku, so that the modules of a loss take the
     names that they have without a rule. State that the method itself keeps would go to
     the caller's module, where no phase of the rule finds it, so it is refused.
-
-    Where `vmap_replicas` maps the replicas, each of them computes its gradients by
-    itself: see `_on_each_replica`.
     """
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ == "compute_gradients" and replica_map.is_current():
-            return _on_each_replica(call, self, *args, **kwargs)
         # An overriding method may call its loss itself.
         if args and callable(args[0]):
             args = (_as_loss(args[0]), *args[1:])
@@ -109,6 +105,8 @@ class Optimizer(hk.Module):
         recorded = _RECORDED.get(None)
         if recorded is not None:
             recorded.append(self)
+        # How a run's arrays lie on its replicas; None in a step of one's own.
+        self._placement: placement_lib.Placement | None = None
 
     # The constructor of rules that are dataclasses, as Haiku's modules may be.
     __post_init__ = __init__
@@ -165,24 +163,33 @@ class Optimizer(hk.Module):
         """
         trees.check_params(params)
         gradients.check_options(gate_gradients, aggregation_method)
-        trained = trees.select(trees.as_arrays(params), var_list)
+        paths = list(trees.select(trees.as_arrays(params), var_list))
+
+        def differentiate(params: trees.Params) -> tuple[Any, Any, trees.Gradients]:
+            """The value, aux and gradients of a replica's own loss."""
+            leaves = trees.leaves_by_path(trees.as_arrays(params))
+            trained = {path: leaves[path] for path in paths}
+            with _loss_is_called():
+                value, aux, grads = gradients.value_and_grad(
+                    loss,
+                    params,
+                    trained,
+                    aggregation_method=aggregation_method,
+                    grad_loss=grad_loss,
+                    has_aux=has_aux,
+                )
+            if colocate_gradients_with_ops:
+                grads = gradients.colocate(grads, trained)
+            grads = gradients.gate(grads, gate_gradients)
+            return value, aux, trees.rebuild(params, grads)
+
+        held = self._placement.held_in_shards if self._placement is not None else {}
         state_before = skips.current_state()
-        with _loss_is_called():
-            value, aux, grads = gradients.value_and_grad(
-                loss,
-                params,
-                trained,
-                aggregation_method=aggregation_method,
-                grad_loss=grad_loss,
-                has_aux=has_aux,
-            )
-        self._keep_writes(state_before, self._loss_writes)
+        value, aux, grads = _on_each_replica(differentiate, params, held)
+        self._loss_writes = skips.writes_since(state_before, self._loss_writes)
         self._loss = value
-        if colocate_gradients_with_ops:
-            grads = gradients.colocate(grads, trained)
-        grads = gradients.gate(grads, gate_gradients)
         result = (value, aux) if has_aux else value
-        return result, trees.rebuild(params, grads)
+        return result, grads
 
     def init(self, params: trees.Params, var_list: trees.VarList = None) -> None:
         """Creates the state of this rule and all rules that it holds, without a loss.
@@ -392,6 +399,17 @@ class Optimizer(hk.Module):
         del params
         return []
 
+    def place(self, placement: placement_lib.Placement) -> None:
+        """Tells this rule itself how a run's arrays lie on its replicas.
+
+        A run's `Learner` calls it, before any other method, for each rule that it makes
+        and all rules that this holds. A step of one's own does not.
+
+        Args:
+          placement: the run's.
+        """
+        self._placement = placement
+
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Returns how this rule itself shards parameters and slots over the replicas.
 
@@ -399,13 +417,6 @@ class Optimizer(hk.Module):
         """
         del params
         return None
-
-    def held_in_shards(self) -> layouts_lib.Layouts:
-        """Returns the layouts of parameters that are sharded between steps, by path.
-
-        Of these parameters this rule lets each replica hold only a shard.
-        """
-        return {}
 
     def restore_unless_applied(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if it is skipped.
@@ -439,16 +450,6 @@ class Optimizer(hk.Module):
         """All state arrays, in the order of their names."""
         arrays = self.state_by_name()
         return [arrays[name] for name in sorted(arrays)]
-
-    def _keep_writes(self, before: skips.State, earlier: skips.Writes) -> None:
-        """Keeps, for a skipped step, the writes of losses since `before`.
-
-        Args:
-          before: the state before these losses.
-          earlier: the writes of losses that were called before them, since the last
-            step.
-        """
-        self._loss_writes = skips.writes_since(before, earlier)
 
 
 class OptimizerWrapper(Optimizer):
@@ -659,48 +660,42 @@ def _refusing_state(method: Callable[..., Any]) -> Iterator[None]:
 
 
 def _on_each_replica(
-    method: Callable[..., Any],
-    rule: Optimizer,
-    loss: Any,
+    differentiate: Callable[[trees.Params], tuple[Any, Any, trees.Gradients]],
     params: trees.Params,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Any, trees.Gradients]:
-    """Calls `compute_gradients` of a rule on each replica by itself.
+    held_in_shards: layouts_lib.Layouts,
+) -> tuple[Any, Any, trees.Gradients]:
+    """Calls a function that calls losses, on each replica by itself.
 
     Where `vmap_replicas` maps the replicas, XLA would otherwise compute a loss for all
     replicas of a device together, which is slow for some losses: see
     `replica_map.on_each_replica`.
 
     That function traces the call as a separate program, whose arrays leave it only as
-    results. So three things that the call changes become results too, and are put in
-    place afterwards: the random keys that are still to be drawn, the Haiku state that
-    losses write, and the values that rules keep as attributes for later phases of this
-    step.
-    """
-    rules = all_rules(rule)
-    layouts: dict[str, layouts_lib.Layout] = {}
-    for each in rules:
-        layouts.update(each.held_in_shards())
-    state_before = skips.current_state()
-    writes_before = [each._loss_writes for each in rules]
-    attributes_before = [dict(vars(each)) for each in rules]
+    results. So the random keys that are still to be drawn, and the Haiku state that
+    losses write, become results too, and are put in place afterwards.
 
-    def compute(keys: Any, params: trees.Params) -> Any:
-        """Computes gradients: returns these, arrays of attributes, and random keys."""
+    Args:
+      differentiate: takes a replica's parameters to a value, aux and gradients.
+      params: the parameters.
+      held_in_shards: the layouts of those of which a replica holds its shard, by path.
+    """
+    if not replica_map.is_current():
+        return differentiate(params)
+    state_before = skips.current_state()
+
+    def with_keys(keys: Any, params: trees.Params) -> Any:
+        """Calls the function with these keys; also returns those that remain."""
         if keys is not None:
             hk.replace_rng_sequence_state(keys)
-        result = method(rule, loss, params, *args, **kwargs)
-        arrays = []
-        for _, _, value in _attributes_of_trace(rules, attributes_before):
-            arrays.append(_traced_leaves(value))
-        return result, arrays, hk.maybe_get_rng_sequence_state()
+        results = differentiate(params)
+        return *results, hk.maybe_get_rng_sequence_state()
 
     def of_replica(params: trees.Params, keys: Any) -> Any:
         # A separate transform turns the state and the keys that the loss uses into
-        # arguments and results. Its key only makes it draw keys: `compute` replaces it.
+        # arguments and results. Its key only makes it draw keys: `with_keys` replaces
+        # it.
         key = None if keys is None else jax.random.key(0)
-        apply = hk.transform_with_state(compute).apply
+        apply = hk.transform_with_state(with_keys).apply
         state = skips.by_module(state_before)
         results, new_state = apply(hk.get_params(), state, key, keys, params)
         written = {}
@@ -714,69 +709,23 @@ def _on_each_replica(
         specs = {}
         for path in trees.present(tree):
             specs[path] = jax.P()
-            if path in layouts:
-                specs[path] = layouts[path].spec(mesh.REPLICA, manual=True)
+            if path in held_in_shards:
+                specs[path] = held_in_shards[path].spec(mesh.REPLICA, manual=True)
         return trees.rebuild(tree, specs)
 
     def specs_of_results(results: Any) -> Any:
-        (_, grads), _, _, _ = results
-        return (jax.P(), specs_of(grads)), jax.P(), jax.P(), jax.P()
+        _, _, grads, _, _ = results
+        return jax.P(), jax.P(), specs_of(grads), jax.P(), jax.P()
 
     call = replica_map.on_each_replica(
         of_replica,
         in_specs=(specs_of(params), jax.P()),
         out_specs=specs_of_results,
     )
-    result, arrays, keys, written = call(params, hk.maybe_get_rng_sequence_state())
+    keys = hk.maybe_get_rng_sequence_state()
+    value, aux, grads, keys, written = call(params, keys)
     if keys is not None:
         hk.replace_rng_sequence_state(keys)
-    skips.write(written)
-    attributes = _attributes_of_trace(rules, attributes_before)
-    for (each, name, value), new in zip(attributes, arrays, strict=True):
-        setattr(each, name, _with_traced_leaves(value, new))
-    for each, earlier in zip(rules, writes_before, strict=True):
-        if each._loss_writes is not earlier:
-            # The rule kept the arrays that losses wrote within the call. Their results
-            # are in Haiku's state now.
-            each._keep_writes(state_before, earlier)
-    return result
-
-
-def _attributes_of_trace(
-    rules: Sequence[Optimizer], before: Sequence[Mapping[str, Any]]
-) -> list[tuple[Optimizer, str, Any]]:
-    """The attributes that rules have set since, and that hold traced arrays.
-
-    Args:
-      rules: the rules.
-      before: the attributes that each of them had before.
-
-    Returns:
-      Triples of a rule, the attribute's name and its value.
-    """
-    found = []
-    for rule, old in zip(rules, before, strict=True):
-        for name, value in vars(rule).items():
-            # `_on_each_replica` handles the writes of losses by themselves.
-            if name == "_loss_writes" or value is old.get(name):
-                continue
-            if _traced_leaves(value):
-                found.append((rule, name, value))
-    return found
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
-
-
-def _traced_leaves(value: Any) -> list[jax.Array]:
-    """The traced arrays in a tree, in the order of its leaves."""
-    return [leaf for leaf in jax.tree.leaves(value) if _is_traced(leaf)]
-
-
-def _with_traced_leaves(value: Any, arrays: Sequence[jax.Array]) -> Any:
-    """The tree, with other arrays in place of its `_traced_leaves`."""
-    leaves, structure = jax.tree.flatten(value)
-    remaining = iter(arrays)
-    new = [next(remaining) if _is_traced(leaf) else leaf for leaf in leaves]
-    return jax.tree.unflatten(structure, new)
+    with _loss_is_called():
+        skips.write(written)
+    return value, aux, grads

@@ -1,6 +1,7 @@
 """The rule that reduces gradients across replicas."""
 
 import contextlib
+import dataclasses
 import enum
 import functools
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from xshard.optimizers import (
     trees,
 )
 from xshard.optimizers import optax as optax_optimizer
+from xshard.optimizers import placement as placement_lib
 
 NOTHING_BETWEEN_SLICES = (
     "slice_dtype='int8' with one slice: there is nothing to send between slices, so "
@@ -156,54 +158,39 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         _check_bool("shard_params", shard_params)
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
-        self.scatter_steps = scatter_steps
-        self.gather_steps = gather_steps
-        self.sharding_rules = sharding_rules
+        # How arrays lie in a step of one's own.
+        self._own_placement = placement_lib.Placement(
+            sharding_rules, scatter_steps, gather_steps
+        )
         known = _OF_TENSORFLOW.get(reduction, reduction)
         self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
         self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
         self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
-        arithmetic = _check_choice("arithmetic", arithmetic, _ARITHMETIC)
+        self.arithmetic = _check_choice("arithmetic", arithmetic, _ARITHMETIC)
         self.group_assignment = mesh.check_groups(group_assignment)
-        # A run changes these by `bind_mesh`.
-        self._is_in_run = False
-        self._needs_run = arithmetic != "float"
-        self._layouts: layouts.Layouts | None = None
         self._check_axes()
 
-    def bind_mesh(
-        self,
-        device_mesh: jax.sharding.Mesh,
-        sharding_rules: mesh.ShardingRules,
-        param_layouts: layouts.Layouts | None = None,
-    ) -> None:
-        """Sets what the mesh of a run decides: called by a run's `Learner`.
-
-        That is `sharding_rules`, and the steps in which sums are scattered and gathered
-        along the torus of the chips.
-
-        Args:
-          device_mesh: a mesh of `xshard.mesh.make_mesh`.
-          sharding_rules: the experiment's rules.
-          param_layouts: with `shard_params`, the layouts of the parameters and their
-            slots, from `xshard.optimizers.gathering.layouts_of`.
+    def place(self, placement: placement_lib.Placement) -> None:
+        """Implements `Optimizer.place`.
 
         Raises:
           UserError: if logical replicas cannot shard the update.
         """
-        if self.shard_update and not isinstance(device_mesh, jax.sharding.Mesh):
+        if self.shard_update and placement.is_logical:
             raise errors.UserError(
                 f"{self.name} shards its update, which logical replicas cannot: they "
                 "share devices, and make the same update on each of these. Set "
                 "shard_update and shard_params to False, or config.logical_replicas to "
                 "0."
             )
-        self._is_in_run = True
-        self._needs_run = False
-        self._layouts = param_layouts
-        self.sharding_rules = sharding_rules
-        if self.axis_name == mesh.REPLICA:
-            self.scatter_steps, self.gather_steps = mesh.torus_steps(device_mesh)
+        if self.axis_name != mesh.REPLICA:
+            # The run's steps are those along the axis of its replicas.
+            placement = dataclasses.replace(
+                placement,
+                scatter_steps=self._own_placement.scatter_steps,
+                gather_steps=self._own_placement.gather_steps,
+            )
+        super().place(placement)
 
     def _check_axes(self) -> None:
         has_axis = isinstance(self.axis_name, str)
@@ -257,8 +244,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         # An update that needs the loss must get the same one on all replicas.
+        reduce_loss = replica_map.on_each_replica(self._reduce_loss)
         for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
-            rule.reduce_loss(self._reduce_loss)
+            rule.reduce_loss(reduce_loss)
         # Here rather than in `aggregate`, as TensorFlow does.
         count = self._num_summands()
         if self.reduction is Reduction.MEAN and count > 1:
@@ -290,7 +278,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         update they are global arrays, of which each replica holds a shard.
         """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
-        if self._needs_run:
+        if self.arithmetic != "float" and self._placement is None:
             raise ValueError(
                 "An exact arithmetic needs a run with logical_replicas, which splits "
                 "its step at the sums. In a custom step use 'float'."
@@ -452,11 +440,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         return partition.map(declare, sums), rounding_errors
 
-    def held_in_shards(self) -> layouts.Layouts:
-        """Implements `Optimizer.held_in_shards`: with `shard_params`, in a run."""
-        all_layouts = self._layouts or {}
-        return {path: at for path, at in all_layouts.items() if at.shards_param}
-
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Implements `Optimizer.partition`.
 
@@ -465,7 +448,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """
         if not self.shard_update:
             return None
-        if self.shard_params and self._layouts is None:
+        if self.shard_params and self._placement is None:
             raise ValueError(
                 "shard_params needs a run, whose Learner gathers the parameters. In a "
                 "custom step use shard_update."
@@ -481,7 +464,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return self._make_partition(params)
         # A run's step under `jax.shard_map` is only analyzed, or repeated to observe
         # its values.
-        if not self._is_in_run:
+        if self._placement is None:
             raise ValueError(
                 "shard_update needs the replicas to be mapped by xshard.vmap_replicas, "
                 "so that XLA can partition the update. Something else maps them here, "
@@ -499,15 +482,16 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "JAX's check cannot infer that."
             )
         count = self._group_size()
-        param_layouts = self._layouts
+        placement = self._placement or self._own_placement
+        param_layouts = placement.layouts
         if not param_layouts:
-            param_layouts = layouts.of_params(tree, count, self.sharding_rules)
+            param_layouts = layouts.of_params(tree, count, placement.sharding_rules)
         return shards.Partition(
             param_layouts,
             count,
             self.axis_name,
-            scatter_steps=self.scatter_steps,
-            gather_steps=self.gather_steps,
+            scatter_steps=placement.scatter_steps,
+            gather_steps=placement.gather_steps,
         )
 
     def _mapped_axes(self) -> list[str]:

@@ -35,6 +35,7 @@ from xshard.optimizers import (
     trees,
 )
 from xshard.optimizers import optax as optax_optimizer
+from xshard.optimizers import placement as placement_lib
 
 # The slots of a parameter: its value at the last exchange, and the error of rounding
 # what its slice sent.
@@ -162,19 +163,19 @@ class OuterOptimizer(base.OptimizerWrapper):
             self.outers.append(
                 optax_optimizer.OptaxOptimizer(outer, name=f"outer{suffix}")
             )
-        self._is_logical = False
         self._check_inner()
 
-    def bind(self, axis_name: str, *, is_logical: bool) -> None:
-        """Sets what a run decides: called by its `Learner`.
+    def place(self, placement: placement_lib.Placement) -> None:
+        """Implements `Optimizer.place`: the slices of a run are its groups."""
+        super().place(placement)
+        self.axis_name = mesh.GROUP
 
-        Args:
-          axis_name: the mapped axis of the slices.
-          is_logical: whether the replicas of a slice are logical ones. They share
-            devices, each of which sends all parameters.
+    def _is_logical(self) -> bool:
+        """Whether the replicas of a slice are logical ones.
+
+        They share devices, each of which sends all parameters.
         """
-        self.axis_name = axis_name
-        self._is_logical = is_logical
+        return self._placement is not None and self._placement.is_logical
 
     def _check_inner(self) -> None:
         inner = base.rules_of_type(self.opt, OuterOptimizer)
@@ -430,7 +431,7 @@ class OuterOptimizer(base.OptimizerWrapper):
 
         None if each of them sends all.
         """
-        if self._is_logical or any(x.dtype != jnp.float32 for x in arrays.values()):
+        if self._is_logical() or any(x.dtype != jnp.float32 for x in arrays.values()):
             return None
         for rule in base.rules_of_type(self.opt, cross_shard.CrossShardOptimizer):
             # Only replicas of one group have equal parameters. JAX's check of varying
@@ -543,7 +544,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         """The sum over the slices."""
         if not x.size:
             return x
-        if self._is_logical:
+        if self._is_logical():
             # In one order, on any devices.
             return jnp.sum(lax.all_gather(x, self.axis_name), axis=0)
         return lax.psum(x, self.axis_name)
