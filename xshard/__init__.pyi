@@ -27,7 +27,8 @@ from .optimizers.moving_average import MovingAverageOptimizer
 from .optimizers.optax import OptaxOptimizer
 from .optimizers.outer import OuterOptimizer
 from .optimizers.own_calls import per_replica
-from .optimizers.replica_map import equal_on_replicas, vmap_replicas
+from .optimizers.replica_calls import equal_on_replicas
+from .optimizers.replica_map import vmap_replicas
 from .samples import Histogram, Image
 from .state import TrainState, abstract_state, init
 from .step import make_eval_step, make_train_step

@@ -13,7 +13,7 @@ import xshard
 from tests.optimizers import harness
 from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import replica_map, shards
+from xshard.optimizers import replica_calls, shards
 
 AXES = ("group", "slice", "replica")
 WHOLE = jax.P()
@@ -193,7 +193,7 @@ def test_groups_stay_apart_in_a_declaration():
 def test_a_replicas_own_value_is_found_and_named():
     def f(x):
         values = {"own": x, "sum": jax.lax.psum(x, "replica"), "number": jnp.float32(1)}
-        replica_map.check_equal(
+        replica_calls.check_equal(
             values, lambda name: errors.UserError(f"{name} differs")
         )
         return x
@@ -227,7 +227,7 @@ def test_a_decorated_function_decides_where_it_is_called():
 
     @xshard.per_replica
     def f(x):
-        calls.append(replica_map.is_current())
+        calls.append(replica_calls.is_current())
         return x
 
     mapped = xshard.vmap_replicas(
@@ -243,7 +243,7 @@ def test_a_jitted_function_is_traced_for_each_way_to_map():
 
     @jax.jit
     def inner(x):
-        calls.append(replica_map.is_current())
+        calls.append(replica_calls.is_current())
         return xshard.per_replica(lambda x: 2 * x)(x)
 
     x = jnp.arange(8.0)

@@ -38,12 +38,13 @@ from xshard.optimizers import (
     gradients,
     inspection,
     layouts,
+    marks,
     moving_average,
     outer,
     phases,
+    replica_calls,
     replica_map,
     trees,
-    varying,
 )
 from xshard.optimizers import placement as placement_lib
 
@@ -309,12 +310,12 @@ class Learner:
             "opt_state": opt_state,
             "global_step": update.applied.global_step,
         }
-        if not replica_map.is_current():
+        if not replica_calls.is_current():
             # The rule reduced the gradients, so these are equal on all replicas if they
             # were before. With one replica no collective shows that in the program, so
             # they are declared equal here.
-            new = replica_map.equal_on_replicas(
-                varying.marked(varying.UPDATED, new),
+            new = replica_calls.equal_on_replicas(
+                marks.marked(marks.UPDATED, new),
                 given=(state.params, state.global_step),
             )
         applied = new["global_step"] != state.global_step
@@ -458,7 +459,7 @@ class Learner:
             if name not in equal:
                 scalars[name] = scalars[name].astype(jnp.float32)
             else:
-                scalars[name] = replica_map.equal_on_replicas(scalars[name])
+                scalars[name] = replica_calls.equal_on_replicas(scalars[name])
         return scalars
 
     def equal_integers(

@@ -15,7 +15,7 @@ from jax import lax
 
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
-from xshard.optimizers import replica_map, trees
+from xshard.optimizers import replica_calls, trees
 
 # The number of bits of the integers that float32 represents.
 _EXACT_BITS = 24
@@ -118,7 +118,7 @@ def _keep_equal_arrays(
     for i, (x, average) in enumerate(zip(own, means, strict=True)):
         kept.append(jnp.where(is_equal[i], x, average))
     # The program does not show that an array is equal where its hash is.
-    declared: list[jax.Array] = replica_map.equal_on_replicas(kept)
+    declared: list[jax.Array] = replica_calls.equal_on_replicas(kept)
     return declared
 
 

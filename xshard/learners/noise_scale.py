@@ -22,7 +22,7 @@ from xshard import errors
 from xshard import mesh as mesh_lib
 from xshard.learners import measures, run_context
 from xshard.learners import state as state_lib
-from xshard.optimizers import base, inspection, replica_map, trees
+from xshard.optimizers import base, inspection, replica_calls, trees
 
 # The name of the metric, and the key of the config that asks for it.
 NAME = "noise_scale"
@@ -119,9 +119,9 @@ class NoiseScale(measures.Measure):
             counts=outcome.applied & counts,
             steps=self.config[KEY],
         )
-        if not replica_map.is_current():
+        if not replica_calls.is_current():
             # As for the parameters, one replica's program shows no collective.
-            noise = replica_map.equal_on_replicas(noise, given=(before, small))
+            noise = replica_calls.equal_on_replicas(noise, given=(before, small))
         metrics = {**outcome.metrics, NAME: of(noise)}
         return state.replace(gradient_noise=noise), outcome._replace(metrics=metrics)
 

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from xshard import errors, mesh
-from xshard.optimizers import gradients, phases, replica_map, shards, skips, trees
+from xshard.optimizers import gradients, phases, replica_calls, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import placement as placement_lib
 
@@ -668,7 +668,7 @@ def _on_each_replica(
 
     Where `vmap_replicas` maps the replicas, XLA would otherwise compute a loss for all
     replicas of a device together, which is slow for some losses: see
-    `replica_map.on_each_replica`.
+    `replica_calls.on_each_replica`.
 
     That function traces the call as a separate program, whose arrays leave it only as
     results. So the random keys that are still to be drawn, and the Haiku state that
@@ -679,7 +679,7 @@ def _on_each_replica(
       params: the parameters.
       held_in_shards: the layouts of those of which a replica holds its shard, by path.
     """
-    if not replica_map.is_current():
+    if not replica_calls.is_current():
         return differentiate(params)
     state_before = skips.current_state()
 
@@ -717,7 +717,7 @@ def _on_each_replica(
         _, _, grads, _, _ = results
         return jax.P(), jax.P(), specs_of(grads), jax.P(), jax.P()
 
-    call = replica_map.on_each_replica(
+    call = replica_calls.on_each_replica(
         of_replica,
         in_specs=(specs_of(params), jax.P()),
         out_specs=specs_of_results,

@@ -18,7 +18,7 @@ from xshard.optimizers import (
     base,
     integer_sums,
     layouts,
-    replica_map,
+    replica_calls,
     shards,
     slots,
     trees,
@@ -244,7 +244,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             params = axes.mark_varying(params, axis)
         value, grads = self.opt.compute_gradients(loss, params, **kwargs)
         # An update that needs the loss must get the same one on all replicas.
-        reduce_loss = replica_map.on_each_replica(self._reduce_loss)
+        reduce_loss = replica_calls.on_each_replica(self._reduce_loss)
         for rule in base.rules_of_type(self.opt, optax_optimizer.OptaxOptimizer):
             rule.reduce_loss(reduce_loss)
         # Here rather than in `aggregate`, as TensorFlow does.
@@ -287,7 +287,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
         rounding_errors = self._rounding_errors(grads)
         with self._explaining_groups():
-            if replica_map.is_current():
+            if replica_calls.is_current():
                 sums, rounding_errors = self._reduce_mapped(grads, rounding_errors)
             else:
                 sums, rounding_errors = self._reduce(grads, rounding_errors)
@@ -350,7 +350,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # The leading dimension is that of slices.
             error_specs[path] = jax.P(None, *shard_specs[path])
         keeps_shards = self.shard_update and partition.count > 1
-        call = replica_map.on_each_replica(
+        call = replica_calls.on_each_replica(
             functools.partial(self._reduce, keeps_shards=keeps_shards),
             in_specs=(summand_specs, error_specs),
             out_specs=(shard_specs if keeps_shards else jax.P(), error_specs),
@@ -396,7 +396,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return sums, rounding_errors
         gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
         # The program does not show that what is gathered in steps is equal.
-        sums = replica_map.equal_on_replicas(partition.map(gather, sums))
+        sums = replica_calls.equal_on_replicas(partition.map(gather, sums))
         return sums, rounding_errors
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
@@ -435,7 +435,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             # All arrays are sent in one message, so the program does not show that
             # those without shards are equal on all replicas.
             if layout.dim is None:
-                return replica_map.equal_on_replicas(x)
+                return replica_calls.equal_on_replicas(x)
             return x
 
         return partition.map(declare, sums), rounding_errors
@@ -460,7 +460,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "shard_update and group_assignment exclude each other: give groups a "
                 "mapped axis of their own."
             )
-        if replica_map.is_current():
+        if replica_calls.is_current():
             return self._make_partition(params)
         # A run's step under `jax.shard_map` is only analyzed, or repeated to observe
         # its values.

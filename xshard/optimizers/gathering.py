@@ -25,8 +25,9 @@ from xshard import errors, jax_internals
 from xshard import mesh as mesh_lib
 from xshard.optimizers import (
     dependence,
+    marks,
     primitives,
-    replica_map,
+    replica_calls,
     shards,
     trees,
     varying,
@@ -200,7 +201,7 @@ class Gatherer:
             if path in sharded_specs
         }
         gather = functools.partial(self.gather, dtype=dtype)
-        return replica_map.on_each_replica(gather, in_specs=(sharded_specs,))(arrays)
+        return replica_calls.on_each_replica(gather, in_specs=(sharded_specs,))(arrays)
 
     def apply(
         self,
@@ -320,7 +321,7 @@ class Gatherer:
         is_cast = dtype is not None and jnp.issubdtype(shard.dtype, jnp.floating)
         sent_dtype = dtype if is_cast else shard.dtype
 
-        # `varying.GATHERED` is this function's name, by which an analysis of the
+        # `marks.GATHERED` is this function's name, by which an analysis of the
         # program finds it.
         def gathered_parameter(
             shard: jax.Array, gathered: jax.Array | None
@@ -395,7 +396,7 @@ class Gatherer:
         def transfer(
             eqn: Any, inputs: list[varying.Variation]
         ) -> list[varying.Variation] | None:
-            if eqn.params.get("name") == varying.GATHERED:
+            if eqn.params.get("name") == marks.GATHERED:
                 for label in inputs[0].labels:
                     if label.is_within:
                         early.add(label.path)

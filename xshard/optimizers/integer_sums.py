@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard.optimizers import trees, varying
+from xshard.optimizers import marks, trees
 
 # The number of elements that share a scale. Each scale adds 4 bytes to a block.
 BLOCK = 256
@@ -46,7 +46,7 @@ def all_reduce_tree(
     error_of = {
         path: error[None] for path, error in zip(paths, new_errors, strict=True)
     }
-    error_of = varying.marked(varying.SLICES_ERROR, error_of)
+    error_of = marks.marked(marks.SLICES_ERROR, error_of)
     return trees.replace(sums, total_of), error_of
 
 

@@ -28,7 +28,7 @@ from xshard.optimizers import (
     base,
     cross_shard,
     integer_sums,
-    replica_map,
+    replica_calls,
     shards,
     skips,
     slots,
@@ -325,13 +325,13 @@ class OuterOptimizer(base.OptimizerWrapper):
         def exchange(params: dict[str, jax.Array]) -> None:
             self._move(index, self._mean(params, weight), all_params)
 
-        if replica_map.is_current() and self.axis_name != mesh.GROUP:
+        if replica_calls.is_current() and self.axis_name != mesh.GROUP:
             raise errors.UserError(
                 f"{self.name} exchanges over the axis {self.axis_name!r}, which "
                 "xshard.vmap_replicas maps: there, replicas may differ only along an "
                 f"axis called {mesh.GROUP!r}. Give the axis of slices this name."
             )
-        if not replica_map.is_current():
+        if not replica_calls.is_current():
             # All slices take the same branch, since they count the same steps.
             hk.cond(is_due, exchange, lambda params: None, params)
             return
@@ -405,7 +405,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             # All arrays are sent in one message, so the program does not show that
             # those without shards are equal on all replicas.
             declare = lambda layout, x: (
-                replica_map.equal_on_replicas(x) if layout.dim is None else x
+                replica_calls.equal_on_replicas(x) if layout.dim is None else x
             )
             return tuple(partition.map(declare, arrays) for arrays in results)
 
@@ -417,7 +417,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             keep = lambda operands: (zeros, errors_of_rounding)
             return lax.cond(is_due, exchange, keep, operands)
 
-        mean, errors_of_rounding = replica_map.on_each_replica(
+        mean, errors_of_rounding = replica_calls.on_each_replica(
             on_replica,
             in_specs=(jax.P(), specs, specs_of_errors, jax.P()),
             out_specs=(specs, specs_of_errors),

@@ -1,6 +1,6 @@
 """Calls that each replica makes by itself, in a user's code.
 
-`per_replica` is `replica_map.on_each_replica` for a user's functions: these may be
+`per_replica` is `replica_calls.on_each_replica` for a user's functions: these may be
 differentiated and mapped, and get what is no array as it is.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import errors, jax_internals
-from xshard.optimizers import replica_map
+from xshard.optimizers import replica_calls, replica_map
 
 _GLOBAL = jax.P()
 # What becomes an array. A program may depend on any other value, such as a size.
@@ -74,7 +74,7 @@ def per_replica(
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not replica_map.is_current():
+        if not replica_calls.is_current():
             return f(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         are_arrays = [isinstance(x, _ARRAYS) for x in leaves]
@@ -106,7 +106,7 @@ def per_replica(
         result_specs = replica_map.leaf_specs(specs_of_results, shapes)
         operands = [*constants, *arrays]
         if any(tuple(spec) for spec in [*specs, *result_specs]):
-            on_each = replica_map.on_each_replica(
+            on_each = replica_calls.on_each_replica(
                 on_replica,
                 in_specs=tuple([_GLOBAL] * len(constants) + specs),
                 out_specs=result_specs,
@@ -155,12 +155,12 @@ def _differentiated(
         return result
 
     def on_each(f: Callable[..., Any]) -> Callable[..., Any]:
-        called = replica_map.on_each_replica(f)
+        called = replica_calls.on_each_replica(f)
         return _not_differentiated(called, name, "twice")
 
     @jax.custom_vjp
     def differentiated(inexact: list[Any], others: list[Any]) -> list[Any]:
-        return replica_map.on_each_replica(call)(inexact, others)
+        return replica_calls.on_each_replica(call)(inexact, others)
 
     def forward(inexact: list[Any], others: list[Any]) -> Any:
         with as_current():

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import replica_map, shards, skips, trees
+from xshard.optimizers import replica_calls, shards, skips, trees
 
 # The random key of updates, equal on all replicas of a group; None where the caller's
 # own keys serve.
@@ -145,7 +145,7 @@ class Step:
 
         def constrain(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
             """A global array, declared to lie in shards on the replicas."""
-            return replica_map.constrain(x, partition.spec(layout))
+            return replica_calls.constrain(x, partition.spec(layout))
 
         first_state = skips.current_state()
         # With parameters in shards like the gradients, each device computes only its
@@ -265,7 +265,7 @@ class Step:
                 "shard_update=False."
             )
 
-        replica_map.check_equal(trees.leaves_by_path(params), error)
+        replica_calls.check_equal(trees.leaves_by_path(params), error)
 
     def _check_equal(
         self, state_before: skips.State, applied: Any, params: dict[str, Any]
@@ -301,7 +301,7 @@ class Step:
                 "use it only before the sum of gradients."
             )
 
-        replica_map.check_equal(arrays, error)
+        replica_calls.check_equal(arrays, error)
 
 
 def _changed(old: trees.Params, new: trees.Params, trained: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ rule needs no code of its own to update arrays in shards.
 
 Some computation still belongs on each replica: XLA does not partition the gradient of a
 mapped convolution, and a sum should be scattered rather than made whole.
-`on_each_replica` calls such parts in a `jax.shard_map`.
+`replica_calls.on_each_replica` asks for such parts to be called in a `jax.shard_map`.
 """
 
 import contextlib
@@ -23,12 +23,9 @@ from jax import lax
 
 from xshard import jax_internals
 from xshard import mesh as mesh_lib
-from xshard.optimizers import varying
+from xshard.optimizers import replica_calls, varying
 
 _AxisNames = tuple[str, ...]
-
-# The spec of an array that lies along no mapped axis.
-_GLOBAL = jax.P()
 
 
 class _Replicas(NamedTuple):
@@ -62,31 +59,76 @@ class _Replicas(NamedTuple):
         """
         return tuple(axis for axis in self.axes if self.mesh.shape[axis] > 1)
 
+    def call_on_each(
+        self,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_specs: Any,
+        out_specs: Any,
+    ) -> Any:
+        """Calls a function on each replica, as `replica_calls.on_each_replica`."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves = [jnp.asarray(x) for x in leaves]
+        specs = leaf_specs(in_specs, args) + leaf_specs(replica_calls.GLOBAL, kwargs)
 
-# The replicas that the function being traced is mapped over, or None. A user context,
-# so that JAX's caches never reuse the trace of a jitted function from one value for
-# another.
-_MAPPED_OVER = jax.make_user_context(None)
+        def of_leaves(leaves: Sequence[Any]) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return f(*args, **kwargs)
 
+        program, result_shapes = traced(of_leaves, leaves, specs=specs)
+        # What `f` closes over may be mapped, too, so it becomes an argument.
+        constants = list(program.consts)
+        result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
+        on_each = _ReplicaProgram(
+            self,
+            jax_internals.with_constants_as_arguments(program),
+            in_specs=[replica_calls.GLOBAL] * len(constants) + specs,
+            out_specs=leaf_specs(result_specs, result_shapes),
+        )
+        results = on_each(*constants, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), results)
 
-def _current() -> _Replicas | None:
-    replicas: _Replicas | None = _MAPPED_OVER.value
-    return replicas
+    def constrain(self, x: jax.Array, spec: jax.P) -> jax.Array:
+        """Lays a global array out, as `replica_calls.constrain`."""
+        sharding = jax.NamedSharding(self.mesh, spec)
+        return jax_internals.without_mesh(lax.with_sharding_constraint(x, sharding))
 
+    def check_equal(
+        self, arrays: Mapping[str, Any], error: Callable[[str], Exception]
+    ) -> None:
+        """Raises an error if an array differs, as `replica_calls.check_equal`."""
+        names = list(arrays)
+        long_axes = self.long_axes
 
-def not_mapped() -> contextlib.AbstractContextManager[None]:
-    """Traces a function of one replica in its body, although `vmap_replicas` maps the
-    replicas.
-    """
-    return _MAPPED_OVER(None)
+        def unchanged(number: Any, *leaves: Any) -> list[Any]:
+            del number
+            return list(leaves)
 
+        # As in `_ReplicaProgram`, the rule of each axis calls the function for the
+        # next.
+        def for_axis(depth: int) -> Callable[..., list[Any]]:
+            if depth == len(long_axes) or long_axes[-1 - depth] == mesh_lib.GROUP:
+                # Groups may differ.
+                return unchanged
+            call = jax.custom_batching.custom_vmap(unchanged)
 
-def is_current() -> bool:
-    """Returns whether `vmap_replicas` maps the function being traced.
+            @call.def_vmap
+            def rule(axis_size: int, is_mapped: Sequence[bool], *args: Any) -> Any:
+                unmapped = [False] * len(names)
+                if axis_size == 1:
+                    return call(*_without_mapped(args, is_mapped)), unmapped
+                # The number is the first argument.
+                for name, mapped in zip(names, is_mapped[1:], strict=True):
+                    if mapped:
+                        raise error(name)
+                return for_axis(depth + 1)(*args), unmapped
 
-    If so, its sums are global arrays.
-    """
-    return _current() is not None
+            return call
+
+        number = lax.axis_index(long_axes) if long_axes else 0
+        for_axis(0)(number, *arrays.values())
 
 
 def vmap_replicas(
@@ -163,10 +205,10 @@ def vmap_replicas(
             )
         # Traced without the arguments' meshes: JAX does not let a program that was
         # traced for arrays on a mesh run on one replica's part of them, as
-        # `on_each_replica` does.
+        # `call_on_each` does.
         shapes = [_shape_of(x, x.shape) for x in divided]
         trace = jax.make_jaxpr(mapped, return_shape=True)
-        with _MAPPED_OVER(replicas), _explain_unmapped_collectives():
+        with replica_calls.mapped_over(replicas), _explain_unmapped_collectives():
             program, result_shapes = trace(shapes)
         results = jax_internals.as_function(program)(*divided)
         specs = leaf_specs(out_specs, result_shapes)
@@ -176,57 +218,6 @@ def vmap_replicas(
         return jax.tree.unflatten(jax.tree.structure(result_shapes), joined)
 
     return on_all_replicas
-
-
-def on_each_replica(
-    f: Callable[..., Any], *, in_specs: Any = _GLOBAL, out_specs: Any = _GLOBAL
-) -> Callable[..., Any]:
-    """Returns a function that each replica calls by itself where `vmap_replicas` maps
-    the replicas; elsewhere it is as it was.
-
-    A user's code calls it as `own_calls.per_replica`, which may be differentiated.
-
-    Args:
-      f: a function of arrays, which may use collectives over the mapped axes. What it
-        closes over may be arrays, too.
-      in_specs: how global arguments lie along the mapped axes, a prefix of the
-        arguments' tree. The function gets its replica's shard of them. All others are a
-        replica's own, or whole.
-      out_specs: the same for results, a prefix of their tree, or a function from the
-        results' shapes to that.
-
-    Returns:
-      A function with the same arguments and results. What `f` makes equal on all
-      replicas is a global array.
-    """
-
-    @functools.wraps(f)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        replicas = _current()
-        if replicas is None:
-            return f(*args, **kwargs)
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        leaves = [jnp.asarray(x) for x in leaves]
-        specs = leaf_specs(in_specs, args) + leaf_specs(_GLOBAL, kwargs)
-
-        def of_leaves(leaves: Sequence[Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return f(*args, **kwargs)
-
-        program, result_shapes = traced(of_leaves, leaves, specs=specs)
-        # What `f` closes over may be mapped, too, so it becomes an argument.
-        constants = list(program.consts)
-        result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
-        on_each = _ReplicaProgram(
-            replicas,
-            jax_internals.with_constants_as_arguments(program),
-            in_specs=[_GLOBAL] * len(constants) + specs,
-            out_specs=leaf_specs(result_specs, result_shapes),
-        )
-        results = on_each(*constants, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(result_shapes), results)
-
-    return call
 
 
 def traced(
@@ -242,8 +233,7 @@ def traced(
     Returns:
       The program, and the shapes of the results.
     """
-    replicas = _current()
-    assert replicas is not None
+    replicas: _Replicas = replica_calls.current()
     shapes = [
         _shape_of(x, _shard_shape(replicas.mesh, spec, x.shape))
         for spec, x in zip(specs, arrays, strict=True)
@@ -251,7 +241,10 @@ def traced(
     trace = jax.make_jaxpr(f, return_shape=True)
     # As within the `jax.shard_map` that calls it: a collective may ask which axes are
     # left to XLA.
-    with not_mapped(), jax.sharding.use_abstract_mesh(replicas.mesh_of_replica):
+    with (
+        replica_calls.mapped_over(None),
+        jax.sharding.use_abstract_mesh(replicas.mesh_of_replica),
+    ):
         return trace(shapes)
 
 
@@ -260,7 +253,7 @@ def same_replicas() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     JAX computes a gradient later than what it is the gradient of.
     """
-    return functools.partial(_MAPPED_OVER, _current())
+    return functools.partial(replica_calls.mapped_over, replica_calls.current())
 
 
 class _ReplicaProgram:
@@ -290,7 +283,7 @@ class _ReplicaProgram:
         self._replicas = replicas
         self._program = program
         # The first argument of all calls is the replica's number.
-        self._in_specs = [_GLOBAL, *in_specs]
+        self._in_specs = [replica_calls.GLOBAL, *in_specs]
         self._out_specs = out_specs
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -372,7 +365,7 @@ class _ReplicaProgram:
         in_specs = []
         for spec, mapped in zip(self._in_specs[1:], is_mapped, strict=True):
             in_specs.append(jax.P(None, *spec) if mapped else spec)
-        return on_each_replica(
+        return replica_calls.on_each_replica(
             mapped_program,
             in_specs=tuple(in_specs),
             out_specs=[jax.P(None, *spec) for spec in self._out_specs],
@@ -444,31 +437,6 @@ def _prepend(axes: Sequence[_AxisNames], specs: Sequence[jax.P]) -> list[jax.P]:
     return [jax.P(*a, *spec) for a, spec in zip(axes, specs, strict=True)]
 
 
-def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
-    """Returns the same tree, declared equal on all replicas of a group where the
-    program does not show that it is.
-
-    Use it for the result of a custom computation that makes values equal, or of a
-    gather in steps among some replicas at a time. The declaration is not proved: a run
-    compares fingerprints of the replicas' state every `fingerprint_every_steps` steps
-    and before each save, and stops or rolls back if copies differ.
-
-    Args:
-      tree: arrays.
-      given: arrays that the tree depends on. If these differ between replicas, so does
-        the tree.
-    """
-
-    def declare(tree: Any, given: Any) -> Any:
-        return varying.marked(varying.EQUAL, tree, given)
-
-    if not is_current():
-        return declare(tree, given)
-    # Each device keeps its replica's own copy, so that the fingerprints show a
-    # declaration that is wrong.
-    return on_each_replica(declare)(tree, given)
-
-
 def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
     """Returns for each result of a function of one replica whether it may differ
     between the replicas of a group: a tree of booleans.
@@ -481,11 +449,11 @@ def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
       equal: its first argument, arrays that are equal on all replicas.
       own: its second argument, arrays of a replica's own.
     """
-    replicas = _current()
+    replicas: _Replicas | None = replica_calls.current()
     with contextlib.ExitStack() as stack:
         if replicas is not None:
             # As in `per_replica`.
-            stack.enter_context(not_mapped())
+            stack.enter_context(replica_calls.mapped_over(None))
             mesh = replicas.mesh_of_replica
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         trace = jax.make_jaxpr(f, return_shape=True)
@@ -507,62 +475,9 @@ def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
     )
 
 
-def check_equal(arrays: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
-    """Raises an error if an array differs between replicas, where `vmap_replicas` maps
-    these; elsewhere does nothing.
-
-    Args:
-      arrays: the arrays, by name.
-      error: returns the error for a name.
-    """
-    replicas = _current()
-    if replicas is None:
-        return
-    names = list(arrays)
-    long_axes = replicas.long_axes
-
-    def unchanged(number: Any, *leaves: Any) -> list[Any]:
-        del number
-        return list(leaves)
-
-    # As in `_ReplicaProgram`, the rule of each axis calls the function for the next.
-    def for_axis(depth: int) -> Callable[..., list[Any]]:
-        if depth == len(long_axes) or long_axes[-1 - depth] == mesh_lib.GROUP:
-            # Groups may differ.
-            return unchanged
-        call = jax.custom_batching.custom_vmap(unchanged)
-
-        @call.def_vmap
-        def rule(axis_size: int, is_mapped: Sequence[bool], *args: Any) -> Any:
-            unmapped = [False] * len(names)
-            if axis_size == 1:
-                return call(*_without_mapped(args, is_mapped)), unmapped
-            # The number is the first argument.
-            for name, mapped in zip(names, is_mapped[1:], strict=True):
-                if mapped:
-                    raise error(name)
-            return for_axis(depth + 1)(*args), unmapped
-
-        return call
-
-    number = lax.axis_index(long_axes) if long_axes else 0
-    for_axis(0)(number, *arrays.values())
-
-
 def _without_mapped(args: Sequence[Any], is_mapped: Sequence[bool]) -> list[Any]:
     """Returns arguments without the dimension of an axis of size 1, the first."""
     return [x[0] if mapped else x for x, mapped in zip(args, is_mapped, strict=True)]
-
-
-def constrain(x: jax.Array, spec: jax.P) -> jax.Array:
-    """Returns a global array that lies on the devices by a spec.
-
-    Call it in a function that `vmap_replicas` maps.
-    """
-    replicas = _current()
-    assert replicas is not None
-    sharding = jax.NamedSharding(replicas.mesh, spec)
-    return jax_internals.without_mesh(lax.with_sharding_constraint(x, sharding))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from jax import lax
 
 from xshard import mesh
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import replica_map, trees
+from xshard.optimizers import replica_calls, trees
 
 # Values of a `dtype` argument that stand for the array's own type.
 _OWN_DTYPE = (None, "float32")
@@ -148,7 +148,8 @@ class Partition:
 
         holds = _all_hold(test, whole)
         if sharded:
-            holds &= replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
+            call = replica_calls.on_each_replica(of_replica, in_specs=(specs,))
+            holds &= call(sharded)
         return holds
 
     def gather_global(self, tree: Any) -> Any:
@@ -165,9 +166,9 @@ class Partition:
 
         def gather(shards: Any) -> Any:
             # The program does not show that what is gathered in steps is equal.
-            return replica_map.equal_on_replicas(self.map(self.gather, shards))
+            return replica_calls.equal_on_replicas(self.map(self.gather, shards))
 
-        whole = replica_map.on_each_replica(gather, in_specs=(specs,))(sharded)
+        whole = replica_calls.on_each_replica(gather, in_specs=(specs,))(sharded)
         return trees.replace(tree, whole)
 
     def spec(self, layout: layouts_lib.Layout, *, manual: bool = False) -> jax.P:
@@ -190,7 +191,7 @@ class Partition:
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             return self.count * trees.sum_of_squares(shards)
 
-        local = replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
+        local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
         return local, trees.sum_of_squares(whole)
 
     def sums_of_squares_by_array(
@@ -225,7 +226,7 @@ class Partition:
                 squares[path] = sum_of_squares.astype(jnp.float32)
             return jnp.stack(list(squares.values()))
 
-        local = replica_map.on_each_replica(of_replica, in_specs=(specs,))(sharded)
+        local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
         return local, jnp.stack(whole)
 
     def _divide(

@@ -19,7 +19,7 @@ import jax
 
 from xshard import jax_internals
 from xshard import mesh as mesh_lib
-from xshard.optimizers import primitives
+from xshard.optimizers import marks, primitives
 
 Axes = frozenset[str]
 
@@ -37,16 +37,6 @@ EQUALIZING = frozenset(
         "all_gather_invariant",
     ]
 )
-
-# Names of calls that mark values in a program: values that are declared equal, the
-# results of a learner's update, and the rounding errors that each slice keeps of its
-# own sums.
-EQUAL = "equal_on_replicas"
-UPDATED = "updated"
-SLICES_ERROR = "slices_error"
-
-# The name, in a program, of the function that gathers a parameter held in shards.
-GATHERED = "gathered_parameter"
 
 
 class Cause(enum.Enum):
@@ -107,27 +97,6 @@ def join(variations: Iterable[Variation]) -> Variation:
     for variation in variations:
         joined |= variation
     return joined
-
-
-class _Mark:
-    """A function that returns its first argument, under a name that programs show."""
-
-    def __init__(self, name: str):
-        self.__name__ = name
-
-    def __call__(self, tree: Any, given: Any) -> Any:
-        return tree
-
-
-def marked(name: str, tree: Any, given: Any = ()) -> Any:
-    """Returns the same tree, as the result of a call that a program shows.
-
-    Args:
-      name: the name of the call.
-      tree: arrays.
-      given: further arrays, which the program shows as arguments of the call.
-    """
-    return jax.jit(_Mark(name))(tree, given)
 
 
 def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
@@ -316,13 +285,13 @@ def of_equation(
         # The host may compute a different number on each replica.
         return [join(inputs) | Variation(axes)] * len(eqn.outvars)
     called = eqn.params.get("name")
-    if called == EQUAL:
+    if called == marks.EQUAL:
         # What is declared equal still differs by group, and as its given arrays do.
         given = inputs[len(eqn.outvars) :]
         of_replicas = axes - {mesh_lib.GROUP}
         declared = join(inputs).equal_along(of_replicas)
         return [declared | join(given)] * len(eqn.outvars)
-    if called == GATHERED:
+    if called == marks.GATHERED:
         # Each gather may be among some replicas only, but after all of its steps the
         # result is equal on all.
         gathered = join(inputs).equal_along([mesh_lib.REPLICA])

@@ -18,7 +18,7 @@ from xshard import errors, jax_internals, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
-from xshard.optimizers import trees, varying
+from xshard.optimizers import marks, trees, varying
 
 # Labels of the values of a program: that a value is a replica's own along an axis and
 # has not been reduced over it, and that it is a shard of an array that lies along an
@@ -218,13 +218,13 @@ def _updated_values(
         eqn: Any, operands: list[varying.Variation]
     ) -> list[varying.Variation] | None:
         name = eqn.params.get("name")
-        if name == varying.UPDATED:
+        if name == marks.UPDATED:
             names = jax_internals.argument_names(eqn)
             updated.extend(zip(names, operands, strict=True))
             return operands
-        if name == varying.SLICES_ERROR:
+        if name == marks.SLICES_ERROR:
             return [_without_own(x) for x in operands]
-        if name == varying.EQUAL:
+        if name == marks.EQUAL:
             # What is declared equal is not a replica's own.
             return [_without_own(x) for x in varying.of_equation(eqn, operands)]
         if eqn.primitive.name == "axis_index":
