@@ -17,6 +17,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # another.
 ORDER = """
 errors formatting jax_internals spans torus
+arguments
+mesh_axes
 config_values
 config
 files

@@ -6,34 +6,25 @@ on its part of the batch. Gradients are reduced over `replica` first and then ov
 partitioner.
 """
 
-import itertools
-import math
-import numbers
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from xshard import errors, torus
+from xshard import arguments, errors, mesh_axes, torus
 
-GROUP = "group"
-SLICE = "slice"
-REPLICA = "replica"
-MODEL = "model"
-AXES = (GROUP, SLICE, REPLICA, MODEL)
-# The axes that a reduction over a whole group runs over, and the axes that the rows of
-# a batch are sharded along.
-REPLICAS = (SLICE, REPLICA)
-BATCH = (GROUP, *REPLICAS)
+GROUP = mesh_axes.GROUP
+SLICE = mesh_axes.SLICE
+REPLICA = mesh_axes.REPLICA
+MODEL = mesh_axes.MODEL
+AXES = mesh_axes.AXES
+REPLICAS = mesh_axes.REPLICAS
+BATCH = mesh_axes.BATCH
+ShardingRules = mesh_axes.ShardingRules
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-# Pairs of a regular expression for paths, and a spec over 'model'.
-ShardingRules = Sequence[tuple[str, jax.P]]
 # XLA's partitioner handles the axes that `jax.shard_map` does not map.
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
-# The longest group assignment that an error shows whole, in characters.
-_MAX_SHOWN = 200
 
 
 def make_mesh(
@@ -81,21 +72,21 @@ def make_mesh(
         devices = sorted(jax.devices(), key=lambda device: device.id)
     devices = list(devices)
     good = divisors(len(devices))
-    if not _is_integer(model) or model not in good:
+    if not arguments.is_integer(model) or model not in good:
         raise errors.UserError(
             f"model_parallel={model!r} must divide the number of devices, "
             f"{len(devices)}; good values: {good}."
         )
     replicas = len(devices) // model
-    groups = check_groups(group_assignment) or [list(range(replicas))]
+    groups = mesh_axes.check_groups(group_assignment) or [list(range(replicas))]
     replicas_per_group = len(groups[0])
     if len(groups) * replicas_per_group != replicas:
         num_good_groups = 2 if replicas % 2 == 0 else 1
         good_groups = np.arange(replicas).reshape(num_good_groups, -1).tolist()
         raise errors.UserError(
-            f"group_assignment={_shortened(groups)} does not fit: it must hold each of "
-            f"the {replicas} replicas ({len(devices)} devices / "
-            f"model_parallel={model}) once, as {_shortened(good_groups)} does."
+            f"group_assignment={mesh_axes.shortened(groups)} does not fit: it must "
+            f"hold each of the {replicas} replicas ({len(devices)} devices / "
+            f"model_parallel={model}) once, as {mesh_axes.shortened(good_groups)} does."
         )
     _check_slices(slices, replicas_per_group, devices)
     shape = (len(groups), slices, replicas_per_group // slices, model)
@@ -109,7 +100,7 @@ def make_mesh(
         if len(groups) > 1:
             raise errors.UserError(
                 "separate_slices cannot be used with groups, which are models of "
-                f"their own; received {_shortened(groups)}."
+                f"their own; received {mesh_axes.shortened(groups)}."
             )
         layout = layout.swapaxes(0, 1)
     return jax.sharding.Mesh(layout, AXES, axis_types=_AXIS_TYPES)
@@ -130,14 +121,6 @@ def abstract(groups: int, replicas: int) -> jax.sharding.AbstractMesh:
     """
     shape = (groups, 1, replicas, 1)
     return jax.sharding.AbstractMesh(shape, AXES, axis_types=_AXIS_TYPES)
-
-
-def _shortened(groups: Any) -> str:
-    """Returns the groups as text, of which errors show at most the two ends."""
-    text = repr(groups)
-    if len(text) <= _MAX_SHOWN:
-        return text
-    return f"{text[:80]} ... {text[-80:]}"
 
 
 def _lay_out(
@@ -177,7 +160,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
     # One hardware slice may count as several, for example for machines that a slower
     # network connects.
     good = [n for n in divisors(replicas) if len(sizes) in (1, n)]
-    if not _is_integer(slices) or slices not in good:
+    if not arguments.is_integer(slices) or slices not in good:
         raise errors.UserError(
             f"slices={slices!r} must divide the {replicas} replicas of a group, and "
             "equal the number of slices that the devices report, if they report any "
@@ -193,53 +176,17 @@ def _check_places(groups: list[list[int]], layout: np.ndarray) -> None:
         if layout.shape[1] > 1 and len(places) > 1:
             blocks = np.arange(np.size(groups)).reshape(len(groups), -1).tolist()
             raise errors.UserError(
-                f"group_assignment={_shortened(groups)} mixes hardware slices: the "
-                f"replicas that come at one place of each group form slice {number} "
-                f"of the mesh, but lie in the hardware slices {sorted(places)}. "
-                f"Consecutive numbers fit, as {_shortened(blocks)}."
+                f"group_assignment={mesh_axes.shortened(groups)} mixes hardware "
+                "slices: the replicas that come at one place of each group form "
+                f"slice {number} of the mesh, but lie in the hardware slices "
+                f"{sorted(places)}. "
+                f"Consecutive numbers fit, as {mesh_axes.shortened(blocks)}."
             )
 
 
 def divisors(number: int) -> list[int]:
     """Lists the divisors of a number, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def check_groups(groups: Any) -> list[list[int]] | None:
-    """Returns a group assignment as lists of integers, or None.
-
-    Raises:
-      ValueError: unless it is a list of lists of one size that hold the numbers from 0
-        on once each.
-    """
-    if groups is None:
-        return None
-    is_nested = isinstance(groups, list | tuple) and all(
-        isinstance(group, list | tuple) for group in groups
-    )
-    if not is_nested or not groups:
-        raise errors.UserError(
-            "group_assignment must be a list of lists of replica numbers, as [[0, 1], "
-            f"[2, 3]] is; received {_shortened(groups)}."
-        )
-    sizes = [len(group) for group in groups]
-    if len(set(sizes)) > 1 or sizes[0] == 0:
-        raise errors.UserError(
-            "The groups of group_assignment must be of one size; received "
-            f"{_shortened(groups)}, of sizes {_shortened(sizes)}."
-        )
-    replicas = list(itertools.chain.from_iterable(groups))
-    are_integers = all(_is_integer(replica) for replica in replicas)
-    if not are_integers or sorted(replicas) != list(range(len(replicas))):
-        raise errors.UserError(
-            "group_assignment must hold each replica number once, that is a "
-            f"permutation of range({len(replicas)}); received {_shortened(groups)}."
-        )
-    return [list(map(int, group)) for group in groups]
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def num_groups(mesh: AnyMesh) -> int:
@@ -297,20 +244,6 @@ def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ..
     return two_steps, gather_steps
 
 
-def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Returns the groups of replicas of each step of `torus_steps`.
-
-    In the mixed radix of `sizes`, the replica numbers of a group differ in one digit,
-    which belongs to the step.
-    """
-    replicas = np.arange(math.prod(sizes)).reshape(sizes)
-    groups = []
-    for digit, size in enumerate(sizes):
-        groups_of_step = np.moveaxis(replicas, digit, -1).reshape(-1, size)
-        groups.append(groups_of_step.tolist())
-    return groups
-
-
 def num_slices(mesh: AnyMesh) -> int:
     """Returns the number of slices."""
     return mesh.shape[SLICE]
@@ -352,17 +285,6 @@ def check_memory(mesh: AnyMesh, kind: str, key: str) -> None:
             f"({device.platform}) has {', '.join(kinds) or 'none that it names'}. "
             "Leave it out here."
         )
-
-
-def axes_of(spec: Iterable[Any]) -> list[str]:
-    """Returns the mesh axes that occur in an array's spec."""
-    axes: list[str] = []
-    for entry in spec:
-        if isinstance(entry, tuple):
-            axes += entry
-        elif entry is not None:
-            axes.append(entry)
-    return axes
 
 
 def on_replicas(
@@ -443,7 +365,7 @@ def tree_shardings(
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> jax.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        spec = spec_of(name, rules)
+        spec = mesh_axes.spec_of(name, rules)
         try:
             _check_spec(mesh, name, leaf.shape[len(leading_axes) :], spec)
         except ValueError:
@@ -453,17 +375,6 @@ def tree_shardings(
         return sharding(mesh, *leading_axes, *spec)
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
-
-
-def spec_of(path: str, rules: ShardingRules) -> tuple[Any, ...]:
-    """Returns the spec of the first rule that matches anywhere in a leaf's path.
-
-    It is empty if none does.
-    """
-    for pattern, spec in rules:
-        if re.search(pattern, path):
-            return tuple(spec)
-    return ()
 
 
 def _check_spec(mesh: AnyMesh, name: str, shape: tuple[int, ...], spec: Any) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, group_randomness, logical, validation
+from xshard import errors, group_randomness, logical, mesh_axes, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import run_context
@@ -328,7 +328,7 @@ def _check_even(
     state_specs = specs(experiment, mesh, state)
     local = []
     for path, spec in jax.tree_util.tree_leaves_with_path(state_specs):
-        if mesh_lib.REPLICA in mesh_lib.axes_of(spec):
+        if mesh_lib.REPLICA in mesh_axes.axes_of(spec):
             local.append(trees.path_name(path))
     where = validation.describe_method(experiment.init)
     logical.check_even(experiment.config, mesh, where, local)

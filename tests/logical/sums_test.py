@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xshard import mesh as mesh_lib
+from xshard import mesh_axes
 from xshard.logical import split, sums
 
 
@@ -129,7 +130,7 @@ def test_shards_of_a_floating_point_sum_agree_within_rounding():
 
 @pytest.mark.parametrize(
     "count, devices, steps",
-    [(6, 1, (None,)), (6, 4, (None,)), (8, 8, mesh_lib.step_groups((4, 2)))],
+    [(6, 1, (None,)), (6, 4, (None,)), (8, 8, mesh_axes.step_groups((4, 2)))],
 )
 def test_gathered_values_are_in_the_order_of_the_replicas(count, devices, steps):
     x = values(count)

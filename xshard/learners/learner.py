@@ -41,7 +41,6 @@ from xshard.optimizers import (
     marks,
     moving_average,
     outer,
-    phases,
     replica_calls,
     replica_map,
     trees,
@@ -301,9 +300,9 @@ class Learner:
         if update_key is not None:
             # A step may update a learner several times, in a loop too.
             update_key = jax.random.fold_in(update_key, state.global_step)
-        with validation.loss_errors(loss), phases.update_key(update_key):
+        with validation.loss_errors(loss):
             update, opt_state = self._transformed_update.apply(
-                {}, state.opt_state, key, state, loss, batch, key
+                {}, state.opt_state, key, state, loss, batch, key, update_key
             )
         new = {
             "params": update.applied.params,
@@ -544,7 +543,9 @@ class Learner:
             )
         return names[0] if names else None
 
-    def _bound_optimizer(self, param_layouts: layouts.Layouts) -> base.Optimizer:
+    def _bound_optimizer(
+        self, param_layouts: layouts.Layouts, update_key: jax.Array | None = None
+    ) -> base.Optimizer:
         """Makes the rule, checks it, and tells it how arrays lie on the mesh."""
         run = run_context.current()
         opt = validation.optimizer(self._make_optimizer)
@@ -571,6 +572,7 @@ class Learner:
             gather_steps=gather_steps,
             layouts=param_layouts,
             is_logical=not isinstance(run.mesh, jax.sharding.Mesh),
+            update_key=update_key,
         )
         for rule in base.all_rules(opt):
             rule.place(placement)
@@ -587,10 +589,15 @@ class Learner:
         opt.apply_gradients(self._clip(zeros), params)
 
     def _update(
-        self, state: state_lib.LearnerState, loss: Loss, batch: Any, key: jax.Array
+        self,
+        state: state_lib.LearnerState,
+        loss: Loss,
+        batch: Any,
+        key: jax.Array,
+        update_key: jax.Array | None,
     ) -> _Update:
         """Differentiates the loss, and applies the gradients: a Haiku function."""
-        opt = self._bound_optimizer(state.meta.param_layouts)
+        opt = self._bound_optimizer(state.meta.param_layouts, update_key)
         for each in self._measures:
             each.check(opt)
         returned, grads, part_sq_norms = self._differentiate(opt, state, loss, batch)

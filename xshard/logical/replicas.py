@@ -8,7 +8,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import errors
+from xshard import errors, mesh_axes
 from xshard import mesh as mesh_lib
 
 # The number of integers that represent each summand, for each value of
@@ -60,7 +60,7 @@ class Replicas:
         """
         _, sizes = mesh_lib.torus_steps(self.device_mesh)
         if sizes and mesh_lib.num_slices(self.device_mesh) == 1:
-            return mesh_lib.step_groups(sizes)
+            return mesh_axes.step_groups(sizes)
         return [None]
 
     def of_devices(self, table: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import mesh as mesh_lib
+from xshard import mesh_axes
 from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
@@ -222,7 +223,7 @@ class SegmentedProgram:
         for leaf, spec in zip(leaves, self.inputs.specs, strict=True):
             shape = list(leaf.shape)
             for dim, entry in enumerate(spec):
-                for axis in mesh_lib.axes_of([entry]):
+                for axis in mesh_axes.axes_of([entry]):
                     shape[dim] = shape[dim] // actual_sizes[axis] * axis_sizes[axis]
             shapes.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
         return self.inputs.unflatten(shapes)
@@ -373,7 +374,7 @@ def with_shardings(mesh: jax.sharding.Mesh, shapes: Any, specs: Any) -> Any:
 
 
 def _is_per_replica(spec: jax.P) -> bool:
-    return mesh_lib.REPLICA in mesh_lib.axes_of(spec)
+    return mesh_lib.REPLICA in mesh_axes.axes_of(spec)
 
 
 def _replica_dim(spec: jax.P) -> int:

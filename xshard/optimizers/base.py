@@ -34,7 +34,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, mesh
+from xshard import errors, mesh_axes
 from xshard.optimizers import gradients, phases, replica_calls, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import placement as placement_lib
@@ -273,7 +273,10 @@ class Optimizer(hk.Module):
         # `jax.grad` conjugates the gradients of complex parameters.
         directions = trees.conjugate(grads, old_params)
         rules = all_rules(self)
-        step = phases.Step(rules, _required_phases(rules))
+        update_key = None
+        if self._placement is not None:
+            update_key = self._placement.update_key
+        step = phases.Step(rules, _required_phases(rules), update_key)
         with jax.named_scope(name or self.get_name()):
             done = step.apply(directions, old_params)
         new_params = trees.rebuild(params, trees.leaves_by_path(done.params))
@@ -710,7 +713,7 @@ def _on_each_replica(
         for path in trees.present(tree):
             specs[path] = jax.P()
             if path in held_in_shards:
-                specs[path] = held_in_shards[path].spec(mesh.REPLICA, manual=True)
+                specs[path] = held_in_shards[path].spec(mesh_axes.REPLICA, manual=True)
         return trees.rebuild(tree, specs)
 
     def specs_of_results(results: Any) -> Any:

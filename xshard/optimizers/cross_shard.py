@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import errors, mesh
+from xshard import arguments, errors, mesh_axes
 from xshard.optimizers import (
     axes,
     base,
@@ -32,6 +32,7 @@ NOTHING_BETWEEN_SLICES = (
 )
 
 _DTYPES = ("float32", "bfloat16")
+_SLICE_DTYPES = (*_DTYPES, "int8")
 _ARITHMETIC = ("float", "exact", "exact_wide")
 
 
@@ -109,7 +110,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         shard_params: bool = False,
         scatter_steps: Sequence[int] = (),
         gather_steps: Sequence[int] = (),
-        sharding_rules: mesh.ShardingRules = (),
+        sharding_rules: mesh_axes.ShardingRules = (),
     ):
         """Wraps an optimizer.
 
@@ -154,8 +155,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.opt = optax_optimizer.as_optimizer(opt)
         self.axis_name: str = axis_name
         self.slice_axis_name = slice_axis_name
-        _check_bool("shard_update", shard_update)
-        _check_bool("shard_params", shard_params)
+        for argument, value in (
+            ("shard_update", shard_update),
+            ("shard_params", shard_params),
+        ):
+            is_good = isinstance(value, bool)
+            arguments.check(argument, value, is_good, "True or False")
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
         # How arrays lie in a step of one's own.
@@ -163,11 +168,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             sharding_rules, scatter_steps, gather_steps
         )
         known = _OF_TENSORFLOW.get(reduction, reduction)
-        self.reduction = Reduction(_check_choice("reduction", known, tuple(Reduction)))
-        self.reduce_dtype = _check_choice("reduce_dtype", reduce_dtype, _DTYPES)
-        self.slice_dtype = _check_choice("slice_dtype", slice_dtype, (*_DTYPES, "int8"))
-        self.arithmetic = _check_choice("arithmetic", arithmetic, _ARITHMETIC)
-        self.group_assignment = mesh.check_groups(group_assignment)
+        known = arguments.one_of("reduction", known, tuple(Reduction))
+        self.reduction = Reduction(known)
+        self.reduce_dtype = arguments.one_of("reduce_dtype", reduce_dtype, _DTYPES)
+        self.slice_dtype = arguments.one_of("slice_dtype", slice_dtype, _SLICE_DTYPES)
+        self.arithmetic = arguments.one_of("arithmetic", arithmetic, _ARITHMETIC)
+        self.group_assignment = mesh_axes.check_groups(group_assignment)
         self._check_axes()
 
     def place(self, placement: placement_lib.Placement) -> None:
@@ -183,7 +189,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "shard_update and shard_params to False, or config.logical_replicas to "
                 "0."
             )
-        if self.axis_name != mesh.REPLICA:
+        if self.axis_name != mesh_axes.REPLICA:
             # The run's steps are those along the axis of its replicas.
             placement = dataclasses.replace(
                 placement,
@@ -511,16 +517,3 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         if self.slice_axis_name is None:
             return 1
         return axes.size(self.slice_axis_name)
-
-
-def _check_bool(argument: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise errors.UserError(f"{argument} must be True or False; received {value!r}.")
-
-
-def _check_choice(argument: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise errors.UserError(
-            f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
-        )
-    return str(value)

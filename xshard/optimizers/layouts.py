@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard import mesh
+from xshard import mesh_axes
 from xshard.optimizers import trees
 
 # The first word in the names of the state arrays that hold rounding errors.
@@ -145,7 +145,7 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
 
 
 def of_params(
-    params: Any, count: int, sharding_rules: mesh.ShardingRules = ()
+    params: Any, count: int, sharding_rules: mesh_axes.ShardingRules = ()
 ) -> dict[str, Layout]:
     """Decides how to shard the arrays of a tree.
 
@@ -159,7 +159,7 @@ def of_params(
     """
     layouts = {}
     for path, x in trees.present(params).items():
-        spec = mesh.spec_of(path, sharding_rules)
+        spec = mesh_axes.spec_of(path, sharding_rules)
         layouts[path] = layout(path, tuple(x.shape), count, spec)
     return layouts
 
@@ -227,7 +227,7 @@ class StateSharding:
         *,
         slices: int = 1,
         slice_axis_name: str | None = None,
-        sharding_rules: mesh.ShardingRules = (),
+        sharding_rules: mesh_axes.ShardingRules = (),
     ):
         """Decides how each array is sharded.
 

@@ -10,8 +10,6 @@ https://arxiv.org/abs/1710.03740; `tf.compat.v1.mixed_precision.{FixedLossScale,
 DynamicLossScale, MixedPrecisionLossScaleOptimizer}`.
 """
 
-import math
-import numbers
 from typing import Any
 
 import haiku as hk
@@ -19,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import errors
+from xshard import arguments, errors
 from xshard.optimizers import base, shards, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 
@@ -137,12 +135,7 @@ class DynamicLossScale(LossScale):
         """
         super().__init__(name=name)
         self.initial_loss_scale = _check_scale("initial_loss_scale", initial_loss_scale)
-        if not _is_number(increment_period, numbers.Integral) or increment_period < 1:
-            raise errors.UserError(
-                "increment_period must be an integer of at least 1; received "
-                f"{increment_period!r}."
-            )
-        self.increment_period = int(increment_period)
+        self.increment_period = arguments.count("increment_period", increment_period)
         self.multiplier = _check_scale("multiplier", multiplier)
         if self.multiplier == 1:
             raise errors.UserError(
@@ -277,7 +270,7 @@ def get(identifier: Any) -> LossScale:
     """
     if isinstance(identifier, LossScale):
         return identifier
-    if _is_number(identifier, numbers.Real):
+    if arguments.is_number(identifier):
         return FixedLossScale(identifier)
     if identifier != "dynamic":
         raise ValueError(
@@ -313,21 +306,11 @@ def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
     return grad / scale.astype(grad.dtype)
 
 
-def _is_number(x: Any, kind: type) -> bool:
-    # In Python a bool is an integer, but it is no scale.
-    return isinstance(x, kind) and not isinstance(x, bool)
-
-
 def _check_scale(argument: str, value: Any) -> float:
     """The value as a float.
 
     UserError unless it is a number from 1 to float32's largest.
     """
-    if not _is_number(value, numbers.Real) or not 1 <= value <= _LARGEST:
-        shown = repr(value)
-        if isinstance(value, float) and math.isnan(value):
-            shown = "not a number"
-        raise errors.UserError(
-            f"{argument} must be a number of at least 1; received {shown}."
-        )
+    is_good = arguments.is_number(value) and 1 <= value <= _LARGEST
+    arguments.check(argument, value, is_good, "a number of at least 1")
     return float(value)

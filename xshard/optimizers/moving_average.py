@@ -4,7 +4,6 @@ Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averag
 1992. The weights are exponential, as in `tf.train.ExponentialMovingAverage`.
 """
 
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors
+from xshard import arguments
 from xshard.optimizers import base, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 from xshard.optimizers import slots as slots_lib
@@ -90,8 +89,21 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
                 "'average' would be the name of two slots. Use one "
                 "MovingAverageOptimizer."
             )
-        self.average_decay = _check_decay(average_decay)
-        self.num_updates = _check_num_updates(num_updates)
+        arguments.check(
+            "average_decay",
+            average_decay,
+            arguments.is_number(average_decay) and 0 <= average_decay < 1,
+            "a number of at least 0 and below 1, such as 0.999",
+        )
+        self.average_decay = float(average_decay)
+        is_count = isinstance(num_updates, str) and num_updates == "count"
+        arguments.check(
+            "num_updates",
+            num_updates,
+            num_updates is None or is_count or skips.is_integer_scalar(num_updates),
+            "an integer scalar, 'count' for one of the optimizer's own, or None",
+        )
+        self.num_updates = num_updates
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`; moves averages towards the new parameters."""
@@ -225,23 +237,3 @@ def statistics_of(state: Mapping[str, Any]) -> list[str]:
 def _state_name(path: str) -> str:
     """The name of a parameter's average in the state."""
     return f"{SLOT}/{path}"
-
-
-def _check_decay(value: Any) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1:
-        raise errors.UserError(
-            "average_decay must be a number of at least 0 and below 1, such as 0.999; "
-            f"received {value!r}."
-        )
-    return float(value)
-
-
-def _check_num_updates(value: Any) -> Any:
-    is_count = isinstance(value, str) and value == "count"
-    if value is not None and not is_count and not skips.is_integer_scalar(value):
-        raise ValueError(
-            "num_updates must be an integer scalar, 'count' for one of the optimizer's "
-            f"own, or None; received {value!r}."
-        )
-    return value

@@ -12,8 +12,7 @@ https://arxiv.org/abs/2501.18512.
 """
 
 import functools
-import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import haiku as hk
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from xshard import errors, mesh
+from xshard import arguments, errors, mesh
 from xshard.optimizers import (
     axes,
     base,
@@ -137,13 +136,28 @@ class OuterOptimizer(base.OptimizerWrapper):
         """
         super().__init__(name=name)
         self.opt = optax_optimizer.as_optimizer(opt)
-        self.every_steps = _check_count("every_steps", every_steps)
-        self.axis_name = _check_axis(axis_name)
-        self.dtype = _check_choice("dtype", dtype, _DTYPES)
-        self.fragments = _check_count("fragments", fragments)
-        self.delay_steps = _check_delay(delay_steps, self.every_steps)
-        self.mixing = _check_fraction(mixing)
-        self.weights = _check_choice("weights", weights, _WEIGHTS)
+        self.every_steps = arguments.count("every_steps", every_steps)
+        is_axis = isinstance(axis_name, str)
+        arguments.check("axis_name", axis_name, is_axis, "the name of one axis")
+        self.axis_name = axis_name
+        self.dtype = arguments.one_of("dtype", dtype, _DTYPES)
+        self.fragments = arguments.count("fragments", fragments)
+        arguments.check(
+            "delay_steps",
+            delay_steps,
+            arguments.is_integer(delay_steps) and 0 <= delay_steps < self.every_steps,
+            f"an integer of at least 0 and below every_steps={self.every_steps}",
+        )
+        self.delay_steps = int(delay_steps)
+        arguments.check(
+            "mixing",
+            mixing,
+            arguments.is_number(mixing) and 0 <= mixing < 1,
+            "a number of at least 0 and below 1, the fraction of its own parameters "
+            "that a slice keeps",
+        )
+        self.mixing = float(mixing)
+        self.weights = arguments.one_of("weights", weights, _WEIGHTS)
         if self.fragments > self.every_steps:
             raise errors.UserError(
                 f"fragments={fragments} must be at most every_steps={every_steps}: at "
@@ -677,48 +691,3 @@ def _weighted(weight: jax.Array, x: jax.Array) -> jax.Array:
 def _finite(x: jax.Array) -> jax.Array:
     """The array, with 0 for what is not finite, which would spoil all later sums."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
-
-
-def _check_count(argument: str, value: Any) -> int:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or value < 1:
-        raise errors.UserError(
-            f"{argument} must be an integer of at least 1; received {value!r}."
-        )
-    return int(value)
-
-
-def _check_axis(value: Any) -> str:
-    if not isinstance(value, str):
-        raise errors.UserError(
-            f"axis_name must be the name of one axis; received {value!r}."
-        )
-    return value
-
-
-def _check_choice(argument: str, value: Any, allowed: Collection[str]) -> str:
-    if value not in allowed:
-        raise errors.UserError(
-            f"{argument} must be one of {', '.join(allowed)}; received {value!r}."
-        )
-    return str(value)
-
-
-def _check_delay(value: Any, every_steps: int) -> int:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not 0 <= value < every_steps:
-        raise errors.UserError(
-            "delay_steps must be an integer of at least 0 and below every_steps="
-            f"{every_steps}; received {value!r}."
-        )
-    return int(value)
-
-
-def _check_fraction(value: Any) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1:
-        raise errors.UserError(
-            "mixing must be a number of at least 0 and below 1, the fraction of its "
-            f"own parameters that a slice keeps; received {value!r}."
-        )
-    return float(value)

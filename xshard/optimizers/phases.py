@@ -11,7 +11,6 @@ state that losses and `aggregate` wrote. They differ in the update:
 """
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,27 +21,6 @@ import jax.numpy as jnp
 from xshard import errors
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import replica_calls, shards, skips, trees
-
-# The random key of updates, equal on all replicas of a group; None where the caller's
-# own keys serve.
-_UPDATE_KEY: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "update_key", default=None
-)
-
-
-@contextlib.contextmanager
-def update_key(key: jax.Array | None) -> Iterator[None]:
-    """Lets the updates of rules in its body draw their random keys from another key.
-
-    Args:
-      key: a key that is equal on all replicas of a group, so that they update alike;
-        None for the keys of the caller.
-    """
-    token = _UPDATE_KEY.set(key)
-    try:
-        yield
-    finally:
-        _UPDATE_KEY.reset(token)
 
 
 class Applied(NamedTuple):
@@ -74,7 +52,10 @@ class Step:
     """One step of a rule."""
 
     def __init__(
-        self, rules: Sequence[Any], required_phases: Sequence[tuple[Any, str]]
+        self,
+        rules: Sequence[Any],
+        required_phases: Sequence[tuple[Any, str]],
+        update_key: jax.Array | None,
     ):
         """Stores the rules.
 
@@ -82,10 +63,13 @@ class Step:
           rules: the outermost rule, then all rules that it holds.
           required_phases: pairs of a rule and the name of its phase ('aggregate',
             'vote' or 'exchange') that the step must call.
+          update_key: the random key from which the update draws, equal on all replicas
+            of a group; None for the caller's next one.
         """
         self._rule = rules[0]
         self._rules = rules
         self._required_phases = required_phases
+        self._update_key = update_key
 
     def apply(self, grads: trees.Gradients, params: trees.Params) -> Applied:
         """Aggregates, votes and updates.
@@ -119,7 +103,7 @@ class Step:
         """Lets each replica update its copy of all arrays."""
         grads, applied = _with_separate_keys(self._aggregate_and_vote)(grads)
         self._restore_loss_writes(applied)
-        update = _with_separate_keys(self._update, _UPDATE_KEY.get())
+        update = _with_separate_keys(self._update, self._update_key)
         if applied is True or hk.running_init():
             new = update(grads, params)
         else:
@@ -159,7 +143,7 @@ class Step:
 
         # The update always runs. A skipped step selects the old arrays and state.
         state_before = skips.current_state()
-        update = _with_separate_keys(self._update, _UPDATE_KEY.get())
+        update = _with_separate_keys(self._update, self._update_key)
         trained_shards = {path: old_shards[path] for path in trained}
         before = trees.replace(params, trained_shards)
         updated = _changed(before, update(grads, before), trained)

@@ -1,9 +1,11 @@
-"""How the arrays of a run lie on its replicas."""
+"""What a run tells its rules: how arrays lie on its replicas."""
 
 import dataclasses
 from collections.abc import Sequence
 
-from xshard import mesh
+import jax
+
+from xshard import mesh_axes
 from xshard.optimizers import layouts as layouts_lib
 
 
@@ -20,13 +22,16 @@ class Placement:
       gather_steps: the same, to gather shards.
       layouts: with parameters in shards, the layouts of all parameters, by path.
       is_logical: whether the replicas are logical ones, which share devices.
+      update_key: in a training step, the random key from which updates draw, equal on
+        all replicas of a group, so that they update alike.
     """
 
-    sharding_rules: mesh.ShardingRules = ()
+    sharding_rules: mesh_axes.ShardingRules = ()
     scatter_steps: Sequence[int] = ()
     gather_steps: Sequence[int] = ()
     layouts: layouts_lib.Layouts = dataclasses.field(default_factory=dict)
     is_logical: bool = False
+    update_key: jax.Array | None = None
 
     @property
     def held_in_shards(self) -> layouts_lib.Layouts:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import jax_internals
+from xshard import jax_internals, mesh_axes
 from xshard import mesh as mesh_lib
 from xshard.optimizers import replica_calls, varying
 
@@ -384,13 +384,13 @@ class _ReplicaProgram:
         inputs = []
         for axes, spec in zip(arg_axes[1:], self._in_specs[1:], strict=True):
             inputs.append(
-                varying.Variation(frozenset([*axes, *mesh_lib.axes_of(spec)]))
+                varying.Variation(frozenset([*axes, *mesh_axes.axes_of(spec)]))
             )
         all_axes = frozenset(self._replicas.axes)
         outputs = varying.outputs(self._program.jaxpr, inputs, axes=all_axes)
         result_axes = []
         for output, spec in zip(outputs, self._out_specs, strict=True):
-            unlisted = output.axes.difference(mesh_lib.axes_of(spec))
+            unlisted = output.axes.difference(mesh_axes.axes_of(spec))
             result_axes.append(tuple(axis for axis in inner_axes if axis in unlisted))
         return result_axes
 
@@ -525,7 +525,7 @@ def _vmapped_dim(axis: str, spec: jax.P) -> int | None:
 
     `_divide` has made it the first; `_join` expects the results so.
     """
-    return 0 if axis in mesh_lib.axes_of(spec) else None
+    return 0 if axis in mesh_axes.axes_of(spec) else None
 
 
 def _with_leading(count: int, x: jax.Array) -> jax.Array:
@@ -544,7 +544,7 @@ def _shard_shape(
     """Returns the shape of a shard, given the shape of the whole array."""
     sizes = list(shape)
     for dim, entry in enumerate(spec):
-        for axis in mesh_lib.axes_of([entry]):
+        for axis in mesh_axes.axes_of([entry]):
             sizes[dim] //= mesh.shape[axis]
     return tuple(sizes)
 
@@ -555,7 +555,7 @@ def _global_shape(
     """Returns the shape of the whole array, given the shape of a shard."""
     sizes = list(shape)
     for dim, entry in enumerate(spec):
-        for axis in mesh_lib.axes_of([entry]):
+        for axis in mesh_axes.axes_of([entry]):
             sizes[dim] *= mesh.shape[axis]
     return tuple(sizes)
 
@@ -565,7 +565,7 @@ def _long_axes_by_dim(replicas: _Replicas, spec: jax.P, ndim: int) -> list[list[
     by_dim: list[list[str]] = [[] for _ in range(ndim)]
     # A spec may leave out its last entries.
     for axes, entry in zip(by_dim, spec, strict=False):
-        for axis in mesh_lib.axes_of([entry]):
+        for axis in mesh_axes.axes_of([entry]):
             if axis in replicas.long_axes:
                 axes.append(axis)
     return by_dim
@@ -594,7 +594,7 @@ def _divide(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
 
 def _join(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
     """Inverts `_divide`."""
-    mapped = set(mesh_lib.axes_of(spec))
+    mapped = set(mesh_axes.axes_of(spec))
     leading = [axis for axis in replicas.long_axes if axis in mapped]
     if not leading:
         return x

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import mesh
+from xshard import mesh_axes
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import replica_calls, trees
 
@@ -260,7 +260,7 @@ def _groups_of_steps(sizes: Sequence[int], count: int) -> list[_Groups]:
             "scatter_steps and gather_steps must be sizes whose product is the number "
             f"of replicas, {count}; received {sizes!r}."
         )
-    return list(mesh.step_groups(sizes))
+    return list(mesh_axes.step_groups(sizes))
 
 
 def _factorizes(sizes: Any, count: int) -> bool:

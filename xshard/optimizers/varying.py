@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import jax_internals
-from xshard import mesh as mesh_lib
+from xshard import jax_internals, mesh_axes
 from xshard.optimizers import marks, primitives
 
 Axes = frozenset[str]
 
 # The mesh axes of groups and replicas.
-ALL: Axes = frozenset(mesh_lib.BATCH)
+ALL: Axes = frozenset(mesh_axes.BATCH)
 
 # Collectives after which all replicas along an axis hold the same value.
 EQUALIZING = frozenset(
@@ -199,7 +198,7 @@ def mapped_axes(eqn: Any, axes: Axes = ALL) -> Axes:
 
 def axes_of_spec(spec: jax.P) -> Axes:
     """Returns the axes of groups and replicas that an array lies along."""
-    return ALL.intersection(mesh_lib.axes_of(spec))
+    return ALL.intersection(mesh_axes.axes_of(spec))
 
 
 def depends_on(jaxpr: jax_internals.Jaxpr, index: int) -> bool:
@@ -288,13 +287,13 @@ def of_equation(
     if called == marks.EQUAL:
         # What is declared equal still differs by group, and as its given arrays do.
         given = inputs[len(eqn.outvars) :]
-        of_replicas = axes - {mesh_lib.GROUP}
+        of_replicas = axes - {mesh_axes.GROUP}
         declared = join(inputs).equal_along(of_replicas)
         return [declared | join(given)] * len(eqn.outvars)
     if called == marks.GATHERED:
         # Each gather may be among some replicas only, but after all of its steps the
         # result is equal on all.
-        gathered = join(inputs).equal_along([mesh_lib.REPLICA])
+        gathered = join(inputs).equal_along([mesh_axes.REPLICA])
         return [gathered] * len(eqn.outvars)
     return _of_any(eqn, inputs, transfer, axes)
 

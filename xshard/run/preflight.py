@@ -14,7 +14,7 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, formatting, logical, step, validation
+from xshard import errors, formatting, logical, mesh_axes, step, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -425,7 +425,7 @@ def _note_of_whole_arrays(
                 trees.join(name, path),
                 x.shape[num_group_axes:],
                 count,
-                mesh_lib.spec_of(path, experiment.sharding_rules()),
+                mesh_axes.spec_of(path, experiment.sharding_rules()),
             )
             total += layout.size
             # An array with fewer numbers than replicas could not be divided anyway.

@@ -18,6 +18,7 @@ from jax import lax
 
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
+from xshard import mesh_axes
 from xshard import state as state_lib
 from xshard.learners.state import is_learner
 from xshard.optimizers import trees, varying
@@ -233,7 +234,7 @@ def _places(
         # A spec may leave out the last dimensions.
         axes: list[tuple[str, ...]] = [()] * len(sizes)
         for dim, entry in enumerate(spec[num_group_dims:]):
-            axes[dim] = tuple(mesh_lib.axes_of([entry]))
+            axes[dim] = tuple(mesh_axes.axes_of([entry]))
         varying_axes = varying.axes_of_spec(spec)
         cell = Cell(
             name=name if each else kind,
