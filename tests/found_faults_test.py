@@ -1120,13 +1120,13 @@ def test_24_the_loss_reaches_every_rule_within_a_rule(name, backs_off):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: optax.lbfgs(), "update needs 'grad' and 'value_fn'"),
-        (lambda: contrib.sophia(0.1), "update needs 'obj_fn'"),
+        (lambda: optax.lbfgs(), "arguments: 'grad' and 'value_fn'"),
+        (lambda: contrib.sophia(0.1), "obj_fn must be provided"),
         (
             lambda: optax.chain(
                 optax.MultiSteps(optax.polyak_sgd(), 2).gradient_transformation()
             ),
-            "'value', the loss, and what it is nested in does not pass that on",
+            "argument: 'value'.* loss on to a GradientTransformationExtraArgs only",
         ),
     ],
 )

@@ -373,9 +373,13 @@ def test_each_array_of_the_initial_state_has_its_own_buffer(name, jitted):
 
 
 TAKES_MORE = {
-    "scale_by_zoom_linesearch: .*'grad' and 'value_fn'": lambda: optax.lbfgs(),
-    "hutchinson.*: .*'obj_fn'": lambda: contrib.sophia(0.1),
-    "sam: .*'grad_fn'": lambda: contrib.sam(
+    "its transformation: .*scale_by_zoom_linesearch.* 'grad' and 'value_fn'": (
+        lambda: optax.lbfgs()
+    ),
+    "its transformation: .*obj_fn must be provided to hutchinson": (
+        lambda: contrib.sophia(0.1)
+    ),
+    "its transformation: .*grad_fn must be provided": lambda: contrib.sam(
         optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True
     ),
     "optax.lookahead": lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5),

@@ -1,7 +1,7 @@
 """The adapter that makes any optax transformation an `Optimizer`."""
 
 import collections
-import re
+import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +14,8 @@ import optax
 from xshard import errors
 from xshard.optimizers import back_off, base, extra_arguments, trees
 from xshard.optimizers import slots as slots_lib
+
+_OPTAX = os.path.dirname(optax.__file__) + os.sep
 
 
 class OptaxOptimizer(base.Optimizer):
@@ -123,32 +125,38 @@ class OptaxOptimizer(base.Optimizer):
         gradients = jax.tree.map(cast, mask.hide(grads), trained)
         # optax mixes counts with floats, which JAX's strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
-            updates, state = self._call_update(gradients, state, trained)
+            try:
+                updates, state = self._call_update(
+                    gradients, state, trained, self._loss
+                )
+            except Exception as e:
+                if self._loss is not None:
+                    raise
+                if not self._needs_loss(gradients, state, trained):
+                    raise
+                raise errors.UserError(
+                    f"The update of {self.name} needs the loss of this step: call "
+                    "compute_gradients of the rule, or minimize, which keep it, before "
+                    "apply_gradients."
+                ) from e
         new = mask.restore(wide, optax.apply_updates(trained, updates))
         state = slots_lib.map_slots(mask.restore, params, old_state, state)
         self._set_state(state, old_state)
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
-    def _call_update(self, grads: Any, state: Any, params: Any) -> Any:
+    def _call_update(self, grads: Any, state: Any, params: Any, loss: Any) -> Any:
         """The transformation's own update, given the loss if it takes that."""
-        arguments = {}
-        if self._loss is not None:
-            arguments["value"] = self._loss
-        elif hk.running_init():
-            # State is created without a loss, and any number has its type.
-            arguments["value"] = jnp.zeros(())
+        arguments = {} if loss is None else {"value": loss}
         accepted = extra_arguments.accepted(self.transformation, arguments)
+        return self.transformation.update(grads, state, params, **accepted)
+
+    def _needs_loss(self, grads: Any, state: Any, params: Any) -> bool:
+        """Whether an update that fails without a loss succeeds with one."""
         try:
-            return self.transformation.update(grads, state, params, **accepted)
-        except Exception as e:
-            missing = _missing_arguments(e)
-            if "value" in arguments or missing is None or "'value'" not in missing[1]:
-                raise
-            raise errors.UserError(
-                f"The update of {self.name} needs the loss of this step: call "
-                "compute_gradients of the rule, or minimize, which keep it, before "
-                "apply_gradients."
-            ) from e
+            hk.eval_shape(self._call_update, grads, state, params, jnp.zeros(()))
+        except Exception:
+            return False
+        return True
 
     def state(self, params: trees.Params) -> Any:
         """Returns the state in optax's structure, with tuples like `ScaleByAdamState`.
@@ -301,28 +309,23 @@ class OptaxOptimizer(base.Optimizer):
         try:
             with jax.numpy_dtype_promotion("standard"):
                 # The parameters stand for gradients, which have their shapes.
-                updates, _ = hk.eval_shape(self._call_update, params, state, params)
+                updates, _ = hk.eval_shape(
+                    self._call_update, params, state, params, jnp.zeros(())
+                )
         except Exception as e:
-            missing = _missing_arguments(e)
-            if missing is None:
-                # The update may need a mapped axis, which only a step has. Any other
-                # error recurs in the step.
+            if not _is_of_call(e):
+                # It recurs in the step, where it is raised unchanged. The update may
+                # also need a mapped axis, which only a step has.
                 return
-            transformation, arguments = missing
-            if "'value'" in arguments and "value_fn" not in arguments:
-                raise errors.UserError(
-                    f"{self.name} cannot use {transformation}: its update needs "
-                    f"{arguments}, the loss, and what it is nested in does not pass "
-                    "that on. optax.chain and others pass it to a "
-                    "GradientTransformationExtraArgs only: make one of "
-                    f"{transformation}, or of what is around it."
-                ) from e
-            raise ValueError(
-                f"{self.name} cannot use {transformation}: its update needs "
-                f"{arguments}, but a rule is given only gradients, parameters and the "
-                "loss. Use a transformation that needs only these, such as optax.adam, "
-                "or optax.lbfgs with linesearch=None; or subclass Optimizer, and let "
-                "its compute_gradients keep the values that its update needs as "
+            raise errors.UserError(
+                f"{self.name} cannot use its transformation: given gradients, state, "
+                "parameters and the loss, as value=, the update raises "
+                f"{type(e).__name__}: {e}. A rule is given nothing else. Use a "
+                "transformation that needs only these, such as optax.adam, or "
+                "optax.lbfgs with linesearch=None. optax.chain and others pass the "
+                "loss on to a GradientTransformationExtraArgs only: make one of what "
+                "needs it, or of what is around it. Or subclass Optimizer, and let its "
+                "compute_gradients keep the values that its update needs as "
                 "attributes, equal on all replicas, as by jax.lax.pmean."
             ) from e
         leaves = trees.leaves_by_path(params)
@@ -461,26 +464,16 @@ def _last_word(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _missing_arguments(e: Exception) -> tuple[str, str] | None:
-    """What an update lacks, if missing arguments caused its error.
+def _is_of_call(e: Exception) -> bool:
+    """Returns whether an error of an update is about how it was called.
 
-    It decides what a message says, and nothing else.
-
-    Returns:
-      The transformation's name and the arguments, in quotes.
+    Then this file or optax raised it; otherwise a user's own code did, or JAX.
     """
-    # Python's own error for a call.
-    missing = re.search(r"([\w.<>]*update\w*)\(\) missing .* arguments?: (.*)", str(e))
-    if isinstance(e, TypeError) and missing:
-        function, arguments = missing.groups()
-        return function.partition(".")[0], arguments
-    # Some updates declare a default value and then reject it with this message.
-    missing = re.match(r"(\w+) must be provided", str(e))
-    if isinstance(e, ValueError) and missing:
-        *_, (frame, _) = traceback.walk_tb(e.__traceback__)
-        function = frame.f_code.co_qualname
-        return function.partition(".")[0], f"'{missing[1]}'"
-    return None
+    if not isinstance(e, TypeError | ValueError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+    file = frame.f_code.co_filename
+    return file == __file__ or file.startswith(_OPTAX)
 
 
 def _schedule_free_states(state: Any) -> list[Any]:
