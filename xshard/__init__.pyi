@@ -16,7 +16,6 @@ from .mesh import make_mesh
 from .optimizers.base import Optimizer, OptimizerWrapper
 from .optimizers.cross_shard import CrossShardOptimizer, Reduction
 from .optimizers.gradients import AggregationMethod, MicroBatches
-from .optimizers.layouts import StateSharding
 from .optimizers.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -29,6 +28,7 @@ from .optimizers.outer import OuterOptimizer
 from .optimizers.own_calls import per_replica
 from .optimizers.replica_calls import equal_on_replicas
 from .optimizers.replica_map import vmap_replicas
+from .optimizers.state_layouts import StateSharding
 from .samples import Histogram, Image
 from .state import TrainState, abstract_state, init
 from .step import make_eval_step, make_train_step

@@ -34,7 +34,7 @@ from xshard.learners.state import (
     is_learner,
     layout_of_copies,
 )
-from xshard.optimizers import gathering, trees
+from xshard.optimizers import gathering, state_layouts, trees
 from xshard.optimizers import layouts as layouts_lib
 
 Batch = experiment_lib.Batch
@@ -343,12 +343,12 @@ def _for_all_slices(
     def repeat(layout: layouts_lib.Layout | None, x: Any) -> Any:
         if layout is None:
             return x
-        in_group = functools.partial(layouts_lib.for_each_slice, layout)
+        in_group = functools.partial(state_layouts.for_each_slice, layout)
         return jax.vmap(in_group)(x) if grouped else in_group(x)
 
     def of_learner(_: str, learner: LearnerState) -> LearnerState:
         layouts = _opt_layouts(experiment, mesh, learner)
-        opt_state = layouts_lib.map_state(repeat, layouts, learner.opt_state)
+        opt_state = state_layouts.map_state(repeat, layouts, learner.opt_state)
         return learner.replace(opt_state=opt_state)
 
     return map_learners(of_learner, state)
@@ -555,7 +555,7 @@ def _opt_specs(
     sharding_rules = () if manual else experiment.sharding_rules()
     by_rules = _specs_by_rules(mesh, sharding_rules, learner.opt_state, slots=True)
     layouts = _opt_layouts(experiment, mesh, learner)
-    return layouts_lib.map_state(spec_of, layouts, by_rules)
+    return state_layouts.map_state(spec_of, layouts, by_rules)
 
 
 def _opt_layouts(
@@ -577,7 +577,7 @@ def _opt_layouts(
         param_layouts = layouts_lib.of_params(
             params, replica_mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
         )
-    return layouts_lib.of_state(
+    return state_layouts.of_state(
         param_layouts,
         opt_state,
         mesh_lib.num_slices(replica_mesh),

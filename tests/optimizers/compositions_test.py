@@ -15,7 +15,14 @@ import pytest
 from optax import contrib
 
 from tests.optimizers import harness, written
-from xshard.optimizers import base, cross_shard, layouts, loss_scale, moving_average
+from xshard.optimizers import (
+    base,
+    cross_shard,
+    layouts,
+    loss_scale,
+    moving_average,
+    state_layouts,
+)
 from xshard.optimizers import optax as optax_optimizer
 
 # These tests trace many rules. Coverage would double their time, and other tests
@@ -473,7 +480,9 @@ def test_a_slot_belongs_to_the_parameter_with_its_shape():
 
 def test_a_scalar_slot_named_error_is_not_a_rounding_error():
     of_params = {"m/s": layouts.layout("m/s", (), 4)}
-    assert layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
+    assert (
+        state_layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
+    )
 
 
 class ByAttribute(base.OptimizerWrapper):

@@ -15,7 +15,7 @@ import pytest
 
 import xshard
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, integer_sums, loss_scale
+from xshard.optimizers import base, cross_shard, integer_sums, loss_scale, state_layouts
 from xshard.optimizers import layouts as layouts_lib
 
 MESH = (2, 4)
@@ -41,7 +41,7 @@ def runner(make_optimizer, *, by_vmap=False):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, GRADS[0], jnp.ones(3))
-    sharding = layouts_lib.StateSharding(
+    sharding = state_layouts.StateSharding(
         state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
     )
 
@@ -372,15 +372,15 @@ def test_parameters_without_a_gradient_are_not_sent(more):
 
     rules = hk.transform_with_state(step)
     _, state = rules.init(None, jnp.ones(()))
-    layouts = layouts_lib.of_state(
+    layouts = state_layouts.of_state(
         layouts_lib.of_params(PARAMS, MESH[1]), state, MESH[0]
     )
     # Each slice has rounding errors of 0.25.
     with_error = lambda layout, x: (
         jnp.full((MESH[0], *layout.shape), 0.25) if layout else x
     )
-    state = layouts_lib.map_state(with_error, layouts, state)
-    sharding = layouts_lib.StateSharding(
+    state = state_layouts.map_state(with_error, layouts, state)
+    sharding = state_layouts.StateSharding(
         state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
     )
     local = lambda state, x: rules.apply({}, state, None, x[0])

@@ -9,10 +9,11 @@ gradients. Then each measure finishes what it reports and what it keeps.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 
 from xshard.learners import state as state_lib
-from xshard.optimizers import base, phases, trees
+from xshard.optimizers import base, phases, replica_calls, shards, trees
 
 
 class Update(NamedTuple):
@@ -125,7 +126,7 @@ def squares(applied: phases.Applied, arrays: dict[str, Any]) -> Measured:
         if applied.partition is None:
             equal[name] = trees.sum_of_squares(tree)
         else:
-            local[name], equal[name] = applied.partition.sums_of_squares(tree)
+            local[name], equal[name] = _sums_of_squares(applied.partition, tree)
     return Measured(local=local, equal=equal)
 
 
@@ -135,3 +136,26 @@ def total(measured: Measured) -> dict[str, Any]:
     for name, equal in measured.equal.items():
         sums[name] = equal + measured.local.get(name, 0)
     return sums
+
+
+def _sums_of_squares(
+    partition: shards.Partition, arrays: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the squares of all elements, as two summands.
+
+    Args:
+      partition: how the arrays lie.
+      arrays: a tree of global arrays in a function that
+        `replica_map.vmap_replicas` maps.
+
+    Returns:
+      For the sharded arrays each replica's own number, whose mean over the replicas
+      is their sum of squares; and the sum of squares of the other arrays.
+    """
+    sharded, specs, whole = partition.divide(arrays)
+
+    def of_replica(parts: list[jax.Array]) -> jax.Array:
+        return partition.count * trees.sum_of_squares(parts)
+
+    local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
+    return local, trees.sum_of_squares(whole)

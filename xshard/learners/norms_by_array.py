@@ -1,10 +1,11 @@
 """The norms of each parameter, its gradient and its update."""
 
+import jax
 import jax.numpy as jnp
 
 from xshard.learners import measures
 from xshard.learners import state as state_lib
-from xshard.optimizers import base, inspection, trees
+from xshard.optimizers import base, inspection, replica_calls, shards, trees
 
 # The key of the config that asks for them.
 KEY = "log_norms_every_steps"
@@ -44,7 +45,7 @@ class NormsByArray(measures.Measure):
                 squares = [trees.sum_of_squares(x) for x in arrays.values()]
                 whole_rows.append(jnp.stack(squares).astype(jnp.float32))
             else:
-                local, whole = applied.partition.sums_of_squares_by_array(arrays)
+                local, whole = _sums_of_squares(applied.partition, arrays)
                 local_rows.append(local)
                 whole_rows.append(whole)
         own = {}
@@ -63,3 +64,42 @@ class NormsByArray(measures.Measure):
         sq_norms = whole + measured.local.get(_SQ_NORMS, 0)
         values = jnp.sqrt(sq_norms).astype(jnp.float32)
         return state, outcome._replace(norms=state_lib.ArrayNorms(paths, values))
+
+
+def _sums_of_squares(
+    partition: shards.Partition, arrays: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the squares of each array's elements, as two summands.
+
+    Args:
+      partition: how the arrays lie.
+      arrays: global arrays by path, in a function that `replica_map.vmap_replicas`
+        maps.
+
+    Returns:
+      For the sharded arrays each replica's own numbers, whose means over the replicas
+      are their sums of squares; and the sums of squares of the other arrays. Both are
+      float32 of shape [arrays].
+    """
+    sharded = {}
+    specs = {}
+    whole = []
+    for path, x in arrays.items():
+        layout = partition.layouts[path]
+        if layout.dim is None:
+            whole.append(trees.sum_of_squares(x).astype(jnp.float32))
+        else:
+            whole.append(jnp.zeros((), jnp.float32))
+            sharded[path] = x
+            specs[path] = partition.spec(layout, manual=True)
+
+    def of_replica(parts: dict[str, jax.Array]) -> jax.Array:
+        zero = jnp.zeros((), jnp.float32)
+        squares = dict.fromkeys(arrays, zero)
+        for path, x in parts.items():
+            sum_of_squares = partition.count * trees.sum_of_squares(x)
+            squares[path] = sum_of_squares.astype(jnp.float32)
+        return jnp.stack(list(squares.values()))
+
+    local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
+    return local, jnp.stack(whole)

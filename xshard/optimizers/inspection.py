@@ -17,6 +17,8 @@ from xshard.optimizers import (
     moving_average,
     outer,
     phases,
+    replica_calls,
+    shards,
     skips,
     slots,
     trees,

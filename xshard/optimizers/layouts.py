@@ -2,11 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xshard import mesh_axes
 from xshard.optimizers import trees
@@ -162,135 +161,3 @@ def of_params(
         spec = mesh_axes.spec_of(path, sharding_rules)
         layouts[path] = layout(path, tuple(x.shape), count, spec)
     return layouts
-
-
-def of_state(
-    params: Layouts, state: Any, copies: int = 1, *, slots: bool = True
-) -> dict[str, dict[str, Layout]]:
-    """Returns how the state of rules is sharded.
-
-    A slot is sharded like the parameter whose path ends the slot's name, if it has that
-    parameter's shape.
-
-    Args:
-      params: the layouts of the parameters.
-      state: the rules' state, or its shapes.
-      copies: the number of slices, each of which keeps its own rounding errors.
-      slots: whether the update is sharded; if not, only rounding errors are.
-
-    Returns:
-      The layouts as `{module: {name: layout}}`. An array without an entry is whole.
-    """
-    layouts: dict[str, dict[str, Layout]] = {}
-    for module, arrays in state.items():
-        for name, x in arrays.items():
-            layout = _of_slot(params, name, x.shape, copies, slots)
-            if layout is not None:
-                layouts.setdefault(module, {})[name] = layout
-    return layouts
-
-
-def _of_slot(
-    params: Layouts, name: str, shape: tuple[int, ...], copies: int, slots: bool
-) -> Layout | None:
-    for path in trees.endings(name):
-        layout = params.get(path)
-        if layout is None:
-            continue
-        if name == f"{ERROR}/{path}":
-            # A rounding error has a leading dimension of slices.
-            leading = len(shape) - len(layout.shape)
-            if leading == 1 and shape[leading:] == layout.shape:
-                return dataclasses.replace(layout, copies=copies)
-        if shape == layout.shape:
-            return layout if slots and layout.dim is not None else None
-    return None
-
-
-class StateSharding:
-    """The sharding of the state of rules with `shard_update=True`, for a custom
-    training step.
-
-    Attributes:
-      specs: the mesh axes that each array lies along, a tree of `jax.P` with the
-        state's structure, for the shardings of `jax.jit`.
-      mapped: those of them that `vmap_replicas` maps: the axis of slices for the
-        rounding errors of sums over slices, of which each slice keeps its own.
-    """
-
-    def __init__(
-        self,
-        state: Any,
-        params: Any,
-        replicas: int,
-        axis_name: str = "replica",
-        *,
-        slices: int = 1,
-        slice_axis_name: str | None = None,
-        sharding_rules: mesh_axes.ShardingRules = (),
-    ):
-        """Decides how each array is sharded.
-
-        Args:
-          state: the rules' state, or its shapes, as `Optimizer.init` creates it.
-          params: the parameters, or their shapes.
-          replicas: the size of the mapped axis of replicas.
-          axis_name: the name of that axis.
-          slices: the size of the mapped axis of slices, if there is one.
-          slice_axis_name: the name of that axis.
-          sharding_rules: as for `CrossShardOptimizer`.
-        """
-        param_layouts = of_params(params, replicas, sharding_rules)
-        self._layouts = of_state(param_layouts, state, slices)
-
-        def spec(layout: Layout | None, x: Any) -> jax.P:
-            del x
-            if layout is None:
-                return jax.P()
-            return layout.spec(axis_name, slice_axis_name)
-
-        def mapped_spec(layout: Layout | None, x: Any) -> jax.P:
-            del x
-            if layout is None or not layout.copies:
-                return jax.P()
-            return jax.P(slice_axis_name)
-
-        self.specs = map_state(spec, self._layouts, state)
-        self.mapped = map_state(mapped_spec, self._layouts, state)
-
-    def store(self, state: Any) -> Any:
-        """Returns the state with the arrays of which each slice keeps its own repeated.
-
-        Rules create them for one slice.
-        """
-        return map_state(for_each_slice, self._layouts, state)
-
-
-def for_each_slice(layout: Layout | None, x: Any) -> Any:
-    """Returns an array of the state of rules as all slices keep it.
-
-    It is repeated if it was created for one slice but each slice keeps its own.
-    """
-    if layout is None or not layout.copies or len(x) == layout.copies:
-        return x
-    return jnp.repeat(x, layout.copies, axis=0)
-
-
-def map_state(
-    f: Callable[[Layout | None, Any], Any], layouts: Mapping[str, Layouts], state: Any
-) -> Any:
-    """Applies a function to each array of the state of rules.
-
-    Args:
-      f: a function of an array's layout, or of None, and of the array.
-      layouts: the layouts, as `of_state` returns them.
-      state: a Haiku state, `{module: {name: array}}`.
-
-    Returns:
-      The results, in the structure of the state.
-    """
-    new: dict[str, dict[str, Any]] = {}
-    for module, arrays in state.items():
-        layouts_here = layouts.get(module, {})
-        new[module] = {name: f(layouts_here.get(name), x) for name, x in arrays.items()}
-    return new

@@ -139,7 +139,7 @@ class Partition:
 
         See the function of this name.
         """
-        sharded, specs, whole = self._divide(arrays)
+        sharded, specs, whole = self.divide(arrays)
 
         def of_replica(shards: list[jax.Array]) -> jax.Array:
             # JAX has no collectives of booleans, so this one counts.
@@ -175,65 +175,11 @@ class Partition:
         """Returns the mesh axes that an array lies along, as for `Layout.spec`."""
         return layout.spec(self._axis_name, manual=manual)
 
-    def sums_of_squares(self, arrays: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of the squares of all elements, as two summands.
-
-        Args:
-          arrays: a tree of global arrays in a function that
-            `replica_map.vmap_replicas` maps.
-
-        Returns:
-          For the sharded arrays each replica's own number, whose mean over the replicas
-          is their sum of squares; and the sum of squares of the other arrays.
-        """
-        sharded, specs, whole = self._divide(arrays)
-
-        def of_replica(shards: list[jax.Array]) -> jax.Array:
-            return self.count * trees.sum_of_squares(shards)
-
-        local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
-        return local, trees.sum_of_squares(whole)
-
-    def sums_of_squares_by_array(
-        self, arrays: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the sum of the squares of each array's elements, as two summands.
-
-        Args:
-          arrays: global arrays by path, as for `sums_of_squares`.
-
-        Returns:
-          The summands of `sums_of_squares` for each array, both float32 of shape
-          [arrays].
-        """
-        sharded = {}
-        specs = {}
-        whole = []
-        for path, x in arrays.items():
-            layout = self.layouts[path]
-            if layout.dim is None:
-                whole.append(trees.sum_of_squares(x).astype(jnp.float32))
-            else:
-                whole.append(jnp.zeros((), jnp.float32))
-                sharded[path] = x
-                specs[path] = self.spec(layout, manual=True)
-
-        def of_replica(shards: dict[str, jax.Array]) -> jax.Array:
-            zero = jnp.zeros((), jnp.float32)
-            squares = dict.fromkeys(arrays, zero)
-            for path, x in shards.items():
-                sum_of_squares = self.count * trees.sum_of_squares(x)
-                squares[path] = sum_of_squares.astype(jnp.float32)
-            return jnp.stack(list(squares.values()))
-
-        local = replica_calls.on_each_replica(of_replica, in_specs=(specs,))(sharded)
-        return local, jnp.stack(whole)
-
-    def _divide(
+    def divide(
         self, arrays: Any
     ) -> tuple[list[jax.Array], list[jax.P], list[jax.Array]]:
-        """Returns the sharded arrays of a tree, the specs of these, and the arrays that
-        are whole on each replica.
+        """Returns the sharded ones of a tree of global arrays, the specs of these, and
+        the arrays that are whole on each replica.
         """
         sharded: list[jax.Array] = []
         specs: list[jax.P] = []
