@@ -593,23 +593,21 @@ def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
     return required
 
 
-# Whether a loss is being called, whose state belongs to the caller of the rule.
-_IN_LOSS: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "in_loss", default=False
+# The method of a rule that is being called: of a rule within others, its own. None
+# while a loss is being called, whose state belongs to the caller of the rule.
+_METHOD: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar(
+    "method", default=None
 )
-
-# The method of a rule that is being called: of a rule within others, its own.
-_METHOD: contextvars.ContextVar[Callable[..., Any]] = contextvars.ContextVar("method")
 
 
 @contextlib.contextmanager
 def _loss_is_called() -> Iterator[None]:
     """Declares that losses are called in its body, which may keep Haiku state."""
-    token = _IN_LOSS.set(True)
+    token = _METHOD.set(None)
     try:
         yield
     finally:
-        _IN_LOSS.reset(token)
+        _METHOD.reset(token)
 
 
 def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -632,12 +630,12 @@ def _refusing_state(method: Callable[..., Any]) -> Iterator[None]:
     scope = hk.experimental.current_name()
 
     def check(context: Any) -> None:
-        is_of_method = hk.experimental.current_name() == scope
-        if _IN_LOSS.get() or not is_of_method:
+        called = _METHOD.get()
+        if called is None or hk.experimental.current_name() != scope:
             return
         name = context.full_name.rpartition("/")[2]
         raise errors.UserError(
-            f"{_METHOD.get().__qualname__} keeps the state {name!r}, which would go to "
+            f"{called.__qualname__} keeps the state {name!r}, which would go to "
             "the module that calls the rule, where no phase finds it. Keep a value "
             "for this step's phases as an attribute, self.value = value. State that "
             "later steps need belongs in aggregate, vote or update, or in a method of "
