@@ -99,9 +99,6 @@ class Optimizer(hk.Module):
         super().__init__(name=name)
         # The state that losses wrote since the last step. A skipped step restores it.
         self._loss_writes: skips.Writes = skips.NO_WRITES
-        # The value of the last call of `compute_gradients`: the replica's, unscaled,
-        # until a rule around this one reduces it.
-        self._loss: Any = None
         recorded = _RECORDED.get(None)
         if recorded is not None:
             recorded.append(self)
@@ -187,7 +184,6 @@ class Optimizer(hk.Module):
         state_before = skips.current_state()
         value, aux, grads = _on_each_replica(differentiate, params, held)
         self._loss_writes = skips.writes_since(state_before, self._loss_writes)
-        self._loss = value
         result = (value, aux) if has_aux else value
         return result, grads
 
