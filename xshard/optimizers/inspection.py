@@ -17,8 +17,6 @@ from xshard.optimizers import (
     moving_average,
     outer,
     phases,
-    replica_calls,
-    shards,
     skips,
     slots,
     trees,
