@@ -41,6 +41,7 @@ from xshard.optimizers import (
     marks,
     moving_average,
     outer,
+    phases,
     replica_calls,
     replica_map,
     trees,
