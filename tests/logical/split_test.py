@@ -1,4 +1,4 @@
-"""The split of a replica's program at its exchanges."""
+"""The split of a replica's program at its collectives."""
 
 import functools
 
@@ -19,13 +19,13 @@ def replica_number():
     return lax.axis_index(_BOTH).astype(jnp.float32)
 
 
-def exchange_sine(x):
+def sum_sine(x):
     return lax.psum(jnp.sin(x), _BOTH)
 
 
 def printing(w, x):
     jax.debug.print("{}", x)
-    return w + exchange_sine(x)
+    return w + sum_sine(x)
 
 
 def split(f, *args, own=(False, True), left_own=None):
@@ -34,28 +34,28 @@ def split(f, *args, own=(False, True), left_own=None):
     return split_lib.split(program, "step", _SIZES, own, left_own)
 
 
-def test_each_part_computes_its_side_of_an_exchange():
+def test_each_part_computes_its_side_of_a_collective():
     def step(w, x):
         local = jax.jit(lambda w, x: lax.psum(w * x + replica_number(), _BOTH))(w, x)
         return w - local, lax.pmax(x, "replica")
 
     parts = split(step, 2.0, 3.0)
-    (exchange,) = parts.exchanges
-    assert [kind.name for kind in exchange.kinds] == ["psum", "pmax"]
-    assert exchange.before([2.0, 3.0, jnp.int32(2)]) == [8.0, 3.0]
+    (collective,) = parts.collectives
+    assert [kind.name for kind in collective.kinds] == ["psum", "pmax"]
+    assert collective.before([2.0, 3.0, jnp.int32(2)]) == [8.0, 3.0]
     assert parts.after([2.0, None, None, 10.0, 7.0]) == [-8.0, 7.0]
 
 
-def test_an_exchange_may_depend_on_another():
+def test_a_collective_may_depend_on_another():
     def step(w, x):
         mean = lax.pmean(x, _BOTH)
         return w + lax.psum((x - mean) ** 2, _BOTH), lax.pmax(x, "replica")
 
     parts = split(step, 2.0, 3.0)
-    kinds = [[kind.name for kind in exchange.kinds] for exchange in parts.exchanges]
+    kinds = [[kind.name for kind in each.kinds] for each in parts.collectives]
     assert kinds == [["psum", "pmax"], ["psum"]]
-    assert [exchange.results for exchange in parts.exchanges] == [(0, 2), (1,)]
-    first, second = (exchange.before for exchange in parts.exchanges)
+    assert [each.results for each in parts.collectives] == [(0, 2), (1,)]
+    first, second = (each.before for each in parts.collectives)
     assert first([2.0, 3.0]) == [3.0, 3.0]
     assert second([2.0, 3.0, None, 8.0]) == [1.0]
     assert parts.after([2.0, None, None, 8.0, 5.0, 4.0]) == [7.0, 4.0]
@@ -71,7 +71,7 @@ def test_a_scattered_shard_differs_by_replica_until_it_is_gathered(tiled):
         return lax.all_gather(2 * shard, "replica", axis=1, tiled=tiled), kept
 
     parts = split(step, jnp.ones((3, 4)), own=[True], left_own=[False, True])
-    first, second = parts.exchanges
+    first, second = parts.collectives
     assert (first.kinds, first.kept) == ((split_lib.Kind("reduce_scatter", 1),), ())
     assert (second.kinds, second.kept) == ((split_lib.Kind("all_gather", 1),), (0,))
     sent, kept = second.before([None, jnp.int32(2), jnp.ones((3, 1))])
@@ -89,7 +89,7 @@ def test_a_rematerialized_gradient_is_split():
         return lax.pmean(jax.grad(loss)(w), _BOTH)
 
     parts = split(step, 2.0, 3.0)
-    (gradient,) = parts.exchanges[0].before([2.0, 3.0])
+    (gradient,) = parts.collectives[0].before([2.0, 3.0])
     np.testing.assert_allclose(gradient, 3 * np.cos(6), rtol=1e-6)
     assert parts.after([None, None, None, 8.0]) == [2.0]
 
@@ -98,8 +98,8 @@ def test_a_rematerialized_gradient_is_split():
     "step, words",
     [
         (
-            lambda w, x: functools.reduce(lambda x, _: exchange_sine(x), range(17), x),
-            "has 17 exchanges",
+            lambda w, x: functools.reduce(lambda x, _: sum_sine(x), range(17), x),
+            "has 17 collectives",
         ),
         (lambda w, x: w + x, "differs between the replicas"),
         (lambda w, x: w + replica_number(), "differs between the replicas"),

@@ -13,8 +13,8 @@ from xshard import mesh_axes
 from xshard.logical import split, sums
 
 
-def exchanged(arrays, devices, kind, count=None, num_words=1, steps=(None,)):
-    """Returns the result that each device has when replicas exchange these values on
+def combined(arrays, devices, kind, count=None, num_words=1, steps=(None,)):
+    """Returns the result that each device has when replicas combine these values on
     `devices` devices.
     """
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
@@ -40,7 +40,7 @@ def combine(arrays, devices, kind="psum", **options):
     """Returns the result that all devices share, after checking that its bits are the
     same on each.
     """
-    result = exchanged(arrays, devices, kind, **options)
+    result = combined(arrays, devices, kind, **options)
     assert all(x.tobytes() == result[0].tobytes() for x in result)
     return result[0]
 
@@ -118,13 +118,13 @@ def test_scattered_shards_have_the_bits_of_the_whole_sum(num_words):
     x = values(6)[:, :36]
     whole = combine(x, 3, num_words=num_words)
     for devices in (1, 3, 4, 8):
-        shards = exchanged(x, devices, split.SCATTER, num_words=num_words)
+        shards = combined(x, devices, split.SCATTER, num_words=num_words)
         assert shards[:6].tobytes() == whole.tobytes()
 
 
 def test_shards_of_a_floating_point_sum_agree_within_rounding():
     x = values(6)[:, :36]
-    shards = exchanged(x, 4, split.SCATTER, num_words=0)[:6].reshape(-1)
+    shards = combined(x, 4, split.SCATTER, num_words=0)[:6].reshape(-1)
     np.testing.assert_allclose(shards, x.astype(np.float64).sum(axis=0), rtol=1e-4)
 
 

@@ -45,7 +45,7 @@ class Own(toy.Wide):
     def train_step(self, state, batch, key):
         line, outcome = super().train_step(state["line"], batch, key)
         old = state["drawn"].value
-        # The sum combines parameters, which the replicas have exchanged, with the
+        # The sum combines parameters, which the replicas have combined, with the
         # replica's own random key.
         total = old["sum"] + jnp.sum(
             line.params["mlp/~/linear_0"]["w"]
@@ -206,7 +206,7 @@ def test_a_rule_with_norms_does_not_depend_on_the_devices(changes, places):
         assert other == first
 
 
-def test_only_exchanges_communicate_between_devices():
+def test_only_collectives_communicate_between_devices():
     of = config(logical_replicas=8, fingerprint_every_steps=2)
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:2])
@@ -219,14 +219,14 @@ def test_only_exchanges_communicate_between_devices():
     crosses = [
         any(name in stage.program.as_text() for name in names) for stage in stages
     ]
-    # Each device computes four of the eight replicas before each exchange, and only an
-    # exchange crosses devices.
+    # Each device computes four of the eight replicas before each collective, and only a
+    # collective crosses devices.
     assert [stage.times for stage in stages if stage.times > 1] == [4] * sum(crosses)
     assert sum(crosses) >= 1
 
 
 @pytest.mark.sample(3, of="steps")
-def test_an_exchange_may_depend_on_another():
+def test_a_collective_may_depend_on_another():
     # The codes are averaged over the replicas, and then the gradients.
     of = quantized.get_config()
     of.logical_replicas, of.reduction.arithmetic = _COUNT, "exact"

@@ -107,10 +107,10 @@ def test_the_rows_of_a_logical_replica_do_not_depend_on_the_devices(devices):
     parts = []
     for step, count in ((1, 1), (2, 2), (3, 3)):
         joined = np.asarray(train.batch_for_step(step, None, None)["x"])
-        of_replicas = joined.reshape(replicas.slots, -1)[:3]
+        of_replicas = joined.reshape(replicas.places, -1)[:3]
         numbers, rows_of_batch = train.origins(step)
-        numbers = numbers.reshape(replicas.slots, -1)[:3] - numbers.min()
-        rows_of_batch = rows_of_batch.reshape(replicas.slots, -1)[:3]
+        numbers = numbers.reshape(replicas.places, -1)[:3] - numbers.min()
+        rows_of_batch = rows_of_batch.reshape(replicas.places, -1)[:3]
         for replica in range(3):
             # Two rows of each batch, in their order.
             wanted = np.repeat(np.arange(count), 2)

@@ -5,9 +5,9 @@ affect rounding. In one program the compiler would fuse these steps, differently
 each number of devices, and so round differently:
 
 - Programs with the shapes of one replica, which run once for each replica of a device.
-- Programs that exchange values between replicas, in which sums over devices are sums of
+- Programs that combine values between replicas, in which sums over devices are sums of
   integers.
-- A program that all devices evaluate alike on the results of the exchanges.
+- A program that all devices evaluate alike on the results of the collectives.
 """
 
 import abc
@@ -24,7 +24,7 @@ from xshard.logical import comparison
 from xshard.logical.replicas import Replicas
 from xshard.logical.segments import (
     PER_REPLICA,
-    Exchanged,
+    Combined,
     Indexed,
     Mapped,
     Replica,
@@ -180,41 +180,41 @@ class _Schedule(abc.ABC):
         """Runs `SegmentedProgram.before` for each replica of a device."""
 
     @abc.abstractmethod
-    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
-        """Runs `SegmentedProgram.exchange`."""
+    def combine(self, index: int, sent: list[Any], numbers: list[Any]) -> Combined:
+        """Runs `SegmentedProgram.combine`."""
 
-    def run_exchanges(
+    def run_collectives(
         self, state: Any, replicas: Sequence[Replica]
     ) -> tuple[Indexed, list[Indexed]]:
-        """Runs all segments up to the last exchange.
+        """Runs all segments up to the last collective.
 
         Args:
           state: the leaves of the arguments that are equal on all replicas.
           replicas: the replicas that `divide` returns.
 
         Returns:
-          The results of all exchanges that are equal on all replicas, and the outputs
+          The results of all collectives that are equal on all replicas, and the outputs
           of each replica of a device.
         """
         results: Indexed = {}
         outputs: list[Indexed] = [{} for _ in replicas]
         numbers = [replica.number for replica in replicas]
-        for index, exchange in enumerate(self.segments.split.exchanges):
+        for index, collective in enumerate(self.segments.split.collectives):
             sent = self.before(index, state, results, replicas)
-            for slot, sent_by_replica in enumerate(sent):
-                outputs[slot] = outputs[slot] | sent_by_replica.outputs
-            # The last exchange may have outputs, but nothing to send.
-            if not exchange.kinds:
+            for place, sent_by_replica in enumerate(sent):
+                outputs[place] = outputs[place] | sent_by_replica.outputs
+            # The last collective may have outputs, but nothing to send.
+            if not collective.kinds:
                 continue
             arrays = [sent_by_replica.arrays for sent_by_replica in sent]
             # The sent arrays are large for all replicas of a device together, so
-            # nothing but the exchange may keep them.
+            # nothing but the collective may keep them.
             del sent
-            exchanged = self.exchange(index, arrays, numbers)
+            combined = self.combine(index, arrays, numbers)
             del arrays
-            results = results | exchanged.equal
+            results = results | combined.equal
             received = []
-            for replica, shards in zip(replicas, exchanged.shards, strict=True):
+            for replica, shards in zip(replicas, combined.shards, strict=True):
                 received.append(replica._replace(shards=replica.shards | shards))
             replicas = received
         return results, outputs
@@ -238,7 +238,7 @@ class _SingleProgram(_Schedule):
         self, state: Any, per_replica: Any, numbers: jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         replicas = self.segments.divide(per_replica, numbers)
-        results, outputs = self.run_exchanges(state, replicas)
+        results, outputs = self.run_collectives(state, replicas)
         return self.segments.after(state, results), self.segments.join(outputs)
 
     def before(
@@ -257,9 +257,9 @@ class _SingleProgram(_Schedule):
         count = len(replicas)
         return [jax.tree.map(lambda array, i=i: array[i], sent) for i in range(count)]
 
-    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
-        """Exchanges arrays within the program."""
-        return self.segments.exchange(index, sent, numbers)
+    def combine(self, index: int, sent: list[Any], numbers: list[Any]) -> Combined:
+        """Combines arrays within the program."""
+        return self.segments.combine(index, sent, numbers)
 
     def lower(self, args: Any) -> list[Stage]:
         """Lowers the program."""
@@ -278,13 +278,13 @@ class _SingleProgram(_Schedule):
 class _SeparatePrograms(_Schedule):
     """Each segment as a program.
 
-    The host dispatches the programs without waiting, except for exchanges between
+    The host dispatches the programs without waiting, except for collectives between
     several CPU devices.
 
     Attributes:
       divide_program: `SegmentedProgram.divide`, jitted.
-      before_programs: `SegmentedProgram.before` of each exchange.
-      exchange_programs: `SegmentedProgram.exchange` of each exchange.
+      before_programs: `SegmentedProgram.before` of each collective.
+      combine_programs: `SegmentedProgram.combine` of each collective.
       after_program: `SegmentedProgram.after`.
       join_program: `SegmentedProgram.join`.
       replica_specs: the specs of a `Replica`.
@@ -323,8 +323,8 @@ class _SeparatePrograms(_Schedule):
         self.divide_program = jax.jit(divide.on(mesh))
         self._befores = []
         self.before_programs = []
-        self.exchange_programs = []
-        for index in range(len(segments.split.exchanges)):
+        self.combine_programs = []
+        for index in range(len(segments.split.collectives)):
             before = Mapped(
                 functools.partial(segments.before, index),
                 in_specs=(equal, segments.equal_spec, self.replica_specs),
@@ -332,12 +332,12 @@ class _SeparatePrograms(_Schedule):
             )
             self._befores.append(before)
             self.before_programs.append(self._jit(before.on(mesh)))
-            exchange = Mapped(
-                functools.partial(segments.exchange, index),
+            collective = Mapped(
+                functools.partial(segments.combine, index),
                 in_specs=(PER_REPLICA, PER_REPLICA),
-                out_specs=Exchanged(segments.equal_spec, PER_REPLICA),
+                out_specs=Combined(segments.equal_spec, PER_REPLICA),
             )
-            self.exchange_programs.append(jax.jit(exchange.on(mesh)))
+            self.combine_programs.append(jax.jit(collective.on(mesh)))
         self._after = Mapped(
             segments.after,
             in_specs=(equal, segments.equal_spec),
@@ -361,7 +361,7 @@ class _SeparatePrograms(_Schedule):
             Lowered(self.lower(args)).compile()
         state, per_replica = segments.inputs.partition(args)
         replicas = self.divide_program(per_replica, segments.numbers)
-        results, outputs = self.run_exchanges(state, replicas)
+        results, outputs = self.run_collectives(state, replicas)
         # Joined before the last program, to which the caller may donate the state.
         joined = []
         if segments.outputs.dims:
@@ -411,15 +411,15 @@ class _SeparatePrograms(_Schedule):
         self._compare(what, expected, sent[0])
         return sent
 
-    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
-        """Runs an exchange.
+    def combine(self, index: int, sent: list[Any], numbers: list[Any]) -> Combined:
+        """Runs a collective.
 
         On several CPU devices it first waits for all earlier programs, and then for the
-        exchange. XLA's CPU client has one thread for each device. A device that waits
+        collective. XLA's CPU client has one thread for each device. A device that waits
         in a collective blocks its thread, and so does dispatching to a device with 32
         programs in its queue. Together they would deadlock the process.
         """
-        program = self.exchange_programs[index]
+        program = self.combine_programs[index]
         devices = self.segments.mesh.devices
         if devices.flat[0].platform != "cpu" or devices.size == 1:
             return program(sent, numbers)
@@ -461,7 +461,7 @@ class _Lowering(_Schedule):
         specs = [programs.replica_specs] * segments.rounds
         replicas = self._add_stage(divide, specs)
         self._live.append(replicas)
-        results, outputs = self.run_exchanges(state, replicas)
+        results, outputs = self.run_collectives(state, replicas)
         equal_outputs, per_replica_outputs = segments.outputs.partition(
             segments.outputs.specs
         )
@@ -482,17 +482,17 @@ class _Lowering(_Schedule):
         self._live += of_replicas
         return of_replicas
 
-    def exchange(self, index: int, sent: list[Any], numbers: list[Any]) -> Exchanged:
-        """Lowers an exchange, after which the sent arrays are freed."""
-        lowered = self._programs.exchange_programs[index].lower(sent, numbers)
-        specs = Exchanged(self.segments.equal_spec, PER_REPLICA)
-        exchanged = self._add_stage(lowered, specs)
+    def combine(self, index: int, sent: list[Any], numbers: list[Any]) -> Combined:
+        """Lowers a collective, after which the sent arrays are freed."""
+        lowered = self._programs.combine_programs[index].lower(sent, numbers)
+        specs = Combined(self.segments.equal_spec, PER_REPLICA)
+        combined = self._add_stage(lowered, specs)
         # The outputs of the replicas stay alive until they are joined.
         sent_by_replicas = self._live[-len(sent) :]
         del self._live[-len(sent) :]
         self._live += [sent_by_replica.outputs for sent_by_replica in sent_by_replicas]
-        self._live.append(exchanged)
-        return exchanged
+        self._live.append(combined)
+        return combined
 
     def _add_stage(self, lowered: Any, specs: Any, times: int = 1) -> Any:
         """Adds a program to the stages.

@@ -1,4 +1,4 @@
-"""Logical replicas, and the slots of the devices of a mesh that they occupy."""
+"""Logical replicas, and the places of the devices of a mesh that they occupy."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -40,10 +40,10 @@ class Replicas:
         return -(-self.count // mesh_lib.num_replicas(self.device_mesh))
 
     @property
-    def slots(self) -> int:
-        """The number of slots for logical replicas on all devices of a group.
+    def places(self) -> int:
+        """The number of places for logical replicas on all devices of a group.
 
-        The slots beyond `count` are empty.
+        The places beyond `count` are empty.
         """
         return self.rounds * mesh_lib.num_replicas(self.device_mesh)
 
@@ -73,7 +73,7 @@ class Replicas:
           An array of the shape (groups, slices, devices of a slice, ...). A device
           without a replica gets the last replica, whose state it holds.
         """
-        first_of_devices = np.arange(0, self.slots, self.rounds)
+        first_of_devices = np.arange(0, self.places, self.rounds)
         selected = np.minimum(first_of_devices, self.count - 1)
         num_slices = self.device_mesh.shape[mesh_lib.SLICE]
         num_devices = self.device_mesh.shape[mesh_lib.REPLICA]
@@ -83,9 +83,9 @@ class Replicas:
     def rows(self, batch_size: int) -> int:
         """The number of rows of a group's batch on its devices.
 
-        The rows of empty slots are padding, not examples.
+        The rows of empty places are padding, not examples.
         """
-        return batch_size // self.count * self.slots
+        return batch_size // self.count * self.places
 
 
 def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
@@ -154,7 +154,7 @@ def check_even(
       per_replica: the paths of the state that is per replica.
     """
     replicas = of_config(config, mesh)
-    if not per_replica or replicas is None or replicas.slots == replicas.count:
+    if not per_replica or replicas is None or replicas.places == replicas.count:
         return
     good = mesh_lib.divisors(replicas.count)
     raise errors.UserError(

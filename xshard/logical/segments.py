@@ -2,12 +2,12 @@
 device holds.
 
 A device computes the logical replicas that share it one after the other. Between two
-exchanges they compute independently; an exchange combines what all of them send, first
-on each device and then over the devices. So a program is a sequence of
+collectives they compute independently; a collective combines what all of them send,
+first on each device and then over the devices. So a program is a sequence of
 
     divide                      the device's arrays into its replicas
-    before(0), exchange(0),     what each replica sends; the results on all of them
-    before(1), exchange(1), ...
+    before(0), combine(0),      what each replica sends; the results on all of them
+    before(1), combine(1), ...
     after                       the outputs that are equal on all replicas
     join                        the per-replica outputs into the device's arrays
 """
@@ -26,7 +26,7 @@ from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas
 
-# Results of exchanges, by their position among the results of all exchanges; or
+# Results of collectives, by their position among the results of all collectives; or
 # per-replica outputs, by their position among all per-replica outputs.
 Indexed = dict[int, jax.Array]
 # The spec of an array with a leading dimension of replicas.
@@ -39,7 +39,7 @@ class Replica(NamedTuple):
     Attributes:
       inputs: the leaves of the arguments that are per replica.
       number: its number, of shape [1].
-      shards: the shards that it received in scattering exchanges, each with a leading
+      shards: the shards that it received in scattering collectives, each with a leading
         dimension of replicas, of size 1.
     """
 
@@ -49,7 +49,7 @@ class Replica(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The results of a replica before an exchange.
+    """The results of a replica before a collective.
 
     All arrays have a leading dimension of replicas, of size 1, along which they lie on
     the devices.
@@ -63,8 +63,8 @@ class Sent(NamedTuple):
     outputs: Indexed
 
 
-class Exchanged(NamedTuple):
-    """The results of an exchange on a device.
+class Combined(NamedTuple):
+    """The results of a collective on a device.
 
     Attributes:
       equal: the results that are equal on all replicas of a group.
@@ -162,13 +162,13 @@ class SegmentedProgram:
       rounds: the number of logical replicas that a device computes in turn.
       inputs: the leaves of the arguments.
       outputs: the leaves of the results.
-      equal_spec: the spec of the results of exchanges that are equal on all replicas
+      equal_spec: the spec of the results of collectives that are equal on all replicas
         of a group. With several groups they have a leading dimension of groups.
       split: the segments.
     """
 
     def __init__(self, what: str, mapped: Mapped, replicas: Replicas, args: Any):
-        """Traces the function of one replica, and splits its program at the exchanges.
+        """Traces the function of one replica, and splits its program at collectives.
 
         Args:
           what: a name of the function, for error messages.
@@ -189,7 +189,7 @@ class SegmentedProgram:
         group_axes = mesh_lib.group_axes(self.mesh)
         self.equal_spec = jax.P(*group_axes)
         self._is_grouped = bool(group_axes)
-        numbers = np.arange(replicas.slots, dtype=np.int32)
+        numbers = np.arange(replicas.places, dtype=np.int32)
         self._numbers = np.tile(numbers, mesh_lib.num_groups(self.mesh))
 
         axis_sizes = dict(replicas.mesh.shape)
@@ -212,11 +212,11 @@ class SegmentedProgram:
 
         Sizes of 1 give the shapes of one replica.
         """
-        # The arguments have rows for every slot, also for the empty ones.
+        # The arguments have rows for every place, also for the empty ones.
         actual_sizes = {
             **self.mesh.shape,
             mesh_lib.SLICE: 1,
-            mesh_lib.REPLICA: self._replicas.slots,
+            mesh_lib.REPLICA: self._replicas.places,
         }
         shapes = []
         leaves = jax.tree.leaves(self._args)
@@ -230,7 +230,7 @@ class SegmentedProgram:
 
     @functools.cached_property
     def numbers(self) -> jax.Array:
-        """The replica numbers of each device's slots."""
+        """The replica numbers of each device's places."""
         return mesh_lib.put(self.mesh, self._numbers, PER_REPLICA)
 
     @property
@@ -245,7 +245,7 @@ class SegmentedProgram:
 
         Args:
           per_replica: the per-replica leaves of the arguments.
-          numbers: the replica numbers of the device's slots.
+          numbers: the replica numbers of the device's places.
 
         Returns:
           The replicas, which have received no shards yet.
@@ -254,52 +254,52 @@ class SegmentedProgram:
         for array, dim in zip(per_replica, self.inputs.dims, strict=True):
             divided.append(jnp.split(array, self.rounds, dim))
         replicas = []
-        for slot, number in enumerate(jnp.split(numbers, self.rounds)):
-            inputs = [parts[slot] for parts in divided]
+        for place, number in enumerate(jnp.split(numbers, self.rounds)):
+            inputs = [parts[place] for parts in divided]
             replicas.append(Replica(inputs=inputs, number=number, shards={}))
         return replicas
 
     def before(
         self, index: int, state: Sequence[Any], results: Indexed, replica: Replica
     ) -> Sent:
-        """Computes what a replica sends into an exchange.
+        """Computes what a replica sends into a collective.
 
         Args:
-          index: the index of the exchange.
+          index: the index of the collective.
           state: the leaves of the arguments that are equal on all replicas.
-          results: the equal results of all earlier exchanges.
+          results: the equal results of all earlier collectives.
           replica: the replica.
         """
-        exchange = self.split.exchanges[index]
+        collective = self.split.collectives[index]
         arguments = self.inputs.merge(state, replica.inputs)
         shards = {i: shard[0] for i, shard in replica.shards.items()}
-        values = self._values_of_exchanges(results, shards)
-        made = exchange.before([*arguments, replica.number[0], *values])
+        values = self._values_of_collectives(results, shards)
+        made = collective.before([*arguments, replica.number[0], *values])
         made = [array[None] for array in made]
-        num_sent = len(exchange.kinds)
-        outputs = dict(zip(exchange.kept, made[num_sent:], strict=True))
+        num_sent = len(collective.kinds)
+        outputs = dict(zip(collective.kept, made[num_sent:], strict=True))
         return Sent(arrays=made[:num_sent], outputs=outputs)
 
-    def exchange(
+    def combine(
         self,
         index: int,
         sent: Sequence[Sequence[jax.Array]],
         numbers: Sequence[jax.Array],
-    ) -> Exchanged:
-        """Exchanges arrays between all replicas of a group.
+    ) -> Combined:
+        """Combines arrays of all replicas of a group.
 
         Args:
-          index: the index of the exchange.
+          index: the index of the collective.
           sent: for each replica of the device, the arrays that it sends.
-          numbers: the replica numbers of the device's slots.
+          numbers: the replica numbers of the device's places.
         """
-        exchange = self.split.exchanges[index]
-        # Every slot has a replica in most runs, and then nothing needs a mask.
+        collective = self.split.collectives[index]
+        # Every place has a replica in most runs, and then nothing needs a mask.
         has_replica = None
-        if self._replicas.slots > self._replicas.count:
+        if self._replicas.places > self._replicas.count:
             has_replica = jnp.concatenate(numbers) < self._replicas.count
         combined = sums.combine(
-            exchange.kinds,
+            collective.kinds,
             [[array[0] for array in arrays] for arrays in sent],
             has_replica,
             count=self._replicas.count,
@@ -309,7 +309,7 @@ class SegmentedProgram:
         equal: Indexed = {}
         shards: list[Indexed] = [{} for _ in sent]
         for i, kind, result in zip(
-            exchange.results, exchange.kinds, combined, strict=True
+            collective.results, collective.kinds, combined, strict=True
         ):
             if kind.name == split_lib.SCATTER:
                 for shards_of_replica, shard in zip(shards, result, strict=True):
@@ -318,20 +318,20 @@ class SegmentedProgram:
                 equal[i] = result[None]
             else:
                 equal[i] = result
-        return Exchanged(equal=equal, shards=shards)
+        return Combined(equal=equal, shards=shards)
 
     def after(self, state: Sequence[Any], results: Indexed) -> list[jax.Array]:
         """Computes the outputs of the program that are equal on all replicas.
 
         Args:
           state: the leaves of the arguments that are equal on all replicas.
-          results: the equal results of all exchanges.
+          results: the equal results of all collectives.
         """
         # The last segment reads nothing that is per replica, so None stands for that.
         per_replica = [None] * len(self.inputs.dims)
         arguments = self.inputs.merge(state, per_replica)
         number = None
-        values = self._values_of_exchanges(results, {})
+        values = self._values_of_collectives(results, {})
         return self.split.after([*arguments, number, *values])
 
     def join(self, outputs: Sequence[Indexed]) -> list[jax.Array]:
@@ -347,8 +347,8 @@ class SegmentedProgram:
         leaves = self.outputs.merge(equal, per_replica)
         return self._finish(self.outputs.unflatten(leaves))
 
-    def _values_of_exchanges(self, results: Indexed, shards: Indexed) -> list[Any]:
-        """Lists the results of all exchanges; None for those that have not run yet."""
+    def _values_of_collectives(self, results: Indexed, shards: Indexed) -> list[Any]:
+        """Lists the results of all collectives; None for those that have yet to run."""
         values: list[Any] = [None] * self.split.size
         for i, result in results.items():
             values[i] = result[0] if self._is_grouped else result

@@ -2,7 +2,7 @@
 and a last part after them.
 
 All devices compute the last part alike. Values that differ between replicas reach it
-only through an exchange with results that are equal on all replicas.
+only through a collective with results that are equal on all replicas.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ GATHER = "all_gather"
 COLLECTIVES = (SUM, MAX, MIN, SCATTER, GATHER)
 # The parameters of their equations that hold the dimension to cut or to join.
 _DIMS = {SCATTER: "scatter_dimension", GATHER: "all_gather_dimension"}
-# The most exchanges that may depend on one another. The program before each exchange
+# The most collectives that may depend on one another. The program before each of them
 # recomputes all that precedes it.
 _MAX_DEPTH = 16
 # A part of a program keeps these calls, whichever of its results are used.
@@ -32,7 +32,7 @@ _SIDE_EFFECTS = ("debug_print", "debug_callback", "io_callback")
 
 
 class Kind(NamedTuple):
-    """The way in which an array is exchanged.
+    """The way in which an array is combined.
 
     Attributes:
       name: one of `COLLECTIVES`.
@@ -50,7 +50,7 @@ class Segment(NamedTuple):
     Attributes:
       program: the program of the part.
       reads: the positions of its inputs in a list of the whole program's inputs, the
-        replica's number, and the results of all exchanges.
+        replica's number, and the results of all collectives.
     """
 
     program: jax_internals.ClosedJaxpr
@@ -62,14 +62,14 @@ class Segment(NamedTuple):
         return jax_internals.as_function(self.program)(*inputs)
 
 
-class Exchange(NamedTuple):
-    """The arrays that replicas exchange together, and the outputs that are known then.
+class Collective(NamedTuple):
+    """Arrays that replicas combine at once, and the outputs that are known then.
 
     Attributes:
       before: computes the arrays that a replica sends, followed by the per-replica
-        outputs of the program that depend on no later exchange.
-      kinds: the way in which each sent array is exchanged.
-      results: the positions of this exchange's results among those of all exchanges.
+        outputs of the program that depend on no later collective.
+      kinds: the way in which each sent array is combined.
+      results: the positions of its results among those of all collectives.
       kept: the positions of these outputs among all per-replica outputs.
     """
 
@@ -83,14 +83,14 @@ class Split(NamedTuple):
     """The parts of a program.
 
     Attributes:
-      exchanges: the exchanges in order. The last one may send nothing and only compute
-        outputs.
+      collectives: the collectives in order. The last one may send nothing and only
+        compute outputs.
       after: computes the outputs that are equal on all replicas, and reads nothing that
         is per replica.
-      size: the number of results of all exchanges.
+      size: the number of results of all collectives.
     """
 
-    exchanges: tuple[Exchange, ...]
+    collectives: tuple[Collective, ...]
     after: Segment
     size: int
 
@@ -112,55 +112,55 @@ def split(
       outputs_per_replica: whether each output is per replica.
 
     Raises:
-      UserError: if too many exchanges depend on one another; if one is in a loop or a
+      UserError: if too many collectives depend on one another; if one is in a loop or a
         branch, or is not in `COLLECTIVES`; or if an output that must be equal depends
         on values that differ between replicas.
     """
-    opened, kinds = _open_at_exchanges(program, what, axis_sizes, outputs_per_replica)
-    num_exchanged = len(kinds)
-    levels = _levels(opened.jaxpr, num_exchanged, sum(outputs_per_replica))
-    _check_depth(what, max(levels[:num_exchanged], default=-1) + 1)
+    opened, kinds = _open_at_collectives(program, what, axis_sizes, outputs_per_replica)
+    num_sent = len(kinds)
+    levels = _levels(opened.jaxpr, num_sent, sum(outputs_per_replica))
+    _check_depth(what, max(levels[:num_sent], default=-1) + 1)
 
     after = _segment(opened, range(len(levels), len(opened.out_avals)))
     are_shards = [kind.name == SCATTER for kind in kinds]
     _check_equal(what, after, [*inputs_per_replica, True, *are_shards])
 
-    exchanges = []
+    collectives = []
     for level in sorted(set(levels)):
         outputs = [i for i, x in enumerate(levels) if x == level]
-        # The outputs of the opened program are the exchanged arrays, then the kept
+        # The outputs of the opened program are the combined arrays, then the kept
         # ones.
-        results = tuple(i for i in outputs if i < num_exchanged)
-        kept = tuple(i - num_exchanged for i in outputs if i >= num_exchanged)
-        exchange = Exchange(
+        results = tuple(i for i in outputs if i < num_sent)
+        kept = tuple(i - num_sent for i in outputs if i >= num_sent)
+        collective = Collective(
             before=_segment(opened, outputs),
             kinds=tuple(kinds[i] for i in results),
             results=results,
             kept=kept,
         )
-        exchanges.append(exchange)
-    return Split(tuple(exchanges), after, num_exchanged)
+        collectives.append(collective)
+    return Split(tuple(collectives), after, num_sent)
 
 
-def _open_at_exchanges(
+def _open_at_collectives(
     program: jax_internals.ClosedJaxpr,
     what: str,
     axis_sizes: Mapping[str, int],
     outputs_per_replica: Sequence[bool],
 ) -> tuple[jax_internals.ClosedJaxpr, list[Kind]]:
-    """Turns what replicas exchange into outputs and inputs of their program.
+    """Turns what replicas combine into outputs and inputs of their program.
 
     Returns:
-      A program of the inputs, the replica's number and the results of all exchanges. It
-      returns the arrays to exchange, then the per-replica outputs, and then the others.
-      And the kind of each exchanged array.
+      A program of the inputs, the replica's number and the results of all collectives.
+      It returns the arrays to combine, then the per-replica outputs, and then the
+      others. And the kind of each combined array.
     """
-    # Dead code is removed first, so that unused results are not exchanged.
+    # Dead code is removed first, so that unused results are not combined.
     all_outputs = [True] * len(outputs_per_replica)
     used, _ = jax_internals.without_dead_code(program, all_outputs, keep_inputs=True)
     kinds = []
     result_shapes = []
-    for eqn in _exchanges(used.jaxpr, what):
+    for eqn in _collectives(used.jaxpr, what):
         for variable in eqn.outvars:
             kinds.append(_kind(eqn))
             result_shapes.append(_tiled_result(eqn, variable.aval))
@@ -185,7 +185,7 @@ def _open_at_exchanges(
 def _check_depth(what: str, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise errors.UserError(
-            f"{what} has {depth} exchanges between the replicas that depend on one "
+            f"{what} has {depth} collectives between the replicas that depend on one "
             "another, as several hk.BatchNorm with cross_replica_axis do; with "
             f"logical_replicas there may be at most {_MAX_DEPTH}. Leave some out (a "
             "BatchNorm without an axis uses the statistics of each replica's "
@@ -219,27 +219,27 @@ def _check_equal(what: str, after: Segment, inputs_per_replica: Sequence[bool]) 
     )
 
 
-def _levels(jaxpr: jax_internals.Jaxpr, num_exchanged: int, num_kept: int) -> list[int]:
-    """Returns the level of each exchanged array and of each per-replica output.
+def _levels(jaxpr: jax_internals.Jaxpr, num_sent: int, num_kept: int) -> list[int]:
+    """Returns the level of each combined array and of each per-replica output.
 
-    The level of a value is the length of the longest chain of exchanges that it depends
-    on. Arrays of one level are exchanged together.
+    The level of a value is the length of the longest chain of collectives that it
+    depends on. Arrays of one level are combined at once.
 
     Args:
-      jaxpr: the program. Its first outputs go into the exchanges, and its last inputs
+      jaxpr: the program. Its first outputs go into the collectives, and its last inputs
         are their results.
-      num_exchanged: the number of exchanged arrays.
-      num_kept: the number of per-replica outputs, which follow the exchanged arrays.
+      num_sent: the number of sent arrays.
+      num_kept: the number of per-replica outputs, which follow the combined arrays.
     """
-    sent = jaxpr.outvars[:num_exchanged]
-    results = jaxpr.invars[len(jaxpr.invars) - num_exchanged :]
+    sent = jaxpr.outvars[:num_sent]
+    results = jaxpr.invars[len(jaxpr.invars) - num_sent :]
     sent_for_result = dict(zip(results, sent, strict=True))
     levels: dict[Any, int] = {}
 
     def level_of(variable: Any) -> int:
         if isinstance(variable, jax_internals.Literal):
             return 0
-        # A result is one level after the array that goes into its exchange.
+        # A result is one level after the array that goes into its collective.
         if variable in sent_for_result:
             return level_of(sent_for_result[variable]) + 1
         return levels.get(variable, 0)
@@ -248,7 +248,7 @@ def _levels(jaxpr: jax_internals.Jaxpr, num_exchanged: int, num_kept: int) -> li
         level = max([level_of(variable) for variable in eqn.invars], default=0)
         for variable in eqn.outvars:
             levels[variable] = level
-    return [level_of(x) for x in jaxpr.outvars[: num_exchanged + num_kept]]
+    return [level_of(x) for x in jaxpr.outvars[: num_sent + num_kept]]
 
 
 def _segment(program: jax_internals.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
@@ -260,10 +260,10 @@ def _segment(program: jax_internals.ClosedJaxpr, outputs: Sequence[int]) -> Segm
 
 
 class _Interpreter:
-    """Evaluates a program with given results of its exchanges.
+    """Evaluates a program with given results of its collectives.
 
     Attributes:
-      sent: the arrays that the replica sends into the exchanges, in the order of the
+      sent: the arrays that the replica sends into the collectives, in the order of the
         program. The evaluation appends to it.
     """
 
@@ -272,7 +272,7 @@ class _Interpreter:
 
         Args:
           number: the number of the replica.
-          results: the results of the exchanges, in the order of the program.
+          results: the results of the collectives, in the order of the program.
         """
         self.sent: list[Any] = []
         self._number = number
@@ -290,11 +290,11 @@ class _Interpreter:
             if eqn.primitive.name == "axis_index" and _is_over_replicas(eqn):
                 return [self._axis_index(eqn)]
             if _is_over_replicas(eqn):
-                return self._exchange(eqn, inputs)
+                return self._combine(eqn, inputs)
             called = primitives.called(eqn)
             if called is None:
                 return primitives.bind(eqn, *inputs)
-            # Opens calls that contain exchanges, and empty calls: a call that only
+            # Opens calls that contain collectives, and empty calls: a call that only
             # returns its inputs would otherwise make each of its results depend on all
             # of them.
             within = primitives.all_equations(called.jaxpr)
@@ -308,10 +308,10 @@ class _Interpreter:
             return jnp.zeros_like(self._number)
         return self._number
 
-    def _exchange(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Sends the inputs of an exchange, and returns its results.
+    def _combine(self, eqn: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Sends the inputs of a collective, and returns its results.
 
-        Exchanges are in tiled form, so an untiled one has its new dimension added
+        Collectives are in tiled form, so an untiled one has its new dimension added
         before, or removed after it.
         """
         kind = _kind(eqn)
@@ -333,7 +333,7 @@ def _kind(eqn: Any) -> Kind:
 
 
 def _tiled_result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an exchange's result in tiled form.
+    """Returns the shape of a collective's result in tiled form.
 
     In this form the cut or joined dimension exists in all arrays.
     """
@@ -345,17 +345,17 @@ def _tiled_result(eqn: Any, aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_over_replicas(eqn: Any) -> bool:
-    """Returns whether an equation exchanges values between the replicas of a group.
+    """Returns whether an equation combines values of the replicas of a group.
 
     Or reads a replica's number, as `axis_index` does.
     """
     return not set(mesh_lib.REPLICAS).isdisjoint(primitives.mapped_axes(eqn))
 
 
-def _exchanges(
+def _collectives(
     jaxpr: jax_internals.Jaxpr, what: str, inside: str = ""
 ) -> Iterator[Any]:
-    """Yields the equations that exchange values, in the order in which they run.
+    """Yields the equations that combine values, in the order in which they run.
 
     Args:
       jaxpr: the program.
@@ -365,18 +365,18 @@ def _exchanges(
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if _is_over_replicas(eqn):
-            _check_exchange(eqn, what, inside)
+            _check_collective(eqn, what, inside)
             if name in COLLECTIVES:
                 yield eqn
         within = inside
         if not inside and name not in primitives.CALLS:
             within = name
         for called in jax_internals.inner_programs(eqn):
-            yield from _exchanges(called, what, within)
+            yield from _collectives(called, what, within)
 
 
-def _check_exchange(eqn: Any, what: str, inside: str) -> None:
-    """Raises UserError if logical replicas do not support an exchange."""
+def _check_collective(eqn: Any, what: str, inside: str) -> None:
+    """Raises UserError if logical replicas do not support a collective."""
     name = eqn.primitive.name
     axes = primitives.mapped_axes(eqn)
     alternative = "set logical_replicas to 0, with which each device is one replica."

@@ -33,15 +33,15 @@ def combine(
     num_words: int,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
-    """Computes the results of an exchange of a group's replicas.
+    """Computes the results of a collective of a group's replicas.
 
     Call it in a `jax.shard_map` over the devices.
 
     Args:
-      kinds: the way in which each array is exchanged.
-      sent: for each slot of the device, the arrays that the replica in it sends.
-      has_replica: for each slot of the device, whether it has a replica; None if every
-        slot has one.
+      kinds: the way in which each array is combined.
+      sent: for each place of the device, the arrays that the replica in it sends.
+      has_replica: for each place of the device, whether it has a replica; None if every
+        place has one.
       count: the number of replicas of a group.
       num_words: the number of integers that represent each floating-point summand, so
         that the order of a sum does not matter; 0 to sum in floating point.
@@ -49,14 +49,14 @@ def combine(
 
     Returns:
       For each array, the result, equal on all devices; for a scattered array, a list
-      with the shard of each slot.
+      with the shard of each place.
     """
-    slots = len(sent)
+    places = len(sent)
     results: list[Any] = [None] * len(kinds)
     # The exact sums are computed together, so that they share their collectives.
     exact = []
     for i, kind in enumerate(kinds):
-        arrays = [arrays_of_slot[i] for arrays_of_slot in sent]
+        arrays = [arrays_of_place[i] for arrays_of_place in sent]
         if kind.name == split.GATHER:
             results[i] = _gathered(arrays, kind.dim, count, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
@@ -68,11 +68,11 @@ def combine(
             if kind.name == split.SUM:
                 results[i] = lax.psum(local_sum, mesh_lib.REPLICAS)
             else:
-                results[i] = _scattered(local_sum, kind.dim, count, slots)
+                results[i] = _scattered(local_sum, kind.dim, count, places)
 
     summands = []
     for i in exact:
-        arrays = [arrays_of_slot[i].astype(jnp.float32) for arrays_of_slot in sent]
+        arrays = [arrays_of_place[i].astype(jnp.float32) for arrays_of_place in sent]
         summands.append(_where(has_replica, arrays))
     totals = _exact_sums([kinds[i] for i in exact], summands, count, num_words)
     for i, total in zip(exact, totals, strict=True):
@@ -80,7 +80,7 @@ def combine(
 
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            results[i] = jnp.split(results[i], slots, kind.dim)
+            results[i] = jnp.split(results[i], places, kind.dim)
     return results
 
 
@@ -95,7 +95,7 @@ def _exact_sums(
     A sum is all NaN if any element of its array is not finite on any replica.
 
     Args:
-      kinds: the way in which each array is exchanged, a sum or a scatter.
+      kinds: the way in which each array is combined, a sum or a scatter.
       summands: for each array, the summands of the device's replicas.
       count: the number of replicas of a group.
       num_words: the number of integers for each element.
@@ -117,7 +117,7 @@ def _exact_sums(
             _integers(x * _power(bits - exponent), bits, num_words) for x in arrays
         ]
         local_sums.append([_added(word) for word in zip(*words, strict=True)])
-    sums = _integer_sums(kinds, local_sums, count, slots=len(summands[0]))
+    sums = _integer_sums(kinds, local_sums, count, places=len(summands[0]))
 
     results = []
     for word_sums, exponent, x in zip(sums, exponents, largest, strict=True):
@@ -130,15 +130,15 @@ def _integer_sums(
     kinds: Sequence[split.Kind],
     local_sums: Sequence[list[jax.Array]],
     count: int,
-    slots: int,
+    places: int,
 ) -> list[list[jax.Array]]:
     """Sums the words of several arrays over the devices.
 
     Args:
-      kinds: the way in which each array is exchanged, a sum or a scatter.
+      kinds: the way in which each array is combined, a sum or a scatter.
       local_sums: for each array, the sum of each of its words on this device.
       count: the number of replicas of a group.
-      slots: the number of slots of a device.
+      places: the number of places of a device.
 
     Returns:
       The sums of each array's words; of a scattered array, this device's shards.
@@ -151,14 +151,14 @@ def _integer_sums(
         results[i] = sums_of_words
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
-            results[i] = [_scattered(x, kind.dim, count, slots) for x in local_sums[i]]
+            results[i] = [_scattered(x, kind.dim, count, places) for x in local_sums[i]]
     return results
 
 
-def _scattered(x: jax.Array, dim: int, count: int, slots: int) -> jax.Array:
-    """Sums an array over the devices, each of which keeps the shards of its slots."""
-    # Pads for the empty slots, whose shards follow all others.
-    num_empty = slots * lax.axis_size(mesh_lib.REPLICAS) - count
+def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
+    """Sums an array over the devices, each of which keeps the shards of its places."""
+    # Pads for the empty places, whose shards follow all others.
+    num_empty = places * lax.axis_size(mesh_lib.REPLICAS) - count
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, x.shape[dim] // count * num_empty)
     return lax.psum_scatter(
@@ -175,7 +175,7 @@ def _gathered(
         x = lax.all_gather(
             x, mesh_lib.REPLICAS, axis=dim, tiled=True, axis_index_groups=groups
         )
-    # The arrays of the empty slots come last.
+    # The arrays of the empty places come last.
     return lax.slice_in_dim(x, 0, arrays[0].shape[dim] * count, axis=dim)
 
 
@@ -256,11 +256,11 @@ def _extreme(
 def _where(
     has_replica: jax.Array | None, arrays: Sequence[jax.Array], other: Any = 0
 ) -> list[jax.Array]:
-    """Returns the arrays of the slots, with `other` in those of empty slots."""
+    """Returns the arrays of the places, with `other` in those of empty places."""
     if has_replica is None:
         return list(arrays)
     masked = []
-    for slot, x in enumerate(arrays):
+    for place, x in enumerate(arrays):
         filler = jnp.asarray(other, x.dtype)
-        masked.append(jnp.where(has_replica[slot], x, filler))
+        masked.append(jnp.where(has_replica[place], x, filler))
     return masked
