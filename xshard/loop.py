@@ -80,7 +80,7 @@ class Run:
       past: the run's roll-backs.
       target: the shapes of the run's state.
       log: the run's log.
-      exchange: the exchanges of the processes about the run's files.
+      channel: the processes' channel about the run's files.
       watch: reports requests to stop or save; None if there are none.
       provenance: the data, the code and the machine of the run as they are now.
       changes: a line for each change since the run was started.
@@ -135,8 +135,8 @@ class Run:
         self.watch = watch
         self._is_process_0 = jax.process_index() == 0
         # Only process 0 needs to see the work directory. The others learn from it what
-        # is there. A save in the background has exchanges of its own.
-        self.exchange = host_collectives.Exchange("the run's files", _FILES_SECONDS)
+        # is there. A save in the background has a channel of its own.
+        self.channel = host_collectives.Channel("the run's files", _FILES_SECONDS)
 
         self._read_data()
         self._identify(set_aside)
@@ -199,7 +199,7 @@ class Run:
             manager=self.checkpoints.manager,
             batches=self.batches,
             target=self.target,
-            exchange=self.exchange,
+            channel=self.channel,
             announce=self._write_ahead,
         )
 
@@ -237,7 +237,7 @@ class Run:
         """Returns whether any of several processes draws its data batch by batch."""
         if jax.process_count() == 1:
             return False
-        return not all(self.exchange.gather(self.batches.draws_many))
+        return not all(self.channel.gather(self.batches.draws_many))
 
     def _prepare_hooks(self) -> None:
         """Prepares what the run does beside its steps."""
@@ -254,8 +254,8 @@ class Run:
             terminal=self.terminal,
             services=self._services,
         )
-        # The callbacks may be slow, so their exchanges have a name of their own.
-        decisions = host_collectives.Exchange(
+        # The callbacks may be slow, so their channel has a name of its own.
+        decisions = host_collectives.Channel(
             "what the callbacks say", callbacks.SECONDS
         )
         self._evaluations = callbacks.Evaluations(
@@ -639,7 +639,7 @@ class Run:
         )
         self.step = start
         if start < self.config.steps and not self.is_over:
-            self.exchange.on_process_0(
+            self.channel.on_process_0(
                 lambda: results_lib.discard_early_end(self.workdir)
             )
         # The log drops rows after the checkpoint, because the run repeats their steps.
@@ -717,7 +717,7 @@ class Run:
 
         A run that has made steps since has discarded the earlier results.
         """
-        return self.exchange.on_process_0(
+        return self.channel.on_process_0(
             lambda: results_lib.nonfinite_reason(self.workdir.path)
         )
 

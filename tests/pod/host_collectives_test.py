@@ -1,4 +1,4 @@
-"""Tests of the exchanges between processes; tests/launch tests their meeting with real
+"""Tests of what processes gather; tests/launch tests their meeting with real
 host_collectives.
 """
 
@@ -41,7 +41,7 @@ def meetings(monkeypatch):
         events.append(self._what)
         return [value, value]
 
-    monkeypatch.setattr(host_collectives.Exchange, "gather", meet)
+    monkeypatch.setattr(host_collectives.Channel, "gather", meet)
     return events
 
 
@@ -64,7 +64,7 @@ def test_all_processes_compile_a_program_again_for_other_shapes(meetings):
 def test_other_shapes_on_another_process_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     meet = lambda self, value: [value, "({'x': (8, 9)},)"]
-    monkeypatch.setattr(host_collectives.Exchange, "gather", meet)
+    monkeypatch.setattr(host_collectives.Channel, "gather", meet)
     step = host_collectives.compiled_by_all(
         jax.jit(lambda state, batch: batch["x"]), "the step"
     )
@@ -83,7 +83,7 @@ def test_a_process_that_does_not_respond_is_reported(monkeypatch):
         )
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(host_collectives.Exchange, "gather", raise_lost)
+    monkeypatch.setattr(host_collectives.Channel, "gather", raise_lost)
     step = host_collectives.compiled_by_all(Jitted(events), "the step")
     with pytest.raises(
         host_collectives.LostError, match="compiling the step: process 1"
@@ -107,8 +107,8 @@ def test_a_program_is_compiled_once(meetings):
 )
 def test_different_data_on_the_processes_is_refused(monkeypatch, others, difference):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    exchange = lambda _, mine: [mine, *({"held-out": other} for other in others)]
-    monkeypatch.setattr(host_collectives.Exchange, "gather", exchange)
+    gather = lambda _, mine: [mine, *({"held-out": other} for other in others)]
+    monkeypatch.setattr(host_collectives.Channel, "gather", gather)
     facts = {"held-out": lambda: "10 rows"}
     if not difference:
         host_collectives.check_equal_data(facts)
@@ -148,7 +148,7 @@ def test_the_result_of_process_0_is_that_of_all(monkeypatch, error, text):
         outcomes.append(value)
         return [outcomes[0], value]
 
-    monkeypatch.setattr(host_collectives.Exchange, "gather", gather)
+    monkeypatch.setattr(host_collectives.Channel, "gather", gather)
     if error is None:
         action = lambda: [3, "ids"]
         assert host_collectives.on_process_0("which run", action) == [3, "ids"]

@@ -30,7 +30,7 @@ HELLO = {
 REFUSAL = re.compile(
     rb"\0\0\0.#CHALLENGE#(\{sha256\})?.{20,40}(\0\0\0.#FAILURE#)?", re.DOTALL
 )
-# Longer than any exchange takes: a connection that process 0 has not closed by then
+# Longer than any message takes: a connection that process 0 has not closed by then
 # stays open for good.
 SECONDS = 60
 PIECES = st.sampled_from([1, 7, 1 << 16])

@@ -30,11 +30,11 @@ _FIX = (
 )
 
 
-def on_process_0(exchange: host_collectives.Exchange, action: Callable[[], Any]) -> Any:
+def on_process_0(channel: host_collectives.Channel, action: Callable[[], Any]) -> Any:
     """Runs an action on a store on process 0, and returns its result on all processes.
 
     Args:
-      exchange: connects the processes.
+      channel: connects the processes.
       action: returns a JSON-serializable value.
 
     Raises:
@@ -55,7 +55,7 @@ def on_process_0(exchange: host_collectives.Exchange, action: Callable[[], Any])
             raise store_lib.CheckpointError(store_lib.reason(e)) from e
 
     try:
-        return exchange.on_process_0(action_with_reasons)
+        return channel.on_process_0(action_with_reasons)
     except store_lib.CheckpointError:
         raise
     except errors.UserError as e:
@@ -64,7 +64,7 @@ def on_process_0(exchange: host_collectives.Exchange, action: Callable[[], Any])
 
 
 def choose(
-    exchange: host_collectives.Exchange,
+    channel: host_collectives.Channel,
     store: store_lib.Store,
     on_0: Callable[[], list[format_lib.SaveAttempt]],
     log: Callable[[str], None],
@@ -75,7 +75,7 @@ def choose(
     to the next.
 
     Args:
-      exchange: connects the processes.
+      channel: connects the processes.
       store: the store of the checkpoints.
       on_0: returns the checkpoints; called on process 0. If it returns none, no process
         may see any.
@@ -85,7 +85,7 @@ def choose(
       CheckpointError: on all processes, if a process does not see what process 0 sees,
         or cannot read the store.
     """
-    folders = on_process_0(exchange, lambda: [attempt.folder for attempt in on_0()])
+    folders = on_process_0(channel, lambda: [attempt.folder for attempt in on_0()])
 
     def problem() -> str:
         seen = {attempt.folder for attempt in format_lib.committed(store)}
@@ -96,12 +96,12 @@ def choose(
                 return f"does not see {store}/{folder}, but process 0 does"
         return ""
 
-    wait_until_none(exchange, problem, log)
+    wait_until_none(channel, problem, log)
     return [format_lib.attempt_in(store, folder) for folder in folders]
 
 
 def check_owner(
-    exchange: host_collectives.Exchange,
+    channel: host_collectives.Channel,
     store: store_lib.Store,
     owner: format_lib.Owner,
     log: Callable[[str], None],
@@ -109,7 +109,7 @@ def check_owner(
     """Checks that every process sees the folder that process 0 sees.
 
     Args:
-      exchange: connects the processes.
+      channel: connects the processes.
       store: the folder.
       owner: the run, which process 0 has recorded in the folder.
       log: called with a message when the wait takes long.
@@ -128,18 +128,18 @@ def check_owner(
             f"{owner.id} as its owner"
         )
 
-    wait_until_none(exchange, problem, log)
+    wait_until_none(channel, problem, log)
 
 
 def wait_until_none(
-    exchange: host_collectives.Exchange,
+    channel: host_collectives.Channel,
     problem: Callable[[], str],
     log: Callable[[str], None],
 ) -> None:
     """Waits until no process sees a problem, for as long as a listing may lag behind.
 
     Args:
-      exchange: connects the processes.
+      channel: connects the processes.
       problem: returns what is wrong with what this process sees; empty: nothing. Not
         called if there is only one process.
       log: called with a message when the wait takes long.
@@ -147,7 +147,7 @@ def wait_until_none(
     Raises:
       CheckpointError: on all processes, if a problem persists or a process cannot look.
     """
-    if exchange.count == 1:
+    if channel.count == 1:
         return
     begin = time.monotonic()
     has_logged = False
@@ -155,9 +155,9 @@ def wait_until_none(
         seconds = time.monotonic() - begin
         # Process 0's clock decides for all, so that all processes leave the loop in the
         # same round.
-        is_over = exchange.gather(seconds > LAG_SECONDS)[0]
+        is_over = channel.gather(seconds > LAG_SECONDS)[0]
         problems = []
-        for host, text in _texts_by_host(exchange, problem):
+        for host, text in _texts_by_host(channel, problem):
             if text:
                 problems.append(f"{host} {text}")
         if not problems:
@@ -173,7 +173,7 @@ def wait_until_none(
 
 
 def read(
-    exchange: host_collectives.Exchange,
+    channel: host_collectives.Channel,
     attempt: format_lib.SaveAttempt,
     read_once: Callable[[], _T],
 ) -> tuple[_T | None, str]:
@@ -183,7 +183,7 @@ def read(
     processes see the same files.
 
     Args:
-      exchange: connects the processes.
+      channel: connects the processes.
       attempt: the checkpoint.
       read_once: reads this process's part; raises DamagedError, UnreadableError or
         another error.
@@ -206,17 +206,17 @@ def read(
         except metadata_files.UnreadableError as e:
             answer = {"unreadable": str(e)}
         except Exception as e:
-            # Any error must reach the exchange, since the other processes wait there.
+            # Any error must reach the channel, since the other processes wait there.
             answer = {"error": store_lib.reason(e)}
-        answers = exchange.gather(answer)
+        answers = channel.gather(answer)
         # Every process repeats its read if one of them failed, so that all keep making
-        # the same exchanges.
+        # the same gathers.
         if not any(answers):
             return content, ""
         damage = _verdict(answers, is_last=wait_seconds is None)
         if wait_seconds is not None:
             time.sleep(wait_seconds)
-    _check_same_files(exchange, attempt, damage)
+    _check_same_files(channel, attempt, damage)
     return None, damage
 
 
@@ -249,17 +249,17 @@ def _joined(answers: list[dict[str, str]], kind: str) -> str:
 
 
 def _check_same_files(
-    exchange: host_collectives.Exchange, attempt: format_lib.SaveAttempt, damage: str
+    channel: host_collectives.Channel, attempt: format_lib.SaveAttempt, damage: str
 ) -> None:
     """Raises CheckpointError if processes see different files of a damaged checkpoint.
 
     In that case a host may have mounted another disk, and the checkpoint must not be
     marked as damaged.
     """
-    if exchange.count == 1:
+    if channel.count == 1:
         return
     (first_host, first_digest), *others = _texts_by_host(
-        exchange, lambda: _digest(attempt)
+        channel, lambda: _digest(attempt)
     )
     for host, digest in others:
         if digest != first_digest:
@@ -277,19 +277,19 @@ def _digest(attempt: format_lib.SaveAttempt) -> str:
 
 
 def _texts_by_host(
-    exchange: host_collectives.Exchange, look: Callable[[], str]
+    channel: host_collectives.Channel, look: Callable[[], str]
 ) -> list[tuple[str, str]]:
     """Returns the name of each process, and what `look` returns there.
 
     Raises:
       CheckpointError: on all processes, if one of them cannot look.
     """
-    answer = {"name": f"process {exchange.index} on {socket.gethostname()}"}
+    answer = {"name": f"process {channel.index} on {socket.gethostname()}"}
     try:
         answer["text"] = look()
     except store_lib.CheckpointError as e:
         answer["error"] = str(e)
-    answers = exchange.gather(answer)
+    answers = channel.gather(answer)
     for answer in answers:
         if "error" in answer:
             raise store_lib.CheckpointError(f"{answer['name']}: {answer['error']}")

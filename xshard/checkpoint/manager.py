@@ -123,7 +123,7 @@ class Manager(listing_lib.Listing):
         self._owner = owner
         self._log = log
         # A save uses it in the background, so no other thread may meanwhile.
-        self._exchange = host_collectives.Exchange(
+        self._channel = host_collectives.Channel(
             f"checkpoints in {self.store}", deadline_seconds
         )
         patterns = [finite] if isinstance(finite, str) else finite
@@ -132,7 +132,7 @@ class Manager(listing_lib.Listing):
             self, keep, owner, log, checks_finite=bool(finite_arrays.patterns)
         )
         self._saver = saver_lib.Saver(
-            exchange=self._exchange,
+            channel=self._channel,
             listing=self,
             janitor=self._janitor,
             finite=finite_arrays,
@@ -173,7 +173,7 @@ class Manager(listing_lib.Listing):
           CheckpointError: on all processes, if the action fails. A bug in it is raised
             as it is on process 0.
         """
-        return agreement.on_process_0(self._exchange, action)
+        return agreement.on_process_0(self._channel, action)
 
     def agreed_latest_step(self) -> int | None:
         """Returns the newest step with a checkpoint that counts, on all processes.
@@ -204,7 +204,7 @@ class Manager(listing_lib.Listing):
         # Process 0 wrote RUN into the folder. A process that cannot read it sees
         # another folder.
         if self._owner is not None:
-            agreement.check_owner(self._exchange, self.store, self._owner, self._log)
+            agreement.check_owner(self._channel, self.store, self._owner, self._log)
 
     def save(
         self,
@@ -243,7 +243,7 @@ class Manager(listing_lib.Listing):
         """
         leaves = leaves_lib.flatten(state)
         copies: dict[str, int] = {}
-        if self._exchange.count > 1:
+        if self._channel.count > 1:
             copies = ownership.checksums(leaves)
         request = saver_lib.Request(
             step=step,
@@ -260,7 +260,7 @@ class Manager(listing_lib.Listing):
         reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)
         copy = host_copy.HostCopy(plan, self._budget_bytes, reporter)
 
-        # One save at a time, since the processes make their exchanges in one order.
+        # One save at a time, since the processes gather in one order.
         previous_failure = None
         try:
             self._join_save()
@@ -309,7 +309,7 @@ class Manager(listing_lib.Listing):
             sharding = getattr(leaf, "sharding", None)
             key.append((path, leaf.shape, leaf.dtype, sharding))
         if self._plan is None or self._plan[0] != key:
-            plan = ownership.plan(leaves, self._exchange.index, self._exchange.count)
+            plan = ownership.plan(leaves, self._channel.index, self._channel.count)
             self._plan = (key, plan)
         return self._plan[1]
 
@@ -489,7 +489,7 @@ class Manager(listing_lib.Listing):
                 self._log,
                 compare_groups,
             )
-            restored, damage = agreement.read(self._exchange, attempt, read_once)
+            restored, damage = agreement.read(self._channel, attempt, read_once)
             if restored is not None:
                 return restored
             # All processes have the same verdict here, so all of them go on to the same
@@ -505,7 +505,7 @@ class Manager(listing_lib.Listing):
         self, on_0: Callable[[], list[format_lib.SaveAttempt]]
     ) -> list[format_lib.SaveAttempt]:
         """Returns the checkpoints that process 0 chooses, on all processes."""
-        return agreement.choose(self._exchange, self.store, on_0, self._log)
+        return agreement.choose(self._channel, self.store, on_0, self._log)
 
 
 @atexit.register

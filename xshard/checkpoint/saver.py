@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        exchange: host_collectives.Exchange,
+        channel: host_collectives.Channel,
         listing: listing_lib.Listing,
         janitor: janitor_lib.Janitor,
         finite: finite_lib.Finite,
@@ -77,7 +77,7 @@ class Saver:
         """Writes nothing yet.
 
         Args:
-          exchange: connects the processes. A save uses it in the background, so no
+          channel: connects the processes. A save uses it in the background, so no
             other thread may meanwhile.
           listing: the checkpoints that are there.
           janitor: holds the lock of the folder, and deletes what failed or is old.
@@ -85,7 +85,7 @@ class Saver:
           owner: the run, which is recorded in each COMMIT; None: it is not.
           committed: called on process 0 once a checkpoint counts.
         """
-        self._exchange = exchange
+        self._channel = channel
         self._listing = listing
         self._store = listing.store
         self._janitor = janitor
@@ -99,7 +99,7 @@ class Saver:
         """Writes a step and makes it count, on all processes together.
 
         It runs in the background. The order of these calls is the order in which data
-        becomes durable. All processes make the same exchanges, whatever fails on one of
+        becomes durable. All processes make the same gathers, whatever fails on one of
         them.
 
         Args:
@@ -125,7 +125,7 @@ class Saver:
         report["data"] = request.data
         report["tree"] = plan.digest
         report["copies"] = request.copies
-        reports = self._exchange.gather(report)
+        reports = self._channel.gather(report)
 
         # 3. All processes have the same reports, so all of them decide alike, and all
         # of them raise, or none.
@@ -143,7 +143,7 @@ class Saver:
         return []
 
     def _on_process_0(self, action: Callable[[], Any]) -> Any:
-        return agreement.on_process_0(self._exchange, action)
+        return agreement.on_process_0(self._channel, action)
 
     def _begin_attempt(self, step: int) -> str:
         """Prepares the folder for an attempt to save a step; on process 0.
@@ -175,7 +175,7 @@ class Saver:
         chunks = self._finite.note(copy.chunks(), nonfinite)
         try:
             report["keys"] = writer.write_part(
-                attempt, self._exchange.index, plan.arrays, chunks, copy.written
+                attempt, self._channel.index, plan.arrays, chunks, copy.written
             )
         except Exception as e:
             report["error"] = store_lib.reason(e)[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""Collectives of the host: values that the processes of a run exchange beside the
+"""Collectives of the host: values that the processes of a run gather beside the
 devices' collectives, from any thread and with a deadline.
 
 They use the key-value store of JAX's coordinator, which runs in process 0. What they
@@ -28,23 +28,23 @@ _WAIT_SECONDS = 3600.0
 
 
 class LostError(OSError):
-    """A process is gone, or did not reach an exchange in time. The message names it."""
+    """A process is gone, or did not reach a gather in time. The message names it."""
 
 
-class Exchange:
-    """A series of exchanges, in each of which all processes give and receive values.
+class Channel:
+    """Gathers values of all processes, again and again.
 
-    All processes must create their series in the same order, so only the main thread
-    creates them, and call the methods of a series in the same order, which any one
-    thread may do. A process on which something failed must report that in the exchange
+    All processes must create their channels in the same order, so only the main thread
+    creates them, and call the methods of a channel in the same order, which any one
+    thread may do. A process on which something failed must report that in the gather
     instead of skipping it, or the others would wait for it.
     """
 
     def __init__(self, what: str, seconds: float):
-        """Creates a series; no process waits yet.
+        """Creates a channel; no process waits yet.
 
         Args:
-          what: the purpose of the exchanges, for the error message.
+          what: the purpose of the gathers, for the error message.
           seconds: how long the processes wait for one another.
         """
         self.index = jax.process_index()
@@ -52,7 +52,7 @@ class Exchange:
         self._what = what
         self._seconds = seconds
         self._series = next(_SERIES)
-        self._num_exchanges = 0
+        self._num_gathers = 0
 
     def gather(self, value: Any = None) -> list[Any]:
         """Gives this process's value and returns those of all processes.
@@ -92,8 +92,7 @@ class Exchange:
             try:
                 outcome = {"value": action()}
             except Exception as e:
-                # The other processes wait in the exchange, so every error must reach
-                # it.
+                # The other processes wait in the gather, so every error must reach it.
                 failure = e
                 text = str(e)
                 if not isinstance(e, errors.UserError):
@@ -114,7 +113,7 @@ class Exchange:
             raise LostError(
                 f"{self._what}: call jax.distributed.initialize before anything else"
             )
-        name = f"xshard/{self._series}/{self._num_exchanges}"
+        name = f"xshard/{self._series}/{self._num_gathers}"
         try:
             with spans.Span(spans.AGREE):
                 client.key_value_set(f"{name}/{self.index}", text)
@@ -122,12 +121,12 @@ class Exchange:
                 texts = _values(client, name)
         except jax.errors.JaxRuntimeError as e:
             raise LostError(self._missing_message(client, name, e)) from e
-        if self.index == 0 and self._num_exchanges:
-            # A process that reached this exchange has read the values of the previous
+        if self.index == 0 and self._num_gathers:
+            # A process that reached this gather has read the values of the previous
             # one, so they can be deleted.
-            previous = self._num_exchanges - 1
+            previous = self._num_gathers - 1
             client.key_value_delete(f"xshard/{self._series}/{previous}/")
-        self._num_exchanges += 1
+        self._num_gathers += 1
         return [texts[i] for i in range(self.count)]
 
     def _missing_message(self, client: Any, name: str, e: Exception) -> str:
@@ -207,7 +206,7 @@ def on_process_0(what: str, action: Callable[[], Any]) -> Any:
     """Runs an action on process 0, and returns its result on all processes.
 
     It is for a few calls, since each leaves its values with the coordinator. Whoever
-    calls it again and again creates an `Exchange`.
+    calls it again and again creates a `Channel`.
 
     Args:
       what: the purpose, for the error message if a process does not come.
@@ -218,7 +217,7 @@ def on_process_0(what: str, action: Callable[[], Any]) -> Any:
         action raised; process 0 raises that exception itself.
       LostError: if a process does not come within an hour.
     """
-    return Exchange(what, _WAIT_SECONDS).on_process_0(action)
+    return Channel(what, _WAIT_SECONDS).on_process_0(action)
 
 
 def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
@@ -230,9 +229,9 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
     """
     if jax.process_count() == 1:
         return
-    exchange = Exchange("comparing the data", _WAIT_SECONDS)
+    channel = Channel("comparing the data", _WAIT_SECONDS)
     local = {name: summarize() for name, summarize in summaries.items()}
-    first, *others = exchange.gather(local)
+    first, *others = channel.gather(local)
     for name, value in first.items():
         differing = []
         for i, other in enumerate(others, 1):
@@ -265,7 +264,7 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
     """
     if jax.process_count() == 1:
         return function
-    exchange = Exchange(f"compiling {what}", _COMPILE_SECONDS)
+    channel = Channel(f"compiling {what}", _COMPILE_SECONDS)
     compiled_shapes: set[str] = set()
 
     def call(*args: Any) -> Any:
@@ -273,7 +272,7 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
         if shapes not in compiled_shapes:
             # JAX caches the compiled program, so the call below finds it.
             function.lower(*args).compile()
-            all_shapes = exchange.gather(shapes)
+            all_shapes = channel.gather(shapes)
             if set(all_shapes) != {shapes}:
                 raise errors.UserError(
                     f"{what} has other shapes on some processes: "

@@ -95,7 +95,7 @@ class Watchdog:
             self._stop_at = time.monotonic() + stop_after_seconds
         self._console = console
         self._board = host_collectives.Board(self._index, self._count)
-        self._end = host_collectives.Exchange("the end of the run", timeouts.shutdown)
+        self._end = host_collectives.Channel("the end of the run", timeouts.shutdown)
         self._sync_point = sync_point.SyncPoint(self._board)
         self._heartbeat = heartbeat.Heartbeat(self._count, timeouts, _TICK_SECONDS)
         self._stall = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)

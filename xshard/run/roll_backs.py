@@ -183,7 +183,7 @@ class Past(hooks.Hook):
         manager: checkpoint.Manager,
         batches: batches_lib.TrainBatches,
         target: state_lib.TrainState,
-        exchange: host_collectives.Exchange,
+        channel: host_collectives.Channel,
         announce: Callable[[rows_lib.Row, state_lib.TrainState], None],
     ):
         """Checks the config; reads and writes nothing.
@@ -194,7 +194,7 @@ class Past(hooks.Hook):
           manager: the run's checkpoints.
           batches: the run's training batches, which are told what to skip.
           target: the shapes of the run's state.
-          exchange: the series of exchanges of the main thread.
+          channel: the processes' channel of the main thread.
           announce: called with a row that comes before that of the next step, and with
             the state.
 
@@ -213,7 +213,7 @@ class Past(hooks.Hook):
         self._path = directory.roll_backs
         self._manager = manager
         self._batches = batches
-        self._exchange = exchange
+        self._channel = channel
         self._announce = announce
         # As the function `in_effect` returns them.
         self._in_effect: dict[int, RollBack] = {}
@@ -227,7 +227,7 @@ class Past(hooks.Hook):
         Raises:
           UserError: on all processes, if a run cannot have written the file.
         """
-        values = self._exchange.on_process_0(lambda: read(self._path))
+        values = self._channel.on_process_0(lambda: read(self._path))
         # They arrive as JSON, which turns named tuples into lists.
         self.entries = [RollBack(*value) for value in values]
         self._in_effect = in_effect(self.entries)
@@ -242,7 +242,7 @@ class Past(hooks.Hook):
         # Nothing has been changed yet: a kill before this write leaves no trace, and
         # one after it is completed.
         values = [x._asdict() for x in (*self.entries, entry)]
-        self._exchange.on_process_0(lambda: self._directory.write(self._path, values))
+        self._channel.on_process_0(lambda: self._directory.write(self._path, values))
 
     def prepare(self, step: int, state: state_lib.TrainState) -> state_lib.TrainState:
         """Returns the state for a step, and announces one after a roll-back."""

@@ -205,7 +205,7 @@ def of_replica(
     else:
         zeros = lambda: jnp.zeros((len(cells), 2), jnp.uint32)
         local = lax.cond(is_due, local_sums, zeros)
-    table = _exchange(mesh, local)
+    table = _gather(mesh, local)
     values, diverged = _combine(cells, table)
     return Fingerprints(values=values, diverged=diverged, table=table)
 
@@ -313,7 +313,7 @@ def _sums(words: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.stack(lax.reduce(lanes, zeros, add_both, tuple(range(words.ndim))))
 
 
-def _exchange(mesh: jax.sharding.Mesh, local: jax.Array) -> jax.Array:
+def _gather(mesh: jax.sharding.Mesh, local: jax.Array) -> jax.Array:
     """Gathers the sums of all replicas of a group on each of them.
 
     Args:
@@ -326,9 +326,9 @@ def _exchange(mesh: jax.sharding.Mesh, local: jax.Array) -> jax.Array:
     # A float32 holds 16 bits exactly, and adding zeros keeps them exact; 32 bits would
     # be rounded.
     halves = jnp.stack([local & jnp.uint32(0xFFFF), local >> 16]).astype(jnp.float32)
-    slots = jnp.zeros((mesh_lib.num_replicas(mesh), *halves.shape), jnp.float32)
-    slots = slots.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
-    all_halves = lax.psum(slots, mesh_lib.REPLICAS).astype(jnp.uint32)
+    rows = jnp.zeros((mesh_lib.num_replicas(mesh), *halves.shape), jnp.float32)
+    rows = rows.at[lax.axis_index(mesh_lib.REPLICAS)].set(halves)
+    all_halves = lax.psum(rows, mesh_lib.REPLICAS).astype(jnp.uint32)
     low, high = jnp.moveaxis(all_halves, 1, 0)
     slices = mesh.shape[mesh_lib.SLICE]
     replicas = mesh.shape[mesh_lib.REPLICA]
@@ -342,7 +342,7 @@ def _combine(
 
     Args:
       cells: the cells.
-      table: the sums of all replicas, as `_exchange` returns them.
+      table: the sums of all replicas, as `_gather` returns them.
     """
     values: dict[str, jax.Array] = {}
     diverged = jnp.asarray(False)

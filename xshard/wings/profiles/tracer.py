@@ -56,7 +56,7 @@ class Tracer(hooks.Wing):
         self._set_phase = run.set_phase
         self._clock = run.clock
         self._index = jax.process_index()
-        self._exchange = host_collectives.Exchange("the trace of steps", _WRITE_SECONDS)
+        self._channel = host_collectives.Channel("the trace of steps", _WRITE_SECONDS)
         # The traced steps: from the first one until before the end. None: no trace is
         # asked for.
         self._steps: range | None = None
@@ -228,7 +228,7 @@ class Tracer(hooks.Wing):
             nbytes = self._write(folder)
         except ProfileError as e:
             problem = str(e)
-        written = self._exchange.gather([nbytes, problem])
+        written = self._channel.gather([nbytes, problem])
         self._forget()
         problems = [problem for _, problem in written if problem]
         if len(problems) < len(written) and problems:
@@ -287,7 +287,7 @@ class Tracer(hooks.Wing):
             self._is_tracing = True
         except ProfileError as e:
             problem = str(e)
-        problems = list(filter(None, self._exchange.gather(problem)))
+        problems = list(filter(None, self._channel.gather(problem)))
         if not problems:
             return
         if self._is_tracing:
@@ -375,7 +375,7 @@ class Tracer(hooks.Wing):
         """Removes what an earlier start of the run traced on more processes."""
         for path in folder.glob("process_*"):
             index = path.name.removeprefix("process_").partition(".")[0]
-            if index.isdecimal() and int(index) >= self._exchange.count:
+            if index.isdecimal() and int(index) >= self._channel.count:
                 path.unlink()
 
     def _run_folder(self, first: int) -> pathlib.Path:
@@ -394,7 +394,7 @@ class Tracer(hooks.Wing):
         shutil.rmtree(self._new_folder(), ignore_errors=True)
 
     def _error(self, text: str) -> ProfileError:
-        if self._exchange.count > 1:
+        if self._channel.count > 1:
             text = f"process {self._index}: {text}"
         return ProfileError(text)
 

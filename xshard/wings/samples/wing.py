@@ -44,7 +44,7 @@ class Samples(hooks.Wing):
         """Makes the samples that are due at the restored step, if there are none."""
         if not self._is_scheduled(step):
             return
-        if self._run.exchange.on_process_0(self._run.log.sampled) < step:
+        if self._run.channel.on_process_0(self._run.log.sampled) < step:
             self.act(step, state)
 
     def results(self, step: int, state: state_lib.TrainState) -> dict[str, Any]:
