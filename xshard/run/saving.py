@@ -162,7 +162,7 @@ class Checkpoints(states.States):
         if latest is None:
             return resuming.Point(self._init_state(source))
         if source is not None:
-            states.log(
+            states.announce(
                 f"--init_from={source.place} is for a new run; this run resumes from "
                 "its own checkpoint"
             )
@@ -174,7 +174,7 @@ class Checkpoints(states.States):
             # The newest one is damaged, so the one before it was restored.
             resuming.check_finite(self.manager, restored.step)
         if reached is not None and restored.step < reached:
-            states.log(
+            states.announce(
                 f"goes back from step {reached} to {restored.step}: the later "
                 "checkpoints are damaged or deleted"
             )
@@ -185,7 +185,7 @@ class Checkpoints(states.States):
             state = _begin_copies(point.state, self.target)
             # Its fingerprints are of fewer arrays.
             point = point._replace(state=state, fingerprint=None)
-            states.log(
+            states.announce(
                 f"averages of the network's state begin at step {restored.step}, with "
                 "its present values"
             )
@@ -318,7 +318,7 @@ class Checkpoints(states.States):
         try:
             self._record_newest(committed.step, committed.folder)
         except (errors.UserError, OSError) as e:
-            states.log(f"step {committed.step} is saved, but: {e}")
+            states.announce(f"step {committed.step} is saved, but: {e}")
         size = formatting.scaled(committed.nbytes, "B")
         message = (
             f"step {committed.step}: saved {size} in {committed.seconds:.2g} s, in "
@@ -349,7 +349,7 @@ class Checkpoints(states.States):
         must_end = isinstance(e, checkpoint.NonfiniteError | checkpoint.LostError)
         if not self._tolerates_failure or must_end:
             raise e
-        states.log(
+        states.announce(
             f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on."
         )
 

@@ -70,7 +70,7 @@ class States:
             finite=_finite_patterns(target, mesh),
             refuse_nonfinite=must_be_finite(config),
             owner=owner,
-            log=log,
+            log=announce,
             committed=committed,
         )
         self.target = target
@@ -127,9 +127,9 @@ class States:
         if note and not self._has_said_adaptation:
             # A reader of many checkpoints says it once.
             self._has_said_adaptation = True
-            log(note)
+            announce(note)
         if earlier_states.lacks_statistics(restored.state, self.target):
-            log(
+            announce(
                 f"step {restored.step} was saved without averages of the network's "
                 "state, by an earlier version: its averages of the parameters are "
                 "evaluated with the state of those that train"
@@ -140,10 +140,10 @@ class States:
         now = mesh_lib.num_groups(self._mesh)
         options = self._experiment.config.outer
         if not fits:
-            log(slices.describe(before, now, restored.step, options))
+            announce(slices.describe(before, now, restored.step, options))
         elif before != self._slices_read:
             # A reader of many checkpoints says it once.
-            log(slices.describe_read(before, now))
+            announce(slices.describe_read(before, now))
             self._slices_read = before
         # What was noted of the saved state does not hold of this one.
         metadata = {**restored.metadata, "watched": None, "fingerprint": None}
@@ -189,7 +189,7 @@ def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
     )
 
 
-def log(message: str) -> None:
+def announce(message: str) -> None:
     """Prints a line about checkpoints on stderr."""
     # The line comes from another thread at any time, so it must not mix with the run's
     # own output on stdout. An error of printing says nothing about the checkpoint, so
