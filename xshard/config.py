@@ -695,7 +695,8 @@ KEYS = (
     Key(
         "slices",
         1,
-        "Slices (or machines) connected by a slower network; 0: one for each process.",
+        "Slices (or machines) connected by a slower network, such as DCN; 0: one for "
+        "each process.",
         _count_or_zero,
         may_change=True,
     ),
@@ -746,7 +747,7 @@ KEYS = (
         "reduction.shard_update",
         False,
         "Whether each replica updates only its shard of each parameter, and holds only "
-        "the slots of that shard.",
+        "the slots of that shard (ZeRO-1).",
         may_change=True,
     ),
     Key(
@@ -761,7 +762,7 @@ KEYS = (
         "reduction.shard_params",
         False,
         "Whether each replica also holds only its shard of the parameters between "
-        "steps.",
+        "steps (FSDP, ZeRO-3).",
         may_change=True,
     ),
     Key(

@@ -71,6 +71,9 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     diverge, so do not return their parameters and state from shard_map as replicated:
     give them a leading dimension.
 
+    A run can shard the update over the replicas (ZeRO-1), and the parameters between
+    steps (FSDP, ZeRO-3). It sums within a slice before it sends between slices (DCN).
+
     State, only with `slice_dtype='int8'`: `error/<path>` for each trained parameter,
     the rounding errors of earlier sums, in float32. Its shape is the parameter's, after
     a leading dimension of slices.
