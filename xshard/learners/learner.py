@@ -203,6 +203,10 @@ class Learner:
           *args: the network's arguments, which are cast to the compute type but for
             those of `uncast`.
           **kwargs: the network's keyword arguments, likewise.
+
+        Raises:
+          UserError: if the network returns no array, or state of other names or shapes
+            than before; and for its mistakes in the use of Haiku and JAX.
         """
         args, kwargs = self._cast(self._policy.cast_to_compute, args, kwargs)
         params = self._policy.cast_to_compute(state.params)
@@ -296,6 +300,11 @@ class Learner:
           the values of the rule's schedules (see `OptaxOptimizer`). With
           `config.log_norms_every_steps`, the outcome also has the norms of each array;
           with `config.noise_scale_steps`, the metrics have 'noise_scale'.
+
+        Raises:
+          UserError: if the loss returns anything else or creates parameters, or the
+            batch's rows do not divide into `micro_batches`.
+          ValueError: if the rule does not accept the gradients or the loss.
         """
         update_key = run_context.next_equal_key()
         if update_key is not None:
@@ -363,6 +372,11 @@ class Learner:
 
         Args:
           state: the learner's state.
+
+        Raises:
+          UserError: if a rule around the one with these parameters does not forward
+            `evaluation_params`, or if they differ from those that train in paths,
+            shapes or types.
         """
         if state.meta.evaluation_rule is None:
             return state

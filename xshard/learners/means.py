@@ -29,7 +29,8 @@ _POSITION = 0x9E3779B1
 def over_replicas(tree: Any) -> Any:
     """Averages a tree's floating-point arrays over the replicas of a group.
 
-    The means are float32 or wider. Other arrays stay as they are.
+    The means are float32 or wider. Other arrays stay as they are. Call it where the
+    axes `mesh.REPLICAS`, 'slice' and 'replica', are mapped.
     """
 
     def mean(x: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from xshard.optimizers import trees
 
 
 def size(axis_name: str, rule: str = "CrossShardOptimizer") -> int:
-    """The number of replicas along an axis.
+    """Returns the number of replicas along an axis.
 
     It is 1 while state is created, and where no axis is mapped.
 
@@ -68,7 +68,7 @@ def _warn(message: str) -> None:
 
 
 def group_size(axis_name: str, groups: Sequence[Sequence[int]] | None) -> int:
-    """The number of replicas in a group along an axis.
+    """Returns the number of replicas in a group along an axis.
 
     It is 1 while state is created, and where no axis is mapped.
 
@@ -102,7 +102,7 @@ def is_tracked(axis_name: str) -> bool:
 
 
 def mark_varying(tree: Any, axis_name: str) -> Any:
-    """The same arrays, marked for JAX as varying over an axis.
+    """Returns the same arrays, marked for JAX as varying over an axis.
 
     `jax.grad` sums the gradient of an unmarked parameter over the axis.
     """

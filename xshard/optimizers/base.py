@@ -163,7 +163,7 @@ class Optimizer(hk.Module):
         paths = list(trees.select(trees.as_arrays(params), var_list))
 
         def differentiate(params: trees.Params) -> tuple[Any, Any, trees.Gradients]:
-            """The value, aux and gradients of a replica's own loss."""
+            """Returns the value, aux and gradients of a replica's own loss."""
             leaves = trees.leaves_by_path(trees.as_arrays(params))
             trained = {path: leaves[path] for path in paths}
             with _loss_is_called():
@@ -304,14 +304,23 @@ class Optimizer(hk.Module):
         return value, *result
 
     def aggregate(self, grads: trees.Gradients) -> trees.Gradients:
-        """Phase 1: computes the group's gradients from each replica's.
+        """Computes the group's gradients from each replica's: phase 1.
 
-        All collectives are here.
+        All collectives are here, but for those of a rule that implements `exchange`.
+
+        Args:
+          grads: the replica's own gradients, in dicts, with None for a parameter
+            without one. A complex gradient is conjugated.
+
+        Returns:
+          The group's gradients, equal on all its replicas, in the same structure and
+          shapes; by default `grads`. They are in float32 or wider if a rule has summed
+          or unscaled them, and else in the types of `grads`.
         """
         return grads
 
     def vote(self, grads: trees.Gradients) -> Any:
-        """Phase 2: returns whether to update.
+        """Returns whether to update: phase 2.
 
         Args:
           grads: the aggregated gradients, in dicts.
@@ -323,7 +332,7 @@ class Optimizer(hk.Module):
         return True
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Phase 3: computes the new parameters, and writes the rule's state.
+        """Computes the new parameters, and writes the rule's state: phase 3.
 
         While `hk.running_init()` it creates that state.
 
@@ -342,7 +351,7 @@ class Optimizer(hk.Module):
     def exchange(
         self, before: trees.Params, after: trees.Params, applied: Any
     ) -> trees.Params:
-        """Phase 4: returns the parameters with which the next step begins.
+        """Returns the parameters with which the next step begins: phase 4.
 
         By default these are `after`. A rule that exchanges parameters with other
         replicas in some steps does so here, at the same steps on all of them. State
@@ -429,24 +438,24 @@ class Optimizer(hk.Module):
         skips.restore_unless_applied(applied, writes)
 
     def get_name(self) -> str:
-        """The module's name."""
+        """Returns the module's name."""
         return self.name
 
     def get_slot(self, var: str, name: str) -> Any:
-        """A parameter's slot, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
+        """Returns a slot, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
         del var, name
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The sorted names that `get_slot` takes. Empty before the state is created."""
+        """Returns the sorted names that `get_slot` takes; none before init."""
         return []
 
     def state_by_name(self) -> dict[str, Any]:
-        """All state arrays of this rule and of the rules that it wraps, by name."""
+        """Returns all state arrays of this rule and of those it wraps, by name."""
         return dict(self.state_dict())
 
     def variables(self) -> list[Any]:
-        """All state arrays, in the order of their names."""
+        """Returns all state arrays, in the order of their names."""
         arrays = self.state_by_name()
         return [arrays[name] for name in sorted(arrays)]
 
@@ -514,12 +523,12 @@ class OptimizerWrapper(Optimizer):
         return self.opt.get_slot_names()
 
     def state_by_name(self) -> dict[str, Any]:
-        """The state arrays of this rule and of the wrapped rule, by name."""
+        """Returns the state arrays of this rule and of the wrapped rule, by name."""
         return {**self.state_dict(), **self.opt.state_by_name()}
 
 
 def all_rules(opt: Optimizer) -> list[Optimizer]:
-    """The rule and all rules that it holds, outermost first.
+    """Returns the rule and all rules that it holds, outermost first.
 
     It may hold them in attributes, and in lists, tuples and dicts there.
     """
@@ -543,7 +552,7 @@ def all_rules(opt: Optimizer) -> list[Optimizer]:
 
 
 def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
-    """The rules of one class among `all_rules(opt)`, outermost first."""
+    """Returns the rules of one class among `all_rules(opt)`, outermost first."""
     return [rule for rule in all_rules(opt) if isinstance(rule, kind)]
 
 
@@ -563,7 +572,7 @@ def recording() -> Iterator[list[Optimizer]]:
 
 
 def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:
-    """The phases that each step must call, although only the outermost rule is called.
+    """Returns the phases that each step must call by way of the outermost rule.
 
     Args:
       rules: the outermost rule, then all rules that it holds.
@@ -607,7 +616,7 @@ def _loss_is_called() -> Iterator[None]:
 
 
 def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which may keep Haiku state."""
+    """Returns the same function, which may keep Haiku state."""
 
     @functools.wraps(loss)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -702,7 +711,7 @@ def _on_each_replica(
         return *results, written
 
     def specs_of(tree: Any) -> Any:
-        """How parameters, or their gradients, lie on the replicas."""
+        """Returns how parameters, or their gradients, lie on the replicas."""
         specs = {}
         for path in trees.present(tree):
             specs[path] = jax.P()

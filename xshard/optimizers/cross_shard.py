@@ -263,7 +263,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return value, grads
 
     def _reduce_loss(self, loss: jax.Array) -> jax.Array:
-        """The loss whose gradients `aggregate` returns.
+        """Returns the loss whose gradients `aggregate` returns.
 
         The mean over the group and all slices, or the sum.
         """
@@ -317,7 +317,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             ) from e
 
     def _rounding_errors(self, grads: trees.Gradients) -> dict[str, jax.Array]:
-        """The errors of rounding to int8 that earlier steps left, by path.
+        """Returns the errors of rounding to int8 that earlier steps left, by path.
 
         Empty with another `slice_dtype`.
         """
@@ -409,7 +409,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return sums, rounding_errors
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
-        """The sums over the group, whole."""
+        """Returns the sums over the group, whole."""
         if self._group_size() == 1:
             return grads
         psum = functools.partial(
@@ -429,7 +429,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         sums: trees.Gradients,
         rounding_errors: dict[str, jax.Array],
     ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """The sums of shards over all slices, and their rounding errors."""
+        """Returns the sums of shards over all slices, and their rounding errors."""
         assert self.slice_axis_name is not None
         if self.slice_dtype != "int8":
             psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
@@ -483,7 +483,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         return None
 
     def _make_partition(self, tree: Any) -> shards.Partition:
-        """How a tree with the parameters' paths and shapes is sharded over a slice."""
+        """Returns how a tree like the parameters is sharded over a slice."""
         if axes.is_tracked(self.axis_name):
             raise ValueError(
                 "shard_update and slice_axis_name need jax.shard_map(..., "
@@ -504,16 +504,16 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         )
 
     def _mapped_axes(self) -> list[str]:
-        """The axes to sum over that have more than one replica or slice."""
+        """Returns the axes to sum over that have more than one replica or slice."""
         names = (self.axis_name, self.slice_axis_name)
         return [name for name in names if name is not None and axes.size(name) > 1]
 
     def _num_summands(self) -> int:
-        """The number of replicas whose gradients are summed."""
+        """Returns the number of replicas whose gradients are summed."""
         return self._group_size() * self._num_slices()
 
     def _group_size(self) -> int:
-        """The number of replicas in a group, of one slice."""
+        """Returns the number of replicas in a group, of one slice."""
         return axes.group_size(self.axis_name, self.group_assignment)
 
     def _num_slices(self) -> int:

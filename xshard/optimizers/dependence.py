@@ -25,7 +25,7 @@ class DependenceTracker:
         self.paths: set[str] = set()
 
     def watch(self, params: trees.Params, paths: Container[str]) -> trees.Params:
-        """The same parameters, of which a backward pass records those that it reaches.
+        """Returns the same parameters; a backward pass records which it reaches.
 
         Args:
           params: a Haiku tree.
@@ -39,7 +39,7 @@ class DependenceTracker:
         return trees.rebuild(params, leaves)
 
     def _recording_identity(self, path: str) -> Callable[[Any], Any]:
-        """A function that returns its argument; its backward pass records a path."""
+        """Returns an identity whose backward pass records a path."""
         identity = jax.custom_vjp(lambda x: x)
 
         def forward(x: Any) -> tuple[Any, None]:

@@ -79,7 +79,7 @@ class AggregationMethod:
 
 
 def method(name: str) -> int:
-    """The constant of `AggregationMethod` with a name; UserError if there is none."""
+    """Returns the constant of `AggregationMethod` with a name, or raises UserError."""
     names = [name for name in vars(AggregationMethod) if name.isupper()]
     if name not in names:
         raise errors.UserError(
@@ -181,7 +181,7 @@ def _add_up(
     weights: Sequence[jax.Array | None],
     aggregation_method: int | None,
 ) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The sums of the values and of the gradients of several losses, and each aux."""
+    """Returns the sums of several losses' values and gradients, and each aux."""
     in_turn = aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
     # Pairs of a value and of gradients. In turn, there is only the sum so far.
     summands: list[Any] = []
@@ -282,14 +282,14 @@ def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _shown(x: Any) -> str:
-    """An argument or a result, for messages."""
+    """Returns an argument or a result, for messages."""
     if isinstance(x, jax.Array | np.ndarray):
         return f"an array of the shape {x.shape}"
     return f"{type(x).__name__}: {str(x)[:80]}"
 
 
 def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """The scalar to differentiate.
+    """Returns the scalar to differentiate.
 
     It may overflow, because only its derivative, the weight, is used.
     """
@@ -307,7 +307,7 @@ def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 
 def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
-    """`grad_loss` for each of several losses."""
+    """Returns `grad_loss` for each of several losses."""
     if not count:
         raise ValueError(
             "loss is an empty sequence; give at least one function of the parameters."
@@ -322,7 +322,7 @@ def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
 
 
 def _weight(grad_loss: Any) -> jax.Array | None:
-    """`grad_loss` for one loss, in float32 or wider."""
+    """Returns `grad_loss` for one loss, in float32 or wider."""
     if grad_loss is None:
         return None
     return trees.widen(grad_loss)
@@ -335,7 +335,7 @@ def _scan(
     trained: dict[str, Any],
     adds_in_pairs: bool,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """The sums over micro-batches of values and of gradients, and all aux, stacked."""
+    """Returns the sums over micro-batches of values and gradients, and stacked aux."""
     counts = {jnp.shape(x)[:1] for x in jax.tree.leaves(loss.inputs)}
     if len(counts) != 1 or counts <= {(), (0,)}:
         raise ValueError(
@@ -368,7 +368,7 @@ def _scan(
 
 
 def _sq_norm(is_wanted: Any, grads: Any, weight: jax.Array | None) -> jax.Array:
-    """The squared norm of gradients before a scalar weight multiplied them, or 0."""
+    """Returns the squared norm of gradients without a loss's scalar weight, or 0."""
     divisor = None
     if weight is not None and not weight.shape:
         # The square of a large loss scale is not finite.
@@ -422,12 +422,12 @@ def _widen(tree: Any) -> Any:
 
 
 def _add_in_order(summands: list[Any]) -> Any:
-    """The sum of trees, added one by one."""
+    """Returns the sum of trees, added one by one."""
     return jax.tree.map(lambda *xs: functools.reduce(jnp.add, xs), *summands)
 
 
 def _add_in_pairs(summands: list[Any]) -> Any:
-    """The sum of trees, of which neighbours are added, then neighbouring sums."""
+    """Returns the sum of trees: neighbours are added, then neighbouring sums."""
     while len(summands) > 1:
         sums = []
         for i in range(0, len(summands), 2):

@@ -57,12 +57,12 @@ class SkipNonfinite(base.OptimizerWrapper):
         return skips.all_for(finite, self.opt.vote(grads))
 
     def get_name(self) -> str:
-        """The wrapped rule's name."""
+        """Returns the wrapped rule's name."""
         return self.opt.get_name()
 
 
 def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:
-    """The rules that reduce gradients, outermost first."""
+    """Returns the rules that reduce gradients, outermost first."""
     return base.rules_of_type(opt, cross_shard.CrossShardOptimizer)
 
 
@@ -127,7 +127,7 @@ def check_shards_params(opt: base.Optimizer, *, clips: bool) -> None:
 
 
 def _obstacle_to_shards(opt: base.Optimizer, clips: bool) -> str:
-    """What keeps a rule's parameters from being in shards, and a remedy; else empty."""
+    """Returns what keeps parameters from being in shards, and a remedy; or nothing."""
     # The innermost rule first.
     for rule in reversed(base.all_rules(opt)):
         kind = type(rule)
@@ -192,7 +192,7 @@ def check_shows_gradients(opt: base.Optimizer, key: str) -> None:
 
 
 def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optimizer:
-    """The rule within an `OuterOptimizer`, unless it has one already.
+    """Returns the rule within an `OuterOptimizer`, unless it has one already.
 
     Args:
       where: what returned the rule, for messages.
@@ -248,13 +248,13 @@ def scales_loss(opt: base.Optimizer) -> bool:
 
 
 def loss_scales(opt: base.Optimizer) -> list[jax.Array]:
-    """The current loss scales of all rules, outermost first."""
+    """Returns the current loss scales of all rules, outermost first."""
     rules = base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer)
     return [rule.loss_scale() for rule in rules]
 
 
 def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
-    """The values of all rules' schedules for the next update.
+    """Returns the values of all rules' schedules for the next update.
 
     Args:
       opt: the rule.
@@ -275,7 +275,7 @@ def schedules(opt: base.Optimizer, updates: Any) -> dict[str, Any]:
 
 
 def _count(rule: optax_optimizer.OptaxOptimizer, updates: Any) -> Any:
-    """The number of updates that a transformation counts; `updates` if it does not.
+    """Returns the number of updates that a transformation counts, or `updates`.
 
     If there are several counts, it is the one whose path is first.
     """
@@ -287,7 +287,7 @@ def _count(rule: optax_optimizer.OptaxOptimizer, updates: Any) -> Any:
 
 
 def hyperparameters(opt: base.Optimizer, params: trees.Params) -> dict[str, Any]:
-    """The scalars that `optax.inject_hyperparams` keeps, as the last update used them.
+    """Returns what `optax.inject_hyperparams` keeps, as the last update used it.
 
     Args:
       opt: the rule.

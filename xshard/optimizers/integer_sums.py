@@ -53,7 +53,7 @@ def all_reduce_tree(
 def all_reduce(
     arrays: Sequence[jax.Array], errors: Sequence[jax.Array], axis_name: str
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The sums over an axis of `array + error`, each rounded to int8.
+    """Returns the sums over an axis of `array + error`, each rounded to int8.
 
     Each device sends its elements once to every other device, at 1 + 4 / BLOCK bytes
     per element. That is less than a float32 sum sends if the axis has fewer than eight

@@ -132,8 +132,10 @@ def divisible(shape: tuple[int, ...], count: int, free: Sequence[bool]) -> int |
 def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     """Returns whether shards along a dimension end at memory tiles.
 
-    A TPU stores an array in tiles of 8 rows of 128 elements, and copies a shard that
-    ends within a tile.
+    A TPU stores a float32 array in tiles of 8 rows of 128 elements, and copies a shard
+    that ends within a tile. libtpu's programs for v5e, v5p and v6e have the same tiles
+    for 16-bit types, whose rows lie in pairs, and 32 rows for 8-bit types, such as
+    int8. No parameter has 8 bits, so 8 rows decide.
     """
     size = shape[dim] // count
     if dim == len(shape) - 1:

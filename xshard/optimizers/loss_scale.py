@@ -34,7 +34,7 @@ class LossScale(hk.Module):
     """
 
     def __call__(self) -> jax.Array:
-        """The current scale, a float32 scalar."""
+        """Returns the current scale, a float32 scalar."""
         raise NotImplementedError
 
     def update(self, grads: trees.Gradients) -> Any:
@@ -79,7 +79,7 @@ class FixedLossScale(LossScale):
         self.loss_scale_value = _check_scale("loss_scale_value", loss_scale_value)
 
     def __call__(self) -> jax.Array:
-        """The scale, a float32 scalar."""
+        """Returns the scale, a float32 scalar."""
         return jnp.asarray(self.loss_scale_value, jnp.float32)
 
     def update(self, grads: trees.Gradients) -> bool:
@@ -144,7 +144,7 @@ class DynamicLossScale(LossScale):
             )
 
     def __call__(self) -> jax.Array:
-        """The current scale, a float32 scalar."""
+        """Returns the current scale, a float32 scalar."""
         initial = hk.initializers.Constant(self.initial_loss_scale)
         return hk.get_state("current_loss_scale", [], jnp.float32, initial)
 
@@ -251,7 +251,7 @@ class MixedPrecisionLossScaleOptimizer(base.OptimizerWrapper):
         return skips.all_for(scale_vote, inner_vote)
 
     def get_name(self) -> str:
-        """The name of the wrapped optimizer, as in TensorFlow."""
+        """Returns the name of the wrapped optimizer, as in TensorFlow."""
         return self.opt.get_name()
 
     def state_by_name(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def all_finite(grads: trees.Gradients) -> jax.Array:
 
 
 def _times(weight: Any, scale: jax.Array) -> jax.Array:
-    """A loss's weight, 1 if it is None, times the scale."""
+    """Returns a loss's weight, 1 if it is None, times the scale."""
     if weight is None:
         return scale
     weight = trees.widen(weight)
@@ -307,7 +307,7 @@ def _divide(grad: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _check_scale(argument: str, value: Any) -> float:
-    """The value as a float.
+    """Returns the value as a float.
 
     UserError unless it is a number from 1 to float32's largest.
     """

@@ -154,7 +154,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return _state_name(path) in slots_lib.state_of(self)
 
     def _next_count(self) -> Any:
-        """The number of updates applied, including this one; None if not counted."""
+        """Returns the number of updates with this one; None if it is not counted."""
         if self.num_updates != "count":
             return self.num_updates
         count = hk.get_state("num_updates", [], jnp.int32, jnp.zeros) + 1
@@ -163,7 +163,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         return count
 
     def _rate(self, count: Any, dtype: Any) -> jax.Array:
-        """1 - decay, after this number of updates."""
+        """Returns 1 - decay, after this number of updates."""
         rate = jnp.asarray(1 - self.average_decay, dtype)
         if count is None:
             return rate
@@ -188,7 +188,7 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
 
 
 def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
-    """The averages, as a tree with the parameters' structure and shapes.
+    """Returns the averages, as a tree with the parameters' structure and shapes.
 
     They are float32 or wider.
 
@@ -209,7 +209,7 @@ def averages(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
 
 
 def statistics(state: Mapping[str, Any], net_state: Any) -> Any:
-    """A network's state with the averages of its floating-point arrays.
+    """Returns a network's state with the averages of its floating-point arrays.
 
     Args:
       state: as for `averages`.
@@ -225,15 +225,15 @@ def statistics(state: Mapping[str, Any], net_state: Any) -> Any:
 
 
 def statistics_name(path: str) -> str:
-    """The name of the average of an array of the network's state."""
+    """Returns the name of the average of an array of the network's state."""
     return f"{STATISTICS}/{path}"
 
 
 def statistics_of(state: Mapping[str, Any]) -> list[str]:
-    """The names in a rule's state of averages of the network's state."""
+    """Returns the names in a rule's state of averages of the network's state."""
     return [name for name in state if name.startswith(f"{STATISTICS}/")]
 
 
 def _state_name(path: str) -> str:
-    """The name of a parameter's average in the state."""
+    """Returns the name of a parameter's average in the state."""
     return f"{SLOT}/{path}"

@@ -156,13 +156,13 @@ class OptaxOptimizer(base.Optimizer):
         return jax.tree.map(lambda new, old: new.astype(old.dtype), new, params)
 
     def _call_update(self, grads: Any, state: Any, params: Any, loss: Any) -> Any:
-        """The transformation's own update, given the loss if it takes that."""
+        """Returns the transformation's own update, given the loss if it takes that."""
         arguments = {} if loss is None else {"value": loss}
         accepted = extra_arguments.accepted(self.transformation, arguments)
         return self.transformation.update(grads, state, params, **accepted)
 
     def _needs_loss(self, grads: Any, state: Any, params: Any) -> bool:
-        """Whether an update that fails without a loss succeeds with one."""
+        """Returns whether an update that fails without a loss succeeds with one."""
         try:
             hk.eval_shape(self._call_update, grads, state, params, jnp.zeros(()))
         except Exception:
@@ -266,7 +266,7 @@ class OptaxOptimizer(base.Optimizer):
         return sorted(names)
 
     def _slot_paths(self) -> list[str]:
-        """The paths of the slots that have arrays in the Haiku state."""
+        """Returns the paths of the slots that have arrays in the Haiku state."""
         names = slots_lib.state_of(self)
         if not names:
             return []
@@ -350,7 +350,7 @@ class OptaxOptimizer(base.Optimizer):
                 )
 
     def _get_state(self, present: set[str], params: trees.Params) -> Any:
-        """The state in optax's structure, without the slots that were never created.
+        """Returns the state in optax's structure, without slots never created.
 
         Args:
           present: the paths of the parameters that have a gradient.
@@ -389,7 +389,7 @@ class OptaxOptimizer(base.Optimizer):
     def _trained(
         self, present: set[str], needed: Mapping[str, Sequence[str]]
     ) -> set[str]:
-        """The paths of the parameters that are trained.
+        """Returns the paths of the parameters that are trained.
 
         Their slots exist, or they have a gradient and need no slots.
 
@@ -418,7 +418,7 @@ class OptaxOptimizer(base.Optimizer):
         return trained
 
     def _state_shapes(self, params: trees.Params) -> Any:
-        """The shapes of the state that the transformation would begin with."""
+        """Returns the shapes of the state that the transformation would begin with."""
         with jax.numpy_dtype_promotion("standard"):
             return jax.eval_shape(self.transformation.init, params)
 
@@ -444,7 +444,7 @@ def is_transformation(x: Any) -> bool:
 
 
 def as_optimizer(opt: Any) -> base.Optimizer:
-    """`opt` itself, or an `OptaxOptimizer` around it.
+    """Returns `opt` itself, or an `OptaxOptimizer` around it.
 
     Raises:
       ValueError: if it is neither a rule nor a transformation.
@@ -488,7 +488,7 @@ def _is_of_call(e: Exception) -> bool:
 
 
 def _schedule_free_states(state: Any) -> list[Any]:
-    """The states of `optax.contrib.schedule_free` in optax's state."""
+    """Returns the states of `optax.contrib.schedule_free` in optax's state."""
     nodes = jax.tree.leaves(state, is_leaf=_is_schedule_free)
     return [node for node in nodes if _is_schedule_free(node)]
 

@@ -185,7 +185,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         self.axis_name = mesh.GROUP
 
     def _is_logical(self) -> bool:
-        """Whether the replicas of a slice are logical ones.
+        """Returns whether the replicas of a slice are logical ones.
 
         They share devices, each of which sends all parameters.
         """
@@ -273,11 +273,11 @@ class OuterOptimizer(base.OptimizerWrapper):
             hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
 
     def _is_due(self, step: jax.Array, offset: int) -> jax.Array:
-        """Whether a fragment is exchanged after a step: each in turn."""
+        """Returns whether a fragment is exchanged after a step: each in turn."""
         return (step > 0) & ((step - offset) % self.every_steps == 0)
 
     def _divide(self, arrays: Mapping[str, Any]) -> list[list[str]]:
-        """The paths of each fragment, about equally large.
+        """Returns the paths of each fragment, about equally large.
 
         Args:
           arrays: the arrays of all trained parameters, by path.
@@ -301,7 +301,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         return fragments
 
     def _take(self, own: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """A slice's parameters after it takes over the result of an exchange."""
+        """Returns a slice's parameters after it takes the result of an exchange."""
         taken = {}
         for path, param in own.items():
             exchanged = hk.get_state(f"{EXCHANGED}/{path}")
@@ -384,7 +384,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         weight: jax.Array | None,
         is_due: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """The mean over slices of the differences to the last exchange, by path.
+        """Returns the slices' mean difference to the last exchange, by path.
 
         Args:
           params: the slice's parameters.
@@ -441,7 +441,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         return mean
 
     def _axis_of_parts(self, arrays: Mapping[str, jax.Array]) -> str | None:
-        """The axis of the replicas of a slice that each send a part of the arrays.
+        """Returns the axis of a slice's replicas, each of which sends a part of arrays.
 
         None if each of them sends all.
         """
@@ -555,7 +555,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         return total[:size], sent[:size]
 
     def _sum(self, x: jax.Array) -> jax.Array:
-        """The sum over the slices."""
+        """Returns the sum over the slices."""
         if not x.size:
             return x
         if self._is_logical():
@@ -564,7 +564,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         return lax.psum(x, self.axis_name)
 
     def _slots_named(self, name: str) -> dict[str, jax.Array]:
-        """The state arrays of a slot, by the paths of their parameters."""
+        """Returns the state arrays of a slot, by the paths of their parameters."""
         prefix = f"{name}/"
         arrays = {}
         for key, x in slots.state_of(self).items():
@@ -605,7 +605,7 @@ class OuterOptimizer(base.OptimizerWrapper):
 
 
 def exchanged(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
-    """The parameters of the last exchange, in the types of the parameters.
+    """Returns the parameters of the last exchange, in the types of the parameters.
 
     Args:
       state: the state of an `OuterOptimizer`: the entry of the Haiku state under its
@@ -625,7 +625,7 @@ def exchanged(state: Mapping[str, Any], params: trees.Params) -> trees.Params:
 def last_sent(
     step: int, *, every_steps: int, fragments: int = 1, delay_steps: int = 0
 ) -> list[int]:
-    """The steps whose parameters slices last sent of each fragment.
+    """Returns the steps whose parameters slices last sent of each fragment.
 
     Args:
       step: the number of steps that they have made.
@@ -651,12 +651,12 @@ def last_sent(
 
 
 def _offset(index: int, every_steps: int, fragments: int) -> int:
-    """The first step after which a fragment is sent: they are exchanged in turn."""
+    """Returns the first step after which a fragment is sent: each has its turn."""
     return index * every_steps // fragments
 
 
 def _join(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """One float32 vector of arrays, each of them padded to whole blocks.
+    """Returns one float32 vector of arrays, each of them padded to whole blocks.
 
     Arrays that share a block would share its scale. A replica may hold one of them
     whole, as others do, and its shard of another.
@@ -680,7 +680,7 @@ def _split(vector: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Ar
 
 
 def _weighted(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The product of a difference and its slice's weight, at least 0.
+    """Returns the product of a difference and its slice's weight, at least 0.
 
     Without weight, what is not finite does not count either: the product would be NaN.
     """
@@ -689,5 +689,5 @@ def _weighted(weight: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """The array, with 0 for what is not finite, which would spoil all later sums."""
+    """Returns the array, with 0 for what is not finite and would spoil later sums."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))

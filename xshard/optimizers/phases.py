@@ -92,7 +92,7 @@ class Step:
         return self._apply_in_shards(grads, params, partition)
 
     def _partition(self, params: trees.Params) -> shards.Partition | None:
-        """How the step is sharded: by the outermost rule that shards it."""
+        """Returns how the step is sharded: by the outermost rule that shards it."""
         for rule in self._rules:
             partition = rule.partition(params)
             if partition is not None:
@@ -128,7 +128,7 @@ class Step:
         """Updates global arrays in shards; XLA partitions what the rules compute."""
 
         def constrain(layout: layouts_lib.Layout, x: jax.Array) -> jax.Array:
-            """A global array, declared to lie in shards on the replicas."""
+            """Returns a global array, declared to lie in shards on the replicas."""
             return replica_calls.constrain(x, partition.spec(layout))
 
         first_state = skips.current_state()
@@ -336,7 +336,7 @@ def _check_updated(rule: Any, old: trees.Params, new: Any) -> None:
 
 
 def _problem_of_updated(path: str, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Why the array of a path cannot replace the old one; empty if it can."""
+    """Returns why the array of a path cannot replace the old one; empty if it can."""
     if new.get(path) is None:
         return f"lacks {path!r}"
     if path not in old:
@@ -356,7 +356,7 @@ def _problem_of_updated(path: str, old: dict[str, Any], new: dict[str, Any]) -> 
 def _with_separate_keys(
     f: Callable[..., Any], key: jax.Array | None = None
 ) -> Callable[..., Any]:
-    """The function with random keys of its own.
+    """Returns the function with random keys of its own.
 
     However many keys it draws, the caller's later keys are the same.
 

@@ -36,7 +36,7 @@ class _AnyModule(hk.Module):
         super().__init__(name=hk.force_name("any_module_of_skips"))
 
     def read(self, module: str) -> dict[str, Any]:
-        """The current arrays of a module's state, by name."""
+        """Returns the current arrays of a module's state, by name."""
         self.module_name = module
         return slots.state_of(self)
 
@@ -47,7 +47,7 @@ class _AnyModule(hk.Module):
 
 
 def all_for(*votes: Any) -> Any:
-    """Whether all votes are for a step.
+    """Returns whether all votes are for a step.
 
     Args:
       *votes: each True or a boolean scalar.
@@ -63,7 +63,7 @@ def all_for(*votes: Any) -> Any:
 
 
 def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The new array if the step is applied, else the old one.
+    """Returns the new array if the step is applied, else the old one.
 
     Args:
       applied: True, or a boolean scalar.
@@ -77,7 +77,7 @@ def select(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def current_state() -> State:
-    """All current state arrays."""
+    """Returns all current state arrays."""
     # Inside hk.scan and similar loops, `hk.get_current_state` returns the arrays from
     # before the loop. So only the modules' names are taken from there.
     modules = _AnyModule()
@@ -91,7 +91,7 @@ def current_state() -> State:
 
 
 def by_module(state: State) -> dict[str, dict[str, Any]]:
-    """The state in Haiku's structure, `{module: {name: array}}`."""
+    """Returns the state in Haiku's structure, `{module: {name: array}}`."""
     modules: dict[str, dict[str, Any]] = {}
     for (module, name), array in state.items():
         modules.setdefault(module, {})[name] = array
@@ -99,7 +99,7 @@ def by_module(state: State) -> dict[str, dict[str, Any]]:
 
 
 def by_name(modules: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """The inverse of `by_module`."""
+    """Returns the inverse of `by_module`."""
     state = {}
     for module, arrays in modules.items():
         for name, array in arrays.items():
@@ -175,7 +175,7 @@ def is_integer_scalar(x: Any) -> bool:
 
 
 def count(applied: Any, global_step: Any) -> jax.Array:
-    """The number of updates applied, after a step.
+    """Returns the number of updates applied, after a step.
 
     Args:
       applied: whether the step was applied: True, or a boolean scalar.

@@ -18,7 +18,7 @@ from xshard.optimizers import trees
 
 
 def state_of(module: hk.Module) -> dict[str, Any]:
-    """The current arrays of a module's state, by name without the module's."""
+    """Returns the current arrays of a module's state, by name without the module's."""
     prefix = f"{module.module_name}/"
     arrays = module.state_dict()
     return {name.removeprefix(prefix): x for name, x in arrays.items()}
@@ -39,12 +39,12 @@ def create(name: str, first: jax.Array) -> None:
 
 
 def find(state: Any, params: trees.Params) -> list[tuple[str, Any]]:
-    """The slots in optax's state, with their paths."""
+    """Returns the slots in optax's state, with their paths."""
     return _find(state, functools.partial(_is_slot, params))
 
 
 def find_paths(transformation: Any) -> list[str] | None:
-    """The paths of the slots in a transformation's state, for any parameters.
+    """Returns the paths of the slots in a transformation's state, for any parameters.
 
     None if they depend on the parameters.
     """
@@ -94,7 +94,7 @@ def map_slots(
 
 
 def names_by_parameter(state: Any, params: trees.Params) -> dict[str, list[str]]:
-    """The names of each parameter's slot arrays in optax's state, by its path."""
+    """Returns the names of each parameter's slot arrays in optax's state, by path."""
     names: dict[str, list[str]] = {path: [] for path in trees.leaves_by_path(params)}
     structure: Any = jax.tree.structure(params)
     for slot_path, slot in find(state, params):
@@ -125,7 +125,7 @@ class Mask:
         self._is_shown = trees.rebuild(params, {path: path in shown for path in paths})
 
     def hide(self, tree: Any) -> Any:
-        """The tree without the hidden entries."""
+        """Returns the tree without the hidden entries."""
 
         def mask(is_shown: bool, x: Any) -> Any:
             return x if is_shown else optax.MaskedNode()
@@ -133,7 +133,7 @@ class Mask:
         return jax.tree.map(mask, self._is_shown, tree)
 
     def restore(self, old: Any, new: Any) -> Any:
-        """The tree `new`, with the entries of `old` where they were hidden."""
+        """Returns the tree `new`, with the entries of `old` where they were hidden."""
 
         def choose(is_shown: bool, old: Any, new: Any) -> Any:
             return new if is_shown else old
@@ -142,7 +142,7 @@ class Mask:
 
 
 def missing_error(rule: str, path: str) -> ValueError:
-    """The error for a parameter that has a gradient, but no slots.
+    """Returns the error for a parameter that has a gradient, but no slots.
 
     It had no gradient when the rule's state was created.
 

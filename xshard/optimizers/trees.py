@@ -21,7 +21,7 @@ VarList = Sequence[str] | Callable[[str, str], bool] | None
 
 
 def widen(x: Any) -> jax.Array:
-    """`x` in float32 if its type is narrower, to scale and sum it without loss."""
+    """Returns `x`, in float32 if its type is narrower, to scale and sum it safely."""
     x = jnp.asarray(x)
     # Decided by size: bfloat16, float16 and all 8-bit types are narrower. float64 and
     # complex types stay.
@@ -31,7 +31,7 @@ def widen(x: Any) -> jax.Array:
 
 
 def strong(x: Any, dtype: Any = None) -> jax.Array:
-    """An array with a strong type.
+    """Returns an array with a strong type.
 
     A weak type, as a Python number has, adapts to other operands. A weakly typed state
     would make jit compile the second step again.
@@ -48,7 +48,7 @@ def strong(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A key path as text, such as 'mlp/linear_0/w'."""
+    """Returns a key path as text, such as 'mlp/linear_0/w'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -58,13 +58,13 @@ def join(*paths: str) -> str:
 
 
 def endings(path: str) -> list[str]:
-    """All suffixes of a path, the longest first: 'a/b' ends in 'a/b' and 'b'."""
+    """Returns all suffixes of a path, the longest first: 'a/b' has 'a/b' and 'b'."""
     words = path.split("/")
     return ["/".join(words[i:]) for i in range(len(words))]
 
 
 def plain(tree: Any) -> Any:
-    """The tree with a dict for each mapping.
+    """Returns the tree with a dict for each mapping.
 
     JAX may not know the keys of other mappings, such as Haiku's FlatMap. None stays a
     leaf.
@@ -85,12 +85,12 @@ def plain(tree: Any) -> Any:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths; None is a leaf."""
+    """Returns the leaves of a tree by their paths; None is a leaf."""
     return {path_name(path): leaf for path, leaf in _leaves_with_path(tree)}
 
 
 def present(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree that are not None, by their paths.
+    """Returns the leaves of a tree that are not None, by their paths.
 
     Those of a tree of gradients belong to the trained parameters.
     """
@@ -99,7 +99,7 @@ def present(tree: Any) -> dict[str, Any]:
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """A tree with the structure of another, and other leaves.
+    """Returns a tree with the structure of another, and other leaves.
 
     Args:
       tree: the other tree.
@@ -116,7 +116,7 @@ def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The tree, with other leaves at some paths.
+    """Returns the tree, with other leaves at some paths.
 
     Args:
       tree: the tree.
@@ -130,7 +130,7 @@ def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def after(x: jax.Array, tree: Any) -> Any:
-    """The tree, made to depend on `x`, so that it is not computed before `x` is.
+    """Returns the tree, made to depend on `x`, so that it is not computed before it.
 
     XLA for CPUs dropped an `optimization_barrier` before it decided which buffers to
     copy (jaxlib 0.10.2), so this adds a data dependence instead. `x` must have a finite
@@ -141,7 +141,7 @@ def after(x: jax.Array, tree: Any) -> Any:
 
 
 def sum_of_squares(tree: Any) -> jax.Array:
-    """The sum of the squares of all elements of all arrays, in float32 or wider.
+    """Returns the sum of the squares of all arrays' elements, in float32 or wider.
 
     None leaves are ignored. A complex element counts with its magnitude.
     """
@@ -152,7 +152,7 @@ def sum_of_squares(tree: Any) -> jax.Array:
 def sum_of_squares_if(
     is_wanted: Any, tree: Any, divisor: jax.Array | None = None
 ) -> jax.Array:
-    """`sum_of_squares`, or 0 if a boolean scalar is False, which reads no array.
+    """Returns `sum_of_squares`; 0, without reading, if a boolean scalar is False.
 
     Args:
       is_wanted: the boolean scalar.
@@ -174,7 +174,7 @@ def sum_of_squares_if(
 
 
 def as_arrays(params: Params) -> Params:
-    """The parameters in dicts, with Python numbers converted to arrays."""
+    """Returns the parameters in dicts, with Python numbers converted to arrays."""
 
     def to_array(x: Any) -> Any:
         if isinstance(x, float | complex):
@@ -185,7 +185,7 @@ def as_arrays(params: Params) -> Params:
 
 
 def conjugate(grads: Gradients, params: Params) -> Gradients:
-    """The directions of steepest ascent, in dicts: gradients, complex ones conjugated.
+    """Returns directions of steepest ascent, in dicts: complex gradients conjugated.
 
     `jax.grad` returns dL/dx - i dL/dy for a parameter x + i y. Update rules, including
     optax's, descend along dL/dx + i dL/dy.
@@ -259,7 +259,7 @@ def _check_gradient(path: str, grad: Any, param: Any) -> None:
 
 
 def select(params: Params, var_list: VarList) -> dict[str, Any]:
-    """The parameters that `var_list` selects, by path.
+    """Returns the parameters that `var_list` selects, by path.
 
     Args:
       params: a Haiku tree.
@@ -302,7 +302,7 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
 
 
 def unfrozen(params: Params, pattern: str) -> list[str] | None:
-    """The paths that do not match a regular expression, for `var_list`.
+    """Returns the paths that do not match a regular expression, for `var_list`.
 
     Args:
       params: a Haiku tree.
@@ -339,7 +339,7 @@ def unfrozen(params: Params, pattern: str) -> list[str] | None:
 
 
 def near(name: str, leaves: Mapping[str, Any]) -> list[str]:
-    """The paths most like a name, or some paths if none is like it."""
+    """Returns the paths most like a name, or some paths if none is like it."""
     similar = difflib.get_close_matches(name, leaves, cutoff=0.3)
     return similar or sorted(leaves)[:3]
 
