@@ -135,7 +135,7 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, count: int) -> bool:
     A TPU stores a float32 array in tiles of 8 rows of 128 elements, and copies a shard
     that ends within a tile. libtpu's programs for v5e, v5p and v6e have the same tiles
     for 16-bit types, whose rows lie in pairs, and 32 rows for 8-bit types, such as
-    int8. No parameter has 8 bits, so 8 rows decide.
+    int8. 8 rows decide, since hardly any parameter has 8 bits.
     """
     size = shape[dim] // count
     if dim == len(shape) - 1:

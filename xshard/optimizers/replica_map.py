@@ -263,6 +263,33 @@ class _ReplicaProgram:
     JAX maps the axes one by one, the innermost first. At each axis a `custom_vmap` rule
     learns which arguments are mapped along it, and calls the function for one axis
     more. The function for all axes is the `jax.shard_map`.
+
+    For example, four replicas in two slices share w, and each has an x:
+
+    >>> devices = np.reshape(jax.devices()[:4], (2, 2))
+    >>> mesh = jax.sharding.Mesh(devices, ('slice', 'replica'))
+    >>> own, of_slice = jax.P(('slice', 'replica')), jax.P('slice')
+    >>> f = xshard.per_replica(lambda w, x: (w * x, jax.lax.psum(x, 'replica')))
+    >>> f = xshard.vmap_replicas(
+    ...     f, mesh, in_specs=(jax.P(), own), out_specs=(own, of_slice))
+    >>> products, sums = jax.jit(f)(2.0, jnp.arange(4.))
+    >>> print(products, sums)
+    [0. 2. 4. 6.] [1. 5.]
+
+    The axes of the leading dimensions of the arguments (the number, w and x) and of the
+    results, as `_along_inner_axes` gets them:
+
+    | depth | number and x | w | product | sum |
+    |---|---|---|---|---|
+    | 0 | none | none | none | none |
+    | 1: after `replica` | replica | none | replica | none: `psum` makes it equal |
+    | 2: after `slice` | slice, replica | none | slice, replica | slice |
+
+    `custom_vmap` tells the rule which arguments are mapped, and the rule has to tell
+    which results are. That is what `varying` finds out, from the program: of the
+    results at depth 1, only the product differs along `replica`, so that the sum is one
+    array to all that follows. Depth 2 is all axes, and the table's last row becomes the
+    specs of the `jax.shard_map`.
     """
 
     def __init__(
