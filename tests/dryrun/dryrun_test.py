@@ -88,10 +88,10 @@ def test_slice_shapes_that_do_not_exist_are_refused(topology, rule):
 def test_bounds_are_amounts_divided_by_rates():
     chip = chips.CHIPS["v5e"]
     limits = analysis.bounds(chip, costs.Cost(197 * 10**12, 819 * 10**9), 10**11, 10**9)
-    assert [limit.name for limit in limits] == ["compute", "memory", "ICI", "DCN"]
-    assert [limit.seconds for limit in limits] == pytest.approx([1, 1, 0.5, 0.32])
-    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 1)[3].seconds is None
-    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3].seconds == 0
+    assert [limit["name"] for limit in limits] == ["compute", "memory", "ICI", "DCN"]
+    assert [limit["seconds"] for limit in limits] == pytest.approx([1, 1, 0.5, 0.32])
+    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 1)[3]["seconds"] is None
+    assert analysis.bounds(chips.CHIPS["v4"], costs.Cost(), 0, 0)[3]["seconds"] == 0
 
 
 def test_shard_bytes_count_a_single_device():

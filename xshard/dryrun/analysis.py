@@ -22,6 +22,7 @@ from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives, costs, hlo, summary
+from xshard.dryrun import result as result_lib
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
 from xshard.run import preflight
@@ -47,10 +48,10 @@ class IncompleteError(errors.UserError):
     """A dry run with a partial result.
 
     Attributes:
-      result: the partial result, in the form of `dry_run`.
+      result: the partial result.
     """
 
-    def __init__(self, message: str, result: dict[str, Any]):
+    def __init__(self, message: str, result: result_lib.Result):
         super().__init__(message)
         self.result = result
 
@@ -80,15 +81,11 @@ class Prepared(NamedTuple):
     experiment: Any
     state: Any
     batch: Any
-    result: dict[str, Any]
+    result: result_lib.Result
 
 
-def dry_run(config: Any, topology: str) -> dict[str, Any]:
+def dry_run(config: Any, topology: str) -> result_lib.Result:
     """Compiles a config's step for a topology, of `config.slices` slices.
-
-    Returns:
-      The contents of the `--json` output: names, numbers, and lists and dictionaries of
-      them. Sizes are in bytes per chip, times in seconds.
 
     Raises:
       DoesNotFitError: if the step needs more memory than a chip has.
@@ -103,7 +100,10 @@ def dry_run(config: Any, topology: str) -> dict[str, Any]:
         compiled = program.lower(step.state, step.batch).compile()
     except jax.errors.JaxRuntimeError as e:
         raise _compiler_error(e, step.result, step.state) from e
-    result = {**step.result, "compile_seconds": time.monotonic() - begin}
+    result: result_lib.Result = {
+        **step.result,
+        "compile_seconds": time.monotonic() - begin,
+    }
     # With logical replicas the step is several programs.
     stages = compiled
     if isinstance(compiled, jax.stages.Compiled):
@@ -148,7 +148,7 @@ def prepare(config: Any, topology: str) -> Prepared:
             learners.append(part)
         else:
             others.append(part)
-    result = {
+    result: result_lib.Result = {
         "topology": topology,
         "slices": config.slices,
         "chips": mesh.devices.size,
@@ -225,11 +225,11 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
 
 
 def analyze(
-    result: dict[str, Any],
+    result: result_lib.Result,
     stages: Sequence[logical.Stage],
     chip: chips.Chip,
     mesh: jax.sharding.Mesh,
-) -> dict[str, Any]:
+) -> result_lib.Result:
     """Returns a result with the memory, communication and computation of a compiled
     step added.
 
@@ -261,7 +261,7 @@ def analyze(
     ici = 0
     dcn = 0
     for row in rows:
-        amount = row["sent"]
+        amount: float = row["sent"]
         if row["is_conditional"]:
             amount /= every
         if row["between_slices"]:
@@ -273,8 +273,8 @@ def analyze(
     if cost.host_bytes:
         # The rates of the bus between the chips and their host are not published.
         limits.append(_bound("host", cost.host_bytes, None))
-    bound = max(limits, key=lambda limit: limit.seconds or 0.0)
-    seconds = bound.seconds or 0.0
+    bound = max(limits, key=lambda limit: limit["seconds"] or 0.0)
+    seconds = bound["seconds"] or 0.0
     # For comparison only: XLA counts loops once, and vector memory as main memory.
     accessed_by_xla = 0.0
     for stage in stages:
@@ -285,17 +285,17 @@ def analyze(
         "collectives": rows,
         "warnings": summary.warnings(rows, result["topology"]),
         "kernels": kernels,
-        "bounds": [limit._asdict() for limit in limits],
+        "bounds": limits,
         "estimated_cycles": cost.cycles,
         "unknown_loops": sum(program.unknown_loops() for program in programs),
         "xla_bytes_accessed": accessed_by_xla,
         "seconds": seconds,
-        "dominated_by": bound.name,
+        "dominated_by": bound["name"],
         "examples_per_second": result["examples"] / seconds if seconds else None,
     }
 
 
-def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
+def _memory(stages: Sequence[logical.Stage]) -> dict[str, int]:
     """Returns the memory of the stage that needs most, including arrays that the chip
     holds but the stage does not use.
     """
@@ -322,23 +322,9 @@ def _memory(stages: Sequence[logical.Stage]) -> dict[str, Any]:
     return {**sizes, "fits": True}
 
 
-class Bound(NamedTuple):
-    """A lower bound on a step's time by one resource.
-
-    Attributes:
-      name: the resource: 'compute', 'memory', 'ICI', 'DCN' or 'host'.
-      amount: a chip's use of it in a step: FLOPs, or bytes.
-      rate: the peak per second; None: not published.
-      seconds: amount / rate; None: unknown.
-    """
-
-    name: str
-    amount: int
-    rate: float | None
-    seconds: float | None
-
-
-def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound]:
+def bounds(
+    chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int
+) -> list[result_lib.Bound]:
     """Returns the bounds on a step's time. The largest one counts, since at best all
     resources are used at once.
 
@@ -356,13 +342,13 @@ def bounds(chip: chips.Chip, cost: costs.Cost, ici: int, dcn: int) -> list[Bound
     ]
 
 
-def _bound(name: str, amount: int, rate: float | None) -> Bound:
+def _bound(name: str, amount: int, rate: float | None) -> result_lib.Bound:
     seconds = None
     if not amount:
         seconds = 0.0
     elif rate:
         seconds = amount / rate
-    return Bound(name, amount, rate, seconds)
+    return {"name": name, "amount": amount, "rate": rate, "seconds": seconds}
 
 
 def shard_bytes(tree: Any) -> int:
@@ -391,7 +377,7 @@ def _leaf_bytes(leaf: Any) -> int:
 
 
 def _compiler_error(
-    e: Exception, result: dict[str, Any], state: Any
+    e: Exception, result: result_lib.Result, state: Any
 ) -> errors.UserError:
     """Returns the error for a step that the compiler rejects."""
     sizes = _OUT_OF_MEMORY.search(str(e))
@@ -413,7 +399,7 @@ def _parse_bytes(number: str, unit: str) -> int:
 
 
 def _does_not_fit(
-    needed: int, available: int, result: dict[str, Any], state: Any
+    needed: int, available: int, result: result_lib.Result, state: Any
 ) -> DoesNotFitError:
     """Returns the error for a step that needs more memory than a chip has, with its
     largest arrays and remedies.
@@ -455,7 +441,7 @@ def _does_not_fit(
     return DoesNotFitError(message, {**result, "memory": {**memory, **sizes}})
 
 
-def _unreadable(e: Exception, result: dict[str, Any]) -> UnreadableError:
+def _unreadable(e: Exception, result: result_lib.Result) -> UnreadableError:
     """Returns the error for a program that the TPU compiler wrote in a newer format
     than JAX supports.
     """

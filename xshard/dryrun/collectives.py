@@ -22,6 +22,7 @@ import numpy as np
 
 from xshard import mesh as mesh_lib
 from xshard.dryrun import hlo
+from xshard.dryrun import result as result_lib
 
 KINDS = (
     "all-reduce",
@@ -415,7 +416,7 @@ def _links(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarr
 
 def rows(
     mesh: jax.sharding.Mesh, collectives: Sequence[Collective]
-) -> list[dict[str, Any]]:
+) -> list[result_lib.Collective]:
     """Returns a row for each combination of kind, axes and dtypes; collectives in a
     loop count once per round.
     """
@@ -444,7 +445,7 @@ def rows(
             num_bytes += times * collective.bytes
             sent_bytes += times * sent(mesh, collective)
         lengths = hops(mesh, members)
-        row = {
+        row: result_lib.Collective = {
             "kind": kind,
             "over": over,
             "types": dtypes,

@@ -15,9 +15,10 @@ the scores is computed.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from xshard.dryrun import hlo
+from xshard.dryrun import result as result_lib
 from xshard.metrics import flops
 
 # For a convolution, which dimension of its operands and result has which role:
@@ -369,15 +370,11 @@ def kernel_of(
     return Kernel(name, 2 * _PRODUCTS[phase[1]] * scores * size, hbm_bytes)
 
 
-def kernels(program: hlo.Program) -> list[dict[str, Any]]:
+def kernels(program: hlo.Program) -> list[result_lib.Kernel]:
     """Returns the kernels of a program by name: how often each runs, and its total
     cost.
-
-    Returns:
-      Dictionaries of `kernel`, `count`, `flops` and `hbm_bytes`; the last two are None
-      for a kernel of unknown cost.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, result_lib.Kernel] = {}
     for name, times in program.times().items():
         if not times:
             continue
@@ -392,10 +389,12 @@ def kernels(program: hlo.Program) -> list[dict[str, Any]]:
                 {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0},
             )
             row["count"] += times
-            if kernel.flops is None or row["flops"] is None:
+            flops = row["flops"]
+            moved = row["hbm_bytes"]
+            if kernel.flops is None or flops is None or moved is None:
                 row["flops"] = None
                 row["hbm_bytes"] = None
             else:
-                row["flops"] += times * kernel.flops
-                row["hbm_bytes"] += times * kernel.hbm_bytes
+                row["flops"] = flops + times * kernel.flops
+                row["hbm_bytes"] = moved + times * kernel.hbm_bytes
     return [rows[name] for name in sorted(rows)]

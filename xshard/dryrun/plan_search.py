@@ -29,6 +29,7 @@ from xshard import experiment as experiment_lib
 from xshard import formatting as formatting_lib
 from xshard import mesh as mesh_lib
 from xshard.dryrun import analysis, summary
+from xshard.dryrun import result as result_lib
 from xshard.files import jsonfile
 from xshard.metrics import chips
 from xshard.optimizers import primitives
@@ -81,7 +82,7 @@ class Plan:
     needs: int = 0
     outcome: str = WAITING
     reason: str = ""
-    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    result: result_lib.Result = dataclasses.field(default_factory=result_lib.Result)
 
     def require(self, memory: int) -> None:
         """Sets the bytes that a chip needs at least."""
@@ -93,7 +94,7 @@ class Plan:
         self.reason = reason
         self.outcome = outcome
 
-    def fit(self, result: dict[str, Any]) -> None:
+    def fit(self, result: result_lib.Result) -> None:
         """Sets the result of the dry run, and the outcome `FITS`."""
         self.result = result
         self.end(FITS)
@@ -479,7 +480,7 @@ class Compiler:
 
 def record_outcome(plan: Plan, code: int, out: str, err: str) -> None:
     """Sets a plan's outcome from the exit code and the output of its dry run."""
-    result = {}
+    result: result_lib.Result = {}
     # An experiment may print too, but the result is the last line.
     last_line = out.splitlines()[-1:]
     if last_line and last_line[0].startswith("{"):

@@ -4,6 +4,7 @@ from typing import Any
 
 from xshard import formatting as formatting_lib
 from xshard import torus
+from xshard.dryrun import result as result_lib
 from xshard.metrics import chips
 
 _NAMES = {
@@ -13,7 +14,7 @@ _NAMES = {
 }
 
 
-def show(result: dict[str, Any]) -> str:
+def show(result: result_lib.Result) -> str:
     """Formats a result as text."""
     memory = result["memory"]
     chip = result["chip"]
@@ -55,7 +56,7 @@ def show(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
+def warnings(rows: list[result_lib.Collective], topology: str) -> list[str]:
     """Returns a warning about collectives between chips that are not neighbors, if
     there are any.
 
@@ -83,7 +84,7 @@ def warnings(rows: list[dict[str, Any]], topology: str) -> list[str]:
     ]
 
 
-def _memory_rows(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str, Any]]:
+def _memory_rows(memory: dict[str, int], chip: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, num_bytes in memory.items():
         # Whether the step fits is not a size.
@@ -100,7 +101,7 @@ def _memory_rows(memory: dict[str, Any], chip: dict[str, Any]) -> list[dict[str,
     return rows
 
 
-def _exchanges(result: dict[str, Any]) -> list[str]:
+def _exchanges(result: result_lib.Result) -> list[str]:
     """Returns a sentence about what an outer rule sends, if there is one."""
     every = result.get("exchange_every_steps")
     if not every:
@@ -117,7 +118,7 @@ def _exchanges(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _collective_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+def _collective_rows(result: result_lib.Result) -> list[dict[str, Any]]:
     rows = []
     for row in result["collectives"]:
         shown = {
@@ -135,13 +136,13 @@ def _collective_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _show_times(row: dict[str, Any], every: int | None) -> str:
+def _show_times(row: result_lib.Collective, every: int | None) -> str:
     if every and row["is_conditional"]:
         return f"{row['count']} in {every} steps"
     return f"{row['count']}"
 
 
-def _show_hops(row: dict[str, Any]) -> str:
+def _show_hops(row: result_lib.Collective) -> str:
     longest = row["hops"]
     mean = row["mean_hops"]
     if longest is None:
@@ -151,12 +152,12 @@ def _show_hops(row: dict[str, Any]) -> str:
     return f"{longest} (mean {mean:.2g})"
 
 
-def _kernels(result: dict[str, Any]) -> list[str]:
+def _kernels(result: result_lib.Result) -> list[str]:
     """Returns the table of a step's kernels, if there are any."""
     rows = []
     for row in result["kernels"]:
         flops = moved = "not counted"
-        if row["flops"] is not None:
+        if row["flops"] is not None and row["hbm_bytes"] is not None:
             flops = formatting_lib.scaled(row["flops"], "FLOP")
             moved = formatting_lib.scaled(row["hbm_bytes"], "B")
         shown = {
@@ -171,7 +172,7 @@ def _kernels(result: dict[str, Any]) -> list[str]:
     return [f"kernels of a step\n{formatting_lib.table(rows)}"]
 
 
-def _bound_row(bound: dict[str, Any]) -> dict[str, str]:
+def _bound_row(bound: result_lib.Bound) -> dict[str, str]:
     unit = "FLOP" if bound["name"] == "compute" else "B"
     rate = "not published"
     if bound["rate"]:
