@@ -2,7 +2,7 @@
 step.
 
     JAX_PLATFORMS=cpu python -m benchmarks.loop [--rounds=7] [--steps=1500] [--size="1
-    ms"] [--arrays=10,500]
+    ms"] [--arrays=10,500] [--steps_per_dispatch=32]
 
 `--size` also takes two configs of configs/, on all devices: lm_tiny, and digits, whose
 convolutions keep the plain step on CPUs.
@@ -57,6 +57,9 @@ _ARRAYS = flags.DEFINE_list(
     "arrays",
     ["10", "500"],
     "The numbers of parameter arrays for which the host is timed.",
+)
+_PER_DISPATCH = flags.DEFINE_integer(
+    "steps_per_dispatch", 0, "The loop's key of this name; 0: the run chooses.", 0
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
@@ -128,6 +131,7 @@ def of_shipped(name: str, steps: int) -> Any:
 
 def _for_timing(config: Any, steps: int) -> Any:
     config.update({"log_every_steps": 100, "eval_every_steps": 10**6})
+    config.steps_per_dispatch = _PER_DISPATCH.value
     config.steps = _UNTIMED + steps
     config.checkpoint.every_steps = _SAVE_EVERY
     return config
@@ -242,6 +246,8 @@ def compare(name: str) -> Iterator[measure.Row]:
     results = measure.in_turn(sides, _ROUNDS.value)
     ours, once = zip(*results.pop("loop"), strict=True)
     what = f"loop with watch, log, hooks, checkpoints; {name} steps"
+    if _PER_DISPATCH.value:
+        what += f", {_PER_DISPATCH.value} a dispatch"
     for title, seconds in results.items():
         target = _TARGETS[name] if title in _WITH_TARGETS else None
         if title == _keras(8):

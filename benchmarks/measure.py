@@ -126,6 +126,13 @@ def show(rows: Iterable[Row]) -> str:
     return "\n\n".join(tables + reasons)
 
 
+def described(row: Row) -> str:
+    """Returns what was measured, and whether that met the target."""
+    if row.at_most is None:
+        return _measured(row)
+    return f"{_measured(row)}; {_target(row)}: {_met(row)}"
+
+
 def _measured(row: Row) -> str:
     if row.median is None:
         return "not measured"

@@ -1,6 +1,7 @@
 """Measures the memory and the time of a run's step by what it keeps, and where.
 
     JAX_PLATFORMS=cpu python -m benchmarks.memory [--rounds=3] [--steps=10]
+    [--side="keep all, state not donated"]
 
 The step is that of configs/lm.py, at a larger size on accelerators. Each side runs in
 fresh processes, because a process has one peak of memory; the sides alternate. Donation
@@ -12,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,6 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard.run import preflight
 
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each side is measured.", 1)
-_STEPS = flags.DEFINE_integer("steps", 10, "The timed steps of a round.", 1)
-_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
-_CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
-
 _PLAIN = "keep all"
 _UNDONATED = "keep all, state not donated"
 # The changes of the config by side.
@@ -41,6 +37,17 @@ SIDES: dict[str, dict[str, Any]] = {
     "the products on the host": {"model.remat": "offload_dot_with_no_batch_dims"},
     "slots on the host": {"slots_memory": "pinned_host"},
 }
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each side is measured.", 1)
+_STEPS = flags.DEFINE_integer("steps", 10, "The timed steps of a round.", 1)
+_SIDES = flags.DEFINE_multi_enum(
+    "side",
+    list(SIDES),
+    list(SIDES),
+    f"The sides; again for each. {_PLAIN!r}, which the others are divided by, is one.",
+)
+_JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
+_CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
+
 _SMALL = {
     "batch_size": 4,
     "text.length": 128,
@@ -124,10 +131,10 @@ def in_child(side: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(rounds: int) -> Iterator[measure.Row]:
-    """Yields the rows of all sides."""
+def compare(rounds: int, sides: Sequence[str]) -> Iterator[measure.Row]:
+    """Yields the rows of some sides, beside the step that keeps all."""
     calls = {}
-    for side in SIDES:
+    for side in dict.fromkeys([_PLAIN, *sides]):
         calls[side] = lambda side=side: in_child(side)
     measured = measure.in_turn(calls, rounds, warm_up=False)
     plain = measured[_PLAIN]
@@ -162,7 +169,7 @@ def main(argv: list[str]) -> None:
     if _CHILD.value:
         print(json.dumps(child(_CHILD.value, _STEPS.value)))
         return
-    measure.emit(compare(_ROUNDS.value), _JSON.value)
+    measure.emit(compare(_ROUNDS.value, _SIDES.value), _JSON.value)
 
 
 if __name__ == "__main__":

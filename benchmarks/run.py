@@ -10,13 +10,10 @@ that is not possible becomes a row with the reason. Exit codes: 0; 1 if a part f
 130 after Ctrl-C, which prints the rows measured until then.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +22,7 @@ from typing import Any
 
 from absl import app, flags
 
-from benchmarks import measure
+from benchmarks import measure, processes
 from xshard import formatting as formatting_lib
 from xshard.files import disk, jsonfile
 
@@ -143,11 +140,6 @@ _ONLY = flags.DEFINE_list(
 )
 _JSON = flags.DEFINE_string("json", None, "A file for all that is printed, as JSON.")
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Longer than any part takes: XLA's CPU collectives can deadlock, and the other parts
-# are still worth running.
-_LIMIT_SECONDS = 3600
-
 
 def measured(command: Sequence[str], directory: str) -> list[measure.Row]:
     """Returns the rows of one command.
@@ -155,43 +147,11 @@ def measured(command: Sequence[str], directory: str) -> list[measure.Row]:
     Raises:
       RuntimeError: if the command fails; its stderr is printed then.
     """
-    return measure.parse(output_of([*command, "--json"], directory))
-
-
-def output_of(command: Sequence[str], directory: str) -> str:
-    """Returns the output of one of the benchmarks' modules; its temporary files are in
-    `directory`.
-
-    Raises:
-      RuntimeError: if it fails or takes too long.
-    """
     name, *arguments = command
-    with subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        env={**os.environ, "TMPDIR": directory},
-        # A process group of its own, so that it can be killed together with its
-        # children.
-        start_new_session=True,
-    ) as process:
-        try:
-            output, said = process.communicate(timeout=_LIMIT_SECONDS)
-        except BaseException as e:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(e, subprocess.TimeoutExpired):
-                raise RuntimeError(
-                    f"not done after {_LIMIT_SECONDS // 60} minutes"
-                ) from e
-            raise
-    if process.returncode:
-        print(said, file=sys.stderr)
-        last = (said.strip().splitlines() or ["it said nothing"])[-1]
-        raise RuntimeError(f"exit code {process.returncode}: {last[:400]}")
-    return output
+    module = [f"benchmarks.{name}", *arguments, "--json"]
+    return measure.parse(
+        processes.output_of(module, directory, processes.LIMIT_SECONDS)
+    )
 
 
 def run(names: Sequence[str], quick: bool, accelerator: bool) -> Iterator[measure.Row]:
@@ -253,7 +213,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            machine = json.loads(output_of(["machine"], directory).splitlines()[-1])
+            machine = processes.described(directory, processes.LIMIT_SECONDS)
         for row in run(names, _QUICK.value, machine["backend"] != "cpu"):
             rows.append(row)
             code |= row.missing.startswith("FAILED")
