@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # its own package and from earlier lines, so packages on one line do not import one
 # another.
 ORDER = """
-errors formatting jax_internals spans torus
+errors formatting jax_internals places spans torus
 arguments
 mesh_axes
 config_values
@@ -132,7 +132,8 @@ def test_checkpoints_know_nothing_of_what_is_trained():
         todo |= imported_files(ROOT / "xshard" / f"{name}.py") - reached
     layers = {name.split("/")[0] for name in reached}
     assert layers == {
-        "checkpoint", "errors", "files", "formatting", "jax_internals", "pod", "spans"
+        "checkpoint", "errors", "files", "formatting", "jax_internals", "places", "pod",
+        "spans",
     }  # fmt: skip
 
 
@@ -177,6 +178,8 @@ def test_some_imports_and_calls_are_confined_to_their_files(path):
         assert "tensorstore" not in tops
     if not name.startswith(("optimizers/", "learners/")) and name != "main":
         assert "haiku" not in tops
+    if name != "places":
+        assert not set(calls(path)) & {"jax.process_index", "jax.process_count"}
     if name != "mesh":
         makers = ("Mesh", "make_mesh", "create_device_mesh")
         mesh_calls = {

@@ -5,9 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
-
-from xshard import errors
+from xshard import errors, places
 
 # One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of
 # floats with several groups.
@@ -175,7 +173,7 @@ class Evaluations:
         if not self._callbacks:
             return
         self._rows = []
-        if jax.process_index() == 0:
+        if places.own().index == 0:
             self._rows = list(rows())
         self._decide()
 
@@ -191,7 +189,7 @@ class Evaluations:
         """Lets process 0's callbacks decide for all processes."""
         end = ""
         # If a callback raises, process 0 fails, and its watch ends the other processes.
-        if jax.process_index() == 0 and self._rows:
+        if places.own().index == 0 and self._rows:
             for callback in self._callbacks:
                 # Each callback gets copies, so that it cannot change the rows for the
                 # next one. All are called, and the first reason counts.

@@ -20,7 +20,7 @@ import numpy as np
 
 from xshard import callbacks as callbacks_lib
 from xshard import config as config_lib
-from xshard import data, errors, validation
+from xshard import data, errors, places, validation
 from xshard import hooks as hooks_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import state as learner_lib
@@ -377,7 +377,7 @@ def mesh_of(
 
 def num_slices(config: ml_collections.ConfigDict) -> int:
     """Returns the number of slices of a run on the present processes."""
-    return int(config.slices) or jax.process_count()
+    return int(config.slices) or places.own().count
 
 
 def num_models(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh) -> int:

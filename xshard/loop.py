@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from xshard import callbacks, checkpoint, evaluation, hooks, logical, spans, validation
+from xshard import (
+    callbacks,
+    checkpoint,
+    evaluation,
+    hooks,
+    logical,
+    places,
+    spans,
+    validation,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
@@ -133,7 +142,7 @@ class Run:
         self.experiment = experiment_lib.of_config(config)
         self._init = init
         self.watch = watch
-        self._is_process_0 = jax.process_index() == 0
+        self._place = places.own()
         # Only process 0 needs to see the work directory. The others learn from it what
         # is there. A save in the background has a channel of its own.
         self.channel = host_collectives.Channel("the run's files", _FILES_SECONDS)
@@ -174,7 +183,7 @@ class Run:
             self._evaluation.summary(),
         )
         self.changes = list(self._plan.changes)
-        if self._is_process_0 and not self._plan.sets_aside:
+        if self._place.index == 0 and not self._plan.sets_aside:
             self.changes += self.workdir.check_provenance(
                 self.provenance, exact=logical.is_exact(self.config)
             )
@@ -225,7 +234,7 @@ class Run:
         # With several processes, one that compiles longer than the others for this
         # would keep them waiting in a collective.
         train_step = programs.train_step
-        if isinstance(train_step, logical.Program) and jax.process_count() == 1:
+        if isinstance(train_step, logical.Program) and self._place.count == 1:
             train_step.compare_first_call(self.terminal.say)
         self.train_step = host_collectives.compiled_by_all(
             train_step, "the training step"
@@ -235,7 +244,7 @@ class Run:
 
     def _waits_for_batches(self) -> bool:
         """Returns whether any of several processes draws its data batch by batch."""
-        if jax.process_count() == 1:
+        if self._place.count == 1:
             return False
         return not all(self.channel.gather(self.batches.draws_many))
 
@@ -265,7 +274,7 @@ class Run:
         self._own_hooks = hooks.check(where, self.experiment.hooks())
         self._spans = spans.File(
             directory=self.workdir.path,
-            index=jax.process_index(),
+            index=self._place.index,
             host=socket.gethostname(),
             parts=self.clock.parts,
             say=self.terminal.say,
@@ -278,7 +287,7 @@ class Run:
         At the end it waits for the last save.
         """
         with contextlib.ExitStack() as stack:
-            if self._is_process_0:
+            if self._place.index == 0:
                 claim = self.workdir.opened(
                     self.config,
                     identity=self._plan.identity,
@@ -351,7 +360,7 @@ class Run:
                         results |= wing.results(self.step, state)
             finally:
                 # Results are written even if a wing, such as the samples, fails.
-                if self._is_process_0:
+                if self._place.index == 0:
                     results_lib.write(self.workdir, results)
         try:
             self.checkpoints.wait()
@@ -562,7 +571,7 @@ class Run:
         del step, state
         self._take_request()
         # Clocks differ, so only process 0's decides; the others are told.
-        if self._is_process_0 and self._save_interval.has_passed():
+        if self._place.index == 0 and self._save_interval.has_passed():
             self._request_save()
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -780,7 +789,7 @@ class Run:
 
         It is made at a step that all processes agree on.
         """
-        if jax.process_count() == 1:
+        if self._place.count == 1:
             self._is_save_requested = True
         elif self.watch is not None:
             self.watch.ask(request_lib.BY_CLOCK)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from xshard import data, errors, logical
+from xshard import data, errors, logical, places
 from xshard import mesh as mesh_lib
 from xshard.data import batch_sizes
 from xshard.data import rows as rows_lib
@@ -139,7 +139,7 @@ class TrainBatches:
         `example` is a row of this process's own. A network may create state from the
         values of an example, as the averages of `hk.BatchNorm` are.
         """
-        if jax.process_count() == 1:
+        if places.own().count == 1:
             return self.example
         # A batch in which each process has copies of its own example.
         local = {}
@@ -291,7 +291,7 @@ class TrainBatches:
         # make the same steps together, so only a lone one ends them by its clock, which
         # changes no bit.
         end = math.inf
-        if jax.process_count() == 1:
+        if places.own().count == 1:
             end = time.monotonic() + _DRAW_SECONDS
         kind = None
         for place, step in enumerate(steps):
@@ -416,7 +416,7 @@ class TrainBatches:
         self._first = None
         states = [position["iterator"] for position in positions]
         # Fewer processes may have saved it, each with more of the data.
-        share = -(-jax.process_count() // len(states))
+        share = -(-places.own().count // len(states))
         initial_bytes = share * self._initial_bytes
 
         def decoded(state: Any) -> Any:
@@ -437,17 +437,17 @@ class TrainBatches:
         # reached the same position in each.
         are_equal = all(state == states[0] for state in states)
         if are_equal and getattr(self._iterator, "state_is_shared", False):
-            states = [states[0]] * jax.process_count()
-        if len(states) != jax.process_count():
+            states = [states[0]] * places.own().count
+        if len(states) != places.own().count:
             raise errors.UserError(
                 f"The checkpoint of step {step} has one state of the experiment's "
                 f"iterator for each of {len(states)} processes, but there are now "
-                f"{jax.process_count()} processes. Resume with {len(states)}; or give "
+                f"{places.own().count} processes. Resume with {len(states)}; or give "
                 "the iterator a state that all processes share, such as a number of "
                 "batches, and set its attribute state_is_shared = True; or define its "
                 "method join_states, as xshard.data.pipelines.Streams does."
             )
-        self._iterator.set_state(decoded(states[jax.process_index()]))
+        self._iterator.set_state(decoded(states[places.own().index]))
 
     def _take_many(self, count: int) -> dict[str, np.ndarray]:
         """Draws the iterator's next batches at once, and checks them."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax
 
-from xshard import errors, jax_internals
+from xshard import errors, jax_internals, places
 
 FOLDER = "compiled"
 # With its value, the flag of XLA without which `_may_deadlock`.
@@ -97,7 +97,7 @@ def enabled(
     elif _may_deadlock(flags):
         name, value = IN_ORDER_FLAG
         reason = f"with several CPU devices it needs XLA_FLAGS=--{name}={value}"
-    elif jax.process_count() > 1 and not is_shared:
+    elif places.own().count > 1 and not is_shared:
         reason = "the processes may not all see it"
     if not reason:
         try:

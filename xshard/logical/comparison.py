@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
+from xshard import places
 from xshard.logical.segments import Mapped
 
 
@@ -29,7 +30,7 @@ class Comparison:
           mesh: the mesh of devices that the function is called on.
           jit: compiles a part, with the options that its own compilation has.
         """
-        process = jax.process_index()
+        process = places.own().index
         local = [x for x in mesh.devices.flat if x.process_index == process]
         self.differing: list[str] = []
         self._device = local[0]

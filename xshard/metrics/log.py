@@ -14,7 +14,7 @@ import jmp
 import numpy as np
 
 from xshard import experiment as experiment_lib
-from xshard import formatting, hooks
+from xshard import formatting, hooks, places
 from xshard import mesh as mesh_lib
 from xshard import step as step_lib
 from xshard.data import batches as batches_lib
@@ -109,7 +109,7 @@ class Log(hooks.Hook):
           start: the step that the run starts or resumes from. Rows of later steps are
             dropped.
         """
-        if jax.process_index() == 0:
+        if places.own().index == 0:
             part = writers_lib.Part(
                 directory=self._directory.path,
                 step=start,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, jax_internals, spans
+from xshard import errors, jax_internals, places, spans
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
@@ -47,8 +47,9 @@ class Channel:
           what: the purpose of the gathers, for the error message.
           seconds: how long the processes wait for one another.
         """
-        self.index = jax.process_index()
-        self.count = jax.process_count()
+        place = places.own()
+        self.index = place.index
+        self.count = place.count
         self._what = what
         self._seconds = seconds
         self._series = next(_SERIES)
@@ -227,7 +228,7 @@ def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
       summaries: functions by name that return summaries of data; with one process they
         are not called.
     """
-    if jax.process_count() == 1:
+    if places.own().count == 1:
         return
     channel = Channel("comparing the data", _WAIT_SECONDS)
     local = {name: summarize() for name, summarize in summaries.items()}
@@ -262,7 +263,7 @@ def compiled_by_all(function: Any, what: str) -> Callable[..., Any]:
       UserError: if processes meet with other shapes, such as batches padded to
         different lengths.
     """
-    if jax.process_count() == 1:
+    if places.own().count == 1:
         return function
     channel = Channel(f"compiling {what}", _COMPILE_SECONDS)
     compiled_shapes: set[str] = set()

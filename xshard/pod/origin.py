@@ -16,7 +16,7 @@ import jax
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import logical
+from xshard import logical, places
 from xshard.files import compile_cache
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
@@ -85,7 +85,7 @@ def find_provenance(
         versions.append(f"{name} {version}")
     all_devices = jax.devices()
     chip = "/".join(sorted({device.device_kind for device in all_devices}))
-    devices = f"{len(all_devices)} {chip} on {jax.process_count()} process(es)"
+    devices = f"{len(all_devices)} {chip} on {places.own().count} process(es)"
     if jax.default_backend() == "cpu":
         # XLA divides an operation among the cores, so their number changes the order of
         # sums.

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from xshard import errors
+from xshard import errors, places
 from xshard.files import claim, jsonfile, workdir
 from xshard.pod import (
     attempts,
@@ -88,7 +88,7 @@ class Watchdog:
         self._count = len(self._hosts)
         self._index = 0
         if self._count > 1:
-            self._index = jax.process_index()
+            self._index = places.own().index
         self._timeouts = timeouts
         self._stop_at = float("inf")
         if stop_after_seconds:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import cli, formatting
+from xshard import cli, formatting, places
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard.files import results as results_lib
@@ -152,14 +152,14 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
       directory: the run's work directory, where process 0 writes the results.
     """
     content = {"step": step, "eval": {}, "samples": "", "finite": False, "why": why}
-    if jax.process_index() == 0:
+    if places.own().index == 0:
         results_lib.write(directory, content)
     print(f"{nonfinite.message(why)} {kept}", file=sys.stderr, flush=True)
 
 
 def each_process() -> str:
     """Returns the words that say that every process must run a command, if several."""
-    count = jax.process_count()
+    count = places.own().count
     if count == 1:
         return ""
     return f", in each of the {count} processes"

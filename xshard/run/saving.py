@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import checkpoint, errors, formatting
+from xshard import checkpoint, errors, formatting, places
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches as batches_lib
@@ -225,7 +225,7 @@ class Checkpoints(states.States):
 
         These are rows that were logged before the checkpoint was saved.
         """
-        if begin.rows is None or jax.process_index() != 0:
+        if begin.rows is None or places.own().index != 0:
             return
         if log.rows < begin.rows:
             self._notify(

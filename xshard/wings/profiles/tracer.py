@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from xshard import formatting, hooks, jax_internals, loop
+from xshard import formatting, hooks, jax_internals, loop, places
 from xshard import step as step_lib
 from xshard.files import disk, workdir
 from xshard.metrics import clock
@@ -55,7 +55,7 @@ class Tracer(hooks.Wing):
         self._say = run.terminal.say
         self._set_phase = run.set_phase
         self._clock = run.clock
-        self._index = jax.process_index()
+        self._index = places.own().index
         self._channel = host_collectives.Channel("the trace of steps", _WRITE_SECONDS)
         # The traced steps: from the first one until before the end. None: no trace is
         # asked for.

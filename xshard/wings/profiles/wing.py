@@ -5,7 +5,7 @@ import types
 
 import jax
 
-from xshard import loop
+from xshard import loop, places
 from xshard.files import disk, workdir
 from xshard.wings.profiles import mode, tracer
 
@@ -41,7 +41,7 @@ def note_memory(directory: pathlib.Path, e: Exception) -> None:
     is_jax = isinstance(e, jax.errors.JaxRuntimeError)
     if not is_jax or not str(e).startswith(_OUT_OF_MEMORY):
         return
-    path = directory / workdir.PROFILES / f"memory_process_{jax.process_index()}.prof"
+    path = directory / workdir.PROFILES / f"memory_process_{places.own().index}.prof"
     try:
         # The error keeps the arrays alive that were in use.
         content = jax.profiler.device_memory_profile()
