@@ -25,8 +25,8 @@ _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
 # by themselves.
 _EXIT_SECONDS = 15.0
-# How long to wait after SIGTERM: a process leaves, unless it waits for a peer that was
-# killed.
+# How long to wait after SIGTERM: a process leaves, unless it is within a computation
+# that needs a peer which was killed.
 _SIGTERM_SECONDS = 3.0
 # How long to read on after the processes have ended. A reader ends with its pipe, but a
 # child may keep that open.
@@ -147,6 +147,13 @@ class Supervisor:
                 self._log("stopped early with its state saved; starting it again")
                 continue
             num_failures += 1
+            if num_failures == 1 < self._options.max_failures and pod.was_killed:
+                # The program did not fail, and the next start is likely to succeed.
+                self._log(
+                    f"{pod.cause}; failure 1 of {self._options.max_failures}, starting "
+                    "again at once"
+                )
+                continue
             if num_failures >= self._options.max_failures:
                 self._log(
                     f"giving up after failure {num_failures} without a new step: "
@@ -202,11 +209,13 @@ class _Pod:
       cause: why the pod failed; empty if it did not.
       num_lost: how many processes could not be started, or were ended by a SIGKILL that
         this program did not send.
+      was_killed: whether the first process to fail was ended by a SIGKILL.
     """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
         self.cause = ""
         self.num_lost = 0
+        self.was_killed = False
         self._out = out
         self._grace_seconds = grace_seconds
         self._has_killed = False
@@ -254,13 +263,11 @@ class _Pod:
             if not first_failed:
                 first_failed = _failed(codes)
                 if first_failed:
-                    # If a process was killed by a signal, the others can neither train
-                    # nor save without it, so they are not given time to save.
-                    is_terminating = any(_is_signal(codes[i]) for i in first_failed)
-                    patience = _EXIT_SECONDS
-                    if is_terminating:
-                        patience = _SIGTERM_SECONDS
-                    deadline = min(deadline, now + patience)
+                    deadline = min(deadline, now + _EXIT_SECONDS)
+                    if any(_is_signal(codes[i]) for i in first_failed):
+                        # The others can neither train nor save without a process that
+                        # was killed by a signal, and need not find that out.
+                        deadline = now
             if now >= deadline:
                 # First SIGTERM, then SIGKILL for the processes that did not leave.
                 self._send(signal.SIGKILL if is_terminating else signal.SIGTERM)
@@ -278,6 +285,7 @@ class _Pod:
         # All may have ended between two polls of this loop, so the first to fail may be
         # unknown.
         first = (first_failed or failed)[0]
+        self.was_killed = codes[first] == -signal.SIGKILL and self.num_lost > 0
         self.cause = self._describe(first, ends[first])
         return ends[first]
 

@@ -212,6 +212,42 @@ def test_a_killed_process_is_a_failure(supervise):
     )
 
 
+def test_the_first_kill_is_followed_by_a_start_at_once(supervise):
+    supervisor = supervise("killed", "killed", "0", processes=2)
+    assert supervisor.run() == 0 and supervisor.back_offs == [2]
+    assert supervisor.out.getvalue().count("starting again at once") == 1
+
+
+def test_a_kill_after_a_crash_is_followed_by_a_back_off(supervise):
+    supervisor = supervise("1", "killed", "0")
+    assert supervisor.run() == 0 and supervisor.back_offs == [1, 2]
+
+
+def test_no_back_off_precedes_the_start_after_a_kill_that_followed_new_steps(
+    supervise, monkeypatch
+):
+    monkeypatch.setenv("STEP", "1")
+    supervisor = supervise("killed", "killed", "killed", "killed", "0")
+    assert supervisor.run() == 0 and supervisor.back_offs == []
+
+
+def test_the_survivors_of_a_kill_are_told_to_leave_without_a_wait(
+    supervise, monkeypatch
+):
+    monkeypatch.setattr(
+        local,
+        "commands",
+        lambda job, port: [
+            [*job.command, "--process_id=0"],
+            [*job.command[:3], "killed", "--process_id=1"],
+        ],
+    )
+    # The times to wait are as long as a test may take, so a wait fails it.
+    supervisor = supervise("saves", processes=2, max_failures=1)
+    assert supervisor.run() == 137
+    assert "process 1 of 2 was ended by SIGKILL" in supervisor.out.getvalue()
+
+
 @pytest.mark.parametrize(
     "end, codes, grace",
     [("saves", (42, 130), harness.FOREVER), ("stubborn", (137, 137), 0.1)],

@@ -381,6 +381,47 @@ with watching._exit_stack:
     assert said in ended.stderr and failure in ended.stderr
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_signal_ends_the_wait_for_a_cause(tmp_path, is_early):
+    program = f"""
+import os, signal
+from tests.launch import harness
+from xshard.pod import startup, watchdog
+
+timeouts = startup.Timeouts(heartbeat=harness.FOREVER)
+with watchdog.Watchdog({str(tmp_path)!r}, timeouts=timeouts) as watching:
+    # Later than the first step, before which a stop ends a run.
+    watching.poll()
+    watching.poll()
+    if {is_early}:
+        os.kill(os.getpid(), signal.SIGTERM)
+        harness.wait_until(lambda: watching._sync_point.is_stopping)
+    else:
+        watching._log = lambda message: print(message, flush=True)
+        wait = watching._is_told_to_stop.wait
+
+        def wait_after_the_signal(seconds):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return wait(seconds)
+
+        watching._is_told_to_stop.wait = wait_after_the_signal
+    watching.await_cause()
+    print("waited in vain")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=harness.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout
+    assert "not waiting for the cause" in ended.stdout
+    # It can no longer save.
+    assert ("saving after this step" in ended.stdout) == is_early
+
+
 class LossyBoard:
     """A stand-in for the board that several processes share; it loses some calls, and
     only the reply of others.

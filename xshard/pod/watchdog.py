@@ -115,6 +115,9 @@ class Watchdog:
         self._exit_lock = threading.Lock()
         self._num_interrupts = 0
         self._numbers: set[signal.Signals] = set()
+        self._is_told_to_stop = threading.Event()
+        # Whether this process has failed, and can no longer save.
+        self._awaits_cause = False
         self._given_signals = signal_receiver
         self._signals = signal_receiver or signals.SignalReceiver()
         self._threads = [
@@ -197,8 +200,22 @@ class Watchdog:
     def await_cause(self) -> None:
         """Waits, after an error, for a report that another process failed first; that
         ends this process too.
+
+        A signal to stop ends it at once. A launcher sends one when it has seen another
+        process end.
         """
-        self._ended.wait(self._timeouts.heartbeat + 2)
+        self._awaits_cause = True
+        if not self._is_told_to_stop.wait(self._timeouts.heartbeat + 2):
+            return
+        with self._exit_lock:
+            failure = host_collectives.with_timeout(
+                self._first_failure, exits.SHORT_SECONDS
+            )
+            if failure:
+                self._report(failure)
+            else:
+                self._log(f"told to stop; not waiting for the cause. {_GO_ON}")
+            exits.exit_now(exit_codes.FAILED)
 
     def fail(self, message: str) -> NoReturn:
         """Ends all processes because this one has failed."""
@@ -224,6 +241,9 @@ class Watchdog:
             self._check_progress()
 
     def _handle_signal(self, number: signal.Signals) -> None:
+        self._is_told_to_stop.set()
+        if self._awaits_cause:
+            return
         where = ""
         if self._count > 1:
             where = f" on {self._name(self._index)}"
