@@ -4,9 +4,9 @@
 
 A trial trains the toy experiment with `python -m launch`, and at a random instant sends
 SIGTERM or SIGKILL to a random process. The launcher starts the pod again. Its final
-state must equal an undisturbed run's, bit by bit. The measured time is from the signal
-to the end of the pod: after SIGTERM, until the last process has left with its state
-saved.
+state must equal an undisturbed run's, bit by bit. Two times are measured from the
+signal: to the end of the pod (after SIGTERM, until the last process has left with its
+state saved), and to the next steps that are logged.
 """
 
 import os
@@ -83,6 +83,7 @@ def disturb(
     choose = random.Random(_SEED.value)
     steps = []
     seconds = []
+    until_steps = []
     for trial in range(_TRIALS.value):
         directory = scratch / f"{number.name}{trial}"
         process = start(directory, _PROCESSES.value)
@@ -96,21 +97,24 @@ def disturb(
             begin = time.monotonic()
             harness.read_until(process, "launch: ")
             seconds.append(time.monotonic() - begin)
+            resumed = "resumed from the checkpoint of step "
+            line = harness.read_until(process, resumed)
+            steps.append(int(re.search(resumed + r"(\d+)", line)[1]))
+            harness.read_until(process, f"/{_STEPS} ")
+            until_steps.append(time.monotonic() - begin)
             code, output = harness.finish(process)
         assert code == 0, output
-        steps.append(
-            int(re.search(r"resumed from the checkpoint of step (\d+)", output)[1])
-        )
         harness.assert_same_end(directory, undisturbed, _STEPS)
         print(
             f"{number.name} {trial}: left after {seconds[-1]:.1f} s, resumed from "
-            f"{steps[-1]}",
+            f"{steps[-1]}, next steps after {until_steps[-1]:.1f} s",
             flush=True,
         )
     print(
         f"{number.name}: {_TRIALS.value} of {_TRIALS.value} ended in the bits of the "
         f"undisturbed run; left after {statistics.median(seconds):.1f} s (at most "
-        f"{max(seconds):.1f})"
+        f"{max(seconds):.1f}), next steps after {statistics.median(until_steps):.1f} s "
+        f"(at most {max(until_steps):.1f})"
     )
 
 
