@@ -896,8 +896,8 @@ KEYS = (
         "compiled.directory",
         "",
         "The directory of compiled programs, which all processes see: a path, "
-        "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER. Empty: the work directory, for a "
-        "run of one process.",
+        "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER. Empty: the work directory, if all "
+        "see it.",
         _text,
         may_change=True,
         is_optional=True,

@@ -28,6 +28,7 @@ from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
+from xshard.files import claim as claim_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
 from xshard.metrics import clock as clock_lib
@@ -320,7 +321,21 @@ class Run:
             flags=self.provenance.flags,
             chip=self.provenance.chip,
             is_shared=bool(shared),
+            is_seen=bool(shared) or self._do_all_see_the_directory(),
         )
+
+    def _do_all_see_the_directory(self) -> bool:
+        """Returns whether all processes see the work directory, which process 0 has
+        claimed.
+        """
+
+        def holder() -> str:
+            folder = claim_lib.holder_folder(self.workdir.path)
+            return folder.name if folder is not None else ""
+
+        # The name is new in each start, so a copy of the directory has another.
+        claimed = self.channel.on_process_0(holder)
+        return all(self.channel.gather(holder() == claimed != ""))
 
     def complete(
         self,

@@ -56,10 +56,10 @@ def enabled(directory, say=print, **options):
     return cache(store, say, **options)
 
 
-def cache(store, say=print, *, flags=tests.XLA_FLAGS, is_shared=False):
+def cache(store, say=print, *, flags=tests.XLA_FLAGS, is_shared=False, is_seen=True):
     """Returns the context with a cache in a store."""
     return compile_cache.enabled(
-        store, say, flags=flags, chip="cpu", is_shared=is_shared
+        store, say, flags=flags, chip="cpu", is_shared=is_shared, is_seen=is_seen
     )
 
 
@@ -150,10 +150,13 @@ def test_several_cpu_devices_need_programs_in_order(tmp_path):
 
 
 class Listening(toy.Toy):
-    """Writes JAX's events of compiled and of loaded programs to a file."""
+    """Writes JAX's events of compiled and of loaded programs to a file. Caches programs
+    that compile fast.
+    """
 
     def __init__(self, config):
         super().__init__(config)
+        compile_cache._LEAST_SECONDS = 0
         directory = pathlib.Path(os.environ["XSHARD_TEST_EVENTS"])
         self._file = directory / f"{jax.process_index()}"
         jax.monitoring.register_event_listener(self._listen)
@@ -164,6 +167,46 @@ class Listening(toy.Toy):
             file.write(f"{name}\n")
 
 
+def run_pod(events, *flags):
+    """Runs a pod of two processes to its end; it writes its events to a folder."""
+    experiment = "--config.experiment=tests.files.compile_cache_test.Listening"
+    environment = harness.environment(XSHARD_TEST_EVENTS=str(events))
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    process = harness.launch(
+        "--num_processes=2",
+        "--cpu_devices=2",
+        command=[*harness.TOY, experiment, *flags],
+        env=environment,
+    )
+    code, output = harness.finish(process)
+    assert code == 0, output
+
+
+def programs(events, index):
+    """Returns how many programs a process compiled or loaded, and how many it loaded.
+    JAX counts a program that it loads as compiled, too.
+    """
+    names = (events / str(index)).read_text().split()
+    compiled = names.count("/jax/core/compile/backend_compile_duration")
+    return compiled, names.count("/jax/compilation_cache/cache_hits")
+
+
+@pytest.mark.sample(0.3)
+def test_a_pod_that_resumes_loads_its_programs_from_the_work_directory(tmp_path):
+    loaded = {}
+    for steps in (4, 8, 12):
+        directory = tmp_path / str(steps)
+        directory.mkdir()
+        run_pod(directory, f"--workdir={tmp_path / 'run'}", f"--config.steps={steps}")
+        for index in (0, 1):
+            loaded[steps, index] = programs(directory, index)
+    for index in (0, 1):
+        assert loaded[4, index][1] == 0
+        assert loaded[8, index][1] > 0
+        # Nothing is new in another resume.
+        assert len(set(loaded[12, index])) == 1
+
+
 @pytest.mark.sample(0.3)
 def test_a_second_start_of_a_pod_loads_all_programs(tmp_path):
     """Needs processes, whose keys of a program JAX may let differ."""
@@ -171,23 +214,14 @@ def test_a_second_start_of_a_pod_loads_all_programs(tmp_path):
     for start in (1, 2):
         directory = tmp_path / str(start)
         directory.mkdir()
-        command = [*harness.TOY, f"--workdir={directory / 'run'}"]
-        command += ["--config.experiment=tests.files.compile_cache_test.Listening"]
-        command += [f"--config.compiled.directory={tmp_path / 'shared'}"]
-        environment = harness.environment(XSHARD_TEST_EVENTS=str(directory))
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-        process = harness.launch(
-            "--num_processes=2", "--cpu_devices=2", command=command, env=environment
+        run_pod(
+            directory,
+            f"--workdir={directory / 'run'}",
+            f"--config.compiled.directory={tmp_path / 'shared'}",
         )
-        code, output = harness.finish(process)
-        assert code == 0, output
         for index in (0, 1):
-            events = (directory / str(index)).read_text().split()
-            compiled = events.count("/jax/core/compile/backend_compile_duration")
-            loaded = events.count("/jax/compilation_cache/cache_hits")
-            counts[start, index] = (compiled, loaded)
+            counts[start, index] = programs(directory, index)
     for index in (0, 1):
         assert counts[1, index][1] == 0
-        # JAX counts a program that it loads as compiled, too.
         compiled, loaded = counts[2, index]
         assert compiled == loaded > 0

@@ -87,7 +87,7 @@ def test_a_resume_with_other_libraries_is_reported(tmp_path):
             "--xla_gpu_deterministic_ops=false",
             "--xla_gpu_deterministic_ops=false",
         ),
-        ("cpu", "", ""),
+        ("cpu", "", "--xla_cpu_enable_concurrency_optimized_scheduler=false"),
         ("tpu,cpu", "", ""),
     ],
 )

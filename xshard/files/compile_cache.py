@@ -11,11 +11,12 @@ from typing import Any, Protocol
 
 import jax
 
-from xshard import errors, jax_internals, places
+from xshard import errors, jax_internals
+from xshard.files import provenance
 
 FOLDER = "compiled"
 # With its value, the flag of XLA without which `_may_deadlock`.
-IN_ORDER_FLAG = ("xla_cpu_enable_concurrency_optimized_scheduler", "false")
+IN_ORDER_FLAG = (provenance.SCHEDULER_FLAG, "false")
 # In the work directory, programs that compile faster than this are not cached.
 _LEAST_SECONDS = 0.2
 _DIRECTORY = "jax_compilation_cache_dir"
@@ -68,15 +69,16 @@ def enabled(
     flags: str,
     chip: str,
     is_shared: bool,
+    is_seen: bool,
 ) -> Iterator[None]:
     """Makes JAX cache compiled programs in a store, within the context.
 
     If another cache is configured, that one is used: JAX_COMPILATION_CACHE_DIR selects
     another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 
-    With several processes there is no cache unless it is shared: a process that
-    compiles while another loads may wait for it. With several CPU devices there may be
-    none either; see `_may_deadlock`.
+    There is no cache that only some of the processes see: a process that compiles while
+    another loads may wait for it. With several CPU devices there may be none either;
+    see `_may_deadlock`.
 
     Args:
       store: where the programs are kept.
@@ -84,8 +86,9 @@ def enabled(
         it.
       flags: XLA's flags.
       chip: what programs are compiled for, with a CPU's instruction sets.
-      is_shared: whether all processes see the store. Then all programs are cached,
-        however fast they compile.
+      is_shared: whether the config names the store, for several runs. Then all
+        programs are cached, however fast they compile.
+      is_seen: whether all processes see the store.
     """
     configured = jax.config.values
     if not configured["jax_enable_compilation_cache"]:
@@ -97,8 +100,8 @@ def enabled(
     elif _may_deadlock(flags):
         name, value = IN_ORDER_FLAG
         reason = f"with several CPU devices it needs XLA_FLAGS=--{name}={value}"
-    elif places.own().count > 1 and not is_shared:
-        reason = "the processes may not all see it"
+    elif not is_seen:
+        reason = "the processes do not all see it"
     if not reason:
         try:
             _check(store)

@@ -14,6 +14,9 @@ from xshard import errors
 _LIBRARIES = ("jax", "jaxlib", "dm-haiku", "optax", "numpy", "tensorstore")
 # What may change the bits that a program computes.
 _ARITHMETIC = ("chip", "libraries", "flags")
+# The flag of XLA's scheduler for CPUs. It changes in which order a program starts what
+# is independent, and no bit.
+SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 class Identity(NamedTuple):
@@ -105,7 +108,7 @@ def _check_arithmetic(
     for name in _ARITHMETIC:
         before = getattr(old, name)
         now = getattr(new, name)
-        if before != now:
+        if _without_scheduler(before) != _without_scheduler(now):
             raise errors.UserError(
                 f"--workdir={directory} holds a run with reduction.arithmetic='exact', "
                 f"which continues bit for bit. Its {name} changed from "
@@ -113,6 +116,14 @@ def _check_arithmetic(
                 f"Restore the former {name}, or give up equal bits with "
                 "--config.reduction.arithmetic=float."
             )
+
+
+def _without_scheduler(text: str) -> list[str]:
+    """Returns the words of a text without the flag of the scheduler, which earlier
+    versions did not set.
+    """
+    words = text.replace("XLA_FLAGS=", "").split()
+    return [word for word in words if not word.startswith(f"--{SCHEDULER_FLAG}=")]
 
 
 def _libraries_changed(old: str, new: str) -> str:

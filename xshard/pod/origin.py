@@ -121,9 +121,11 @@ def _instruction_checksum() -> int:
 def set_up_backends(config: Any, cpu_devices: int) -> None:
     """Sets up JAX's backends for a run; it must be called before JAX creates devices.
 
-    On GPUs, XLA is made to compile programs that give the same bits each time. Without
-    that a run that is resumed ends in other bits: XLA picks kernels by timing them,
-    and some kernels sum in any order. XLA_FLAGS may say otherwise.
+    On CPUs, XLA is made to compile programs that may be loaded again; see
+    `xshard.files.compile_cache`. On GPUs, it is made to compile programs that give the
+    same bits each time. Without that a run that is resumed ends in other bits: XLA
+    picks kernels by timing them, and some kernels sum in any order.
+    XLA_FLAGS may say otherwise.
 
     Args:
       config: the run's config, or a dictionary with the same keys.
@@ -134,7 +136,7 @@ def set_up_backends(config: Any, cpu_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     if _may_have_gpu():
         _add_flag(_GPU_FLAG, "true")
-    if config.get("compiled", {}).get("directory", ""):
+    if config.get("compiled", {}).get("directory", "") or _has_cpus_only():
         _add_flag(*compile_cache.IN_ORDER_FLAG)
     if not logical.is_exact(config):
         return
@@ -151,6 +153,15 @@ def set_up_backends(config: Any, cpu_devices: int) -> None:
         # operations LLVM fuses depends on the rest of the program, and the program
         # depends on the number of devices.
         _add_flag(_MAX_ISA_FLAG, "AVX")
+
+
+def _has_cpus_only() -> bool:
+    """Returns whether JAX is sure to find no accelerators."""
+    platforms = jax.config.values["jax_platforms"]
+    if platforms:
+        return platforms == "cpu"
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return not plugins and importlib.util.find_spec("libtpu") is None
 
 
 def _may_have_gpu() -> bool:
