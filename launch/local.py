@@ -209,7 +209,7 @@ class _Pod:
       cause: why the pod failed; empty if it did not.
       num_lost: how many processes could not be started, or were ended by a SIGKILL that
         this program did not send.
-      was_killed: whether the first process to fail was ended by a SIGKILL.
+      was_killed: whether such a SIGKILL was the first failure.
     """
 
     def __init__(self, job: engine.Job, out: IO[str], grace_seconds: float):
@@ -282,10 +282,15 @@ class _Pod:
         failed = _failed(codes)
         if not failed:
             return max(ends)
-        # All may have ended between two polls of this loop, so the first to fail may be
-        # unknown.
-        first = (first_failed or failed)[0]
-        self.was_killed = codes[first] == -signal.SIGKILL and self.num_lost > 0
+        # Several may have ended between two polls of this loop, so the first to fail
+        # may be unknown. No process of a run sends SIGKILL, so that is no effect of
+        # another failure.
+        candidates = first_failed or failed
+        killed = [i for i in candidates if codes[i] == -signal.SIGKILL]
+        self.was_killed = bool(killed) and self.num_lost > 0
+        if self.was_killed:
+            candidates = killed
+        first = candidates[0]
         self.cause = self._describe(first, ends[first])
         return ends[first]
 

@@ -213,9 +213,33 @@ def test_a_killed_process_is_a_failure(supervise):
 
 
 def test_the_first_kill_is_followed_by_a_start_at_once(supervise):
-    supervisor = supervise("killed", "killed", "0", processes=2)
+    supervisor = supervise("killed", "killed", "0")
     assert supervisor.run() == 0 and supervisor.back_offs == [2]
     assert supervisor.out.getvalue().count("starting again at once") == 1
+
+
+def test_a_kill_is_the_cause_of_what_ends_at_the_same_time(supervise, monkeypatch):
+    ended = []
+
+    def codes(pod):
+        # The launcher looks only when both have ended.
+        ended.append([process.wait() for process in pod._processes])
+        pod.num_lost = ended[-1].count(-signal.SIGKILL)
+        return ended[-1]
+
+    monkeypatch.setattr(local._Pod, "_codes", codes)
+    monkeypatch.setattr(
+        local,
+        "commands",
+        lambda job, port: [
+            [*job.command, "--process_id=0"],
+            [*job.command[:3], "killed", "--process_id=1"],
+        ],
+    )
+    supervisor = supervise("1", processes=2, max_failures=1)
+    assert supervisor.run() == 137
+    assert ended == [[1, -signal.SIGKILL]]
+    assert "process 1 of 2 was ended by SIGKILL" in supervisor.out.getvalue()
 
 
 def test_a_kill_after_a_crash_is_followed_by_a_back_off(supervise):

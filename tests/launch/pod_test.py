@@ -370,7 +370,7 @@ def test_a_killed_pod_stops_early_and_samples_as_if_uninterrupted(tmp_path):
         process = start(tmp_path / "run", *options, count=2, **variables)
         harness.read_until(process, "step 15: saved")
         os.kill(pid_of(tmp_path / "run", 1), signal.SIGKILL)
-        harness.read_until(process, "again in 1 s")
+        harness.read_until(process, "again at once")
     code, output = harness.finish(process)
     assert code == 0, output
     assert rows.results(tmp_path / "run") == ended
