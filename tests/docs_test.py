@@ -9,11 +9,14 @@ import io
 import json
 import os
 import pathlib
+import pickle
 import re
 import shlex
 import subprocess
 import sys
 import traceback
+import types
+from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -28,6 +31,7 @@ import xshard
 from configs import digits, lm, lm_lora, ssl
 from tests import forks
 from xshard import config as config_lib
+from xshard import data
 from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -45,8 +49,9 @@ MODULES = [
     for path in sorted(ROOT.joinpath("xshard").rglob("*.py"))
     if "    >>> " in path.read_text()
 ]
-# Libraries of networks that only tests use.
-NETWORKS = ("equinox", "flax")
+# Libraries that only tests and examples use. The last three are too large to be in the
+# environment of the tests.
+LIBRARIES = ("equinox", "flax", "tensorflow", "torch", "torchdata")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": forks.python_path(), "JAX_PLATFORMS": "cpu"}
 
 
@@ -96,7 +101,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shared = {"config": digits.get_config()}
     blocks = fences(page)
-    for package in NETWORKS:
+    for package in LIBRARIES:
         imports = rf"^(import|from) {package}\b"
         if re.search(imports, page.read_text(), flags=re.MULTILINE):
             pytest.importorskip(package, reason=f"{package} is not installed")
@@ -112,6 +117,59 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
         assert float(shared["loss"]) < 0.01
         (rules,) = [block for language, block in blocks if language == "python"]
         assert len([line for line in rules.splitlines() if line]) <= 25
+
+
+class _Loader:
+    """Four batches of an epoch, by the protocol of torchdata's StatefulDataLoader."""
+
+    def __init__(self, epoch):
+        self._epoch = epoch
+        self._used = 0
+
+    def __iter__(self):
+        while self._used < 4:
+            self._used += 1
+            yield {"x": _Tensor(10 * self._epoch + self._used + np.arange(3))}
+
+    def state_dict(self):
+        return {"used": self._used}
+
+    def load_state_dict(self, state):
+        self._used = state["used"]
+
+
+class _Tensor(NamedTuple):
+    """Stands for a tensor of torch."""
+
+    array: np.ndarray
+
+    def numpy(self):
+        return self.array
+
+
+@pytest.mark.parametrize("used", range(6))
+def test_batches_of_stateful_loaders_resume_at_the_batch(monkeypatch, used):
+    """torch, which the page's other blocks need, is too large for this environment."""
+    torch = types.SimpleNamespace(save=pickle.dump, load=pickle.load)
+    loaders = types.SimpleNamespace(StatefulDataLoader=_Loader)
+    module = "torchdata.stateful_dataloader"
+    monkeypatch.setitem(sys.modules, "torchdata", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, module, loaders)
+    page = fences(ROOT / "docs" / "pytorch_data.md")
+    (adapter,) = [block for _, block in page if "class Epochs:" in block]
+    shared = {"np": np, "torch": torch}
+    exec(adapter, shared)
+    part = data.Part(batch_size=3, rows=(np.arange(1, 3),), seed=0)
+    undisturbed = shared["Epochs"](_Loader, part)
+    for _ in range(used):
+        next(undisturbed)
+    resumed = shared["Epochs"](_Loader, part)
+    resumed.set_state(undisturbed.get_state())
+    for number in range(used, used + 6):
+        batch = next(resumed)["x"]
+        np.testing.assert_array_equal(batch, next(undisturbed)["x"])
+        epoch, position = divmod(number, 4)
+        assert batch.tolist() == [10 * epoch + position + 2, 10 * epoch + position + 3]
 
 
 @pytest.mark.sample(0.4)

@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import xshard
 from tests import forks
 from tests.checkpoint import harness
+from xshard.optimizers import trees
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,10 @@ INIT = {
         ["--init_from={0}", "--init_select=^weights/"],
         ["'^weights/' matches none", "params/"],
     ),
+    "the steps made": (
+        ["--init_from={0}", "--init_select=."],
+        ["--init_select='.' takes 'step'", "--init_select='^(?!step$)'"],
+    ),
     "group": (["--init_from={0}", "--init_group=-1"], ["init_group", "-1"]),
     "renaming": (
         ["--init_from={0}", "--init_rename=params/lineer=params/linear"],
@@ -181,6 +188,32 @@ def test_a_new_run_starts_from_another_run_s_parameters(finished, tmp_path, run)
         f"--init_from={finished}",
     )
     assert code == 0 and "initialized 4 arrays from" in out, out + err
+
+
+def test_a_new_run_with_another_rate_starts_from_another_run_s_slots(
+    finished, tmp_path, run
+):
+    code, out, err = run(
+        "--config=tests/toy.py",
+        f"--workdir={tmp_path}/run",
+        "--cpu_devices=4",
+        "--config.optimizer.learning_rate=0.0",
+        "--config.checkpoint.every_steps=1",
+        "--config.steps=1",
+        f"--init_from={finished}",
+        "--init_select=^(params|net_state|opt_state)/",
+    )
+    assert code == 0, out + err
+    before, after = (
+        trees.leaves_by_path(xshard.load(directory).state.experiment)
+        for directory in (finished, tmp_path / "run")
+    )
+    for path, array in before.items():
+        if path.startswith("opt_state/") and path.endswith("/count"):
+            # The updates of the other run, and one of this one.
+            assert array > 1 and after[path] == array + 1
+        if path.startswith("params/"):
+            np.testing.assert_array_equal(after[path], array)
 
 
 def write(path, text):

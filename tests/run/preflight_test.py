@@ -47,6 +47,14 @@ def test_a_key_that_reaches_no_rule_is_refused(tmp_path, key, value):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_without_compiled_programs_is_refused(tmp_path):
+    config = make_config("tests.toy.Wide").lock()
+    refused = pytest.raises(errors.UserError, match="JAX_DISABLE_JIT is set")
+    with refused, jax.disable_jit():
+        loop.Run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 class Fixed(Deaf):
     """Scales the loss by a number."""
 

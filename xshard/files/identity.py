@@ -100,7 +100,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
         raise errors.UserError(
             f"{whose} a run with another config ({'; '.join(fatal)}). A run cannot "
             "continue with these changes: give its old values, or a new directory; "
-            "--init_from takes its parameters."
+            "--init_from takes its parameters, and with --init_select its slots."
         )
     return changes
 

@@ -109,6 +109,12 @@ def programs(
       UserError: if a method of the experiment does not fit, or if a value that must be
         equal on all replicas differs.
     """
+    if jax.config.jax_disable_jit:
+        raise errors.UserError(
+            "JAX_DISABLE_JIT is set, and a run is checked and made by compiled "
+            "programs. Unset it: jax.debug.breakpoint() stops in them, and "
+            "docs/debugging.md shows how to call a loss operation by operation."
+        )
     train_step = jitted_step(experiment, mesh)
     analyzed_step = train_step
     updates_in_shards = step.updates_in_shards(mesh, state)

@@ -3,6 +3,7 @@ resumes from.
 """
 
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -105,6 +106,12 @@ class Checkpoints(states.States):
             )
         elif source is not None:
             checkpoint.check_init(source, self.target, adaptations.meaning(self.target))
+            if re.search(source.select, "step"):
+                raise errors.UserError(
+                    f"--init_select='{source.select}' takes 'step', too: this run has "
+                    "not made the other one's steps, and begins with its own data. "
+                    "Leave it out, as --init_select='^(?!step$)' does."
+                )
 
     def step_program(self) -> str | None:
         """Returns the program that makes the steps of the run; None if it begins now.
