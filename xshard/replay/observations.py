@@ -329,11 +329,15 @@ def _magnitude(x: Any) -> jax.Array:
     """Returns the largest magnitude as float32: inf or nan only if an element is."""
     if not x.size:
         return jnp.zeros((), jnp.float32)
-    is_nan = jnp.isnan(x)
-    # The nan are left out and looked for by themselves, since XLA's maximum of a large
-    # array on the CPU may lose them.
-    largest = jnp.max(jnp.where(is_nan, 0, jnp.abs(x)))
-    largest = jnp.where(jnp.any(is_nan), jnp.nan, largest)
+    if jnp.iscomplexobj(x):
+        x = jnp.abs(x)
+    if x.dtype.itemsize == 1:
+        x = x.astype(jnp.float32)
+    # The bits below the sign are ordered as the magnitudes are, with inf and nan above
+    # all others. XLA's maximum of a large array of floats on the CPU may lose nan.
+    size = 8 * x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, f"uint{size}") & (2 ** (size - 1) - 1)
+    largest = lax.bitcast_convert_type(jnp.max(bits), x.dtype)
     # A finite float64 beyond float32's range must not become inf.
     if largest.dtype == jnp.float64:
         most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)
