@@ -240,7 +240,7 @@ def tutorial(tmp_path_factory):
     """
     parent = tmp_path_factory.mktemp("tutorial")
     run(parent, *next(commands(TUTORIAL)))
-    (sweep,) = [block for language, block in fences(TUTORIAL) if language == "python"]
+    (sweep,) = [block for _, block in fences(TUTORIAL) if "def get_sweep" in block]
     directory = parent / "spirals"
     (directory / "sweep.py").write_text(sweep)
     return directory

@@ -290,14 +290,15 @@ def _add(
     """Returns the observations with those of one run of a function.
 
     Args:
-      magnitudes: the largest magnitudes of its values, by number.
+      magnitudes: the bits of the largest magnitudes of its values, by number.
       rounds: the rounds of the loops around it, outermost first.
       observed: the observations so far.
     """
     if not magnitudes:
         return observed
     numbers = np.array(list(magnitudes))
-    now = jnp.stack(list(magnitudes.values()))
+    bits = jnp.stack(list(magnitudes.values()))
+    now = lax.bitcast_convert_type(bits, jnp.float32)
     # In a loop there are observations of earlier rounds. The first round in which a
     # value was not finite counts; outside of loops, and in the first round, the value
     # before is 0.
@@ -317,7 +318,9 @@ def _add(
 
 
 def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.Array]:
-    """Returns the largest magnitude of each value that can be not finite, by number."""
+    """Returns the bits of the largest magnitude of each value that can be not finite, by
+    number.
+    """
     magnitudes = {}
     for number, value in zip(numbers, values, strict=True):
         if dataflow.can_be_nonfinite(value):
@@ -326,23 +329,22 @@ def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.
 
 
 def _magnitude(x: Any) -> jax.Array:
-    """Returns the largest magnitude as float32: inf or nan only if an element is."""
+    """Returns the bits of the largest magnitude as float32: those of inf or nan only if
+    an element is.
+    """
     if not x.size:
-        return jnp.zeros((), jnp.float32)
+        return jnp.zeros((), jnp.uint32)
     if jnp.iscomplexobj(x):
         x = jnp.abs(x)
-    if x.dtype.itemsize == 1:
-        x = x.astype(jnp.float32)
+    if x.dtype == jnp.float64:
+        # A finite float64 beyond float32's range must not become inf.
+        most = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
     # The bits below the sign are ordered as the magnitudes are, with inf and nan above
-    # all others. XLA's maximum of a large array of floats on the CPU may lose nan.
-    size = 8 * x.dtype.itemsize
-    bits = lax.bitcast_convert_type(x, f"uint{size}") & (2 ** (size - 1) - 1)
-    largest = lax.bitcast_convert_type(jnp.max(bits), x.dtype)
-    # A finite float64 beyond float32's range must not become inf.
-    if largest.dtype == jnp.float64:
-        most = jnp.asarray(jnp.finfo(jnp.float32).max, jnp.float64)
-        largest = jnp.where(jnp.isfinite(largest), jnp.minimum(largest, most), largest)
-    return largest.astype(jnp.float32)
+    # all others. XLA's maximum of a large array of floats on the CPU may lose nan, and
+    # a program of fewer operations compiles sooner.
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return jnp.max(bits & 0x7FFFFFFF)
 
 
 def _bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
