@@ -318,8 +318,9 @@ def _add(
 
 
 def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.Array]:
-    """Returns the bits of the largest magnitude of each value that can be not finite, by
-    number.
+    """Returns the bits of the largest magnitude of each value that can be not finite.
+
+    They are by number, as `_magnitude` returns them.
     """
     magnitudes = {}
     for number, value in zip(numbers, values, strict=True):
