@@ -116,7 +116,8 @@ class Diagnosis:
         """Traces the step once more, and observes its values."""
         self._run = run
         self._step = step
-        traced = run.single_program().trace(step.state, step.batch)
+        program = preflight.single_program(run.experiment, run.mesh)
+        traced = program.trace(step.state, step.batch)
         self.program = dataflow.Program(traced, (step.state, step.batch))
         self._observe = observations.make_observer(self.program, run.mesh)
         self.observed = self._observe(step.state, step.batch)

@@ -330,11 +330,10 @@ def _magnitudes(numbers: Sequence[int], values: Sequence[Any]) -> dict[int, jax.
 
 
 def _magnitude(x: Any) -> jax.Array:
-    """Returns the bits of the largest magnitude as float32: those of inf or nan only if
-    an element is.
+    """Returns the bits of the largest magnitude as float32; 0 if there are no elements.
+
+    They are those of inf or nan only if an element is.
     """
-    if not x.size:
-        return jnp.zeros((), jnp.uint32)
     if jnp.iscomplexobj(x):
         x = jnp.abs(x)
     if x.dtype == jnp.float64:
@@ -345,7 +344,7 @@ def _magnitude(x: Any) -> jax.Array:
     # all others. XLA's maximum of a large array of floats on the CPU may lose nan, and
     # a program of fewer operations compiles sooner.
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return jnp.max(bits & 0x7FFFFFFF)
+    return jnp.max(bits & 0x7FFFFFFF, initial=0)
 
 
 def _bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:

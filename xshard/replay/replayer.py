@@ -93,12 +93,6 @@ class Replayer:
         predict = preflight.jitted_predict(self.experiment, self.mesh)
         self._predict = evaluation.predictions(predict, self.mesh)
 
-    def single_program(self) -> Any:
-        """Returns the training step as one jitted program, for analysis; raises
-        UserError like `preflight.single_program`.
-        """
-        return preflight.single_program(self.experiment, self.mesh)
-
     def _find_changes(self) -> list[str]:
         """Describes what differs from the original run.
 
