@@ -109,7 +109,7 @@ def programs(
       UserError: if a method of the experiment does not fit, or if a value that must be
         equal on all replicas differs.
     """
-    if jax.config.jax_disable_jit:
+    if jax.config.values["jax_disable_jit"]:
         raise errors.UserError(
             "JAX_DISABLE_JIT is set, and a run is checked and made by compiled "
             "programs. Unset it: jax.debug.breakpoint() stops in them, and "
