@@ -293,6 +293,20 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
         assert json.loads((tmp_path / "status.json").read_bytes())[0]["doing"] == "done"
 
 
+def test_a_disk_that_is_away_does_not_end_the_watch(tmp_path, monkeypatch):
+    # The system answers a question for such a name by an error, as for all names on a
+    # disk whose server is away.
+    away = tmp_path / ("x" * 300)
+    monkeypatch.setattr(watchdog.claim, "holder_folder", lambda folder: away)
+    watching = watchdog.Watchdog(tmp_path)
+    asked = calls_of(monkeypatch, watching, "_may_write")
+    with watching:
+        watching.publish()
+        harness.wait_until(lambda: len(asked) > 2)
+        (tmp_path / "STOP").touch()
+        assert poll(watching).kind == request_lib.STOP
+
+
 def test_a_full_disk_does_not_end_the_watch(tmp_path, monkeypatch):
     def write(*args, **kwargs):
         tried.append(args)

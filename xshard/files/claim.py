@@ -57,6 +57,7 @@ HOLDER = ".holder"
 RENEW_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 _OWNER = "owner"
+_NOBODY = "no process"
 _ID = re.compile("[0-9a-f]{16}")
 _OWNER_BYTES = 4096
 # Errors of a disk that has no such link or rename.
@@ -220,16 +221,25 @@ class _Held:
     def check(self) -> None:
         self.check_noticed()
         if not disk.exists(self._own):
-            self._lost_to = _holder(self._folder) or "no process"
+            self._lost_to = _holder(self._folder) or _NOBODY
         self.check_noticed()
 
     def check_noticed(self) -> None:
-        if self._lost_to:
-            raise LostError(
-                f"this process no longer holds {self._folder} ({self._lost_to} holds "
-                "it): it was suspended, or cut off from the disk, and the other one "
-                "came meanwhile. It has changed nothing since; end one of the two runs."
+        if not self._lost_to:
+            return
+        reason = (
+            "it was suspended, or cut off from the disk, and the other one came "
+            "meanwhile. It has changed nothing since; end one of the two runs."
+        )
+        if self._lost_to == _NOBODY:
+            reason = (
+                "the disk was unmounted, or the folder moved or emptied. Bring it "
+                "back; the same command resumes from what was saved there."
             )
+        raise LostError(
+            f"this process no longer holds {self._folder} ({self._lost_to} holds it): "
+            f"{reason}"
+        )
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
@@ -278,9 +288,11 @@ class _Held:
 
     def forget(self) -> None:
         """Closes the lock, in a child that must not hold it."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        lock = self._lock
+        self._lock = -1
+        # A disk that was away may answer by an error; the file is closed all the same.
+        with contextlib.suppress(OSError):
+            os.close(lock)
 
     def release(self) -> None:
         self.ended.set()

@@ -334,7 +334,7 @@ def writing(path: pathlib.Path, fix: str = _RESUMES) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if not path.parent.exists():
+        if e.errno == errno.ENOENT and not os.path.exists(path.parent):
             # What was saved there may be gone, too.
             fix = (
                 f"{path.parent} does not exist: create it, or restore it if it was "

@@ -476,7 +476,8 @@ class Watchdog:
         """Returns whether the status in the directory is this process's to write, and
         not that of a process which has taken the directory over.
         """
-        if self._holder is None or self._holder.exists():
+        # A disk that is away answers by an error, which must not end this watch.
+        if self._holder is None or os.path.exists(self._holder):
             return True
         # The run has ended and freed the directory, or lost it.
         with contextlib.suppress(OSError, ValueError):
