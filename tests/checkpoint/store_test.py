@@ -147,6 +147,30 @@ def test_a_stale_lease_is_taken_over_and_its_former_holder_notices(gcs, tmp_path
     assert lock.NAME not in other.store.names()
 
 
+@pytest.mark.parametrize("ignored", ["nothing", "absent", "unchanged"])
+def test_a_service_that_ignores_conditions_is_named(
+    gcs, tmp_path, monkeypatch, ignored
+):
+    replace = store_lib.Store.replace
+    first = []
+
+    def unconditional(self, name, content, generation):
+        first.append(generation)
+        is_absent = generation == first[0]
+        if ignored == ("absent" if is_absent else "unchanged"):
+            generation, _ = self.stat(name)
+        return replace(self, name, content, generation)
+
+    monkeypatch.setattr(store_lib.Store, "replace", unconditional)
+    messages = []
+    manager = harness.make_manager(f"{gcs}{tmp_path.name}", log=messages.append)
+    manager.acquire()
+    harness.save(manager, 1, harness.saved_state(1))
+    manager.close()
+    warned = [text for text in messages if "ignores the conditions of writes" in text]
+    assert len(warned) == (ignored != "nothing")
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", ["forget", "refuse", "throttle"])
 def test_saves_succeed_although_30_percent_of_the_requests_fail(tmp_path, fault):

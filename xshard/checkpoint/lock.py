@@ -197,7 +197,7 @@ class Lease:
         generation = store.replace(NAME, self._content(), free)
         if generation is None:
             raise _in_use(store, "another process, which came first")
-        self._generation = generation
+        self._generation = self._tried(free, generation, log)
         # Held while the lease is written, by the thread that renews it or another one.
         self._writing = threading.Lock()
         self._ended = threading.Event()
@@ -277,6 +277,27 @@ class Lease:
             free = self._store.replace(NAME, self._content(), self._generation)
             if free is not None:
                 self._store.delete(NAME, generation=free)
+
+    def _tried(self, free: bytes, first: bytes, log: Callable[[str], None]) -> bytes:
+        """Writes the lease again and tries whether the service heeds the conditions of
+        writes, for an object that must be absent and for one that must be unchanged.
+
+        Returns:
+          The lease's generation.
+        """
+        newest = self._store.replace(NAME, self._content(), first)
+        if newest is None:
+            raise _in_use(self._store, "another process, which came first")
+        for outdated in (free, first):
+            ignored = self._store.replace(NAME, self._content(), outdated)
+            if ignored is not None:
+                log(
+                    f"warning: the service of {self._store} ignores the conditions of "
+                    "writes, so a second run in this folder may not be refused, and "
+                    "would damage this one: start none there"
+                )
+                return ignored
+        return newest
 
     def _content(self) -> bytes:
         """Returns the next content, which differs from all earlier ones."""
