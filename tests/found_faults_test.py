@@ -49,7 +49,7 @@ import xshard
 from configs import lm_words
 from experiments.lm import words
 from launch import engine, sweep
-from tests import rows, toy, winged
+from tests import disks, rows, toy, winged
 from tests.checkpoint import harness as checkpoint_harness
 from tests.checkpoint import suspended
 from tests.faults import lacking_disk
@@ -3171,54 +3171,8 @@ def _disks_run(program, *arguments, **environment):
     )
 
 
-def _disks_mount(*arguments, **options):
-    """Mounts a file system; skips the test with the reason if that is not possible."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a file system")
-    done = subprocess.run(
-        ["mount", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,
-    )
-    if done.returncode:
-        pytest.skip(f"needs to mount a file system: {done.stderr.strip()}")
-
-
-@contextlib.contextmanager
-def _disks_mounted(folder, *arguments, **options):
-    folder.mkdir(parents=True)
-    _disks_mount(*arguments, folder, **options)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def _disks_automounted(root):
-    """Yields a folder that an automounter has mounted below `root`.
-
-    This process is the automounter: the kernel gives it the pipe, and lets its process
-    group create folders below the root.
-    """
-    read, write = os.pipe()
-    options = f"fd={write},pgrp={os.getpgrp()},minproto=5,maxproto=5,indirect"
-    try:
-        arguments = ("-t", "autofs", "-o", options, "autofs")
-        with (
-            _disks_mounted(root, *arguments, pass_fds=[write]),
-            _disks_mounted(root / "user", "-t", "tmpfs", "tmpfs") as user,
-        ):
-            yield user
-    finally:
-        os.close(read)
-        os.close(write)
-
-
 def test_13_a_run_saves_below_an_automounted_folder(tmp_path):
-    with _disks_automounted(tmp_path / "home") as user:
+    with disks.automounted(tmp_path / "home") as user:
         # The kind of disk that is meant: its root cannot be synced.
         with pytest.raises(OSError, match="Invalid argument"):
             descriptor = os.open(user.parent, os.O_RDONLY)

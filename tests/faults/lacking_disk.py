@@ -44,21 +44,51 @@ def missing():
 @contextlib.contextmanager
 def mounted(folder):
     """Mounts the file system; yields the folder where it is."""
-    below = folder / "below"
-    at = folder / "mounted"
-    below.mkdir(parents=True)
-    at.mkdir()
-    command = [sys.executable, "-m", "tests.faults.lacking_disk", str(below), str(at)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=harness.environment()
-    ) as server:
-        try:
-            assert server.stdout.readline() == "mounted\n"
-            yield at
-        finally:
-            # Detached at once, whatever a failed test has left open there.
-            subprocess.run(["umount", "--lazy", str(at)], check=False)
-            server.kill()
+    with Server(folder) as server:
+        yield server.folder
+
+
+class Server:
+    """The file system's server, which has mounted it within a `with` statement.
+
+    Attributes:
+      folder: where it is mounted.
+    """
+
+    def __init__(self, folder):
+        self._below = folder / "below"
+        self.folder = folder / "mounted"
+        self._below.mkdir(parents=True)
+        self.folder.mkdir()
+        self._process = None
+
+    def __enter__(self):
+        self.come_back()
+        return self
+
+    def __exit__(self, *error):
+        # Detached at once, whatever a failed test has left open there.
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=False)
+        self.leave()
+
+    def leave(self):
+        """Kills the server: each operation then fails."""
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def come_back(self):
+        """Mounts the file system, in the place of what a killed server has left."""
+        if self._process is not None:
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+        module = "tests.faults.lacking_disk"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(self._below), str(self.folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=harness.environment(),
+        )
+        assert self._process.stdout.readline() == "mounted\n"
 
 
 class _FileSystem:
