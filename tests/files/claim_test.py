@@ -13,7 +13,7 @@ def held(tmp_path):
     return claim.Claim(tmp_path / "run", renew_seconds=600, watch_seconds=600)
 
 
-def test_a_disk_that_was_unmounted_is_not_reported_as_another_run(held, tmp_path):
+def test_a_disk_that_was_unmounted_is_named(held, tmp_path):
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()
     with pytest.raises(claim.LostError, match="no process holds it.*was unmounted"):

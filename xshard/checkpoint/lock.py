@@ -194,10 +194,20 @@ class Lease:
             self._deleting = list(self.inherited)
         # The write is conditional on the generation: of several processes that found
         # the lease free, one succeeds.
-        generation = store.replace(NAME, self._content(), free)
-        if generation is None:
-            raise _in_use(store, "another process, which came first")
-        self._generation = self._tried(free, generation, log)
+        first = self._replaced(free)
+        self._generation = self._replaced(first)
+        # A service that does not heed the conditions replaces it again: of an object
+        # that must be unchanged, or absent.
+        for outdated in (first, free):
+            ignored = store.replace(NAME, self._content(), outdated)
+            if ignored is not None:
+                self._generation = ignored
+                log(
+                    f"warning: the service of {store} ignores the conditions of "
+                    "writes, so a second run in this folder may not be refused, and "
+                    "would damage this one: start none there"
+                )
+                break
         # Held while the lease is written, by the thread that renews it or another one.
         self._writing = threading.Lock()
         self._ended = threading.Event()
@@ -278,26 +288,12 @@ class Lease:
             if free is not None:
                 self._store.delete(NAME, generation=free)
 
-    def _tried(self, free: bytes, first: bytes, log: Callable[[str], None]) -> bytes:
-        """Writes the lease again and tries whether the service heeds the conditions of
-        writes, for an object that must be absent and for one that must be unchanged.
-
-        Returns:
-          The lease's generation.
-        """
-        newest = self._store.replace(NAME, self._content(), first)
-        if newest is None:
+    def _replaced(self, generation: bytes) -> bytes:
+        """Writes the lease, if it still has a generation; returns the new one."""
+        written = self._store.replace(NAME, self._content(), generation)
+        if written is None:
             raise _in_use(self._store, "another process, which came first")
-        for outdated in (free, first):
-            ignored = self._store.replace(NAME, self._content(), outdated)
-            if ignored is not None:
-                log(
-                    f"warning: the service of {self._store} ignores the conditions of "
-                    "writes, so a second run in this folder may not be refused, and "
-                    "would damage this one: start none there"
-                )
-                return ignored
-        return newest
+        return written
 
     def _content(self) -> bytes:
         """Returns the next content, which differs from all earlier ones."""

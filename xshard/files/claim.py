@@ -57,7 +57,6 @@ HOLDER = ".holder"
 RENEW_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 _OWNER = "owner"
-_NOBODY = "no process"
 _ID = re.compile("[0-9a-f]{16}")
 _OWNER_BYTES = 4096
 # Errors of a disk that has no such link or rename.
@@ -221,25 +220,18 @@ class _Held:
     def check(self) -> None:
         self.check_noticed()
         if not disk.exists(self._own):
-            self._lost_to = _holder(self._folder) or _NOBODY
+            self._lost_to = _holder(self._folder) or "no process"
         self.check_noticed()
 
     def check_noticed(self) -> None:
-        if not self._lost_to:
-            return
-        reason = (
-            "it was suspended, or cut off from the disk, and the other one came "
-            "meanwhile. It has changed nothing since; end one of the two runs."
-        )
-        if self._lost_to == _NOBODY:
-            reason = (
-                "the disk was unmounted, or the folder moved or emptied. Bring it "
-                "back; the same command resumes from what was saved there."
+        if self._lost_to:
+            raise LostError(
+                f"this process no longer holds {self._folder} ({self._lost_to} holds "
+                "it): it was suspended, or cut off from the disk, and another one came "
+                "meanwhile; or the disk was unmounted, or the folder moved. It has "
+                "changed nothing since. End one of two runs, or bring the folder back: "
+                "the same command resumes."
             )
-        raise LostError(
-            f"this process no longer holds {self._folder} ({self._lost_to} holds it): "
-            f"{reason}"
-        )
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
