@@ -497,7 +497,8 @@ DISKS = {
     "plain": (_plain, _ALWAYS),
     "tmpfs": (_tmpfs, _BOUNDED),
     "ext4": (_formatted("ext4", 48, "-F"), _ALL),
-    "xfs": (_formatted("xfs", 320), _ALL),
+    # By default it keeps room for what a file may grow by, and frees that late.
+    "xfs": (_formatted("xfs", 320, mount_options="loop,allocsize=4k"), _ALL),
     "btrfs": (_formatted("btrfs", 128), _ALL),
     "autofs": (_automounted, _BOUNDED),
     "overlay": (_overlay, _BOUNDED),
