@@ -4,7 +4,7 @@ import pytest
 from absl import flags
 
 from tests import toy
-from xshard import cli, errors
+from xshard import cli, errors, user_code
 from xshard.files import disk
 from xshard.pod import exit_codes
 from xshard.run import states
@@ -121,4 +121,4 @@ def test_a_method_that_dataclasses_wrote_is_not_the_users_place():
     config.keep_last = 0
     with pytest.raises(errors.UserError, match="keep_last=0") as raised:
         states.keep(config)
-    assert errors.location(raised.value) == ""
+    assert user_code.location(raised.value) == ""

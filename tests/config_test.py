@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tests import rows, toy, winged
-from xshard import cli, errors, trained
+from xshard import cli, errors, loss_scale_keys, trained
 from xshard import config as config_lib
 from xshard.files import identity, workdir
 
@@ -161,7 +161,7 @@ def test_a_loss_scale_without_a_kind_is_the_experiment_s_own(own):
     config = config_lib.default()
     config.loss_scale = own
     config_lib.check(config)
-    assert config_lib.loss_scale_kind(config) == "none"
+    assert loss_scale_keys.kind(config) == "none"
     assert config_lib.unread(config_lib.ReadConfig(config), config) == [
         f"loss_scale.{name}" for name in own
     ]

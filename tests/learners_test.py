@@ -15,7 +15,7 @@ import pytest
 
 import xshard
 from tests import toy
-from xshard import errors, evaluation, loop, mesh, step
+from xshard import errors, evaluation, loop, mesh, step, torus
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.learners import state as state_of_learner
@@ -799,7 +799,7 @@ def test_any_use_of_parameters_in_shards_is_right(use):
 @pytest.mark.parametrize("steps", [(), (4, 2)])
 def test_a_prediction_from_shards_gathered_in_steps_is_equal(monkeypatch, steps):
     """A TPU's torus gathers in such steps."""
-    monkeypatch.setattr(mesh, "torus_steps", lambda _: (steps, steps))
+    monkeypatch.setattr(torus, "steps", lambda _: (steps, steps))
     check_held(Foretelling)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xshard import errors, places
+from xshard import errors, places, user_code
 
 # One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of
 # floats with several groups.
@@ -157,7 +157,7 @@ class Evaluations:
         """
         callbacks = method()
         name = getattr(method, "__qualname__", method)
-        where = f"{name} ({errors.definition_location(method)})"
+        where = f"{name} ({user_code.definition_location(method)})"
         _check(where, callbacks, metrics)
         self._callbacks = callbacks
         self._gather = gather

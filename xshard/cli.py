@@ -20,7 +20,7 @@ from absl import flags
 from ml_collections.config_flags import config_path
 
 from xshard import config as config_lib
-from xshard import errors
+from xshard import errors, user_code
 from xshard.files import standard_streams
 from xshard.pod import exit_codes
 
@@ -153,12 +153,12 @@ def is_bug(e: Exception) -> bool:
     """
     if isinstance(e, errors.UserError):
         return False
-    return not (isinstance(e, OSError) and errors.is_framework_error(e))
+    return not (isinstance(e, OSError) and user_code.is_framework_error(e))
 
 
 def summary(e: Exception) -> str:
     """Summarizes an exception, a bug in one line, with its place in the user's code."""
-    where = errors.location(e)
+    where = user_code.location(e)
     text = message(e)
     if is_bug(e):
         text = text.splitlines()[0]
@@ -166,7 +166,7 @@ def summary(e: Exception) -> str:
         # For an exception without a message, `message` returned its type already.
         if text != kind:
             text = f"{kind}: {text}"
-    elif not errors.is_framework_error(e):
+    elif not user_code.is_framework_error(e):
         # The user's code raised the UserError itself, and its message says what is
         # wrong. Where the framework raised it below the user's code, as for a value
         # that this code passes on, the place helps.
@@ -185,7 +185,7 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
         traceback.print_exception(e)
     elif is_bug(e):
         # The framework's frames above the user's code are left out.
-        begin = errors.user_traceback(e)
+        begin = user_code.user_traceback(e)
         if begin is None and not isinstance(e, SyntaxError):
             begin = e.__traceback__
         traceback.TracebackException(type(e), e, begin).print()
@@ -289,7 +289,7 @@ def _parse_error(e: Exception) -> str:
         if unknown:
             return unknown
     text = f"--config={path} raised {type(e).__name__}: {e}"
-    where = errors.location(e)
+    where = user_code.location(e)
     if where:
         text += f" ({where})"
     return f"{text}."

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_collections
 from absl import logging
 
-from xshard import config_values, errors
+from xshard import config_values, errors, loss_scale_keys
 
 STOP = "stop"
 SKIP = "skip"
@@ -34,11 +34,6 @@ NONE = "none"
 LINEAR = "linear"
 SQRT = "sqrt"
 BATCH_LEARNING_RATES = (NONE, LINEAR, SQRT)
-
-# How losses are scaled under a plain optax transformation.
-DYNAMIC = "dynamic"
-FIXED = "fixed"
-LOSS_SCALES = (NONE, DYNAMIC, FIXED)
 
 # The present name of each key that was renamed, by its earlier name. Config files,
 # flags and work directories may still have the earlier one. Only keys of the outermost
@@ -92,7 +87,7 @@ def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     present = {}
     for name, value in flat.items():
-        if name == "loss_scale" and value in LOSS_SCALES:
+        if name == "loss_scale" and value in loss_scale_keys.KINDS:
             name = "loss_scale.kind"
         present[_present_name(name)] = value
     return present
@@ -246,7 +241,8 @@ def _check_is_dictionary(value: Any) -> None:
     if isinstance(value, bool | int | float | str):
         raise errors.UserError(
             f"loss_scale={value!r} must be a dictionary: set loss_scale.kind to one of "
-            f"{', '.join(LOSS_SCALES)}, or give a key of your own another name."
+            f"{', '.join(loss_scale_keys.KINDS)}, or give a key of your own another "
+            "name."
         )
 
 
@@ -254,11 +250,6 @@ def _has_own_loss_scale(values: Mapping[str, Any]) -> bool:
     """Returns whether `loss_scale`, without a kind, is the experiment's own."""
     has_keys = any(name.partition(".")[0] == "loss_scale" for name in values)
     return has_keys and "loss_scale.kind" not in values
-
-
-def loss_scale_kind(config: ml_collections.ConfigDict) -> str:
-    """Returns how a run scales losses under a plain optax transformation."""
-    return str(config.get("loss_scale", {}).get("kind", NONE))
 
 
 def check_wings(config: ml_collections.ConfigDict, names: Collection[str]) -> None:
@@ -454,7 +445,9 @@ _batch_learning_rate = _must_be(
     lambda x: x in BATCH_LEARNING_RATES,
     "'none', 'linear' or 'sqrt'",
 )
-_loss_scale = _must_be(lambda x: x in LOSS_SCALES, "'none', 'dynamic' or 'fixed'")
+_loss_scale = _must_be(
+    lambda x: x in loss_scale_keys.KINDS, "'none', 'dynamic' or 'fixed'"
+)
 _on_nonfinite = _must_be(
     lambda x: x in ON_NONFINITE,
     "'stop'; 'skip', which does not apply steps whose gradients are not finite; "
@@ -516,6 +509,8 @@ class Key(NamedTuple):
     of_core: tuple[Any, ...] = ()
 
 
+_DYNAMIC = loss_scale_keys.ARGUMENTS[loss_scale_keys.DYNAMIC]
+_FIXED = loss_scale_keys.ARGUMENTS[loss_scale_keys.FIXED]
 # In the order in which --show_config prints them. A key without `may_change` is part of
 # what a run is: with another value it would be another run. That holds for a new key,
 # too: runs that began without it do not resume, unless it has `is_optional`. All keys
@@ -591,7 +586,7 @@ KEYS = (
     ),
     Key(
         "loss_scale.kind",
-        NONE,
+        loss_scale_keys.NONE,
         "How the loss is scaled if the update rule is a plain optax transformation: "
         "'none', 'dynamic' or 'fixed'.",
         _loss_scale,
@@ -599,25 +594,25 @@ KEYS = (
     ),
     Key(
         "loss_scale.initial_loss_scale",
-        2.0**15,
+        _DYNAMIC["initial_loss_scale"],
         "With the kind 'dynamic': the first scale.",
         is_optional=True,
     ),
     Key(
         "loss_scale.increment_period",
-        2000,
+        _DYNAMIC["increment_period"],
         "With 'dynamic': the number of finite steps in a row that raises the scale.",
         is_optional=True,
     ),
     Key(
         "loss_scale.multiplier",
-        2.0,
+        _DYNAMIC["multiplier"],
         "With 'dynamic': the factor by which the scale is raised and lowered.",
         is_optional=True,
     ),
     Key(
         "loss_scale.loss_scale_value",
-        2.0**15,
+        _FIXED["loss_scale_value"],
         "With the kind 'fixed': the scale.",
         is_optional=True,
     ),

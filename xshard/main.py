@@ -35,7 +35,7 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, hooks, loop
+from xshard import checkpoint, cli, errors, hooks, loop, user_code
 from xshard import config as config_lib
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
@@ -381,7 +381,7 @@ def _run() -> int:
 def _command() -> str:
     """Returns the command that resumes the run, to print."""
     # Python does not know its own path if a program has started it under another name.
-    python = errors.display_path(sys.executable or "python")
+    python = user_code.display_path(sys.executable or "python")
     # The launcher or scheduler sets the place of each process anew.
     place = ("coordinator_address", "num_processes", "process_id")
     arguments = cli.without_flags(sys.argv[1:], place)

@@ -22,7 +22,8 @@ AXES = mesh_axes.AXES
 REPLICAS = mesh_axes.REPLICAS
 BATCH = mesh_axes.BATCH
 ShardingRules = mesh_axes.ShardingRules
-AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+torus_steps = torus.steps
+AnyMesh = mesh_axes.AnyMesh
 # XLA's partitioner handles the axes that `jax.shard_map` does not map.
 _AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
 
@@ -127,7 +128,7 @@ def _lay_out(
     devices: Sequence[jax.Device], shape: tuple[int, int, int, int]
 ) -> np.ndarray:
     """Lays out the devices of a mesh, each hardware slice by itself."""
-    slices = _hardware_slices(devices)
+    slices = torus.hardware_slices(devices)
     if len(slices) == 1:
         return torus.lay_out(devices, shape)
     groups, _, replicas, model = shape
@@ -135,23 +136,8 @@ def _lay_out(
     return np.concatenate(layouts, axis=1)
 
 
-def _hardware_slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Returns the devices of each hardware slice, in the order of their numbers."""
-    slices: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        slices.setdefault(slice_number(device), []).append(device)
-    return [slices[number] for number in sorted(slices)]
-
-
-def slice_number(device: jax.Device) -> int:
-    """Returns the number of a device's hardware slice; 0 if there is only one."""
-    # Devices other than TPUs lack the attribute; devices of a single slice may have
-    # None.
-    return getattr(device, "slice_index", None) or 0
-
-
 def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> None:
-    sizes = [len(part) for part in _hardware_slices(devices)]
+    sizes = [len(part) for part in torus.hardware_slices(devices)]
     if len(set(sizes)) > 1:
         raise errors.UserError(
             f"The devices are in slices of different sizes, {sizes}; give `devices` "
@@ -172,7 +158,7 @@ def _check_slices(slices: Any, replicas: int, devices: Sequence[jax.Device]) -> 
 def _check_places(groups: list[list[int]], layout: np.ndarray) -> None:
     """Raises UserError if a slice of a mesh has devices of several hardware slices."""
     for number in range(layout.shape[1]):
-        places = {slice_number(device) for device in layout[:, number].flat}
+        places = {torus.slice_number(device) for device in layout[:, number].flat}
         if layout.shape[1] > 1 and len(places) > 1:
             blocks = np.arange(np.size(groups)).reshape(len(groups), -1).tolist()
             raise errors.UserError(
@@ -205,43 +191,6 @@ def group_axes(mesh: AnyMesh) -> tuple[str, ...]:
 def num_replicas(mesh: AnyMesh) -> int:
     """Returns the number of replicas of a group, over all slices."""
     return mesh.shape[SLICE] * mesh.shape[REPLICA]
-
-
-def torus_steps(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the sizes of the steps in which to scatter, and to gather, over
-    `replica`.
-
-    There are several steps if `replica` is a whole TPU slice.
-
-    The TPU compiler (libtpu 0.0.51) keeps a reduce-scatter or an all-gather over a part
-    of a slice's chips. Over all of them it turns most into an all-reduce, which sends
-    twice the bytes. So the collective is split into two steps: one along the last axis
-    of the torus and one along the rest. On a torus of three axes, a gather in two steps
-    moves more memory than it saves on the wire, so it stays one step.
-
-    Returns:
-      The sizes for a scatter and for a gather. Empty means one step, for example
-      because the devices are not in the order of the torus, so that the replicas of a
-      step would not be neighbors.
-    """
-    one_step: tuple[int, ...] = ()
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return one_step, one_step
-    slices = _hardware_slices(list(mesh.devices.flat))
-    # Slices that train apart are groups.
-    num_parts = num_groups(mesh) * num_slices(mesh)
-    if mesh.shape[MODEL] > 1 or len(slices) != num_parts:
-        return one_step, one_step
-    # All slices have one shape and one layout, so the first one decides.
-    chips = torus.box(slices[0])
-    if chips is None or list(chips.flat) != list(mesh.devices[0, 0].flat):
-        return one_step, one_step
-    sides = [size for size in chips.shape if size > 1]
-    if len(sides) < 2:
-        return one_step, one_step
-    two_steps = (chips.size // sides[-1], sides[-1])
-    gather_steps = two_steps if len(sides) == 2 else one_step
-    return two_steps, gather_steps
 
 
 def num_slices(mesh: AnyMesh) -> int:

@@ -24,6 +24,8 @@ REPLICAS = (SLICE, REPLICA)
 BATCH = (GROUP, *REPLICAS)
 # Pairs of a regular expression for paths, and a spec over 'model'.
 ShardingRules = Sequence[tuple[str, jax.P]]
+# A mesh; without devices, for tracing only.
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # The longest group assignment that an error shows whole, in characters.
 _MAX_SHOWN = 200
 
@@ -70,7 +72,7 @@ def shortened(groups: Any) -> str:
 
 
 def step_groups(sizes: Sequence[int]) -> list[list[list[int]]]:
-    """Returns the groups of replicas of each step of `mesh.torus_steps`.
+    """Returns the groups of replicas of each step of `torus.steps`.
 
     In the mixed radix of `sizes`, the replica numbers of a group differ in one digit,
     which belongs to the step.

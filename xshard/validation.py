@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from xshard import errors
+from xshard import errors, user_code
 from xshard.optimizers import base, trees
 
 # Names that a run logs by itself. An experiment's values need other names.
@@ -507,7 +507,7 @@ def network_errors(network: Callable[..., Any]) -> Iterator[None]:
         yield
     except (NameError, ValueError) as e:
         fix = _network_fix(e)
-        where = errors.location(e) or describe_method(network)
+        where = user_code.location(e) or describe_method(network)
         if not fix:
             raise
         raise errors.UserError(f"{where}: {fix}") from e
@@ -610,7 +610,7 @@ def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
     except ValueError as e:
         if "must be created as part of `init`" not in str(e):
             raise
-        where = errors.location(e) or describe_method(loss)
+        where = user_code.location(e) or describe_method(loss)
         raise errors.UserError(
             f"{where}: {str(e).partition(' All parameters')[0]}. Only the network, "
             "such as forward, may create parameters: create it there, and return it "
@@ -622,7 +622,7 @@ def describe_method(method: Callable[..., Any]) -> str:
     """Returns a method and its place for messages: 'Digits.loss (experiment.py:39)'."""
     while isinstance(method, functools.partial):
         method = method.func
-    place = errors.definition_location(method)
+    place = user_code.definition_location(method)
     name = getattr(method, "__qualname__", repr(method))
     if not place:
         return name

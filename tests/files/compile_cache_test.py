@@ -11,8 +11,9 @@ import tests
 from tests import toy
 from tests.checkpoint import harness as stores
 from tests.launch import harness
-from xshard import checkpoint, jax_internals, loop
+from xshard import checkpoint, loop
 from xshard.files import compile_cache
+from xshard.jax_internals import runtime
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def no_cache(monkeypatch):
     monkeypatch.setattr(compile_cache, "_LEAST_SECONDS", 0)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
-    jax_internals.reset_compilation_cache()
+    runtime.reset_compilation_cache()
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import cli, errors, jax_internals, logical
+from xshard import cli, errors, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives, costs, hlo, summary
 from xshard.dryrun import result as result_lib
+from xshard.jax_internals import runtime
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
 from xshard.run import preflight
@@ -216,7 +217,7 @@ def _devices(topology: str, chip: chips.Chip, slices: int) -> list[jax.Device]:
         # Without this, some versions of libtpu assume a host of four chips.
         options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        return jax_internals.topology_devices(topology, **options)
+        return runtime.topology_devices(topology, **options)
     except jax.errors.JaxRuntimeError as e:
         raise errors.UserError(
             f"--topology={topology}, --slices={slices}: libtpu cannot be loaded, or "

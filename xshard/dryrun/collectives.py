@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import mesh as mesh_lib
+from xshard import torus
 from xshard.dryrun import hlo
 from xshard.dryrun import result as result_lib
 
@@ -295,7 +295,7 @@ def _lines_along(places: np.ndarray, dimensions: Sequence[int]) -> _GroupSet:
 
 def _slices(mesh: jax.sharding.Mesh) -> np.ndarray:
     """Returns the slice number of each device of a mesh."""
-    numbers = [mesh_lib.slice_number(device) for device in mesh.devices.flat]
+    numbers = [torus.slice_number(device) for device in mesh.devices.flat]
     return np.array(numbers).reshape(mesh.devices.shape)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from xshard import cli, errors, jax_internals
+from xshard import cli, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import formatting as formatting_lib
@@ -31,6 +31,7 @@ from xshard import mesh as mesh_lib
 from xshard.dryrun import analysis, summary
 from xshard.dryrun import result as result_lib
 from xshard.files import jsonfile
+from xshard.jax_internals import jaxprs
 from xshard.metrics import chips
 from xshard.optimizers import primitives
 from xshard.pod import exit_codes
@@ -348,9 +349,9 @@ def stacked_bytes(program: Any) -> int:
       program: a jaxpr. Within `jax.shard_map`, sizes are per replica.
     """
     most = 0
-    for eqn in primitives.all_equations(jax_internals.opened(program)):
+    for eqn in primitives.all_equations(jaxprs.opened(program)):
         if eqn.primitive.name == "scan":
-            _, num_carried = jax_internals.scan_counts(eqn)
+            _, num_carried = jaxprs.scan_counts(eqn)
             size = 0
             for stacked in eqn.outvars[num_carried:]:
                 if stacked.aval.memory_space != jax.memory.Space.Host:

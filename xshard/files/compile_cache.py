@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import jax
 
-from xshard import errors, jax_internals
+from xshard import errors
 from xshard.files import provenance
+from xshard.jax_internals import runtime
 
 FOLDER = "compiled"
 # With its value, the flag of XLA without which `_may_deadlock`.
@@ -35,7 +36,7 @@ class Store(Protocol):
         """Creates an object atomically."""
 
 
-class _Cache(jax_internals.CompilationCache):
+class _Cache(runtime.CompilationCache):
     """Compiled programs in a store, by JAX's keys.
 
     JAX warns of an error in either method, and compiles.
@@ -126,7 +127,7 @@ def enabled(
     }
     before = {name: configured[name] for name in settings}
     _set(settings)
-    jax_internals.set_compilation_cache(_Cache(store), chip)
+    runtime.set_compilation_cache(_Cache(store), chip)
     try:
         yield
     finally:
@@ -159,4 +160,4 @@ def _set(settings: dict[str, Any]) -> None:
         jax.config.update(name, value)
     # JAX decides once, at its first compilation, whether it has a cache; a reset makes
     # it decide again.
-    jax_internals.reset_compilation_cache()
+    runtime.reset_compilation_cache()

@@ -4,19 +4,14 @@ from typing import Any
 
 import ml_collections
 
-from xshard import config as config_lib
-from xshard import mesh as mesh_lib
+from xshard import loss_scale_keys, mesh_axes
 from xshard.optimizers import base, cross_shard, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
-# The loss scales by kind, and the keys of `config.loss_scale` that are their arguments.
+# The loss scales by kind.
 LOSS_SCALES: dict[str, type[loss_scale.LossScale]] = {
-    config_lib.DYNAMIC: loss_scale.DynamicLossScale,
-    config_lib.FIXED: loss_scale.FixedLossScale,
-}
-_ARGUMENTS = {
-    config_lib.DYNAMIC: ("initial_loss_scale", "increment_period", "multiplier"),
-    config_lib.FIXED: ("loss_scale_value",),
+    loss_scale_keys.DYNAMIC: loss_scale.DynamicLossScale,
+    loss_scale_keys.FIXED: loss_scale.FixedLossScale,
 }
 
 
@@ -34,14 +29,10 @@ def rule_of(transformation: Any, config: ml_collections.ConfigDict) -> base.Opti
     """
     opt: base.Optimizer = optax_optimizer.OptaxOptimizer(transformation)
     opt = cross_shard.CrossShardOptimizer(
-        opt, slice_axis_name=mesh_lib.SLICE, **config.reduction
+        opt, slice_axis_name=mesh_axes.SLICE, **config.reduction
     )
-    kind = config_lib.loss_scale_kind(config)
-    if kind == config_lib.NONE:
+    kind = loss_scale_keys.kind(config)
+    if kind == loss_scale_keys.NONE:
         return opt
-    defaults = config_lib.default().loss_scale
-    arguments = {}
-    for name in _ARGUMENTS[kind]:
-        arguments[name] = config.loss_scale.get(name, defaults[name])
-    scale = LOSS_SCALES[kind](**arguments)
+    scale = LOSS_SCALES[kind](**loss_scale_keys.arguments(config))
     return loss_scale.MixedPrecisionLossScaleOptimizer(opt, scale)

@@ -17,8 +17,7 @@ import jmp
 import ml_collections
 import optax
 
-from xshard import errors, validation
-from xshard import mesh as mesh_lib
+from xshard import errors, torus, validation
 from xshard.learners import (
     composition,
     means,
@@ -43,10 +42,9 @@ from xshard.optimizers import (
     outer,
     phases,
     replica_calls,
-    replica_map,
     trees,
+    varying,
 )
-from xshard.optimizers import placement as placement_lib
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
@@ -252,7 +250,7 @@ class Learner:
 
     def trained_paths(self, params: Any) -> list[str] | None:
         """Returns the paths of the parameters to train, for `var_list`."""
-        trained = trees.unfrozen(params, self._frozen)
+        trained = _unfrozen(params, self._frozen)
         if self._lora is None:
             return trained
         adapted = self._lora.trained(params)
@@ -490,7 +488,7 @@ class Learner:
             checked = validation.learner_loss(loss, returned, state.net_state)
             return _integers(checked.scalars)
 
-        differing = replica_map.may_differ(integers, state, (batch, key))
+        differing = varying.may_differ(integers, state, (batch, key))
         return {name for name, differs in differing.items() if not differs}
 
     def value(
@@ -580,8 +578,8 @@ class Learner:
                     "does not let slices train apart: set config.outer.every_steps="
                     f"{outer_rule.every_steps}."
                 )
-        scatter_steps, gather_steps = mesh_lib.torus_steps(run.mesh)
-        placement = placement_lib.Placement(
+        scatter_steps, gather_steps = torus.steps(run.mesh)
+        placement = layouts.Placement(
             sharding_rules=run.sharding_rules,
             scatter_steps=scatter_steps,
             gather_steps=gather_steps,
@@ -709,6 +707,43 @@ class Learner:
         if parts > 1:
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         return returned._replace(loss=value, aux=aux), grads, part_sq_norms
+
+
+def _unfrozen(params: Any, pattern: str) -> list[str] | None:
+    """Returns the paths that do not match a regular expression, for `var_list`.
+
+    Args:
+      params: a Haiku tree.
+      pattern: the expression, searched for anywhere in a path; an empty one stands for
+        none.
+
+    Returns:
+      The paths; None (all parameters) without an expression.
+
+    Raises:
+      UserError: if the expression is invalid, or is found in no path or in all of them.
+    """
+    if not pattern:
+        return None
+    leaves = trees.leaves_by_path(params)
+    try:
+        others = [path for path in leaves if not re.search(pattern, path)]
+    except re.error as e:
+        raise errors.UserError(
+            f"frozen={pattern!r} is not a regular expression: {e}."
+        ) from e
+    if len(others) == len(leaves):
+        raise errors.UserError(
+            f"frozen={pattern!r} matches no parameter's path; near it: "
+            f"{trees.near(pattern.strip('^$/'), leaves)}."
+        )
+    if not others:
+        raise errors.UserError(
+            f"frozen={pattern!r} matches the paths of all parameters, such as "
+            f"{sorted(leaves)[:3]}: leave at least one to be trained, or leave out "
+            "frozen if the step never updates this learner."
+        )
+    return others
 
 
 def _returned(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import mesh as mesh_lib
+from xshard import mesh_axes
 from xshard.learners import run_context
 from xshard.optimizers import replica_calls, trees
 
@@ -37,7 +37,7 @@ def over_replicas(tree: Any) -> Any:
         if not _is_averaged(x):
             return x
         # A sum of narrow numbers may overflow where their mean does not.
-        return lax.pmean(trees.widen(x), mesh_lib.REPLICAS)
+        return lax.pmean(trees.widen(x), mesh_axes.REPLICAS)
 
     return jax.tree.map(mean, tree)
 
@@ -73,7 +73,7 @@ def of_state(tree: Any, like: Any) -> Any:
     averaged = [i for i, x in enumerate(leaves) if _is_averaged(x)]
     own = [trees.widen(leaves[i]) for i in averaged]
     means = over_replicas(own)
-    if own and lax.axis_size(mesh_lib.REPLICAS) > 1:
+    if own and lax.axis_size(mesh_axes.REPLICAS) > 1:
         if isinstance(run_context.current().mesh, jax.sharding.Mesh):
             means = _keep_equal_arrays(own, means)
         else:
@@ -100,7 +100,7 @@ def _keep_equal_arrays(
       own: the replica's own arrays, in float32 or wider.
       means: their means over the replicas.
     """
-    count = lax.axis_size(mesh_lib.REPLICAS)
+    count = lax.axis_size(mesh_axes.REPLICAS)
     hashes = jnp.stack([_hash(x) for x in own])
     # Each hash is cut into integers so small that float32 adds their squares exactly.
     bits = (_EXACT_BITS - (count - 1).bit_length()) // 2
@@ -109,7 +109,7 @@ def _keep_equal_arrays(
         piece = (hashes >> jnp.uint32(begin)) & jnp.uint32(2**bits - 1)
         pieces.append(piece.astype(jnp.float32))
     stacked = jnp.stack(pieces)
-    sums = lax.psum(jnp.stack([stacked, stacked * stacked]), mesh_lib.REPLICAS)
+    sums = lax.psum(jnp.stack([stacked, stacked * stacked]), mesh_axes.REPLICAS)
     totals, squares = sums.astype(jnp.int32)
     # Integers are equal if and only if their squares add up to that of their mean.
     mean = totals // count
@@ -152,7 +152,7 @@ def _keep_equal_elements(
     words = [lax.bitcast_convert_type(_words(x), jnp.int32) for x in own]
     joined = jnp.concatenate([jnp.ravel(x) for x in words])
     sent = jnp.stack([joined, jnp.invert(joined)])
-    largest, complement = lax.pmax(sent, mesh_lib.REPLICAS)
+    largest, complement = lax.pmax(sent, mesh_axes.REPLICAS)
     is_equal = largest == jnp.invert(complement)
     kept = []
     begin = 0

@@ -13,13 +13,13 @@ Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
 https://arxiv.org/abs/1812.06162, appendix A.1.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xshard import errors
-from xshard import mesh as mesh_lib
+from xshard import errors, mesh_axes
 from xshard.learners import measures, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import base, inspection, replica_calls, trees
@@ -127,7 +127,8 @@ class NoiseScale(measures.Measure):
 
 
 def _num_replicas() -> int:
-    return mesh_lib.num_replicas(run_context.current().mesh)
+    mesh = run_context.current().mesh
+    return math.prod(mesh.shape[axis] for axis in mesh_axes.REPLICAS)
 
 
 def initial() -> GradientNoise:

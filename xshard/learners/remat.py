@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from xshard import config as config_lib
-from xshard import errors, jax_internals
+from xshard import errors
 from xshard import mesh as mesh_lib
+from xshard.jax_internals import jaxprs
 from xshard.learners import run_context
 from xshard.optimizers import primitives
 
@@ -123,7 +124,7 @@ def _with_custom_products(policy: Policy, keeps: Policy) -> Policy:
 
     def decide(primitive: Any, *args: Any, **params: Any) -> Any:
         if primitive.name == _CUSTOM_VJP:
-            program = jax_internals.opened(params[primitives.CALLS[_CUSTOM_VJP]])
+            program = jaxprs.opened(params[primitives.CALLS[_CUSTOM_VJP]])
             for eqn in primitives.all_equations(program):
                 operands = [x.aval for x in eqn.invars]
                 if eqn.primitive.name == _DOT and keeps(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import errors, jax_internals
-from xshard import mesh as mesh_lib
+from xshard import errors, mesh_axes
+from xshard.jax_internals import tracing
 
 
 class Shard(NamedTuple):
@@ -43,7 +43,7 @@ class RunContext(NamedTuple):
     """
 
     mesh: jax.sharding.Mesh
-    sharding_rules: mesh_lib.ShardingRules
+    sharding_rules: mesh_axes.ShardingRules
     equal_keys: Iterator[jax.Array] | None
     shards: Mapping[int, tuple[jax.Array, Shard]]
 
@@ -56,7 +56,7 @@ _CURRENT: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def run_on(
     mesh: jax.sharding.Mesh,
-    sharding_rules: mesh_lib.ShardingRules = (),
+    sharding_rules: mesh_axes.ShardingRules = (),
     *,
     equal_key: jax.Array | None = None,
 ) -> Iterator[None]:
@@ -112,7 +112,7 @@ def current() -> RunContext:
     return context
 
 
-def current_mesh() -> mesh_lib.AnyMesh | None:
+def current_mesh() -> mesh_axes.AnyMesh | None:
     """Returns the mesh of the run whose step is being traced; None outside a run."""
     context = _CURRENT.get()
     return None if context is None else context.mesh
@@ -165,6 +165,6 @@ def shards_of(params: Mapping[str, Any]) -> dict[str, Shard]:
     for path, x in params.items():
         # Arrays in a trace have no other identity than that of the object. The entry
         # keeps its array, so that no other object has the same number.
-        if id(x) in context.shards and jax_internals.is_of_current_trace(x):
+        if id(x) in context.shards and tracing.is_of_current_trace(x):
             _, shards[path] = context.shards[id(x)]
     return shards

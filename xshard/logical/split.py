@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, jax_internals
+from xshard import errors
 from xshard import mesh as mesh_lib
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import primitives
 
 # The collectives that a program is split at, by the names of JAX's primitives.
@@ -53,13 +54,13 @@ class Segment(NamedTuple):
         replica's number, and the results of all collectives.
     """
 
-    program: jax_internals.ClosedJaxpr
+    program: jaxprs.ClosedJaxpr
     reads: tuple[int, ...]
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """Evaluates the part on the values at the positions in `reads`."""
         inputs = [values[i] for i in self.reads]
-        return jax_internals.as_function(self.program)(*inputs)
+        return jaxprs.as_function(self.program)(*inputs)
 
 
 class Collective(NamedTuple):
@@ -96,7 +97,7 @@ class Split(NamedTuple):
 
 
 def split(
-    program: jax_internals.ClosedJaxpr,
+    program: jaxprs.ClosedJaxpr,
     what: str,
     axis_sizes: Mapping[str, int],
     inputs_per_replica: Sequence[bool],
@@ -143,11 +144,11 @@ def split(
 
 
 def _open_at_collectives(
-    program: jax_internals.ClosedJaxpr,
+    program: jaxprs.ClosedJaxpr,
     what: str,
     axis_sizes: Mapping[str, int],
     outputs_per_replica: Sequence[bool],
-) -> tuple[jax_internals.ClosedJaxpr, list[Kind]]:
+) -> tuple[jaxprs.ClosedJaxpr, list[Kind]]:
     """Turns what replicas combine into outputs and inputs of their program.
 
     Returns:
@@ -157,7 +158,7 @@ def _open_at_collectives(
     """
     # Dead code is removed first, so that unused results are not combined.
     all_outputs = [True] * len(outputs_per_replica)
-    used, _ = jax_internals.without_dead_code(program, all_outputs, keep_inputs=True)
+    used, _ = jaxprs.without_dead_code(program, all_outputs, keep_inputs=True)
     kinds = []
     result_shapes = []
     for eqn in _collectives(used.jaxpr, what):
@@ -219,7 +220,7 @@ def _check_equal(what: str, after: Segment, inputs_per_replica: Sequence[bool]) 
     )
 
 
-def _levels(jaxpr: jax_internals.Jaxpr, num_sent: int, num_kept: int) -> list[int]:
+def _levels(jaxpr: jaxprs.Jaxpr, num_sent: int, num_kept: int) -> list[int]:
     """Returns the level of each combined array and of each per-replica output.
 
     The level of a value is the length of the longest chain of collectives that it
@@ -237,7 +238,7 @@ def _levels(jaxpr: jax_internals.Jaxpr, num_sent: int, num_kept: int) -> list[in
     levels: dict[Any, int] = {}
 
     def level_of(variable: Any) -> int:
-        if isinstance(variable, jax_internals.Literal):
+        if isinstance(variable, jaxprs.Literal):
             return 0
         # A result is one level after the array that goes into its collective.
         if variable in sent_for_result:
@@ -251,10 +252,10 @@ def _levels(jaxpr: jax_internals.Jaxpr, num_sent: int, num_kept: int) -> list[in
     return [level_of(x) for x in jaxpr.outvars[: num_sent + num_kept]]
 
 
-def _segment(program: jax_internals.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
+def _segment(program: jaxprs.ClosedJaxpr, outputs: Sequence[int]) -> Segment:
     """Returns the part of a program that computes some of its outputs."""
     is_made = [i in outputs for i in range(len(program.out_avals))]
-    part, is_read = jax_internals.without_dead_code(program, is_made)
+    part, is_read = jaxprs.without_dead_code(program, is_made)
     reads = tuple(i for i, input_is_read in enumerate(is_read) if input_is_read)
     return Segment(part, reads)
 
@@ -278,9 +279,7 @@ class _Interpreter:
         self._number = number
         self._results = results
 
-    def __call__(
-        self, program: jax_internals.ClosedJaxpr, args: Sequence[Any]
-    ) -> list[Any]:
+    def __call__(self, program: jaxprs.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a program."""
         return primitives.evaluate(program, args, self._results_of)
 
@@ -352,9 +351,7 @@ def _is_over_replicas(eqn: Any) -> bool:
     return not set(mesh_lib.REPLICAS).isdisjoint(primitives.mapped_axes(eqn))
 
 
-def _collectives(
-    jaxpr: jax_internals.Jaxpr, what: str, inside: str = ""
-) -> Iterator[Any]:
+def _collectives(jaxpr: jaxprs.Jaxpr, what: str, inside: str = "") -> Iterator[Any]:
     """Yields the equations that combine values, in the order in which they run.
 
     Args:
@@ -371,7 +368,7 @@ def _collectives(
         within = inside
         if not inside and name not in primitives.CALLS:
             within = name
-        for called in jax_internals.inner_programs(eqn):
+        for called in jaxprs.inner_programs(eqn):
             yield from _collectives(called, what, within)
 
 

@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import errors, jax_internals, supervised
+from xshard import errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard.data import batches
+from xshard.jax_internals import jaxprs
 from xshard.learners import run_context
 from xshard.metrics import chips
 from xshard.optimizers import trees
@@ -54,7 +55,7 @@ def of(f: Callable[..., Any], *args: Any) -> int:
     return of_program(jax.make_jaxpr(f)(*args).jaxpr)
 
 
-def of_program(jaxpr: jax_internals.Jaxpr) -> int:
+def of_program(jaxpr: jaxprs.Jaxpr) -> int:
     """Returns the FLOPs of a traced program, as `of` counts those of a function."""
     count, _ = _of_jaxpr(jaxpr, [False] * len(jaxpr.invars))
     return count
@@ -182,9 +183,7 @@ def peak(mesh: jax.sharding.Mesh, dtype: Any) -> float | None:
     return total
 
 
-def _of_jaxpr(
-    jaxpr: jax_internals.Jaxpr, depends: Sequence[bool]
-) -> tuple[int, list[bool]]:
+def _of_jaxpr(jaxpr: jaxprs.Jaxpr, depends: Sequence[bool]) -> tuple[int, list[bool]]:
     """Counts the FLOPs of a program and of its backward pass.
 
     Args:
@@ -198,7 +197,7 @@ def _of_jaxpr(
 
     def lookup(variables: Sequence[Any]) -> list[bool]:
         # Literals and constants depend on nothing.
-        is_literal = lambda x: isinstance(x, jax_internals.Literal)
+        is_literal = lambda x: isinstance(x, jaxprs.Literal)
         return [not is_literal(x) and known.get(x, False) for x in variables]
 
     total = 0
@@ -218,7 +217,7 @@ def _of_equation(eqn: Any, depends: list[bool]) -> tuple[int, list[bool]]:
     if name in _COUNTED:
         # The operands come first; a ragged product also has the sizes of its groups.
         return _COUNTED[name](eqn) * (1 + sum(depends[:2])), outputs
-    programs = list(jax_internals.inner_programs(eqn))
+    programs = list(jaxprs.inner_programs(eqn))
     if name == "scan":
         return _of_scan(eqn, programs[0], depends)
     if name == "cond":
@@ -243,9 +242,9 @@ def _of_equation(eqn: Any, depends: list[bool]) -> tuple[int, list[bool]]:
 
 
 def _of_scan(
-    eqn: Any, body: jax_internals.Jaxpr, depends: list[bool]
+    eqn: Any, body: jaxprs.Jaxpr, depends: list[bool]
 ) -> tuple[int, list[bool]]:
-    num_consts, num_carried = jax_internals.scan_counts(eqn)
+    num_consts, num_carried = jaxprs.scan_counts(eqn)
     depends = list(depends)
     carried = slice(num_consts, num_consts + num_carried)
     while True:
@@ -259,7 +258,7 @@ def _of_scan(
 
 
 def _of_cond(
-    eqn: Any, branches: Sequence[jax_internals.Jaxpr], depends: list[bool]
+    eqn: Any, branches: Sequence[jaxprs.Jaxpr], depends: list[bool]
 ) -> tuple[int, list[bool]]:
     counted = [_of_jaxpr(branch, depends) for branch in branches]
     counts = [count for count, _ in counted]

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from absl import logging
 from jax import lax
 
-from xshard import errors, jax_internals
+from xshard import errors
+from xshard.jax_internals import tracing
 from xshard.optimizers import trees
 
 
@@ -44,7 +45,7 @@ def size(axis_name: str, rule: str = "CrossShardOptimizer") -> int:
             f"{manual}; pass axis_name=, or map {axis_name!r}."
         )
     # JAX has no public function that lists the axes that vmap or pmap map.
-    names = jax_internals.mapped_axis_names()
+    names = tracing.mapped_axis_names()
     if names:
         # A warning, not an error: a vmap may train one replica for each of several
         # seeds.

@@ -37,7 +37,6 @@ import jax.numpy as jnp
 from xshard import errors, mesh_axes
 from xshard.optimizers import gradients, phases, replica_calls, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
-from xshard.optimizers import placement as placement_lib
 
 _Rule = TypeVar("_Rule", bound="Optimizer")
 
@@ -103,7 +102,7 @@ class Optimizer(hk.Module):
         if recorded is not None:
             recorded.append(self)
         # How a run's arrays lie on its replicas; None in a step of one's own.
-        self._placement: placement_lib.Placement | None = None
+        self._placement: layouts_lib.Placement | None = None
 
     # The constructor of rules that are dataclasses, as Haiku's modules may be.
     __post_init__ = __init__
@@ -407,7 +406,7 @@ class Optimizer(hk.Module):
         del params
         return []
 
-    def place(self, placement: placement_lib.Placement) -> None:
+    def place(self, placement: layouts_lib.Placement) -> None:
         """Tells this rule itself how a run's arrays lie on its replicas.
 
         A run's `Learner` calls it, before any other method, for each rule that it makes

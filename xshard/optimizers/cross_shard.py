@@ -24,7 +24,6 @@ from xshard.optimizers import (
     trees,
 )
 from xshard.optimizers import optax as optax_optimizer
-from xshard.optimizers import placement as placement_lib
 
 NOTHING_BETWEEN_SLICES = (
     "slice_dtype='int8' with one slice: there is nothing to send between slices, so "
@@ -167,7 +166,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.shard_update = shard_update or shard_params
         self.shard_params = shard_params
         # How arrays lie in a step of one's own.
-        self._own_placement = placement_lib.Placement(
+        self._own_placement = layouts.Placement(
             sharding_rules, scatter_steps, gather_steps
         )
         known = _OF_TENSORFLOW.get(reduction, reduction)
@@ -179,7 +178,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         self.group_assignment = mesh_axes.check_groups(group_assignment)
         self._check_axes()
 
-    def place(self, placement: placement_lib.Placement) -> None:
+    def place(self, placement: layouts.Placement) -> None:
         """Implements `Optimizer.place`.
 
         Raises:

@@ -21,10 +21,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, jax_internals
-from xshard import mesh as mesh_lib
+from xshard import errors, mesh_axes, torus
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import (
-    dependence,
+    gradients,
     marks,
     primitives,
     replica_calls,
@@ -74,7 +74,7 @@ def layouts_of(
     params: Any,
     requested: Mapping[str, tuple[int, ...]],
     mesh: jax.sharding.Mesh,
-    sharding_rules: mesh_lib.ShardingRules = (),
+    sharding_rules: mesh_axes.ShardingRules = (),
 ) -> layouts_lib.Layouts:
     """Decides how the parameters of a network and their slots lie over the replicas.
 
@@ -89,7 +89,7 @@ def layouts_of(
     Returns:
       The layout of each parameter, by path.
     """
-    count = mesh.shape[mesh_lib.REPLICA]
+    count = mesh.shape[mesh_axes.REPLICA]
     layouts = layouts_lib.of_params(params, count, sharding_rules)
     for path, layout in layouts.items():
         shape = requested.get(path)
@@ -116,7 +116,7 @@ def specs(
     by_path = {}
     for path, layout in layouts.items():
         if layout.shards_param:
-            spec = layout.spec(mesh_lib.REPLICA, manual=manual)
+            spec = layout.spec(mesh_axes.REPLICA, manual=manual)
             by_path[path] = jax.P(*group_axes, *spec)
     return by_path
 
@@ -140,11 +140,11 @@ class Gatherer:
         # Gathers use the scatter's steps. In one step over all chips of a three-axis
         # torus, each gather would become an all-reduce, which sends twice the bytes and
         # cannot overlap with computation.
-        steps, _ = mesh_lib.torus_steps(mesh)
+        steps, _ = torus.steps(mesh)
         self._partition = shards.Partition(
             layouts,
-            mesh.shape[mesh_lib.REPLICA],
-            mesh_lib.REPLICA,
+            mesh.shape[mesh_axes.REPLICA],
+            mesh_axes.REPLICA,
             scatter_steps=steps,
             gather_steps=steps,
         )
@@ -376,7 +376,7 @@ class Gatherer:
         results = jax.checkpoint(evaluate, policy=_is_kept)(*jax.tree.leaves(params))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def _needed_early(self, jaxpr: jax_internals.Jaxpr, params: Any) -> tuple[str, ...]:
+    def _needed_early(self, jaxpr: jaxprs.Jaxpr, params: Any) -> tuple[str, ...]:
         """Returns the paths of parameters in shards that a network asks for in a
         branch, or in a loop over anything but layers.
 
@@ -448,7 +448,7 @@ def _entering(eqn: Any, inputs: list[varying.Variation]) -> list[varying.Variati
     if primitive == "scan":
         # A scanned array supplies one layer each round. Any other array would be
         # gathered again in each round.
-        num_fixed = sum(jax_internals.scan_counts(eqn))
+        num_fixed = sum(jaxprs.scan_counts(eqn))
         return [_within(x) for x in inputs[:num_fixed]] + inputs[num_fixed:]
     return inputs
 
@@ -503,7 +503,7 @@ def _is_kept(primitive: Any, *inputs: Any, **params: Any) -> bool:
 # that of `_is_kept`.
 
 
-def _evaluate(program: jax_internals.ClosedJaxpr, *args: Any) -> list[Any]:
+def _evaluate(program: jaxprs.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a program so that its `jax.checkpoint` regions keep their policies
     inside another one.
     """
@@ -533,7 +533,7 @@ def _checkpointed(params: Any) -> Any:
     """Returns the function of a `jax.checkpoint`, as a custom_vjp that saves only its
     arguments under any outer policy.
     """
-    function = jax_internals.as_function(jax_internals.closed(params["jaxpr"]))
+    function = jaxprs.as_function(jaxprs.closed(params["jaxpr"]))
     again = jax.checkpoint(
         function, policy=params["policy"], prevent_cse=params["prevent_cse"]
     )
@@ -542,7 +542,7 @@ def _checkpointed(params: Any) -> Any:
         return function(*inputs), inputs
 
     def backward(inputs: Any, grads: Any) -> tuple[Any, ...]:
-        tracker = dependence.DependenceTracker()
+        tracker = gradients.DependenceTracker()
         named = {str(i): x for i, x in enumerate(inputs)}
         floating = [
             path for path, x in named.items() if jnp.issubdtype(x.dtype, jnp.inexact)

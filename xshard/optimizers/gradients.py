@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import haiku as hk
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xshard import errors, jax_internals
-from xshard.optimizers import dependence, trees
+from xshard import errors
+from xshard.jax_internals import tracing
+from xshard.optimizers import trees
 
 Loss = Callable[[trees.Params], Any]
 
@@ -153,7 +154,7 @@ def value_and_grad(
       micro-batches aux is stacked.
     """
     check_loss(loss)
-    tracker = dependence.DependenceTracker()
+    tracker = DependenceTracker()
     # Evaluates and differentiates one loss, given the loss and its weight.
     evaluate = functools.partial(
         _evaluate_one, params=params, trained=trained, tracker=tracker, has_aux=has_aux
@@ -206,7 +207,7 @@ def colocate(grads: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
     """Gives each gradient its parameter's sharding."""
     colocated = {}
     for path, grad in grads.items():
-        _, colocated[path] = jax_internals.shard_alike(trained[path], grad)
+        _, colocated[path] = tracing.shard_alike(trained[path], grad)
     return colocated
 
 
@@ -219,13 +220,61 @@ def gate(grads: dict[str, Any], gate_gradients: int) -> dict[str, Any]:
     return grads
 
 
+class DependenceTracker:
+    """Records the parameters that losses depend on.
+
+    A parameter counts if JAX propagates a derivative to it. Those behind
+    `lax.stop_gradient`, or used only in computations that do not affect the value, do
+    not count. A derivative that happens to be zero counts, and so does one that JAX
+    cannot tell to be zero, such as behind a `lax.optimization_barrier`.
+
+    Attributes:
+      paths: the paths of the parameters, complete once the backward passes have been
+        traced.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+
+    def watch(self, params: trees.Params, paths: Container[str]) -> trees.Params:
+        """Returns the same parameters; a backward pass records which it reaches.
+
+        Args:
+          params: a Haiku tree.
+          paths: the paths of the parameters to record.
+        """
+        leaves = trees.leaves_by_path(params)
+        for path in leaves:
+            if path in paths:
+                identity = self._recording_identity(path)
+                leaves[path] = identity(leaves[path])
+        return trees.rebuild(params, leaves)
+
+    def _recording_identity(self, path: str) -> Callable[[Any], Any]:
+        """Returns an identity whose backward pass records a path."""
+        identity = jax.custom_vjp(lambda x: x)
+
+        def forward(x: Any) -> tuple[Any, None]:
+            # With `symbolic_zeros` the argument comes in a wrapper.
+            return x.value, None
+
+        def backward(_: None, cotangent: Any) -> tuple[Any]:
+            # JAX represents a derivative that it knows to be zero as a symbol.
+            if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+                self.paths.add(path)
+            return (cotangent,)
+
+        identity.defvjp(forward, backward, symbolic_zeros=True)
+        return identity
+
+
 def _evaluate_one(
     loss: Loss,
     weight: jax.Array | None,
     *,
     params: trees.Params,
     trained: dict[str, Any],
-    tracker: dependence.DependenceTracker,
+    tracker: DependenceTracker,
     has_aux: bool,
     wait_for: tuple[Any, ...] = (),
 ) -> tuple[Any, Any, dict[str, Any]]:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from xshard import errors
-from xshard import mesh as mesh_lib
+from xshard import errors, mesh_axes
 from xshard.optimizers import (
     base,
     cross_shard,
@@ -80,9 +79,9 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
     reduced_axes = set()
     for rule in rules:
         reduced_axes |= {rule.axis_name, rule.slice_axis_name}
-    wanted = {mesh_lib.REPLICA: "axis_name"}
-    if mesh_lib.num_slices(mesh) > 1:
-        wanted[mesh_lib.SLICE] = "slice_axis_name"
+    wanted = {mesh_axes.REPLICA: "axis_name"}
+    if mesh.shape[mesh_axes.SLICE] > 1:
+        wanted[mesh_axes.SLICE] = "slice_axis_name"
     for axis, argument in wanted.items():
         if axis not in reduced_axes:
             names = " around ".join(rule.name for rule in base.all_rules(opt))
@@ -93,7 +92,7 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
             )
     for rule in rules:
         groups = rule.group_assignment or []
-        if rule.axis_name in mesh_lib.BATCH and len(groups) > 1:
+        if rule.axis_name in mesh_axes.BATCH and len(groups) > 1:
             raise errors.UserError(
                 f"{where} returned {rule.name} with group_assignment={groups}, which "
                 f"sums within parts of the axis '{rule.axis_name}': the replicas of a "
@@ -101,13 +100,13 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
                 "of their model. Leave it out, and set config.group_assignment for "
                 "groups that each train a model of their own."
             )
-        if rule.shard_update and rule.axis_name != mesh_lib.REPLICA:
+        if rule.shard_update and rule.axis_name != mesh_axes.REPLICA:
             raise errors.UserError(
                 f"{rule.name} shards its update over the axis '{rule.axis_name}'; a "
-                f"run's state is sharded over '{mesh_lib.REPLICA}'. Set shard_update "
+                f"run's state is sharded over '{mesh_axes.REPLICA}'. Set shard_update "
                 "on the CrossShardOptimizer over that axis."
             )
-        if rule.slice_dtype == "int8" and mesh_lib.num_slices(mesh) == 1:
+        if rule.slice_dtype == "int8" and mesh.shape[mesh_axes.SLICE] == 1:
             raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
@@ -233,7 +232,7 @@ def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optim
         opt,
         sgd,
         every_steps=options.every_steps,
-        axis_name=mesh_lib.GROUP,
+        axis_name=mesh_axes.GROUP,
         dtype=options.dtype,
         fragments=options.fragments,
         delay_steps=options.delay_steps,

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from xshard import arguments, errors, mesh
+from xshard import arguments, errors, mesh_axes
 from xshard.optimizers import (
     axes,
     base,
     cross_shard,
     integer_sums,
+    layouts,
     replica_calls,
     shards,
     skips,
@@ -34,7 +35,6 @@ from xshard.optimizers import (
     trees,
 )
 from xshard.optimizers import optax as optax_optimizer
-from xshard.optimizers import placement as placement_lib
 
 # The slots of a parameter: its value at the last exchange, and the error of rounding
 # what its slice sent.
@@ -179,10 +179,10 @@ class OuterOptimizer(base.OptimizerWrapper):
             )
         self._check_inner()
 
-    def place(self, placement: placement_lib.Placement) -> None:
+    def place(self, placement: layouts.Placement) -> None:
         """Implements `Optimizer.place`: the slices of a run are its groups."""
         super().place(placement)
-        self.axis_name = mesh.GROUP
+        self.axis_name = mesh_axes.GROUP
 
     def _is_logical(self) -> bool:
         """Returns whether the replicas of a slice are logical ones.
@@ -339,11 +339,11 @@ class OuterOptimizer(base.OptimizerWrapper):
         def exchange(params: dict[str, jax.Array]) -> None:
             self._move(index, self._mean(params, weight), all_params)
 
-        if replica_calls.is_current() and self.axis_name != mesh.GROUP:
+        if replica_calls.is_current() and self.axis_name != mesh_axes.GROUP:
             raise errors.UserError(
                 f"{self.name} exchanges over the axis {self.axis_name!r}, which "
                 "xshard.vmap_replicas maps: there, replicas may differ only along an "
-                f"axis called {mesh.GROUP!r}. Give the axis of slices this name."
+                f"axis called {mesh_axes.GROUP!r}. Give the axis of slices this name."
             )
         if not replica_calls.is_current():
             # All slices take the same branch, since they count the same steps.

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import errors, jax_internals
+from xshard import errors
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import replica_calls, replica_map
 
 _GLOBAL = jax.P()
@@ -99,9 +100,7 @@ def per_replica(
 
         program, shapes = replica_map.traced(of_arrays, arrays, specs=specs)
         constants = list(program.consts)
-        on_replica = jax_internals.as_function(
-            jax_internals.with_constants_as_arguments(program)
-        )
+        on_replica = jaxprs.as_function(jaxprs.with_constants_as_arguments(program))
         specs_of_results = out_specs(shapes) if callable(out_specs) else out_specs
         result_specs = replica_map.leaf_specs(specs_of_results, shapes)
         operands = [*constants, *arrays]

@@ -5,7 +5,7 @@ evaluation one by one.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from xshard import jax_internals
+from xshard.jax_internals import jaxprs
 
 # Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has
 # no closed_call.
@@ -18,19 +18,19 @@ CALLS = {
 }
 
 
-def called(eqn: Any) -> jax_internals.ClosedJaxpr | None:
+def called(eqn: Any) -> jaxprs.ClosedJaxpr | None:
     """Returns the program that an equation calls once; None for any other equation."""
     parameter = CALLS.get(eqn.primitive.name)
     if parameter is None:
         return None
-    return jax_internals.closed(eqn.params[parameter])
+    return jaxprs.closed(eqn.params[parameter])
 
 
-def all_equations(jaxpr: jax_internals.Jaxpr) -> Iterator[Any]:
+def all_equations(jaxpr: jaxprs.Jaxpr) -> Iterator[Any]:
     """Yields the equations of a program and of its inner programs."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax_internals.inner_programs(eqn):
+        for inner in jaxprs.inner_programs(eqn):
             yield from all_equations(inner)
 
 
@@ -45,7 +45,7 @@ def mapped_axes(eqn: Any) -> list[str]:
 
 
 def evaluate(
-    program: jax_internals.ClosedJaxpr,
+    program: jaxprs.ClosedJaxpr,
     args: Sequence[Any],
     of_equation: Callable[[Any, list[Any]], Sequence[Any]],
 ) -> list[Any]:
@@ -67,13 +67,13 @@ def evaluate(
     values = dict(zip(variables, [*program.consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
-        if isinstance(atom, jax_internals.Literal):
+        if isinstance(atom, jaxprs.Literal):
             return atom.val
         return values[atom]
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        with jax_internals.at_line_of(eqn):
+        with jaxprs.at_line_of(eqn):
             results = of_equation(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import jax_internals, mesh_axes
 from xshard import mesh as mesh_lib
+from xshard import mesh_axes
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import replica_calls, varying
 
 _AxisNames = tuple[str, ...]
@@ -83,7 +84,7 @@ class _Replicas(NamedTuple):
         result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
         on_each = _ReplicaProgram(
             self,
-            jax_internals.with_constants_as_arguments(program),
+            jaxprs.with_constants_as_arguments(program),
             in_specs=[replica_calls.GLOBAL] * len(constants) + specs,
             out_specs=leaf_specs(result_specs, result_shapes),
         )
@@ -93,7 +94,7 @@ class _Replicas(NamedTuple):
     def constrain(self, x: jax.Array, spec: jax.P) -> jax.Array:
         """Lays a global array out, as `replica_calls.constrain`."""
         sharding = jax.NamedSharding(self.mesh, spec)
-        return jax_internals.without_mesh(lax.with_sharding_constraint(x, sharding))
+        return jaxprs.without_mesh(lax.with_sharding_constraint(x, sharding))
 
     def check_equal(
         self, arrays: Mapping[str, Any], error: Callable[[str], Exception]
@@ -210,7 +211,7 @@ def vmap_replicas(
         trace = jax.make_jaxpr(mapped, return_shape=True)
         with replica_calls.mapped_over(replicas), _explain_unmapped_collectives():
             program, result_shapes = trace(shapes)
-        results = jax_internals.as_function(program)(*divided)
+        results = jaxprs.as_function(program)(*divided)
         specs = leaf_specs(out_specs, result_shapes)
         joined = [
             _join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)
@@ -222,7 +223,7 @@ def vmap_replicas(
 
 def traced(
     f: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], *, specs: Sequence[jax.P]
-) -> tuple[jax_internals.ClosedJaxpr, Any]:
+) -> tuple[jaxprs.ClosedJaxpr, Any]:
     """Traces a function of one replica, where `vmap_replicas` maps them.
 
     Args:
@@ -295,7 +296,7 @@ class _ReplicaProgram:
     def __init__(
         self,
         replicas: _Replicas,
-        program: jax_internals.ClosedJaxpr,
+        program: jaxprs.ClosedJaxpr,
         in_specs: list[jax.P],
         out_specs: list[jax.P],
     ):
@@ -386,9 +387,7 @@ class _ReplicaProgram:
           is_mapped: whether each argument has a leading dimension to map.
         """
         dims = [0 if mapped else None for mapped in is_mapped]
-        mapped_program = jax.vmap(
-            jax_internals.as_function(self._program), in_axes=dims
-        )
+        mapped_program = jax.vmap(jaxprs.as_function(self._program), in_axes=dims)
         in_specs = []
         for spec, mapped in zip(self._in_specs[1:], is_mapped, strict=True):
             in_specs.append(jax.P(None, *spec) if mapped else spec)
@@ -442,7 +441,7 @@ class _ReplicaProgram:
             local_args = []
             for axes, x in zip(arg_axes, args, strict=True):
                 local_args.append(_without_leading(len(axes), x))
-            results = jax_internals.as_function(self._program)(*local_args[1:])
+            results = jaxprs.as_function(self._program)(*local_args[1:])
             mapped_results = []
             for axes, x in zip(result_axes, results, strict=True):
                 mapped_results.append(_with_leading(len(axes), x))
@@ -456,50 +455,12 @@ class _ReplicaProgram:
             out_specs=_prepend(result_axes, self._out_specs),
             check_vma=False,
         )
-        return lambda *args: [jax_internals.without_mesh(x) for x in on_devices(*args)]
+        return lambda *args: [jaxprs.without_mesh(x) for x in on_devices(*args)]
 
 
 def _prepend(axes: Sequence[_AxisNames], specs: Sequence[jax.P]) -> list[jax.P]:
     """Returns the specs of arrays with leading dimensions along some axes."""
     return [jax.P(*a, *spec) for a, spec in zip(axes, specs, strict=True)]
-
-
-def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
-    """Returns for each result of a function of one replica whether it may differ
-    between the replicas of a group: a tree of booleans.
-
-    The function is traced and not computed. Arrays of an outer trace that it closes
-    over count as a replica's own.
-
-    Args:
-      f: the function, which may use collectives over the mapped axes.
-      equal: its first argument, arrays that are equal on all replicas.
-      own: its second argument, arrays of a replica's own.
-    """
-    replicas: _Replicas | None = replica_calls.current()
-    with contextlib.ExitStack() as stack:
-        if replicas is not None:
-            # As in `per_replica`.
-            stack.enter_context(replica_calls.mapped_over(None))
-            mesh = replicas.mesh_of_replica
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        trace = jax.make_jaxpr(f, return_shape=True)
-        shapes = jax.tree.map(lambda x: _shape_of(x, x.shape), (equal, own))
-        program, results = trace(*shapes)
-    differs = varying.Variation(varying.ALL)
-    inputs = []
-    for constant in program.consts:
-        is_traced = isinstance(constant, jax.core.Tracer)
-        inputs.append(differs if is_traced else varying.NONE)
-    inputs += [varying.NONE] * len(jax.tree.leaves(equal))
-    inputs += [differs] * len(jax.tree.leaves(own))
-    outputs = varying.outputs(
-        jax_internals.with_constants_as_arguments(program).jaxpr, inputs
-    )
-    axes = frozenset(mesh_lib.REPLICAS)
-    return jax.tree.unflatten(
-        jax.tree.structure(results), [bool(axes & x.axes) for x in outputs]
-    )
 
 
 def _without_mapped(args: Sequence[Any], is_mapped: Sequence[bool]) -> list[Any]:

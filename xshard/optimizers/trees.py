@@ -5,15 +5,12 @@ in error messages.
 """
 
 import difflib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from xshard import errors
 
 Params = Mapping[str, Any]
 Gradients = Mapping[str, Any]
@@ -299,43 +296,6 @@ def select(params: Params, var_list: VarList) -> dict[str, Any]:
             f"var_list selects none of {sorted(leaves)[:5]}; select at least one."
         )
     return {path: leaf for path, leaf in leaves.items() if path in chosen}
-
-
-def unfrozen(params: Params, pattern: str) -> list[str] | None:
-    """Returns the paths that do not match a regular expression, for `var_list`.
-
-    Args:
-      params: a Haiku tree.
-      pattern: the expression, searched for anywhere in a path; an empty one stands for
-        none.
-
-    Returns:
-      The paths; None (all parameters) without an expression.
-
-    Raises:
-      UserError: if the expression is invalid, or is found in no path or in all of them.
-    """
-    if not pattern:
-        return None
-    leaves = leaves_by_path(params)
-    try:
-        others = [path for path in leaves if not re.search(pattern, path)]
-    except re.error as e:
-        raise errors.UserError(
-            f"frozen={pattern!r} is not a regular expression: {e}."
-        ) from e
-    if len(others) == len(leaves):
-        raise errors.UserError(
-            f"frozen={pattern!r} matches no parameter's path; near it: "
-            f"{near(pattern.strip('^$/'), leaves)}."
-        )
-    if not others:
-        raise errors.UserError(
-            f"frozen={pattern!r} matches the paths of all parameters, such as "
-            f"{sorted(leaves)[:3]}: leave at least one to be trained, or leave out "
-            "frozen if the step never updates this learner."
-        )
-    return others
 
 
 def near(name: str, leaves: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ asks for more than axes attaches labels to the inputs, which spread to all that 
 computed from them.
 """
 
+import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import jax_internals, mesh_axes
-from xshard.optimizers import marks, primitives
+from xshard import mesh_axes
+from xshard.jax_internals import jaxprs
+from xshard.optimizers import marks, primitives, replica_calls
 
 Axes = frozenset[str]
 
@@ -98,14 +100,14 @@ def join(variations: Iterable[Variation]) -> Variation:
     return joined
 
 
-def mapped_equation(jaxpr: jax_internals.Jaxpr) -> Any:
+def mapped_equation(jaxpr: jaxprs.Jaxpr) -> Any:
     """Returns the equation of a program that maps the replicas: its `jax.shard_map`."""
     (mapped,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     return mapped
 
 
 def mapped_outputs(
-    jaxpr: jax_internals.Jaxpr, causes: Sequence[Any] = ()
+    jaxpr: jaxprs.Jaxpr, causes: Sequence[Any] = ()
 ) -> tuple[list[Variation], list[Axes]]:
     """Analyzes a program of all replicas, which contains one `jax.shard_map`.
 
@@ -125,8 +127,49 @@ def mapped_outputs(
     sizes = mapped["mesh"].shape
     long_axes = frozenset(axis for axis in ALL if sizes.get(axis, 1) > 1)
     transfer = functools.partial(transfer_causes, long_axes)
-    program = jax_internals.opened(mapped["jaxpr"])
+    program = jaxprs.opened(mapped["jaxpr"])
     return outputs(program, inputs, transfer), declared
+
+
+def may_differ(f: Callable[[Any, Any], Any], equal: Any, own: Any) -> Any:
+    """Returns for each result of a function of one replica whether it may differ
+    between the replicas of a group: a tree of booleans.
+
+    The function is traced and not computed. Arrays of an outer trace that it closes
+    over count as a replica's own.
+
+    Args:
+      f: the function, which may use collectives over the mapped axes.
+      equal: its first argument, arrays that are equal on all replicas.
+      own: its second argument, arrays of a replica's own.
+    """
+    replicas = replica_calls.current()
+    with contextlib.ExitStack() as stack:
+        if replicas is not None:
+            # As in `per_replica`.
+            stack.enter_context(replica_calls.mapped_over(None))
+            mesh = replicas.mesh_of_replica
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        trace = jax.make_jaxpr(f, return_shape=True)
+        shapes = jax.tree.map(_shape_of, (equal, own))
+        program, results = trace(*shapes)
+    differs = Variation(ALL)
+    inputs = []
+    for constant in program.consts:
+        is_traced = isinstance(constant, jax.core.Tracer)
+        inputs.append(differs if is_traced else NONE)
+    inputs += [NONE] * len(jax.tree.leaves(equal))
+    inputs += [differs] * len(jax.tree.leaves(own))
+    found = outputs(jaxprs.with_constants_as_arguments(program).jaxpr, inputs)
+    axes = frozenset(mesh_axes.REPLICAS)
+    return jax.tree.unflatten(
+        jax.tree.structure(results), [bool(axes & x.axes) for x in found]
+    )
+
+
+def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape and the type of an array, without the array's mesh."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
 def with_causes(in_specs: Sequence[jax.P], causes: Sequence[Any]) -> list[Variation]:
@@ -201,7 +244,7 @@ def axes_of_spec(spec: jax.P) -> Axes:
     return ALL.intersection(mesh_axes.axes_of(spec))
 
 
-def depends_on(jaxpr: jax_internals.Jaxpr, index: int) -> bool:
+def depends_on(jaxpr: jaxprs.Jaxpr, index: int) -> bool:
     """Returns whether any result of a program depends on the input of an index."""
     inputs = [NONE] * len(jaxpr.invars)
     inputs[index] = NONE.add_labels("input")
@@ -209,7 +252,7 @@ def depends_on(jaxpr: jax_internals.Jaxpr, index: int) -> bool:
 
 
 def outputs(
-    jaxpr: jax_internals.Jaxpr,
+    jaxpr: jaxprs.Jaxpr,
     inputs: Sequence[Variation],
     transfer: TransferFunction | None = None,
     axes: Axes = ALL,
@@ -226,7 +269,7 @@ def outputs(
     known: dict[Any, Variation] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(x: Any) -> Variation:
-        if isinstance(x, jax_internals.Literal):
+        if isinstance(x, jaxprs.Literal):
             return NONE
         # The constants of a program are not in `known`.
         return known.get(x, NONE)
@@ -246,7 +289,7 @@ def outputs(
 
 
 def _is_reference(x: Any) -> bool:
-    if isinstance(x, jax_internals.Literal):
+    if isinstance(x, jaxprs.Literal):
         return False
     return "Ref" in type(x.aval).__name__
 
@@ -304,7 +347,7 @@ def _of_any(
     transfer: TransferFunction | None,
     axes: Axes,
 ) -> list[Variation]:
-    inner = list(jax_internals.inner_programs(eqn))
+    inner = list(jaxprs.inner_programs(eqn))
     if len(inner) == 1 and len(inner[0].invars) == len(inputs):
         # It calls a program with its own operands.
         results = outputs(inner[0], inputs, transfer, axes)
@@ -337,8 +380,8 @@ def _of_scan(
     transfer: TransferFunction | None,
     axes: Axes,
 ) -> list[Variation]:
-    num_consts, num_carry = jax_internals.scan_counts(eqn)
-    body = jax_internals.opened(eqn.params["jaxpr"])
+    num_consts, num_carry = jaxprs.scan_counts(eqn)
+    body = jaxprs.opened(eqn.params["jaxpr"])
     consts = inputs[:num_consts]
     carry = inputs[num_consts : num_consts + num_carry]
     scanned = inputs[num_consts + num_carry :]
@@ -360,8 +403,8 @@ def _of_while(
     transfer: TransferFunction | None,
     axes: Axes,
 ) -> list[Variation]:
-    condition = jax_internals.opened(eqn.params["cond_jaxpr"])
-    body = jax_internals.opened(eqn.params["body_jaxpr"])
+    condition = jaxprs.opened(eqn.params["cond_jaxpr"])
+    body = jaxprs.opened(eqn.params["body_jaxpr"])
     first_body_const = eqn.params["cond_nconsts"]
     first_carry = first_body_const + eqn.params["body_nconsts"]
     cond_consts = inputs[:first_body_const]
@@ -388,6 +431,6 @@ def _of_cond(
     which, *operands = inputs
     joined = [which] * len(eqn.outvars)
     for branch in eqn.params["branches"]:
-        results = outputs(jax_internals.opened(branch), operands, transfer, axes)
+        results = outputs(jaxprs.opened(branch), operands, transfer, axes)
         joined = [old | new for old, new in zip(joined, results, strict=True)]
     return joined

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, jax_internals, places, spans
+from xshard import errors, places, spans
+from xshard.jax_internals import runtime
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05
@@ -109,7 +110,7 @@ class Channel:
     def _gather_texts(self, text: str) -> list[str]:
         if self.count == 1:
             return [text]
-        client = jax_internals.coordination_client()
+        client = runtime.coordination_client()
         if client is None:
             raise LostError(
                 f"{self._what}: call jax.distributed.initialize before anything else"
@@ -157,7 +158,7 @@ class Board:
     def __init__(self, index: int, count: int):
         self._index = index
         self._count = count
-        self._client = jax_internals.coordination_client() if count > 1 else None
+        self._client = runtime.coordination_client() if count > 1 else None
 
     def write(self, topic: str, text: str) -> None:
         """Writes this process's text on a topic, and replaces its earlier one."""

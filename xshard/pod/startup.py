@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from xshard import jax_internals
+from xshard.jax_internals import runtime
 from xshard.pod import rendezvous, signals
 
 # The environment variables by which gRPC finds a proxy.
@@ -72,7 +72,7 @@ def resolve_process(
     devices = None
     if address is None or num_processes is None or process_id is None:
         try:
-            address, num_processes, process_id, devices = jax_internals.detect_cluster(
+            address, num_processes, process_id, devices = runtime.detect_cluster(
                 seconds, address, num_processes, process_id
             )
         except (RuntimeError, OSError, ValueError) as e:

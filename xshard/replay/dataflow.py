@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import errors, jax_internals
+from xshard import user_code
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import inspection, primitives, trees, varying
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -109,7 +110,7 @@ class Function(NamedTuple):
       equations: its equations, in order.
     """
 
-    program: jax_internals.ClosedJaxpr
+    program: jaxprs.ClosedJaxpr
     inputs: list[int]
     equations: list[Equation]
 
@@ -163,7 +164,7 @@ class Program:
         by_variable = dict(zip(self.mapped.outvars, outputs, strict=True))
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         for (path, _), variable in zip(results, self.outer.jaxpr.outvars, strict=True):
-            if isinstance(variable, jax_internals.Literal):
+            if isinstance(variable, jaxprs.Literal):
                 continue
             number = by_variable.get(variable)
             if number is None:
@@ -270,7 +271,7 @@ class _Numbering:
         Returns:
           The function, and the numbers of its results, where None is a constant.
         """
-        program = jax_internals.closed(program)
+        program = jaxprs.closed(program)
         jaxpr = program.jaxpr
         new_inputs: list[int] = []
         if inputs is None:
@@ -279,7 +280,7 @@ class _Numbering:
         numbers: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def number_of(variable: Any) -> int | None:
-            if isinstance(variable, jax_internals.Literal):
+            if isinstance(variable, jaxprs.Literal):
                 return None
             # The constants of a program have no numbers.
             return numbers.get(variable)
@@ -346,7 +347,7 @@ class _Numbering:
         params = eqn.params
         if eqn.primitive.name == "scan":
             body = params["jaxpr"]
-            num_consts, num_carried = jax_internals.scan_counts(eqn)
+            num_consts, num_carried = jaxprs.scan_counts(eqn)
         else:
             body = params["body_jaxpr"]
             num_consts = params["body_nconsts"]
@@ -419,7 +420,7 @@ def lines(value: Value) -> tuple[str, str]:
     # have no line of the user's. The line of the nearest equation around counts then.
     for eqn in value.place:
         frames = _frames(eqn.source_info.traceback)
-        of_user = [frame for frame in frames if errors.is_user_file(frame[0])]
+        of_user = [frame for frame in frames if user_code.is_user_file(frame[0])]
         if of_user:
             users = _shown(*of_user[0])
         if frames:
@@ -430,7 +431,7 @@ def lines(value: Value) -> tuple[str, str]:
 def _shown(file: str, line: int) -> str:
     """Formats a line as text; installed files have their path below site-packages."""
     path = file.rpartition("-packages" + os.sep)[2]
-    return f"{errors.display_path(path)}:{line}"
+    return f"{user_code.display_path(path)}:{line}"
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:
@@ -442,7 +443,7 @@ def _frames(traceback: Any) -> list[tuple[str, int]]:
     frames = []
     for frame in traceback.frames:
         file = frame.file_name
-        if not file.startswith(_JAX) and not errors.is_stdlib_file(file):
+        if not file.startswith(_JAX) and not user_code.is_stdlib_file(file):
             frames.append((file, frame.line_num))
     return frames
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xshard import jax_internals
 from xshard import mesh as mesh_lib
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import primitives
 from xshard.replay import dataflow
 
@@ -84,7 +84,7 @@ def make_observer(
         for eqn in jaxpr.eqns:
             operands = []
             for x in eqn.invars:
-                is_literal = isinstance(x, jax_internals.Literal)
+                is_literal = isinstance(x, jaxprs.Literal)
                 operands.append(x.val if is_literal else arrays[x])
             if eqn is program.mapped:
                 return mapped(*operands)
@@ -191,7 +191,7 @@ class _Evaluation:
         rounds: tuple[Any, ...],
         observed: Observations,
     ) -> tuple[list[Any], Observations]:
-        num_consts, num_carried = jax_internals.scan_counts(eqn)
+        num_consts, num_carried = jaxprs.scan_counts(eqn)
         consts = operands[:num_consts]
         first = operands[num_consts : num_consts + num_carried]
         scanned = operands[num_consts + num_carried :]
@@ -226,7 +226,7 @@ class _Evaluation:
         end = begin + eqn.params["body_nconsts"]
         condition_consts = operands[:begin]
         consts = operands[begin:end]
-        condition = jax_internals.as_function(eqn.params["cond_jaxpr"])
+        condition = jaxprs.as_function(eqn.params["cond_jaxpr"])
 
         def goes_on(carry: Any) -> Any:
             _, carried, _ = carry

@@ -17,11 +17,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import errors, jax_internals, logical
+from xshard import errors, logical
 from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard.data import batches as batches_lib
 from xshard.files import identity
+from xshard.jax_internals import jaxprs
 from xshard.metrics import flops
 
 KEY = "steps_per_dispatch"
@@ -155,7 +156,7 @@ def _written(jaxpr: Any) -> tuple[int, bool]:
     convolves = False
     for eqn in jaxpr.eqns:
         inner_bytes = 0
-        inner_programs = list(jax_internals.inner_programs(eqn))
+        inner_programs = list(jaxprs.inner_programs(eqn))
         for inner in inner_programs:
             written, has_convolution = _written(inner)
             inner_bytes += written

@@ -14,7 +14,15 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, formatting, logical, mesh_axes, step, validation
+from xshard import (
+    errors,
+    formatting,
+    logical,
+    loss_scale_keys,
+    mesh_axes,
+    step,
+    validation,
+)
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
@@ -484,8 +492,8 @@ def _check_rules(
             continue
         if not any(getattr(rule, key) == value for rule in reducing):
             raise _unreached(experiment, f"reduction.{key}", value, passed_on, default)
-    kind = config_lib.loss_scale_kind(config)
-    if kind == config_lib.NONE:
+    kind = loss_scale_keys.kind(config)
+    if kind == loss_scale_keys.NONE:
         return
     wanted = composition.LOSS_SCALES[kind]
     scales = [getattr(rule, "loss_scale", None) for rule in rules]

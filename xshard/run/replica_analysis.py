@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, jax_internals, validation
+from xshard import errors, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import marks, trees, varying
 
 # Labels of the values of a program: that a value is a replica's own along an axis and
@@ -188,7 +189,7 @@ def check_prediction(
 
 
 def _updated_values(
-    jaxpr: jax_internals.Jaxpr, causes: Sequence[Any], several: varying.Axes
+    jaxpr: jaxprs.Jaxpr, causes: Sequence[Any], several: varying.Axes
 ) -> list[tuple[str, varying.Variation]]:
     """Lists what the rules of a step update with.
 
@@ -219,7 +220,7 @@ def _updated_values(
     ) -> list[varying.Variation] | None:
         name = eqn.params.get("name")
         if name == marks.UPDATED:
-            names = jax_internals.argument_names(eqn)
+            names = jaxprs.argument_names(eqn)
             updated.extend(zip(names, operands, strict=True))
             return operands
         if name == marks.SLICES_ERROR:
@@ -240,7 +241,7 @@ def _updated_values(
             return results
         return varying.transfer_causes(several, eqn, operands)
 
-    varying.outputs(jax_internals.opened(mapped["jaxpr"]), inputs, transfer)
+    varying.outputs(jaxprs.opened(mapped["jaxpr"]), inputs, transfer)
     return updated
 
 

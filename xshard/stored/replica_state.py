@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from xshard import errors, jax_internals, validation
+from xshard import errors, validation
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import state as state_lib
+from xshard.jax_internals import jaxprs
 from xshard.optimizers import trees, varying
 
 Shapes = Mapping[str, Sequence[int]]
@@ -77,7 +78,7 @@ def fit(
 
 def check_unread(
     method: Callable[..., Any],
-    program: jax_internals.ClosedJaxpr,
+    program: jaxprs.ClosedJaxpr,
     state: state_lib.TrainState,
     mesh: mesh_lib.AnyMesh,
 ) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
-from xshard import formatting, hooks, jax_internals, loop, places
+from xshard import formatting, hooks, loop, places
 from xshard import step as step_lib
 from xshard.files import disk, workdir
+from xshard.jax_internals import runtime
 from xshard.metrics import clock
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
@@ -344,7 +345,7 @@ class Tracer(hooks.Wing):
         try:
             jax.profiler.stop_trace()
         except (OSError, RuntimeError) as e:
-            jax_internals.forget_trace()
+            runtime.forget_trace()
             raise self._error(str(e).splitlines()[0]) from e
 
     def _move_files(self, folder: pathlib.Path) -> int:
