@@ -62,7 +62,7 @@ def assert_equal(directory, other, config):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", winged.needing(CHANGES))
 def test_the_number_of_steps_of_a_dispatch_changes_no_bit(tmp_path, name):
     for size in (1, 3, 8):
         train(tmp_path / str(size), config_of(size, **CHANGES[name]))
@@ -343,6 +343,7 @@ class PoisonedTalking(toy.Poisoned):
     samples = toy.Talking.samples
 
 
+@pytest.mark.wing("samples")
 def test_no_samples_are_shown_after_a_step_in_trouble(tmp_path):
     changes = {
         "experiment": f"{HERE}.PoisonedTalking",

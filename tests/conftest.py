@@ -1,8 +1,8 @@
 """The set-up of all tests: eight devices, strict dtype promotion, Haiku's check of JAX
 usage, no ignored signals.
 
-A test that is marked `wing(name)` needs a wing beside that of its folder, and runs if
-the installation has it.
+A test that is marked `wing(name)` needs a wing or a measure beside that of its folder,
+and runs if the installation has it.
 
 A test that is marked `long` runs only with --all. Of a test that is marked `sample(n)`,
 n rows run without --all, which `tests.SAMPLE_SEED` draws; of several tests that are
@@ -26,6 +26,7 @@ import tests
 from tests import programs
 from tests.site import sitecustomize as sitecustomize
 from xshard.checkpoint import metadata_files
+from xshard.learners import learner
 from xshard.wings import installed
 
 os.environ.setdefault("XLA_FLAGS", tests.XLA_FLAGS)
@@ -99,7 +100,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_out_lacking_wings(config, items):
-    names = {wing.name for wing in installed.WINGS}
+    names = {wing.name for wing in (*installed.WINGS, *learner.MEASURES)}
     lacking = set()
     for item in items:
         for marker in item.iter_markers("wing"):

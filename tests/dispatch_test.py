@@ -22,6 +22,11 @@ HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # counts the step's FLOPs in a trace.
 FIRST = 7
 LAST = 11
+JUMPS = {
+    "on_nonfinite": "roll_back",
+    "roll_back.loss_factor": 1e6,
+    "roll_back.loss_steps": 2,
+}
 
 
 def make_config(**changes):
@@ -57,11 +62,7 @@ def test_a_recording_has_the_names_of_all_programs(tmp_path):
         {},
         {"group_assignment": HALVES},
         {"fingerprint_every_steps": 3, "log_every_steps": 2},
-        {
-            "on_nonfinite": "roll_back",
-            "roll_back.loss_factor": 1e6,
-            "roll_back.loss_steps": 2,
-        },
+        pytest.param(JUMPS, marks=winged.marks_of(JUMPS)),
     ],
 )
 def test_the_loop_runs_nothing_besides_the_step(tmp_path, changes):
@@ -161,11 +162,7 @@ def recorded_waits(function, is_last):
     [
         {},
         {"fingerprint_every_steps": 3},
-        {
-            "on_nonfinite": "roll_back",
-            "roll_back.loss_factor": 1e6,
-            "roll_back.loss_steps": 2,
-        },
+        pytest.param(JUMPS, marks=winged.marks_of(JUMPS)),
     ],
 )
 def test_the_loop_waits_only_for_steps_before_those_in_flight(tmp_path, changes):

@@ -147,6 +147,7 @@ def predict_by_hand(params):
     return (np.maximum(BATCH["x"] @ w[0] + b[0], 0) @ w[1] + b[1])[:, 0]
 
 
+@pytest.mark.wing("samples")
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "changes",

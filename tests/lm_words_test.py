@@ -185,6 +185,7 @@ def test_an_adapted_model_has_the_tokenizer_of_its_base(folders):
 
 
 @pytest.mark.long
+@pytest.mark.wing("samples")
 def test_an_interrupted_run_ends_in_the_same_bits(folders, tmp_path):
     changes = {"text.weights": (2, 1), "steps": 7, "eval_every_steps": 7}
     for stop in (None, 3):

@@ -337,6 +337,12 @@ WORKS = {
 _NUMBERS = itertools.count()
 
 
+def marked(case):
+    """Returns the row of a case, which may need the wing that calls `samples`."""
+    needed = [pytest.mark.wing("samples")] if case.startswith("samples") else []
+    return pytest.param(case, marks=needed)
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """Returns a function that creates a run of the edited experiment."""
@@ -363,7 +369,7 @@ def check(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@pytest.mark.parametrize("case", [*map(marked, MISTAKES)])
 def test_a_mistake_is_named(check, case):
     edit, parts = MISTAKES[case]
     with pytest.raises(errors.UserError) as caught:

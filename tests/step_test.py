@@ -17,10 +17,9 @@ from tests.optimizers import harness
 from xshard import errors, mesh, step
 from xshard import state as state_lib
 from xshard.data import batches
-from xshard.learners import norms as norms_lib
 from xshard.optimizers import trees
 
-NORMS = (norms_lib.GRADIENT, norms_lib.PARAMETER)
+NORMS = ("gradient_norm", "parameter_norm")
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))
 
 

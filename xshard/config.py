@@ -266,7 +266,7 @@ def lacks_wing(what: str, wing: str) -> errors.UserError:
     """Returns the error that refuses what needs a wing that there is not."""
     return errors.UserError(
         f"{what} needs the wing {wing}, which this installation lacks: see "
-        "xshard/wings/installed.py."
+        "xshard/wings/installed.py, and for a measure xshard/learners/learner.py."
     )
 
 
@@ -495,7 +495,8 @@ class Key(NamedTuple):
         makes it another run.
       is_optional: whether a config may lack the key and then has its default, as in
         runs that began before there was this key.
-      wing: the wing that acts on it (`xshard.hooks.Wing`); empty: the core does.
+      wing: the wing that acts on it (`xshard.hooks.Wing`, or a learner's `Measure`);
+        empty: the core does.
       of_core: the values besides the default that need no wing.
     """
 
@@ -854,6 +855,7 @@ KEYS = (
         _count_or_never,
         may_change=True,
         is_optional=True,
+        wing="norms_by_array",
     ),
     Key(
         "noise_scale_steps",
@@ -862,6 +864,7 @@ KEYS = (
         "which says how large a batch is useful; 0: it is not computed.",
         _count_or_never,
         is_optional=True,
+        wing="noise_scale",
     ),
     Key(
         "fingerprint_every_steps",

@@ -31,6 +31,7 @@ from xshard import step as step_lib
 from xshard.files import claim as claim_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
+from xshard.learners import learner
 from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
@@ -131,7 +132,8 @@ class Run:
         """
         config_lib.check(config)
         self._wing_names = [wing.name for wing in wings]
-        config_lib.check_wings(config, self._wing_names)
+        measures = [measure.name for measure in learner.MEASURES]
+        config_lib.check_wings(config, [*self._wing_names, *measures])
         self._services = writers.services(wings)
         writers.check(config.writers, self._services)
         self.config = config

@@ -59,6 +59,11 @@ RUNS = {
         },
     ),
 }
+CHANGES = {name: COMMON | changes for name, (_, changes) in RUNS.items()}
+CONFIGS = {
+    name: config_lib.flatten(write_runs.config_of(name).to_dict())
+    for name in write_runs.RUNS
+}
 # By how much values may differ on another kind of machine, absolutely and relatively.
 TOLERANCE = 0.05
 # Keys that change nothing that a step computes, or only where there are several
@@ -90,7 +95,7 @@ def run_tool(capsys, command, directory):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", winged.needing(CHANGES))
 def test_a_work_directory_of_an_earlier_version_resumes(tmp_path, capsys, name):
     directory = shutil.copytree(WRITTEN / name, tmp_path / name)
     (entry,) = run_tool(capsys, "ls", directory)
@@ -171,7 +176,7 @@ def within(name, expected, logged):
 
 @pytest.mark.filterwarnings("default:.*compared within")
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", write_runs.RUNS)
+@pytest.mark.parametrize("name", winged.needing(CONFIGS))
 def test_a_run_of_each_config_and_key_resumes(tmp_path, monkeypatch, name):
     directory = write_runs.copy(name, tmp_path)
     # The texts have relative names.
@@ -207,9 +212,8 @@ def test_each_config_has_a_kept_work_directory():
 def test_each_key_that_changes_what_a_step_computes_has_a_kept_work_directory():
     changed = set(NO_EFFECT)
     for name in write_runs.RUNS:
-        values = config_lib.flatten(write_runs.config_of(name).to_dict())
         for key in config_lib.KEYS:
-            if values.get(key.name, key.default) != key.default:
+            if CONFIGS[name].get(key.name, key.default) != key.default:
                 changed.add(key.name)
     assert [key.name for key in config_lib.KEYS if key.name not in changed] == []
 
@@ -262,6 +266,8 @@ def test_every_bit_of_two_resumes_is_compared():
 
 
 @pytest.mark.long
+@pytest.mark.wing("roll_backs")
+@pytest.mark.wing("loss_jumps")
 def test_two_checkouts_are_compared(tmp_path, capsys):
     """One of them computes another average."""
     other = tmp_path / "other"

@@ -10,9 +10,16 @@ from tests.optimizers import harness
 from xshard import experiment as experiment_lib
 from xshard import state as state_lib
 from xshard import step
-from xshard.learners import learner, measures, noise_scale, norms, norms_by_array
+from xshard.learners import learner, measures
 
 STEPS = 3
+NAMES = [kind.name for kind in learner.MEASURES]
+# The metrics of each measure that a learner may lack.
+METRICS = {
+    "norms": {"gradient_norm", "parameter_norm"},
+    "noise_scale": {"noise_scale"},
+    "norms_by_array": set(),
+}
 
 
 class Labels(measures.Measure):
@@ -49,15 +56,21 @@ def trained(kind=toy.Wide, **changes):
     return state, measured, batch
 
 
-def without(monkeypatch, *kinds):
-    kept = tuple(kind for kind in learner._MEASURES if kind not in kinds)
-    monkeypatch.setattr(learner, "_MEASURES", kept)
+def without(monkeypatch, name):
+    kept = tuple(kind for kind in learner.MEASURES if kind.name != name)
+    monkeypatch.setattr(learner, "MEASURES", kept)
+
+
+def test_a_measure_has_the_name_of_its_file():
+    for kind in learner.MEASURES:
+        assert kind.__module__ == f"xshard.learners.{kind.name}"
+    assert len(set(NAMES)) == len(NAMES)
 
 
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_a_measure_is_added_by_a_line(monkeypatch, shard_update):
-    measures = (*learner._MEASURES, Labels)
-    monkeypatch.setattr(learner, "_MEASURES", measures)
+    measures = (*learner.MEASURES, Labels)
+    monkeypatch.setattr(learner, "MEASURES", measures)
     _, measured, batch = trained(shard_update=shard_update)
     replicas = len(jax.devices())
     assert replicas > 1
@@ -69,33 +82,29 @@ def test_a_measure_is_added_by_a_line(monkeypatch, shard_update):
 
 
 @pytest.mark.parametrize(
-    ("gone", "names"),
-    [
-        ((norms.Norms,), {norms.GRADIENT, norms.PARAMETER}),
-        ((noise_scale.NoiseScale,), {noise_scale.NAME}),
-        ((norms_by_array.NormsByArray,), set()),
-    ],
-    ids=lambda x: x[0].__name__ if isinstance(x, tuple) else "",
+    "gone", [pytest.param(name, marks=pytest.mark.wing(name)) for name in METRICS]
 )
-def test_a_measure_goes_with_its_line(monkeypatch, gone, names):
+def test_a_measure_goes_with_its_line(monkeypatch, gone):
     asked = {"noise_scale_steps": 16, "log_norms_every_steps": 1}
     whole, measured, _ = trained(**asked)
-    without(monkeypatch, *gone)
+    without(monkeypatch, gone)
     rest, measured_without, _ = trained(**asked)
     harness.assert_equal(rest.experiment.params, whole.experiment.params)
+    had_norms = "norms_by_array" in NAMES
     for (metrics, by_array), (kept, kept_by_array) in zip(
         measured, measured_without, strict=True
     ):
-        assert metrics.keys() - kept.keys() == names
+        assert metrics.keys() - kept.keys() == METRICS[gone]
         for name, value in kept.items():
             np.testing.assert_array_equal(value, metrics[name])
-        assert by_array
-        assert bool(kept_by_array) == (norms_by_array.NormsByArray not in gone)
+        assert bool(by_array) == had_norms
+        assert bool(kept_by_array) == (had_norms and gone != "norms_by_array")
 
 
+@pytest.mark.wing("noise_scale")
 def test_only_what_a_config_asks_for_is_kept_in_the_state():
     state, measured, _ = trained()
     assert state.experiment.gradient_noise is None
-    assert noise_scale.NAME not in measured[0][0] and not measured[0][1]
+    assert "noise_scale" not in measured[0][0] and not measured[0][1]
     state, _, _ = trained(noise_scale_steps=16)
-    assert isinstance(state.experiment.gradient_noise, noise_scale.GradientNoise)
+    assert type(state.experiment.gradient_noise).__name__ == "GradientNoise"

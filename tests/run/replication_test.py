@@ -158,6 +158,7 @@ def test_a_flipped_bit_is_named_within_two_steps(
 
 
 @pytest.mark.sample(0.4)
+@pytest.mark.wing("roll_backs")
 def test_processes_compare_their_replicas(tmp_path):
     (tmp_path / "config.py").write_text(
         "from tests.run import replication_test\ndef get_config():\n    changes = "

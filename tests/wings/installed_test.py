@@ -7,6 +7,7 @@ import pytest
 from tests import toy
 from xshard import config as config_lib
 from xshard import errors, loop, main
+from xshard.learners import learner
 from xshard.metrics import writers
 from xshard.wings import installed
 
@@ -20,6 +21,8 @@ VALUES = {
     "roll_back.learning_rate_factor": 0.5,
     "samples_every_steps": 2,
     "prometheus.port": 9465,
+    "log_norms_every_steps": 5,
+    "noise_scale_steps": 4,
 }
 
 
@@ -36,7 +39,8 @@ def test_each_key_of_a_wing_is_tried_here():
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_key_is_refused_by_name_without_its_wing(tmp_path, name):
+def test_a_key_is_refused_by_name_without_its_wing(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(learner, "MEASURES", ())
     config = toy.get_config()
     loop.Run(config, str(tmp_path / "run"))
     config.update_from_flattened_dict({name: VALUES[name]})

@@ -54,7 +54,7 @@ Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
 
 # What is measured of each update beside its loss, in this order. A line is all that a
 # measure has outside its own file.
-_MEASURES: tuple[type[measures.Measure], ...] = (
+MEASURES: tuple[type[measures.Measure], ...] = (
     norms.Norms,
     norms_by_array.NormsByArray,
     noise_scale.NoiseScale,
@@ -144,7 +144,7 @@ class Learner:
         self._gathers_once = config.gather_once
         self._aggregation_method = gradients.method(config.aggregation_method)
         self._estimates = statistics.estimates(config)
-        known = [kind(config) for kind in _MEASURES]
+        known = [kind(config) for kind in MEASURES]
         self._measures = [each for each in known if each.is_on()]
         self._skips_nonfinite = config.on_nonfinite == "skip"
         self._outer = config.get("outer")

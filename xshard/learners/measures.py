@@ -7,7 +7,7 @@ gradients. Then each measure finishes what it reports and what it keeps.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import ml_collections
@@ -62,8 +62,12 @@ class Measure:
     """Something that is measured of each update of a learner.
 
     Attributes:
+      name: its name, that of its file. The keys of a measure that a run may lack are in
+        `xshard.config`, under this name.
       config: the run's config.
     """
+
+    name: ClassVar[str]
 
     def __init__(self, config: ml_collections.ConfigDict):
         """Stores the run's config, in which a measure has keys of its own."""

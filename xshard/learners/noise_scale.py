@@ -59,6 +59,8 @@ class Sizes(NamedTuple):
 class NoiseScale(measures.Measure):
     """The noise scale, whose averages a learner's state has as `gradient_noise`."""
 
+    name = "noise_scale"
+
     def is_on(self) -> bool:
         """Implements `Measure.is_on`."""
         # Configs made before this key existed lack it.

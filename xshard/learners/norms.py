@@ -16,6 +16,8 @@ class Norms(measures.Measure):
     There are none if the rule hides the gradients.
     """
 
+    name = "norms"
+
     def measure(self, update: measures.Update) -> measures.Measured:
         """Implements `Measure.measure`."""
         applied = update.applied

@@ -19,6 +19,8 @@ class NormsByArray(measures.Measure):
     parameter's type. It is 0 in a skipped step.
     """
 
+    name = "norms_by_array"
+
     def is_on(self) -> bool:
         """Implements `Measure.is_on`."""
         # Configs made before this key existed lack it.

@@ -20,6 +20,8 @@ from xshard.optimizers import base, moving_average, trees
 class Statistics(measures.Measure):
     """The network's state that belongs to the parameters to evaluate."""
 
+    name = "statistics"
+
     def begin(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Implements `Measure.begin`."""
         name = state.meta.statistics_module

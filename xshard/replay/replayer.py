@@ -17,12 +17,14 @@ from xshard import state as state_lib
 from xshard import step as step_lib
 from xshard import trained as trained_lib
 from xshard.files import jsonfile, results, workdir
-from xshard.learners import noise_scale
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
 from xshard.replay import comparison
 from xshard.run import preflight, resuming, roll_backs, states
+
+# The metric that may be unknown in a step.
+_NOISE_SCALE = "noise_scale"
 
 
 class Step(NamedTuple):
@@ -347,7 +349,7 @@ def _are_finite(row: rows_lib.Row) -> bool:
     A noise scale may be unknown in a step in which all is well.
     """
     for name, value in row.items():
-        is_noise_scale = name.rpartition("/")[2] == noise_scale.NAME
+        is_noise_scale = name.rpartition("/")[2] == _NOISE_SCALE
         if not is_noise_scale and not _is_finite(value):
             return False
     return True

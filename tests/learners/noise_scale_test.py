@@ -216,7 +216,7 @@ def test_a_norm_that_is_no_norm_is_unknown():
 
 def test_it_resumes_to_the_same_bits(tmp_path, shared_programs):
     config = config_of(
-        experiment="tests.noise_scale_test.Quadratic",
+        experiment="tests.learners.noise_scale_test.Quadratic",
         noise_scale_steps=5,
         log_norms_every_steps=2,
         overflow_above=3.0,
