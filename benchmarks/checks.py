@@ -23,9 +23,9 @@ from benchmarks import sides as sides_lib
 from tests import toy
 from xshard import experiment as experiment_lib
 from xshard import export
-from xshard import state as state_lib
 from xshard.pod import origin
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 _DEVICES = flags.DEFINE_integer("devices", 1, "Virtual devices, on a CPU.", 1)
 _RUN = flags.DEFINE_string("run", None, "export: the work directory of a run.")

@@ -39,10 +39,11 @@ from absl import app, flags
 from benchmarks import keras_fit as keras_lib
 from benchmarks import measure, models
 from tests import toy
-from xshard import loop, step
+from xshard import loop
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
 from xshard.pod import watchdog
+from xshard.training import state as state_lib
+from xshard.training import step
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn, for steps of 1 ms.", 200)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xshard import formatting as formatting_lib
+from xshard.base import formatting as formatting_lib
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,9 @@ from absl import app, flags
 from benchmarks import measure
 from configs import lm
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
 from xshard.run import preflight
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 _PLAIN = "keep all"
 _UNDONATED = "keep all, state not donated"

@@ -15,9 +15,9 @@ from benchmarks import measure
 from experiments.lm import model as lm_model
 from tests import toy
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.dryrun import analysis, collectives
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 
 class Size(NamedTuple):

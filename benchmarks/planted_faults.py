@@ -22,7 +22,7 @@ import numpy as np
 from absl import app, flags
 
 from tests.replay import planted
-from xshard import formatting
+from xshard.base import formatting
 
 _COUNT = flags.DEFINE_integer("count", 300, "How many faults.", 1)
 _EXAMPLES = flags.DEFINE_integer(

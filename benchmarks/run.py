@@ -23,7 +23,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import measure, processes
-from xshard import formatting as formatting_lib
+from xshard.base import formatting as formatting_lib
 from xshard.files import disk, jsonfile
 
 Commands = list[list[str]]

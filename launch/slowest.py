@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard import formatting, spans
-from xshard.metrics import clock
+from xshard.base import clock, formatting, spans
 
 # The parts that are a process's own. In the others it waits, for its devices, for other
 # processes, or for its save in the background.
@@ -36,7 +35,7 @@ class Slowest(NamedTuple):
 
     Attributes:
       process: its index.
-      part: the part of `xshard.spans` that it is slow in, or 'other'.
+      part: the part of `xshard.base.spans` that it is slow in, or 'other'.
       share: for which share of the time the others wait for that.
     """
 

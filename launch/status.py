@@ -7,7 +7,7 @@ from typing import Any
 
 from launch import engine, slowest, sweep
 from xshard import errors
-from xshard import formatting as formatting_lib
+from xshard.base import formatting as formatting_lib
 from xshard.checkpoint import catalog, place
 from xshard.files import jsonfile, results
 from xshard.pod import attempts

@@ -22,8 +22,9 @@ from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from launch import engine, local
-from xshard import cli, config_values, errors, formatting
+from xshard import cli, config_values, errors
 from xshard import config as config_lib
+from xshard.base import formatting
 from xshard.files import disk, jsonfile, workdir
 from xshard.files import identity as identity_lib
 from xshard.files import results as results_lib

@@ -19,10 +19,10 @@ from configs import lm_tiny
 from experiments.lm import attention, experiment, model
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step
 from xshard.data import batches
 from xshard.metrics import flops
+from xshard.training import state as state_lib
+from xshard.training import step
 
 # The TPU's kernel in interpret mode, which runs on any machine, but slowly.
 INTERPRETED = {"cpu": functools.partial(attention._splash, interpret=True)}

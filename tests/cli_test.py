@@ -4,7 +4,8 @@ import pytest
 from absl import flags
 
 from tests import toy
-from xshard import cli, errors, user_code
+from xshard import cli, errors
+from xshard.base import user_code
 from xshard.files import disk
 from xshard.pod import exit_codes
 from xshard.run import states

@@ -14,11 +14,12 @@ import pytest
 from configs import digits, lm_tiny
 from tests import pods, toy
 from xshard import experiment as experiment_lib
-from xshard import formatting, step
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import formatting
 from xshard.data import batches
 from xshard.dryrun import collectives
+from xshard.training import state as state_lib
+from xshard.training import step
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 

@@ -9,8 +9,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from tests import rows, toy, winged
-from xshard import cli, errors, loss_scale_keys, trained
+from xshard import cli, errors, trained
 from xshard import config as config_lib
+from xshard.base import loss_scale_keys
 from xshard.files import identity, workdir
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests import dispatches, toy, winged
-from xshard import evaluation
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.metrics import deferred
+from xshard.run import evaluation
+from xshard.training import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 # The steps that are recorded: from the one after the first row was written, which

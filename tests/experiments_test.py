@@ -14,11 +14,12 @@ from experiments.rl import experiment as rl
 from experiments.rl import host
 from tests import matrix, rows
 from tests.optimizers import harness
-from xshard import data, errors, loop, mesh, step
+from xshard import data, errors, loop, mesh
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.data import batches
 from xshard.dryrun import collectives
+from xshard.training import state as state_lib
+from xshard.training import step
 
 VARIANTS = {
     "groups": {

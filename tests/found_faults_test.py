@@ -54,29 +54,19 @@ from tests.checkpoint import harness as checkpoint_harness
 from tests.checkpoint import suspended
 from tests.faults import lacking_disk
 from tests.launch import harness
-from xshard import (
-    checkpoint,
-    cli,
-    config_values,
-    data,
-    errors,
-    export,
-    loop,
-    trained,
-    validation,
-)
+from xshard import checkpoint, cli, config_values, data, errors, export, loop, trained
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base import clock, primitives
 from xshard.checkpoint import lock
 from xshard.checkpoint import store as store_lib
 from xshard.data import batches, pipelines, text
 from xshard.files import claim, disk, identity, jsonfile, tensors, weight_map, workdir
-from xshard.metrics import clock, writer, writers
+from xshard.learners import validation
 from xshard.metrics import rows as rows_lib
-from xshard.optimizers import gathering, primitives, trees
+from xshard.metrics import writer, writers
+from xshard.optimizers import gathering, trees
 from xshard.pod import (
     attempts,
     exit_codes,
@@ -91,6 +81,8 @@ from xshard.replay import replayer
 from xshard.report import charts
 from xshard.report import rows as report_rows
 from xshard.run import preflight, saving
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 # Numbers of a step: skipped steps, sums, means, types.
 

@@ -21,7 +21,8 @@ from launch import status, sweep
 from tests import hostile
 from tests.checkpoint import harness
 from tests.report import samples
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import formatting
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, arrays
 from xshard.checkpoint import format as format_lib

@@ -15,12 +15,14 @@ import pytest
 
 import xshard
 from tests import toy
-from xshard import errors, evaluation, loop, mesh, step, torus
-from xshard import state as state_lib
+from xshard import errors, loop, mesh
+from xshard.base import torus
 from xshard.data import batches
 from xshard.learners import state as state_of_learner
 from xshard.optimizers import varying
-from xshard.run import preflight
+from xshard.run import evaluation, preflight
+from xshard.training import state as state_lib
+from xshard.training import step
 
 G = frozenset(["group"])
 R = frozenset(["replica"])

@@ -16,10 +16,10 @@ from configs import lm, lm_pod, lm_tiny
 from experiments.lm import experiment, model, text
 from xshard import config as config_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step
 from xshard.data import batches
 from xshard.dryrun import collectives, plan_search
+from xshard.training import state as state_lib
+from xshard.training import step
 
 FLOAT32 = "params=float32,compute=float32,output=float32"
 

@@ -20,9 +20,9 @@ from tests import forks, pace, programs, rows, toy, winged
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, loop
+from xshard.base import clock
 from xshard.checkpoint import writer
 from xshard.files import workdir
-from xshard.metrics import clock
 from xshard.optimizers import trees
 from xshard.pod import request
 from xshard.run import schedule as schedule_lib

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests import pods
-from xshard import errors, mesh, torus
+from xshard import errors, mesh
+from xshard.base import torus
 from xshard.dryrun import collectives
 
 

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.files import disk, jsonfile
 from xshard.metrics import deferred as deferred_lib
 from xshard.metrics import log

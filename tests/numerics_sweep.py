@@ -37,10 +37,10 @@ import xshard
 from tests import numerics_model as model_lib
 from tests.optimizers import table
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
 from xshard.optimizers import trees
 from xshard.run import preflight
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 STEPS = 7
 PATTERNS = 8

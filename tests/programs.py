@@ -7,10 +7,9 @@ import functools
 
 import pytest
 
-from xshard import state as state_lib
-from xshard import step
 from xshard.run import preflight
-from xshard.stored import fingerprint
+from xshard.training import fingerprint, step
+from xshard.training import state as state_lib
 
 # These functions depend on the experiment and the mesh, and on nothing else that
 # differs between runs of one config.

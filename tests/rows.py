@@ -4,10 +4,10 @@ import json
 
 from xshard import checkpoint
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.metrics import rows as rows_lib
 from xshard.pod import request
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 
 class Killed(BaseException):

@@ -11,10 +11,11 @@ import pytest
 
 from tests import toy, turns
 from tests.optimizers import harness
-from xshard import checkpoint, errors, loop, mesh, step
-from xshard import state as state_lib
+from xshard import checkpoint, errors, loop, mesh
 from xshard.data import batches
 from xshard.dryrun import collectives
+from xshard.training import state as state_lib
+from xshard.training import step
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 PAIRS = ((0, 1), (2, 3))

@@ -30,10 +30,10 @@ from .optimizers.replica_calls import equal_on_replicas
 from .optimizers.replica_map import vmap_replicas
 from .optimizers.state_layouts import StateSharding
 from .samples import Histogram, Image
-from .state import TrainState, abstract_state, init
-from .step import make_eval_step, make_train_step
 from .supervised import Supervised
 from .trained import Trained, load
+from .training.state import TrainState, abstract_state, init
+from .training.step import make_eval_step, make_train_step
 
 __all__ = [
     "AggregationMethod",

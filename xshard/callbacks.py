@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from xshard import errors, places, user_code
+from xshard import errors
+from xshard.base import places, user_code
 
 # One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of
 # floats with several groups.

@@ -20,7 +20,8 @@ from absl import flags
 from ml_collections.config_flags import config_path
 
 from xshard import config as config_lib
-from xshard import errors, user_code
+from xshard import errors
+from xshard.base import user_code
 from xshard.files import standard_streams
 from xshard.pod import exit_codes
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import ml_collections
 from absl import logging
 
-from xshard import config_values, errors, loss_scale_keys
+from xshard import config_values, errors
+from xshard.base import loss_scale_keys
 
 STOP = "stop"
 SKIP = "skip"

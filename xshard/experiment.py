@@ -20,10 +20,12 @@ import numpy as np
 
 from xshard import callbacks as callbacks_lib
 from xshard import config as config_lib
-from xshard import data, errors, places, validation
+from xshard import data, errors
 from xshard import hooks as hooks_lib
 from xshard import mesh as mesh_lib
+from xshard.base import places
 from xshard.learners import state as learner_lib
+from xshard.learners import validation
 
 Batch = Mapping[str, Any]
 

@@ -62,7 +62,7 @@ class Hook:
         """Starts to copy to the host what `read` needs of steps just dispatched.
 
         Args:
-          chunk: the steps, a `xshard.step.Chunk`.
+          chunk: the steps, a `xshard.training.step.Chunk`.
 
         Returns:
           Arrays, as `read` takes them; None if it reads none of these steps.

@@ -14,25 +14,15 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from xshard import (
-    callbacks,
-    checkpoint,
-    evaluation,
-    hooks,
-    logical,
-    places,
-    spans,
-    validation,
-)
+from xshard import callbacks, checkpoint, hooks, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base import clock as clock_lib
+from xshard.base import places, spans
 from xshard.files import claim as claim_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
-from xshard.learners import learner
-from xshard.metrics import clock as clock_lib
+from xshard.learners import learner, validation
 from xshard.metrics import deferred, overview, writers
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
@@ -45,6 +35,7 @@ from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
     dispatch,
     ending,
+    evaluation,
     group_keys,
     nonfinite,
     preflight,
@@ -54,6 +45,8 @@ from xshard.run import (
     saving,
 )
 from xshard.run import schedule as schedule_lib
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 # How long the processes wait for process 0, which reads and writes the run's files.
 _FILES_SECONDS = 1800.0

@@ -35,8 +35,9 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, hooks, loop, user_code
+from xshard import checkpoint, cli, errors, hooks, loop
 from xshard import config as config_lib
+from xshard.base import user_code
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import arguments, errors, mesh_axes, torus
+from xshard import errors
+from xshard.base import arguments, mesh_axes, torus
 
 GROUP = mesh_axes.GROUP
 SLICE = mesh_axes.SLICE

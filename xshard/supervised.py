@@ -14,9 +14,9 @@ import ml_collections
 from jax import lax
 
 from xshard import config as config_lib
-from xshard import errors, experiment, validation
+from xshard import errors, experiment
 from xshard import mesh as mesh_lib
-from xshard.learners import learner
+from xshard.learners import learner, validation
 from xshard.learners import lora as lora_lib
 from xshard.learners.state import LearnerState, Outcome
 from xshard.optimizers import trees

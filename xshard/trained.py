@@ -10,17 +10,17 @@ import jax
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import errors, evaluation
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
 from xshard.checkpoint import place as place_lib
 from xshard.files import jsonfile, workdir
 from xshard.learners import lora as lora_lib
 from xshard.learners import state as learner_state
-from xshard.run import preflight, states
-from xshard.stored import replica_state
+from xshard.run import evaluation, preflight, states
+from xshard.training import replica_state
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 
 class Trained(NamedTuple):

@@ -17,7 +17,7 @@ from tests.checkpoint import write_runs
 from xshard import config as config_lib
 from xshard.checkpoint import __main__ as tool
 from xshard.metrics import rows as rows_lib
-from xshard.stored import fingerprint
+from xshard.training import fingerprint
 
 WRITTEN = pathlib.Path(__file__).parent / "written"
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -18,9 +18,9 @@ import pytest
 
 from tests import forks, pods, toy
 from xshard import errors, logical, mesh
-from xshard import state as state_lib
 from xshard.dryrun import analysis, costs, summary
 from xshard.metrics import chips
+from xshard.training import state as state_lib
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

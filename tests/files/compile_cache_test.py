@@ -12,8 +12,8 @@ from tests import toy
 from tests.checkpoint import harness as stores
 from tests.launch import harness
 from xshard import checkpoint, loop
+from xshard.base.jax_internals import runtime
 from xshard.files import compile_cache
-from xshard.jax_internals import runtime
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.training import state as state_lib
 
 FLOAT16 = "params=float32,compute=float16,output=float32"
 DYNAMIC = {

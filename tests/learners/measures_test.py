@@ -8,9 +8,9 @@ import pytest
 from tests import toy
 from tests.optimizers import harness
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
-from xshard import step
 from xshard.learners import learner, measures
+from xshard.training import state as state_lib
+from xshard.training import step
 
 STEPS = 3
 NAMES = [kind.name for kind in learner.MEASURES]

@@ -12,10 +12,11 @@ from configs import digits
 from experiments.digits import experiment as digits_experiment
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import errors, loop, mesh, step
-from xshard import state as state_lib
+from xshard import errors, loop, mesh
 from xshard.data import batches
 from xshard.learners import noise_scale
+from xshard.training import state as state_lib
+from xshard.training import step
 
 EXAMPLES = 4096
 SPREAD = np.array([1.0, 2.0, 0.5], np.float32)

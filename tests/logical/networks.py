@@ -17,10 +17,10 @@ import optax
 
 import xshard
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.base import hashing
 from xshard.pod import origin
 from xshard.run import preflight
-from xshard.stored import hashing
+from xshard.training import state as state_lib
 
 _MOST_DEVICES = 3
 _REPLICAS = 6

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xshard import mesh as mesh_lib
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.logical import split, sums
 
 

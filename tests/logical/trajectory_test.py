@@ -12,12 +12,12 @@ import pytest
 import xshard
 from configs import rl
 from tests import quantized, rows, toy
-from xshard import errors, evaluation, loop
+from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
 from xshard.logical import comparison
-from xshard.run import preflight
+from xshard.run import evaluation, preflight
+from xshard.training import state as state_lib
 
 _STEPS = 6
 _COUNT = 4

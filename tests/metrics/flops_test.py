@@ -14,10 +14,10 @@ from configs import digits
 from tests import toy
 from xshard import experiment as experiment_lib
 from xshard import mesh
-from xshard import state as state_lib
 from xshard.data import batches
 from xshard.metrics import chips, flops
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 

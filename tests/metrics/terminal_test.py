@@ -16,6 +16,7 @@ import pytest
 from tests import toy
 from tests.checkpoint.harness import environment
 from xshard import mesh
+from xshard.base import progress_line
 from xshard.metrics import log, overview, terminal
 from xshard.optimizers import trees
 
@@ -120,7 +121,7 @@ def open_screen(monkeypatch):
         return read
 
     yield open_terminal
-    terminal.close_progress_line()
+    progress_line.close_open()
 
 
 def test_the_progress_line_is_updated_below_all_other_output(open_screen):
@@ -175,7 +176,7 @@ def test_leaving_at_once_ends_the_progress_line_and_restores_stdout(open_screen)
     display, _ = make()
     display.start(0)
     assert "step 0/100" in screen()[-1]
-    terminal.close_progress_line()
+    progress_line.close_open()
     assert screen()[-1] == "" and isinstance(sys.stdout, Tty)
     # The run may still close the display after that.
     display.close()

@@ -16,12 +16,12 @@ from optax import contrib
 import xshard
 from tests import toy
 from tests.optimizers import harness
-from xshard import errors, mesh, step
-from xshard import state as state_lib
+from xshard import errors, mesh
 from xshard.data import batches
 from xshard.dryrun import collectives
 from xshard.optimizers import base
-from xshard.stored import fingerprint
+from xshard.training import fingerprint, step
+from xshard.training import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 DOUBLE = "params=float64,compute=float64,output=float64"

@@ -11,8 +11,9 @@ import pytest
 
 from tests import toy
 from tests.optimizers import harness, table
-from xshard import mesh, state, step
+from xshard import mesh
 from xshard.data import batches
+from xshard.training import state, step
 
 STEPS = 4
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -14,7 +14,7 @@ import pytest
 from tests import toy
 from xshard import bisect, loop
 from xshard.replay import comparison
-from xshard.stored import fingerprint
+from xshard.training import fingerprint
 
 NAME = fingerprint.PREFIX + fingerprint.PARAMS
 

@@ -16,15 +16,17 @@ import pytest
 import xshard
 from tests import rows, toy
 from tests.optimizers import harness
-from xshard import checkpoint, formatting, loop, mesh, step
+from xshard import checkpoint, loop, mesh
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.base import formatting
 from xshard.data import batches
 from xshard.learners import state as learner_state
 from xshard.metrics import deferred
 from xshard.optimizers import inspection, phases
 from xshard.pod import exit_codes
 from xshard.run import nonfinite
+from xshard.training import state as state_lib
+from xshard.training import step
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -42,7 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from xshard import cli, errors, formatting
+from xshard import cli, errors
+from xshard.base import formatting, hashing
 from xshard.checkpoint import (
     array_reader,
     catalog,
@@ -59,7 +60,6 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, jsonfile, tensors
-from xshard.stored import hashing
 
 Rows = list[dict[str, Any]]
 # A loss scale has one value per group; at most this many values are shown.

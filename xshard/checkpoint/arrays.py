@@ -260,7 +260,7 @@ def decode(content: bytes, meta: ArrayMeta) -> np.ndarray:
     # Every flipped bit, overwritten block and torn write within a chunk shows here, or
     # in tensorstore's driver for large chunks. A whole chunk in the place of another
     # does not: the fingerprint of the state shows that (see
-    # `xshard.stored.fingerprint`), to a run that resumes and to `verify`.
+    # `xshard.training.fingerprint`), to a run that resumes and to `verify`.
     elements = np.frombuffer(content, np.uint8)[:-_CRC_BYTES]
     (checksum,) = struct.unpack("<I", content[-_CRC_BYTES:])
     if google_crc32c.value(elements) != checksum:

@@ -37,7 +37,7 @@ import time
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, jsonfile

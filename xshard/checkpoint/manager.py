@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from absl import logging
 
-from xshard import spans
+from xshard.base import spans
 from xshard.checkpoint import (
     agreement,
     host_copy,

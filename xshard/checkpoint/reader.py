@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib

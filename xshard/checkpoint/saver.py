@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.checkpoint import agreement, host_copy, ownership, writer
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib

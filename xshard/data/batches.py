@@ -20,8 +20,9 @@ import jax
 import numpy as np
 from absl import logging
 
-from xshard import data, errors, logical, places
+from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
+from xshard.base import places
 from xshard.data import batch_sizes
 from xshard.data import rows as rows_lib
 

@@ -19,14 +19,14 @@ import jax
 from xshard import cli, errors, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.base.jax_internals import runtime
 from xshard.data import batches
 from xshard.dryrun import collectives, costs, hlo, summary
 from xshard.dryrun import result as result_lib
-from xshard.jax_internals import runtime
 from xshard.learners.state import is_learner
 from xshard.metrics import chips
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 # Values that libtpu would otherwise query from a TPU machine, with warnings when there
 # is none. The last one lets several processes compile at the same time, since none of

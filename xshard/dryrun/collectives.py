@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import torus
+from xshard.base import torus
 from xshard.dryrun import hlo
 from xshard.dryrun import result as result_lib
 

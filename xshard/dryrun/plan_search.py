@@ -26,14 +26,14 @@ import jax
 from xshard import cli, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import formatting as formatting_lib
 from xshard import mesh as mesh_lib
+from xshard.base import formatting as formatting_lib
+from xshard.base import primitives
+from xshard.base.jax_internals import jaxprs
 from xshard.dryrun import analysis, summary
 from xshard.dryrun import result as result_lib
 from xshard.files import jsonfile
-from xshard.jax_internals import jaxprs
 from xshard.metrics import chips
-from xshard.optimizers import primitives
 from xshard.pod import exit_codes
 from xshard.run import preflight
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from xshard import formatting as formatting_lib
-from xshard import torus
+from xshard.base import formatting as formatting_lib
+from xshard.base import torus
 from xshard.dryrun import result as result_lib
 from xshard.metrics import chips
 

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import checkpoint, errors, formatting
+from xshard import checkpoint, errors
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
 from xshard import trained as trained_lib
+from xshard.base import formatting
 from xshard.export import program
 from xshard.files import disk, jsonfile, tensors, weight_map
 from xshard.learners import lora as lora_lib
 from xshard.run import adaptations
+from xshard.training import state as state_lib
 
 PROGRAM = ".stablehlo"
 

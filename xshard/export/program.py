@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from xshard import checkpoint, cli, errors, validation
+from xshard import checkpoint, cli, errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
 from xshard import trained as trained_lib
 from xshard.data import batches
-from xshard.learners import run_context
+from xshard.learners import run_context, validation
 from xshard.optimizers import varying
 from xshard.run import preflight
-from xshard.stored import replica_state
+from xshard.training import replica_state
+from xshard.training import state as state_lib
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 _Shapes = dict[str, jax.ShapeDtypeStruct]

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import jax
 
 from xshard import errors
+from xshard.base.jax_internals import runtime
 from xshard.files import provenance
-from xshard.jax_internals import runtime
 
 FOLDER = "compiled"
 # With its value, the flag of XLA without which `_may_deadlock`.

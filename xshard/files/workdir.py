@@ -22,7 +22,7 @@ norms.jsonl      the norms of all parameters after some steps, if the run logs t
 results.json     the final evaluation, and whether the run ended with finite values;
                  see `xshard.files.results`
 status.json      the current activity of each process; see `xshard.pod.status`
-spans/           what each process spends its time with; see `xshard.spans`
+spans/           what each process spends its time with; see `xshard.base.spans`
 attempts.jsonl   the last status of the first process, for each earlier start; see
                  `xshard.pod.attempts`
 compiled/        compiled programs; see `xshard.files.compile_cache`

@@ -4,7 +4,7 @@ from typing import Any
 
 import ml_collections
 
-from xshard import loss_scale_keys, mesh_axes
+from xshard.base import loss_scale_keys, mesh_axes
 from xshard.optimizers import base, cross_shard, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 

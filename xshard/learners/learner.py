@@ -17,7 +17,8 @@ import jmp
 import ml_collections
 import optax
 
-from xshard import errors, torus, validation
+from xshard import errors
+from xshard.base import torus
 from xshard.learners import (
     composition,
     means,
@@ -28,6 +29,7 @@ from xshard.learners import (
     norms_by_array,
     run_context,
     statistics,
+    validation,
 )
 from xshard.learners import lora as lora_lib
 from xshard.learners import state as state_lib

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.learners import run_context
 from xshard.optimizers import replica_calls, trees
 

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import errors, validation
+from xshard import errors
 from xshard.learners import lora as lora_lib
+from xshard.learners import validation
 from xshard.optimizers import gathering, trees
 
 # The module of an array that has a name alone, as in Haiku.

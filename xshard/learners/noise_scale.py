@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, mesh_axes
+from xshard import errors
+from xshard.base import mesh_axes
 from xshard.learners import measures, run_context
 from xshard.learners import state as state_lib
 from xshard.optimizers import base, inspection, replica_calls, trees

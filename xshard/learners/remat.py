@@ -14,9 +14,9 @@ import jax
 from xshard import config as config_lib
 from xshard import errors
 from xshard import mesh as mesh_lib
-from xshard.jax_internals import jaxprs
+from xshard.base import primitives
+from xshard.base.jax_internals import jaxprs
 from xshard.learners import run_context
-from xshard.optimizers import primitives
 
 Policy = Callable[..., Any]
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import errors, mesh_axes
-from xshard.jax_internals import tracing
+from xshard import errors
+from xshard.base import mesh_axes
+from xshard.base.jax_internals import tracing
 
 
 class Shard(NamedTuple):

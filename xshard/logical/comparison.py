@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard import places
+from xshard.base import places
 from xshard.logical.segments import Mapped
 
 

@@ -8,8 +8,9 @@ import jax
 import ml_collections
 import numpy as np
 
-from xshard import errors, mesh_axes
+from xshard import errors
 from xshard import mesh as mesh_lib
+from xshard.base import mesh_axes
 
 # The number of integers that represent each summand, for each value of
 # `reduction.arithmetic`.

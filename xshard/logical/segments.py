@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import mesh as mesh_lib
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.logical import split as split_lib
 from xshard.logical import sums
 from xshard.logical.replicas import Replicas

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from xshard import errors
 from xshard import mesh as mesh_lib
-from xshard.jax_internals import jaxprs
-from xshard.optimizers import primitives
+from xshard.base import primitives
+from xshard.base.jax_internals import jaxprs
 
 # The collectives that a program is split at, by the names of JAX's primitives.
 SUM = "psum"

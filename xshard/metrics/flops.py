@@ -20,13 +20,13 @@ import numpy as np
 from xshard import errors, supervised
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base.jax_internals import jaxprs
 from xshard.data import batches
-from xshard.jax_internals import jaxprs
 from xshard.learners import run_context
 from xshard.metrics import chips
 from xshard.optimizers import trees
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 
 def of(f: Callable[..., Any], *args: Any) -> int:

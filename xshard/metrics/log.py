@@ -14,13 +14,13 @@ import jmp
 import numpy as np
 
 from xshard import experiment as experiment_lib
-from xshard import formatting, hooks, places
+from xshard import hooks
 from xshard import mesh as mesh_lib
-from xshard import step as step_lib
+from xshard.base import clock as clock_lib
+from xshard.base import formatting, places
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.learners import state as learner_state
-from xshard.metrics import clock as clock_lib
 from xshard.metrics import deferred
 from xshard.metrics import flops as flops_lib
 from xshard.metrics import norms as norms_lib
@@ -28,6 +28,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writer as writer_lib
 from xshard.metrics import writers as writers_lib
+from xshard.training import step as step_lib
 
 _ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)

@@ -8,8 +8,8 @@ import jax
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import formatting
 from xshard import mesh as mesh_lib
+from xshard.base import formatting
 
 # The number of lines of a shortened table.
 _LINES = 24

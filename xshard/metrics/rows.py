@@ -91,7 +91,7 @@ def reproducible(row: Row) -> Row:
 
 def without_fingerprints(row: Row) -> Row:
     """Returns a row without fingerprints."""
-    from xshard.stored import fingerprint  # Imports JAX.
+    from xshard.training import fingerprint  # Imports JAX.
 
     prefix = fingerprint.PREFIX
     return {name: x for name, x in row.items() if not name.startswith(prefix)}
@@ -114,7 +114,7 @@ def to_number(value: Any) -> Any:
       A Python number, or a list of them; for a uint32 array, which is a fingerprint, a
       text or a list of texts.
     """
-    from xshard.stored import hashing  # Imports JAX.
+    from xshard.base import hashing  # Imports JAX.
 
     array = np.asarray(value)
     if array.dtype == np.uint32:

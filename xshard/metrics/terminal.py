@@ -2,13 +2,13 @@
 
 import contextlib
 import enum
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from xshard import formatting as formatting_lib
-from xshard.metrics import clock, rows
+from xshard.base import clock, progress_line
+from xshard.base import formatting as formatting_lib
+from xshard.metrics import rows
 
 # The interval of the progress line's updates, and the number of updates that its rate
 # is measured over.
@@ -79,7 +79,7 @@ class Terminal:
         self._begin = (self._now(), step)
         self._every = clock.Every(_SECONDS, self._now)
         if self._show is not Show.QUIET and self._line is None:
-            self._line = _open_line(self._steps)
+            self._line = progress_line.begin(self._steps)
         if self._line is not None:
             self._draw(step)
 
@@ -116,7 +116,7 @@ class Terminal:
         self._update(max(self._shown_step, self._row.get("step", 0)))
         line = self._line
         self._line = None
-        _close(line)
+        progress_line.close(line)
 
     def _left(self, step: int) -> str:
         """Returns the time left at the average pace since the start.
@@ -147,67 +147,8 @@ class Terminal:
             self._line.update(task, completed=step, description=text, refresh=True)
 
 
-# The progress line that is open, if there is one: a `rich.progress.Progress`.
-_OPEN: list[Any] = []
-
-
 def _losses(row: rows.Row) -> rows.Row:
     """Returns the losses of all learners in a row, by name."""
     return {
         name: value for name, value in row.items() if name.rpartition("/")[2] == "loss"
     }
-
-
-def close_progress_line() -> None:
-    """Closes the progress line, if there is one.
-
-    It is called before a process is ended at once.
-    """
-    for line in list(_OPEN):
-        _close(line)
-
-
-def _open_line(steps: int) -> Any:
-    """Opens a `rich.progress.Progress` on stdout.
-
-    Returns:
-      The progress line; None if stdout is not a terminal that supports one.
-    """
-    if not sys.stdout.isatty():
-        return None
-    # Importing rich takes 0.2 s, which only terminals need.
-    from rich import console as console_lib
-    from rich import progress
-
-    class Console(console_lib.Console):
-        """A console that never hides the cursor.
-
-        Nothing would show it again if the process is killed.
-        """
-
-        def show_cursor(self, show: bool = True) -> bool:
-            del show
-            return False
-
-    console = Console(force_terminal=True, highlight=False)
-    if console.is_dumb_terminal:
-        return None
-    line = progress.Progress(
-        progress.BarColumn(bar_width=20),
-        progress.TextColumn("{task.description}", markup=False),
-        console=console,
-        auto_refresh=False,
-        # If stderr is redirected to a file, it must stay there.
-        redirect_stderr=sys.stderr.isatty(),
-    )
-    line.add_task("", total=steps)
-    line.start()
-    _OPEN.append(line)
-    return line
-
-
-def _close(line: Any) -> None:
-    # The terminal may be gone, or the line may be closed already.
-    with contextlib.suppress(OSError, ValueError):
-        line.stop()
-        _OPEN.remove(line)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, errors, evaluation, hooks
+from xshard import checkpoint, errors, hooks
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard.files import disk, jsonfile, results, workdir
@@ -25,7 +25,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import writer as writer_lib
 from xshard.pod import exit_codes, host_collectives, request
 from xshard.pod import watchdog as watchdog_lib
-from xshard.run import ending, preflight, saving, states
+from xshard.run import ending, evaluation, preflight, saving, states
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each

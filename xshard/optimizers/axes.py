@@ -15,7 +15,7 @@ from absl import logging
 from jax import lax
 
 from xshard import errors
-from xshard.jax_internals import tracing
+from xshard.base.jax_internals import tracing
 from xshard.optimizers import trees
 
 

@@ -34,7 +34,8 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, mesh_axes
+from xshard import errors
+from xshard.base import mesh_axes
 from xshard.optimizers import gradients, phases, replica_calls, shards, skips, trees
 from xshard.optimizers import layouts as layouts_lib
 

@@ -21,17 +21,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, mesh_axes, torus
-from xshard.jax_internals import jaxprs
-from xshard.optimizers import (
-    gradients,
-    marks,
-    primitives,
-    replica_calls,
-    shards,
-    trees,
-    varying,
-)
+from xshard import errors
+from xshard.base import mesh_axes, primitives, torus
+from xshard.base.jax_internals import jaxprs
+from xshard.optimizers import gradients, marks, replica_calls, shards, trees, varying
 from xshard.optimizers import layouts as layouts_lib
 
 # The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from xshard import errors
-from xshard.jax_internals import tracing
+from xshard.base.jax_internals import tracing
 from xshard.optimizers import trees
 
 Loss = Callable[[trees.Params], Any]

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from xshard import errors, mesh_axes
+from xshard import errors
+from xshard.base import mesh_axes
 from xshard.optimizers import (
     base,
     cross_shard,

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.optimizers import trees
 
 # The first word in the names of the state arrays that hold rounding errors.

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import arguments, errors
+from xshard import errors
+from xshard.base import arguments
 from xshard.optimizers import base, shards, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 

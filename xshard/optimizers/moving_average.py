@@ -11,7 +11,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from xshard import arguments
+from xshard.base import arguments
 from xshard.optimizers import base, skips, trees
 from xshard.optimizers import optax as optax_optimizer
 from xshard.optimizers import slots as slots_lib

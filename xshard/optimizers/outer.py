@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from xshard import arguments, errors, mesh_axes
+from xshard import errors
+from xshard.base import arguments, mesh_axes
 from xshard.optimizers import (
     axes,
     base,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import errors
-from xshard.jax_internals import jaxprs
+from xshard.base.jax_internals import jaxprs
 from xshard.optimizers import replica_calls, replica_map
 
 _GLOBAL = jax.P()

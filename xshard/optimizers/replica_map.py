@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import mesh as mesh_lib
-from xshard import mesh_axes
-from xshard.jax_internals import jaxprs
+from xshard.base import mesh_axes
+from xshard.base.jax_internals import jaxprs
 from xshard.optimizers import replica_calls, varying
 
 _AxisNames = tuple[str, ...]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import replica_calls, trees
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import trees
 

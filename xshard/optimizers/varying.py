@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import mesh_axes
-from xshard.jax_internals import jaxprs
-from xshard.optimizers import marks, primitives, replica_calls
+from xshard.base import mesh_axes, primitives
+from xshard.base.jax_internals import jaxprs
+from xshard.optimizers import marks, replica_calls
 
 Axes = frozenset[str]
 

@@ -12,8 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from xshard.base import clock
 from xshard.files import disk, jsonfile
-from xshard.metrics import clock
 from xshard.pod import status
 
 FILE = "attempts.jsonl"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from xshard.metrics import terminal
+from xshard.base import progress_line
 from xshard.pod import host_collectives
 
 # The time limit for restoring the terminal, and for the question that an abort handler
@@ -23,7 +23,7 @@ def exit_now(code: int) -> NoReturn:
     """Ends this process from any thread."""
     # The training thread may be blocked while it holds the terminal, so the wait for
     # the terminal is bounded.
-    host_collectives.with_timeout(terminal.close_progress_line, SHORT_SECONDS)
+    host_collectives.with_timeout(progress_line.close_open, SHORT_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

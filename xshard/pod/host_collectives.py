@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, places, spans
-from xshard.jax_internals import runtime
+from xshard import errors
+from xshard.base import places, spans
+from xshard.base.jax_internals import runtime
 
 _SERIES = itertools.count()
 _POLL_SECONDS = 0.05

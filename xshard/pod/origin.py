@@ -16,7 +16,8 @@ import jax
 import ml_collections
 
 from xshard import config as config_lib
-from xshard import logical, places
+from xshard import logical
+from xshard.base import places
 from xshard.files import compile_cache
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib

@@ -28,7 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from typing import Annotated, Any, NamedTuple
 
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import formatting
 from xshard.files import jsonfile
 from xshard.pod import signals
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from xshard.jax_internals import runtime
+from xshard.base.jax_internals import runtime
 from xshard.pod import rendezvous, signals
 
 # The environment variables by which gRPC finds a proxy.

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import clock, formatting
 from xshard.files import disk, jsonfile
-from xshard.metrics import clock
 from xshard.pod import exit_codes
 
 FILE = "status.json"
@@ -110,8 +110,8 @@ class Status:
           phase: what the process does from here on.
           step: the step that it begins.
           steps: the number of steps of the run.
-          seconds: returns the seconds spent in each phase of `xshard.metrics.clock`.
-          parts: returns those spent in each part of `xshard.spans`.
+          seconds: returns the seconds spent in each phase of `xshard.base.clock`.
+          parts: returns those spent in each part of `xshard.base.spans`.
         """
         changed = dict(self._changing)
         changed["doing"] = phase
@@ -144,7 +144,7 @@ class Status:
           begun: when the process began, in seconds since 1970.
           first, trained: the step that it started from, None before it is known; and
             the number of steps that it began.
-          seconds: the seconds spent in each phase of `xshard.metrics.clock`.
+          seconds: the seconds spent in each phase of `xshard.base.clock`.
           rate: the steps per second over the last rows; None if unknown.
           time: the time now, in seconds since 1970.
           host, pid: where the process runs.

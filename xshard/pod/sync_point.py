@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable
 
-from xshard import spans
+from xshard.base import spans
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
 

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TextIO
 
 import jax
 
-from xshard import errors, places
+from xshard import errors
+from xshard.base import places
 from xshard.files import claim, jsonfile, workdir
 from xshard.pod import (
     attempts,

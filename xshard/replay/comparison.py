@@ -15,14 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import formatting
 from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import identity, jsonfile, workdir
 from xshard.metrics import rows as rows_lib
-from xshard.stored import fingerprint
+from xshard.training import fingerprint
 
 
 class Difference(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xshard import user_code
-from xshard.jax_internals import jaxprs
-from xshard.optimizers import inspection, primitives, trees, varying
+from xshard.base import primitives, user_code
+from xshard.base.jax_internals import jaxprs
+from xshard.optimizers import inspection, trees, varying
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 # Primitives that only rearrange their operand: their value is the operand's.

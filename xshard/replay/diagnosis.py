@@ -12,12 +12,12 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import formatting
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard.optimizers import primitives, trees
+from xshard.base import formatting, primitives
+from xshard.optimizers import trees
 from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight
+from xshard.training import state as state_lib
 
 _SCALE = "current_loss_scale"
 # The number of examples that are tried before the cause is reported as independent of

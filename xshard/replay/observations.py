@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from xshard import mesh as mesh_lib
-from xshard.jax_internals import jaxprs
-from xshard.optimizers import primitives
+from xshard.base import primitives
+from xshard.base.jax_internals import jaxprs
 from xshard.replay import dataflow
 
 

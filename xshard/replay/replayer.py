@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import checkpoint, data, errors, evaluation, formatting
+from xshard import checkpoint, data, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
 from xshard import trained as trained_lib
+from xshard.base import formatting
 from xshard.files import jsonfile, results, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
 from xshard.replay import comparison
-from xshard.run import preflight, resuming, roll_backs, states
+from xshard.run import evaluation, preflight, resuming, roll_backs, states
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 # The metric that may be unknown in a step.
 _NOISE_SCALE = "noise_scale"

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from xshard import formatting, logical
+from xshard import logical
 from xshard import mesh as mesh_lib
+from xshard.base import formatting
 from xshard.replay import comparison, diagnosis, replayer
 
 

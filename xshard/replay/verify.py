@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import cli, errors, formatting
+from xshard import cli, errors
+from xshard.base import formatting
 from xshard.files import jsonfile
 from xshard.metrics import writers
 from xshard.replay import comparison, replayer
-from xshard.stored import fingerprint
+from xshard.training import fingerprint
 
 # The number of checkpoints: one after each third of the steps.
 _NUM_SAVES = 3

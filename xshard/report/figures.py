@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.pod import attempts
 from xshard.report import charts
 from xshard.report import norms as norms_lib

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import formatting
 from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plotly.offline
 
-from xshard import formatting
+from xshard.base import formatting
 from xshard.files import workdir
 from xshard.report import charts, figures, gallery, tables
 from xshard.report import runs as runs_lib

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xshard import errors, formatting
+from xshard import errors
+from xshard.base import formatting
 from xshard.metrics import rows as logged_rows
 
 

@@ -9,8 +9,9 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard import checkpoint, errors, formatting
+from xshard import checkpoint, errors
 from xshard import config as config_lib
+from xshard.base import formatting
 from xshard.files import jsonfile, workdir
 from xshard.pod import attempts as attempts_lib
 from xshard.pod import status

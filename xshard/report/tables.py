@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard import checkpoint, formatting
+from xshard import checkpoint
+from xshard.base import formatting
 from xshard.pod import attempts
 from xshard.report import charts, figures
 from xshard.report import rows as rows_lib

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from xshard import checkpoint, errors
-from xshard import state as state_lib
 from xshard.files import jsonfile
 from xshard.learners import lora as lora_lib
 from xshard.run import slices
+from xshard.training import state as state_lib
 
 
 def of(state: state_lib.TrainState) -> dict[str, dict[str, float]]:

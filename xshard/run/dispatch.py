@@ -18,12 +18,12 @@ import ml_collections
 import numpy as np
 
 from xshard import errors, logical
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base.jax_internals import jaxprs
 from xshard.data import batches as batches_lib
 from xshard.files import identity
-from xshard.jax_internals import jaxprs
 from xshard.metrics import flops
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 KEY = "steps_per_dispatch"
 # The most steps of a dispatch that a run chooses by itself. With so many the host's

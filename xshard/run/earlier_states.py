@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from xshard import state as state_lib
 from xshard.learners.state import LearnerState
 from xshard.optimizers import moving_average, trees
-from xshard.stored import replica_state
+from xshard.training import replica_state
+from xshard.training import state as state_lib
 
 
 def lacks_statistics(state: state_lib.TrainState, target: state_lib.TrainState) -> bool:

@@ -7,15 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import cli, formatting, places
+from xshard import cli
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import formatting, places
 from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import overview, rows, writer
 from xshard.pod import exit_codes
 from xshard.pod import request as request_lib
 from xshard.run import nonfinite
+from xshard.training import state as state_lib
 
 
 def results(

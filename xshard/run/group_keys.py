@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import experiment as experiment_lib
-from xshard import formatting, group_randomness
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import formatting
 from xshard.optimizers import trees
+from xshard.training import group_randomness
+from xshard.training import state as state_lib
 
 
 def notes(

@@ -13,13 +13,14 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import formatting, hooks
+from xshard import hooks
 from xshard import mesh as mesh_lib
-from xshard import step as step_lib
+from xshard.base import formatting
 from xshard.learners import state as learner_lib
 from xshard.learners.state import FINE, NONFINITE, SKIPPED_AT_MIN_SCALE
 from xshard.metrics import deferred
 from xshard.optimizers import trees
+from xshard.training import step as step_lib
 
 _ADVICE = (
     "Check the learning rate, the data for NaN and infinities, and the loss for "

@@ -14,24 +14,17 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import (
-    errors,
-    formatting,
-    logical,
-    loss_scale_keys,
-    mesh_axes,
-    step,
-    validation,
-)
+from xshard import errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import formatting, loss_scale_keys, mesh_axes
 from xshard.data import batch_sizes, batches
 from xshard.files import identity
-from xshard.learners import composition, statistics
+from xshard.learners import composition, statistics, validation
 from xshard.optimizers import base, cross_shard, layouts, trees
 from xshard.run import dispatch, replica_analysis, slices
-from xshard.stored import replica_state
+from xshard.training import replica_state, step
+from xshard.training import state as state_lib
 
 # Calls a function that predicts.
 PredictionCaller = Callable[[Callable[..., Any]], Any]

@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xshard import errors, validation
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard.jax_internals import jaxprs
+from xshard.base.jax_internals import jaxprs
+from xshard.learners import validation
 from xshard.optimizers import marks, trees, varying
+from xshard.training import state as state_lib
 
 # Labels of the values of a program: that a value is a replica's own along an axis and
 # has not been reduced over it, and that it is a shard of an array that lies along an

@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import errors, formatting, hooks, logical, validation
+from xshard import errors, hooks, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base import formatting, hashing
+from xshard.learners import validation
 from xshard.metrics import deferred
 from xshard.pod import host_collectives
-from xshard.stored import fingerprint, hashing
+from xshard.training import fingerprint
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 
 _ADVICE = (
     "This step was not saved. If only one device differs, and at another step when the "

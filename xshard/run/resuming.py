@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from xshard import checkpoint, errors, formatting
+from xshard import checkpoint, errors
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.base import formatting
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 from xshard.files import workdir
 from xshard.pod import host_collectives
 from xshard.run import slices
-from xshard.stored import replica_state
+from xshard.training import replica_state
+from xshard.training import state as state_lib
 
 # The names of a point's values in the metadata of a checkpoint.
 _NOTED = ("evaluated", "watched", "fingerprint", identity_lib.STEP_PROGRAM, "rows")

@@ -23,7 +23,6 @@ import numpy as np
 
 from xshard import checkpoint, errors, hooks
 from xshard import config as config_lib
-from xshard import state as state_lib
 from xshard.data import batch_sizes
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
@@ -31,6 +30,7 @@ from xshard.learners.state import LearnerState
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import back_off
 from xshard.pod import host_collectives
+from xshard.training import state as state_lib
 
 _Scale = Annotated[
     float, jsonfile.Rule("a number above 0 and up to 1", lambda x: 0 < x <= 1)

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard import checkpoint, errors, formatting, places
+from xshard import checkpoint, errors
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
+from xshard.base import formatting, places
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
@@ -25,6 +25,7 @@ from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
 from xshard.run import adaptations, earlier_states, nonfinite, resuming, states
+from xshard.training import state as state_lib
 
 
 class Checkpoints(states.States):

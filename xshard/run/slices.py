@@ -17,9 +17,9 @@ import ml_collections
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
-from xshard import state as state_lib
 from xshard.learners.state import LearnerState, is_learner
 from xshard.optimizers import outer, trees
+from xshard.training import state as state_lib
 
 
 def differ(

@@ -16,10 +16,10 @@ from xshard import checkpoint
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
 from xshard.files import workdir
 from xshard.run import adaptations, earlier_states, slices
-from xshard.stored import replica_state
+from xshard.training import replica_state
+from xshard.training import state as state_lib
 
 
 class States:

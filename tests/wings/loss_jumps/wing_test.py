@@ -10,10 +10,10 @@ import pytest
 from tests import rolled, rows, toy, winged
 from xshard import config as config_lib
 from xshard import errors, loop, mesh
-from xshard import state as state_lib
 from xshard.learners import state as learner_state
 from xshard.pod import request
 from xshard.run import nonfinite
+from xshard.training import state as state_lib
 from xshard.wings.loss_jumps import wing
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

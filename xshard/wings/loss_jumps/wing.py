@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, formatting, hooks, loop
+from xshard import errors, hooks, loop
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard import step as step_lib
+from xshard.base import formatting
 from xshard.run import nonfinite
+from xshard.training import state as state_lib
+from xshard.training import step as step_lib
 from xshard.wings.loss_jumps import detector
 
 

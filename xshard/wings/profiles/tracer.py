@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
-from xshard import formatting, hooks, loop, places
-from xshard import step as step_lib
+from xshard import hooks, loop
+from xshard.base import clock, formatting, places
+from xshard.base.jax_internals import runtime
 from xshard.files import disk, workdir
-from xshard.jax_internals import runtime
-from xshard.metrics import clock
 from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
+from xshard.training import step as step_lib
 
 STEPS = 3
 # A trace is in memory until it is written, and viewers do not open one of gigabytes.

@@ -5,7 +5,8 @@ import types
 
 import jax
 
-from xshard import loop, places
+from xshard import loop
+from xshard.base import places
 from xshard.files import disk, workdir
 from xshard.wings.profiles import mode, tracer
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xshard import experiment as experiment_lib
-from xshard import hooks, loop, samples, validation
-from xshard import state as state_lib
-from xshard.metrics import clock
+from xshard import hooks, loop, samples
+from xshard.base import clock
+from xshard.learners import validation
+from xshard.training import state as state_lib
 
 
 class Samples(hooks.Wing):

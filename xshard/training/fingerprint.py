@@ -18,11 +18,10 @@ from jax import lax
 
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import mesh_axes
-from xshard import state as state_lib
+from xshard.base import hashing, mesh_axes
 from xshard.learners.state import is_learner
 from xshard.optimizers import trees, varying
-from xshard.stored import hashing
+from xshard.training import state as state_lib
 
 # The kinds of arrays. Each kind has one fingerprint, over all learners.
 PARAMS = "params"

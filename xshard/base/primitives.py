@@ -5,7 +5,7 @@ evaluation one by one.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from xshard.jax_internals import jaxprs
+from xshard.base.jax_internals import jaxprs
 
 # Primitives that call an inner program, and the parameter that holds it. JAX 0.11 has
 # no closed_call.

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xshard import spans
+from xshard.base import spans
 
 START = "start"
 DATA = "data"

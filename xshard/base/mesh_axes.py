@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import arguments, errors
+from xshard import errors
+from xshard.base import arguments
 
 GROUP = "group"
 SLICE = "slice"

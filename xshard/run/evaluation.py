@@ -8,14 +8,16 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import data, errors, logical, spans, step, validation
+from xshard import data, errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import spans
 from xshard.data import batches
+from xshard.learners import validation
 from xshard.metrics import deferred
 from xshard.pod import host_collectives
-from xshard.stored import replica_state
+from xshard.training import replica_state, step
+from xshard.training import state as state_lib
 
 # The prefixes of the names of values that `eval_step` computed from the parameters that
 # train, where others are evaluated, and from the outputs of all groups together.
@@ -248,8 +250,8 @@ def predictions(jitted: Any, mesh: jax.sharding.Mesh) -> Callable[..., Any]:
     """Returns a function that predicts from host to host.
 
     Args:
-      jitted: the jitted function of `xshard.step.make_predict`, with replicated
-        outputs, so that each process has all.
+      jitted: the jitted function of `step.make_predict`, with replicated outputs, so
+        that each process has all.
       mesh: the run's mesh.
 
     Returns:

@@ -14,10 +14,11 @@ import pytest
 import xshard
 from tests import toy
 from tests.optimizers import harness
-from xshard import errors, mesh, step
-from xshard import state as state_lib
+from xshard import errors, mesh
 from xshard.data import batches
 from xshard.optimizers import trees
+from xshard.training import state as state_lib
+from xshard.training import step
 
 NORMS = ("gradient_norm", "parameter_norm")
 GROUPS = ((0, 2, 4, 6), (1, 3, 5, 7))

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import config as config_lib
-from xshard import errors, logical, validation
+from xshard import errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard.learners import means, run_context
+from xshard.learners import means, run_context, validation
 from xshard.learners.state import ArrayNorms, Outcome
 from xshard.learners.state import Observed as ObservedUpdate
 from xshard.optimizers import gathering, replica_map, trees
-from xshard.stored import fingerprint
+from xshard.training import fingerprint
+from xshard.training import state as state_lib
 
 Batch = experiment_lib.Batch
 TrainState = state_lib.TrainState

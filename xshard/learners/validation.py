@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from xshard import errors, user_code
+from xshard import errors
+from xshard.base import user_code
 from xshard.optimizers import base, trees
 
 # Names that a run logs by itself. An experiment's values need other names.

@@ -14,7 +14,7 @@ from tests import rows, toy
 from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
+from xshard.base import hashing
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, metadata_files
 from xshard.checkpoint import arrays as arrays_lib
@@ -22,7 +22,8 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.optimizers import trees
 from xshard.run import preflight
-from xshard.stored import fingerprint, hashing
+from xshard.training import fingerprint
+from xshard.training import state as state_lib
 
 HALVES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -44,7 +45,7 @@ class Everything(toy.Wide):
 
 
 def fingerprints(
-    devices, name="tests.stored.fingerprint_test.Everything", mesh=None, **changes
+    devices, name="tests.training.fingerprint_test.Everything", mesh=None, **changes
 ):
     """Returns the fingerprints of an initial state by kind, and the fingerprint of the
     same state on the host.

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from xshard import arguments, errors
+from xshard import errors
+from xshard.base import arguments
 
 
 @pytest.mark.parametrize("value", [1, np.int32(3)])

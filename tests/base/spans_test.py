@@ -6,8 +6,7 @@ import types
 
 import pytest
 
-from xshard import spans
-from xshard.metrics import clock
+from xshard.base import clock, spans
 
 
 @pytest.fixture

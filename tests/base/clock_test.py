@@ -8,7 +8,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from xshard.metrics import clock
+from xshard.base import clock
 
 
 class Now:
@@ -169,7 +169,7 @@ def test_the_clock_can_wait_for_arrays(now):
 def test_the_process_start_time_comes_from_the_system():
     code = (
         "import time; time.sleep(0.3)\n"
-        "from xshard.metrics import clock\n"
+        "from xshard.base import clock\n"
         "print(clock.Clock().seconds()['start'])"
     )
     begin = time.monotonic()

@@ -4,7 +4,7 @@ import os
 import traceback
 import types
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The launcher lies beside the package.
 _LAUNCHER = os.path.join(os.path.dirname(_PACKAGE), "launch")
 _FRAMEWORK = (_PACKAGE + os.sep, _LAUNCHER + os.sep)

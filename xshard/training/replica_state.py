@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-from xshard import errors, validation
+from xshard import errors
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard import state as state_lib
-from xshard.jax_internals import jaxprs
+from xshard.base.jax_internals import jaxprs
+from xshard.learners import validation
 from xshard.optimizers import trees, varying
+from xshard.training import state as state_lib
 
 Shapes = Mapping[str, Sequence[int]]
 

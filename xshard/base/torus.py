@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import mesh_axes
+from xshard.base import mesh_axes
 
 # The sizes of a box along each axis of a torus.
 _Shape = tuple[int, ...]

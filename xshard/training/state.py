@@ -24,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, group_randomness, logical, mesh_axes, validation
+from xshard import errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard.learners import run_context
+from xshard.base import mesh_axes
+from xshard.learners import run_context, validation
 from xshard.learners.state import (
     LearnerMeta,
     LearnerState,
@@ -36,6 +37,7 @@ from xshard.learners.state import (
 )
 from xshard.optimizers import gathering, state_layouts, trees
 from xshard.optimizers import layouts as layouts_lib
+from xshard.training import group_randomness
 
 Batch = experiment_lib.Batch
 

@@ -52,7 +52,7 @@ class Counting(toy.Wide):
 
 def config(**changes):
     settings = toy.get_config()
-    settings.experiment = "tests.stored.replicas_test.Counting"
+    settings.experiment = "tests.training.replicas_test.Counting"
     settings.reads = False
     settings.update_from_flattened_dict({"steps": 4, **changes})
     return settings.lock()

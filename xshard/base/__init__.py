@@ -1,0 +1,1 @@
+"""What every other part stands on, and what imports only errors."""
