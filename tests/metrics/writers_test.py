@@ -15,6 +15,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
 
+from tests import winged
 from xshard.metrics import event_files, writers
 from xshard.metrics import rows as rows_lib
 
@@ -499,4 +500,4 @@ def test_a_writer_that_cannot_be_opened_closes_those_before_it(tmp_path):
 def test_invalid_writer_names_are_refused(names, message, monkeypatch):
     monkeypatch.setattr(writers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
-        writers.check(names)
+        writers.check(names, winged.SERVICES)
