@@ -14,7 +14,8 @@ from safetensors import numpy as safetensors
 
 import xshard
 from configs import lm_gpt2
-from xshard import checkpoint, errors, export, loop
+from tests import winged
+from xshard import checkpoint, errors, export
 from xshard.data import text
 from xshard.files import tensors, weight_map
 
@@ -165,7 +166,7 @@ def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(
     place = save(stored, tmp_path, files=files)
     source = checkpoint.Source(str(place), map_path=MAP)
     run = tmp_path / "run"
-    assert loop.run(change(make_config(tmp_path)), str(run), "", init=source) == 0
+    assert winged.run(change(make_config(tmp_path)), str(run), "", init=source) == 0
     trained = xshard.load(str(run))
     # Two texts in a row: each is computed by itself.
     row = np.arange(3, 3 + LENGTH, dtype=np.int32)
@@ -194,7 +195,7 @@ def test_a_new_model_trains_in_half_precision(tmp_path):
     config = lm_gpt2.get_config()
     changes = {"precision": config.precision, "loss_scale": config.loss_scale}
     changed = make_config(tmp_path, steps=3, **changes)
-    assert loop.run(changed, str(tmp_path / "run"), "") == 0
+    assert winged.run(changed, str(tmp_path / "run"), "") == 0
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-2])
     assert last["step"] == 3 and last["skipped"] < 3
 
@@ -264,7 +265,7 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     deep = hub_arrays(layers=LAYERS + 1)
     source = checkpoint.Source(str(save(deep, tmp_path)), map_path=MAP)
     with pytest.raises(errors.UserError, match=f"Correct the rules of {MAP}") as caught:
-        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+        winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     of_layers = [path for path in mapped(deep).shapes if "/layers/" in path]
     assert len(of_layers) == 16
     for path in of_layers:
@@ -272,7 +273,7 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     wide = arrays | {"wte.weight": np.zeros((301, WIDTH), np.float32)}
     source = checkpoint.Source(str(save(wide, tmp_path)), map_path=MAP)
     with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*301.* in it"):
-        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+        winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     assert not (tmp_path / "run").exists()
     with pytest.raises(errors.UserError, match="no rule has 'ours' for params/other"):
         weight_map.to_theirs({"params/other": np.zeros(2)}, found, MAP)
@@ -296,7 +297,7 @@ def test_each_array_that_does_not_fit_is_named(tmp_path):
     place = save(arrays | {"wqe.weight": np.zeros(2, np.float32)}, tmp_path)
     source = checkpoint.Source(str(place), map_path=str(more))
     with pytest.raises(errors.UserError, match="does not have: params/gpt2/wqe"):
-        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+        winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     part = {"params/gpt2/layers/q/b": np.zeros((2, 4), np.float32)}
     with pytest.raises(errors.UserError, match="c_attn.bias' lacks 2 of its parts"):
         weight_map.to_theirs(part, found, MAP)
@@ -347,7 +348,7 @@ def test_a_rule_that_is_none_is_refused(tmp_path, rule, message):
 def test_a_map_is_for_files_and_for_one_model(tmp_path):
     source = checkpoint.Source(str(tmp_path / "other"), map_path=MAP)
     with pytest.raises(errors.UserError, match="is for a .safetensors file"):
-        loop.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
+        winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
     with pytest.raises(errors.UserError, match="There is no map nowhere.json"):
         weight_map.read("nowhere.json")
     index = tmp_path / "model.safetensors.index.json"
