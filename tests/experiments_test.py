@@ -12,7 +12,7 @@ import pytest
 import xshard
 from experiments.rl import experiment as rl
 from experiments.rl import host
-from tests import matrix, rows
+from tests import matrix, rows, winged
 from tests.optimizers import harness
 from xshard import data, errors, loop, mesh
 from xshard import experiment as experiment_lib
@@ -73,7 +73,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
     tmp_path, monkeypatch, name, variant
 ):
     config = make_config(name, **VARIANTS[variant])
-    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    assert winged.run(config, str(tmp_path / "whole"), "") == 0
     with monkeypatch.context() as patch:
         evaluate = loop.Run._evaluate_and_log
 
@@ -83,8 +83,8 @@ def test_an_interrupted_run_resumes_to_the_same_bits(
 
         patch.setattr(loop.Run, "_evaluate_and_log", evaluate_and_end)
         with pytest.raises(rows.Killed):
-            loop.run(config, str(tmp_path / "ended"), "")
-    assert loop.run(config, str(tmp_path / "ended"), "") == 0
+            winged.run(config, str(tmp_path / "ended"), "")
+    assert winged.run(config, str(tmp_path / "ended"), "") == 0
     whole, ended = (
         rows.final_state(tmp_path / which, config) for which in ("whole", "ended")
     )
@@ -110,14 +110,14 @@ def test_some_cells_of_the_matrix_of_promises_work(tmp_path, config, cell):
 @pytest.mark.sample(1, of="learners")
 def test_games_resume_with_another_number_of_replicas(tmp_path):
     config = make_config("rl", batch_size=16)
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     games = rows.final_state(tmp_path, config).experiment.games.value
     assert games.paddle.shape == (16,)
     fewer = make_config("rl", batch_size=16, steps=8, model_parallel=2)
-    before = loop.Run(fewer, str(tmp_path)).resume_or_init().state
+    before = winged.Run(fewer, str(tmp_path)).resume_or_init().state
     assert len(before.experiment.games.value.paddle.sharding.device_set) == 8
     np.testing.assert_array_equal(before.experiment.games.value.paddle, games.paddle)
-    assert loop.run(fewer, str(tmp_path), "") == 0
+    assert winged.run(fewer, str(tmp_path), "") == 0
 
 
 @pytest.mark.sample(3)
@@ -133,7 +133,7 @@ def test_games_resume_with_another_number_of_replicas(tmp_path):
 def test_valid_configs_pass_the_checks_before_a_run(tmp_path, name, variant):
     model = {"group_assignment": ((0, 1), (2, 3)), "model_parallel": 2}
     variants = {**VARIANTS, "model": {**model, "reduction.shard_update": True}}
-    loop.Run(make_config(name, **variants[variant]), str(tmp_path / "run"))
+    winged.Run(make_config(name, **variants[variant]), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -238,7 +238,7 @@ def test_each_experiment_learns(tmp_path, name, steps, metric, good):
         "checkpoint.every_steps": steps,
     }
     config = make_config(name, steps=steps, **often)
-    assert loop.run(config, str(tmp_path), "") == 0
+    assert winged.run(config, str(tmp_path), "") == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert good(results["eval"][metric]), results
 
@@ -261,7 +261,7 @@ def test_unmarked_state_of_each_replica_is_refused(tmp_path):
         "rl", experiment="tests.experiments_test.Unmarked", batch_size=16
     )
     with pytest.raises(errors.UserError, match="leaves the state 'games/ball_column'"):
-        loop.Run(config, str(tmp_path))
+        winged.Run(config, str(tmp_path))
 
 
 class Blind(host.HostCatch):
@@ -295,7 +295,7 @@ def test_an_iterator_that_cannot_act_is_refused_before_the_run(
         "rl_host", experiment=f"tests.experiments_test.{kind.__name__}"
     )
     with pytest.raises(error, match=match):
-        loop.Run(config, str(tmp_path / "run"))
+        winged.Run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
