@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import xshard
-from tests import toy
-from xshard import checkpoint, errors, export, loop
+from tests import toy, winged
+from xshard import checkpoint, errors, export
 from xshard import experiment as experiment_lib
 from xshard.export import __main__ as program
 from xshard.files import disk, tensors
@@ -50,7 +50,7 @@ def train(directory, code=exit_codes.DONE, **changes):
     config = toy.get_config()
     config.experiment = changes.pop("experiment", "tests.toy.Averaged")
     config.update_from_flattened_dict({"steps": 4, **changes})
-    assert loop.run(config.lock(), str(directory), "") == code
+    assert winged.run(config.lock(), str(directory), "") == code
     return xshard.load(str(directory))
 
 
@@ -157,7 +157,7 @@ def test_experiments_are_exported(tmp_path, name):
     config = importlib.import_module(f"configs.{name}").get_config()
     config.update({"steps": 2, "eval_every_steps": 2, "writers": ("jsonl",)})
     with jax.numpy_dtype_promotion("standard"):
-        assert loop.run(config.lock(), str(tmp_path / "run"), "") == 0
+        assert winged.run(config.lock(), str(tmp_path / "run"), "") == 0
         trained = xshard.load(tmp_path / "run")
         export.write(trained, tmp_path / "a.stablehlo")
         export.write(trained, tmp_path / "a.safetensors")
