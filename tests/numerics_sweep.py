@@ -772,6 +772,7 @@ class Program:
         for group, wanted in enumerate(predicted):
             of_group = f"{where}, group {group}"
             is_off = skipped[group] or verdicts[group] == 2
+            is_off &= verdicts[group] != wanted.verdict
             if not self._is_certain() and wanted.finite and is_off:
                 # What the narrow type overflowed is skipped, or not, as any other.
                 wanted.finite = False

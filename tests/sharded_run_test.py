@@ -231,7 +231,7 @@ def test_int8_errors_cannot_be_restored_for_another_slice_count(tmp_path):
     train(tmp_path, slices=2, slice_dtype="int8")
     with pytest.raises(
         ValueError,
-        match=r"error/mlp.* is float32\[2, .*\[4, .* Restore it with the config",
+        match=r"error/mlp.* is float32\[2, .*\[4, .* restore it with the config",
     ):
         loop.Run(config(slices=4, slice_dtype="int8"), str(tmp_path)).resume_or_init()
 
