@@ -346,7 +346,7 @@ def test_per_replica_state_resumes_on_other_numbers_of_devices(tmp_path, use_dev
             of = config(experiment=_OWN, steps=_STEPS * i // len(devices), reads=False)
             assert loop.run(of, str(directory), "") == 0
         end = loop.Run(of, str(directory))
-        state = end.checkpoints.manager.restore(end._target).state
+        state = end.checkpoints.manager.restore(end.target).state
         assert state.experiment["drawn"].value["sum"].shape == (_COUNT,)
         return digest(state), rows.results(directory)["eval"]["own"]
 

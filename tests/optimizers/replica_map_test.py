@@ -12,8 +12,9 @@ import pytest
 import xshard
 from tests.optimizers import harness
 from xshard import errors
-from xshard.optimizers import inspection, replica_calls, shards
+from xshard.learners import measures
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import replica_calls, shards
 
 AXES = ("group", "slice", "replica")
 WHOLE = jax.P()
@@ -125,7 +126,7 @@ def test_whole_arrays_may_lie_in_shards(shape):
         total = jax.lax.psum(total, "slice")
         norm = jnp.linalg.norm(total)
         (whole,) = partition.gather_global({"w": total / norm}).values()
-        share, rest = inspection.sums_of_squares(partition, {"w": total})
+        share, rest = measures.sums_of_squares(partition, {"w": total})
         return whole[None], (jax.lax.pmean(share, "replica") + rest)[None], norm[None]
 
     x = jax.random.normal(jax.random.key(0), (8, 8, 3))

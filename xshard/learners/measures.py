@@ -130,7 +130,7 @@ def squares(applied: phases.Applied, arrays: dict[str, Any]) -> Measured:
         if applied.partition is None:
             equal[name] = trees.sum_of_squares(tree)
         else:
-            local[name], equal[name] = _sums_of_squares(applied.partition, tree)
+            local[name], equal[name] = sums_of_squares(applied.partition, tree)
     return Measured(local=local, equal=equal)
 
 
@@ -142,7 +142,7 @@ def total(measured: Measured) -> dict[str, Any]:
     return sums
 
 
-def _sums_of_squares(
+def sums_of_squares(
     partition: shards.Partition, arrays: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the squares of all elements, as two summands.

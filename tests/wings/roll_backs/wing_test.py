@@ -144,7 +144,7 @@ INSTANTS = [
     (manager_lib.Manager, "give_up"),
     (workdir.Workdir, "record_newest"),
     (log_lib.Log, "write_ahead"),
-    (batches.TrainBatches, "batch_for_step"),
+    (batches.TrainBatches, "batches_for_steps"),
     (loop.Run, "_save"),
 ]
 
