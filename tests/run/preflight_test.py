@@ -90,16 +90,16 @@ class Plain(toy.Wide):
 @pytest.mark.parametrize(
     "experiment, kind, is_refused",
     [
-        ("tests.preflight_test.Deaf", "dynamic", True),
-        ("tests.preflight_test.Deaf", "fixed", True),
-        ("tests.preflight_test.Deaf", "none", False),
-        ("tests.preflight_test.Fixed", "dynamic", True),
-        ("tests.preflight_test.Fixed", "fixed", False),
+        ("tests.run.preflight_test.Deaf", "dynamic", True),
+        ("tests.run.preflight_test.Deaf", "fixed", True),
+        ("tests.run.preflight_test.Deaf", "none", False),
+        ("tests.run.preflight_test.Fixed", "dynamic", True),
+        ("tests.run.preflight_test.Fixed", "fixed", False),
         ("tests.toy.Wide", "fixed", True),
         ("tests.toy.Wide", "dynamic", False),
-        ("tests.preflight_test.Own", "dynamic", True),
-        ("tests.preflight_test.Own", "none", False),
-        ("tests.preflight_test.Plain", "fixed", False),
+        ("tests.run.preflight_test.Own", "dynamic", True),
+        ("tests.run.preflight_test.Own", "none", False),
+        ("tests.run.preflight_test.Plain", "fixed", False),
     ],
 )
 def test_a_loss_scale_that_reaches_no_rule_is_refused(
@@ -121,7 +121,7 @@ def test_a_loss_scale_that_reaches_no_rule_is_refused(
 
 @pytest.mark.parametrize("kind", ["none", "dynamic"])
 def test_what_a_loss_scale_leaves_unused_is_named(tmp_path, capsys, kind):
-    config = make_config("tests.preflight_test.Plain")
+    config = make_config("tests.run.preflight_test.Plain")
     config.precision = "params=float32,compute=float16,output=float32"
     config.loss_scale.update({"kind": kind, "increment_period": 3})
     config.loss_scale.loss_scale_value = 8.0

@@ -131,6 +131,7 @@ def mean(value):
     return jax.lax.pmean(value, REPLICAS)
 
 
+@xshard.per_replica
 def gathered(value):
     return jnp.max(jax.lax.all_gather(value, REPLICAS))
 

@@ -18,7 +18,6 @@ from tests import flips, rolled, rows, toy, winged
 from tests.launch import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
-from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import manager as manager_lib
 from xshard.data import batches
 from xshard.files import jsonfile, workdir
@@ -140,7 +139,7 @@ def killing(original):
 INSTANTS = [
     (jsonfile, "write"),
     (wing.RollBacks, "decide"),
-    (format_lib, "note_removed"),
+    (manager_lib.Manager, "restore"),
     (manager_lib.Manager, "give_up"),
     (workdir.Workdir, "record_newest"),
     (log_lib.Log, "write_ahead"),
