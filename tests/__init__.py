@@ -22,5 +22,5 @@ if version.__version_info__ < (0, 11, 1):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 # Draws the rows of a table that a run of the tests without --all tries. Any other text
-# draws others; .ci/run takes the commit's.
+# draws others.
 SAMPLE_SEED = os.environ.get("XSHARD_SAMPLE_SEED", "2")

@@ -290,7 +290,9 @@ def test_another_config_metric_or_model_is_refused(run, tmp_path):
     other = make_config()
     with other.unlocked():
         other.seed = 1
-    with pytest.raises(ValueError, match=r"seed: 0 -> 1.* with --init_select its slots\.$"):
+    with pytest.raises(
+        ValueError, match=r"seed: 0 -> 1.* with --init_select its slots\.$"
+    ):
         continuous_eval.run(other, str(run), "", None)
     # A refused config leaves nothing behind that would make the right one be refused as
     # well.
