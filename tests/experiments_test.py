@@ -1,7 +1,6 @@
 """Tests that other experiments keep the same promises as the digits experiment."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 
 import xshard
+from configs import digits, gan, lm_tiny, rl_host, ssl
+from configs import rl as rl_config
 from experiments.rl import experiment as rl
 from experiments.rl import host
 from tests import matrix, rows, winged
@@ -21,6 +22,14 @@ from xshard.dryrun import collectives
 from xshard.training import state as state_lib
 from xshard.training import step
 
+CONFIGS = {
+    "digits": digits,
+    "gan": gan,
+    "lm_tiny": lm_tiny,
+    "rl": rl_config,
+    "rl_host": rl_host,
+    "ssl": ssl,
+}
 VARIANTS = {
     "groups": {
         "group_assignment": ((0, 1, 2, 3), (4, 5, 6, 7)),
@@ -44,7 +53,7 @@ def standard_promotion():
 
 
 def make_config(name, **changes):
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = CONFIGS[name].get_config()
     config.update(
         {"steps": 6, "log_every_steps": 1, "writers": ("jsonl",), "eval_every_steps": 3}
     )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import xshard
+from configs import digits, gan
 from tests import toy, winged
 from xshard import checkpoint, errors, export
 from xshard import experiment as experiment_lib
@@ -154,7 +155,7 @@ def test_platforms_without_a_lowering_are_left_out(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gan", "digits"])
 def test_experiments_are_exported(tmp_path, name):
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = {"gan": gan, "digits": digits}[name].get_config()
     config.update({"steps": 2, "eval_every_steps": 2, "writers": ("jsonl",)})
     with jax.numpy_dtype_promotion("standard"):
         assert winged.run(config.lock(), str(tmp_path / "run"), "") == 0

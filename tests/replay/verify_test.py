@@ -4,6 +4,7 @@ names why others do not.
 The runs are real processes, one of which is killed.
 """
 
+import importlib.util
 import pathlib
 import re
 import shutil
@@ -21,6 +22,8 @@ FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Sets the variables that child processes need to find the same packages."""
+    # A verification starts this program.
+    assert importlib.util.find_spec("xshard.main")
     monkeypatch.setenv("PYTHONPATH", forks.python_path())
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
