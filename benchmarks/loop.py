@@ -23,7 +23,6 @@ as the computation of the steps leaves them.
 import collections
 import contextlib
 import functools
-import importlib
 import importlib.util
 import io
 import pathlib
@@ -38,6 +37,7 @@ from absl import app, flags
 
 from benchmarks import keras_fit as keras_lib
 from benchmarks import measure, models
+from configs import digits, lm_tiny
 from tests import toy
 from xshard import loop
 from xshard import mesh as mesh_lib
@@ -47,7 +47,7 @@ from xshard.training import step
 
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "How often each side is timed.", 1)
 _STEPS = flags.DEFINE_integer("steps", 1500, "Of a turn, for steps of 1 ms.", 200)
-_CONFIGS = ("lm_tiny", "digits")
+_CONFIGS = {"lm_tiny": lm_tiny, "digits": digits}
 _SIZES = flags.DEFINE_multi_enum(
     "size",
     ["1 ms", "20 ms"],
@@ -126,8 +126,7 @@ def make_config(size: models.Size, steps: int) -> Any:
 
 def of_shipped(name: str, steps: int) -> Any:
     """Returns a config of configs/, as a run with this many timed steps."""
-    module = importlib.import_module(f"configs.{name}")
-    return _for_timing(module.get_config(), steps)
+    return _for_timing(_CONFIGS[name].get_config(), steps)
 
 
 def _for_timing(config: Any, steps: int) -> Any:
