@@ -74,7 +74,9 @@ def read(build):
 
     names = {
         "glob": glob,
-        "native": types.SimpleNamespace(glob=glob),
+        "native": types.SimpleNamespace(
+            glob=glob, package_name=lambda: build.relative_to(ROOT).as_posix()
+        ),
         "py_library": rule,
         "py_test": rule,
     }

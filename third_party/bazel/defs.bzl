@@ -18,13 +18,17 @@ def modules(srcs, deps, **kwargs):
 
 def pytest_test(name, paths, deps, data = [], **kwargs):
     """A test that pytest runs: files, in one process, with the project's settings."""
+
+    # Without the packages around it, pytest takes a folder such as tests/wings/wandb for the module of that name.
+    parts = native.package_name().split("/")
+    around = ["//%s:__init__" % "/".join(parts[:count]) for count in range(2, len(parts))]
     py_test(
         name = name,
         srcs = paths + ["//third_party/bazel:pytest_main.py"],
         main = "//third_party/bazel:pytest_main.py",
         args = ["$(location %s)" % path for path in paths],
         data = data + ["//:pyproject.toml"],
-        deps = deps + ["//tests:conftest"],
+        deps = deps + around + ["//tests:conftest"],
         # It only ends what hangs: how long a test takes is up to what else the machine has to do.
         timeout = "eternal",
         **kwargs
