@@ -22,8 +22,9 @@ FLAGS = ("--config=tests/impure.py", "--stop_after=0.001", "--config.steps=999")
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Sets the variables that child processes need to find the same packages."""
-    # A verification starts this program.
-    assert importlib.util.find_spec("xshard.main")
+    # A verification starts these programs.
+    for name in ("xshard.main", "launch"):
+        assert importlib.util.find_spec(name)
     monkeypatch.setenv("PYTHONPATH", forks.python_path())
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
