@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xshard import data, errors
+from xshard.base import arguments
 from xshard.data import batch_sizes
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class Streams:
         Raises:
           UserError: if `count` does not divide the batch.
         """
-        is_count = isinstance(count, numbers.Integral) and not isinstance(count, bool)
+        is_count = arguments.is_integer(count)
         if not is_count or count < 1 or part.batch_size % count:
             raise errors.UserError(
                 f"{count!r} streams do not fit batch_size={part.batch_size}: each "

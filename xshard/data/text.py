@@ -7,7 +7,6 @@ result.
 
 import codecs
 import json
-import numbers
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent import futures
@@ -17,6 +16,7 @@ import numpy as np
 from absl import logging
 
 from xshard import errors
+from xshard.base import arguments
 from xshard.files import buckets, inputs
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, end: str = END) -> To
         installed.
     """
     lib = _tokenizers()
-    if not _is_integer(vocabulary) or vocabulary <= 256:
+    if not arguments.is_integer(vocabulary) or vocabulary <= 256:
         raise errors.UserError(
             f"A vocabulary of {vocabulary!r} must have more than 256 tokens: the "
             f"bytes, and {end}."
@@ -445,7 +445,7 @@ def pack(
     """
     import grain
 
-    if not _is_integer(length) or length < 1:
+    if not arguments.is_integer(length) or length < 1:
         raise errors.UserError(
             f"pack(length={length!r}) must be a number of tokens, at least 1."
         )
@@ -455,10 +455,6 @@ def pack(
     return grain.experimental.ConcatThenSplitIterDataset(
         encoded.to_iter_dataset(options), length_struct={"text": length}
     )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _tokenizers() -> Any:
