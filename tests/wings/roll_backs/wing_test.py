@@ -100,14 +100,14 @@ def test_roll_backs_are_reported(tmp_path, capsys):
     assert captured.out.count("resumed from the checkpoint of step 4 in") == 2
 
 
-# Polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before the trouble of step 7 is
-# known, 20 in the third attempt.
+# With one step a dispatch, polls 2 and 8 are at steps 2 and 6, poll 12 at step 8 before
+# the trouble of step 7 is known, 20 in the third attempt.
 @pytest.mark.sample(5, of="roll-backs")
 @pytest.mark.parametrize("at", [2, 8, 12, 20])
 def test_a_run_that_is_stopped_at_any_poll_ends_as_if_uninterrupted(
     tmp_path, uninterrupted, at
 ):
-    config = make_config()
+    config = make_config(steps_per_dispatch=1)
     watch = rows.ScriptedWatch(at, request.STOP)
     assert winged.run(config, str(tmp_path), "", watch=watch) == 42
     assert winged.run(config, str(tmp_path), "") == 0
@@ -300,6 +300,7 @@ def test_a_stop_at_a_state_that_is_not_finite_causes_no_roll_back(tmp_path, at, 
     )
     assert winged.run(config, str(tmp_path / "whole"), "") == 0
     stopped = tmp_path / "stopped"
+    config.steps_per_dispatch = 1
     watch = rows.ScriptedWatch(at, request.STOP)
     assert winged.run(config, str(stopped), "", watch=watch) == 42
     assert not (stopped / "roll_backs.json").exists()
@@ -331,6 +332,7 @@ def test_skips_without_lowering_the_scale_cause_a_roll_back(tmp_path):
     assert entry["step"] == 7
     # The count of skips continues after a stop.
     stopped = tmp_path / "stopped"
+    config.steps_per_dispatch = 1
     watch = rows.ScriptedWatch(8, request.STOP)
     assert winged.run(config, str(stopped), "", watch=watch) == 42
     assert winged.run(config, str(stopped), "") == 0
@@ -569,7 +571,7 @@ def test_a_roll_back_lowers_updates_by_a_factor(lowered, tmp_path, capsys):
 def test_a_stopped_run_with_lowered_updates_resumes_to_the_same_end(
     tmp_path, lowered, monkeypatch, at
 ):
-    config = lowered_config(on_divergence="roll_back")
+    config = lowered_config(on_divergence="roll_back", steps_per_dispatch=1)
     watch = rows.ScriptedWatch(at, request.STOP)
     assert winged.run(config, str(tmp_path), "", watch=watch) == 42
     if at == 20:
