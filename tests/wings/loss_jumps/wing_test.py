@@ -67,6 +67,7 @@ def test_a_loss_that_jumps_causes_a_roll_back(tmp_path, groups):
     # The checkpoint contains the earlier losses, so a resumed run detects the same
     # jump.
     stopped = tmp_path / "stopped"
+    config.steps_per_dispatch = 1
     watch = rows.ScriptedWatch(8, request.STOP)
     assert winged.run(config, str(stopped), "", watch=watch) == 42
     assert winged.run(config, str(stopped), "") == 0
