@@ -1,7 +1,10 @@
 """Tests of how programs fail: their messages and exit codes, and what they suggest."""
 
+import sys
+
 import pytest
 from absl import flags
+from ml_collections import config_flags
 
 from tests import toy
 from xshard import cli, errors
@@ -115,6 +118,35 @@ def test_the_message_for_a_wrong_flag_is_a_rule(argument, message):
     with pytest.raises(flags.Error) as raised:
         values(["program", argument])
     assert cli.flag_error(raised.value) == message
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("argument", "example"),
+    [
+        ("loss_scale=dynamic", "loss_scale.kind=dynamic"),
+        ("loss_scale=fixed", "loss_scale.kind=fixed"),
+        ("loss_scale=1024.0", "loss_scale.kind=dynamic"),
+        ("reduction=sum", "reduction.KEY=VALUE"),
+    ],
+)
+def test_a_flag_for_what_has_keys_of_its_own_names_one(
+    tmp_path, monkeypatch, argument, example
+):
+    file = tmp_path / "config.py"
+    file.write_text("import xshard.config\nget_config = xshard.config.default\n")
+    values = flags.FlagValues()
+    config = config_flags.DEFINE_config_file("config", flag_values=values)
+    monkeypatch.setattr(
+        sys, "argv", ["program", f"--config={file}", f"--config.{argument}"]
+    )
+    name = f"config.{argument.partition('=')[0]}"
+    with pytest.raises(errors.UserError) as raised:
+        cli.parse(config, values)
+    assert str(raised.value) == (
+        f"--config.{argument}: {name} has keys of its own; set one, as "
+        f"--config.{example}."
+    )
 
 
 def test_a_method_that_dataclasses_wrote_is_not_the_users_place():

@@ -21,7 +21,7 @@ from ml_collections.config_flags import config_path
 
 from xshard import config as config_lib
 from xshard import errors
-from xshard.base import user_code
+from xshard.base import loss_scale_keys, user_code
 from xshard.files import standard_streams
 from xshard.pod import exit_codes
 
@@ -273,6 +273,18 @@ def flag_error(e: flags.Error) -> str:
             "ml_collections.config_dict.placeholder(float), or another type, which "
             "reads as None until a flag sets it."
         )
+    of_folder = re.match(
+        r"flag --(config\S*?)=(.*): Failed to parse .* as a ConfigDict",
+        str(e),
+        re.DOTALL,
+    )
+    if of_folder:
+        name, value = of_folder.groups()
+        example = f"--{name}.KEY=VALUE"
+        if name == "config.loss_scale":
+            kind = value if value in loss_scale_keys.KINDS else loss_scale_keys.DYNAMIC
+            example = f"--{name}.kind={kind}"
+        return f"--{name}={value}: {name} has keys of its own; set one, as {example}."
     if isinstance(e, flags.UnrecognizedFlagError):
         text += "; --help lists the flags"
     return f"{text}."

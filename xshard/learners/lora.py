@@ -8,7 +8,6 @@ https://arxiv.org/abs/2106.09685.
 import dataclasses
 import functools
 import math
-import numbers
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from xshard import errors
+from xshard.base import arguments
 from xshard.optimizers import trees
 
 # The ends of the names of the two matrices that belong to an array. The first is drawn
@@ -80,15 +80,11 @@ class Lora:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        is_count = isinstance(self.rank, numbers.Integral)
-        # A bool is an int, too.
-        if not is_count or isinstance(self.rank, bool) or self.rank < 1:
+        if not arguments.is_integer(self.rank) or self.rank < 1:
             raise errors.UserError(
                 f"lora(rank={self.rank!r}) must be a whole number of at least 1."
             )
-        is_number = isinstance(self.alpha, numbers.Real)
-        is_number = is_number and not isinstance(self.alpha, bool)
-        if not is_number or not 0 < self.alpha < math.inf:
+        if not arguments.is_number(self.alpha) or not 0 < self.alpha < math.inf:
             raise errors.UserError(
                 f"lora(alpha={self.alpha!r}) must be a number above 0; with alpha=rank "
                 "the product is added as it is."
