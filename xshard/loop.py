@@ -18,7 +18,7 @@ from xshard import callbacks, checkpoint, hooks, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard.base import clock as clock_lib
-from xshard.base import places, spans
+from xshard.base import places, span_file, spans
 from xshard.files import claim as claim_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
@@ -268,7 +268,7 @@ class Run:
         )
         where = validation.describe_method(self.experiment.hooks)
         self._own_hooks = hooks.check(where, self.experiment.hooks())
-        self._spans = spans.File(
+        self._spans = span_file.File(
             directory=self.workdir.path,
             index=self._place.index,
             host=socket.gethostname(),
