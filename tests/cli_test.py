@@ -14,20 +14,6 @@ from xshard.pod import exit_codes
 from xshard.run import states
 
 
-@pytest.mark.parametrize(
-    ("command", "wanted"),
-    [
-        ("run --a=1", "run --a=1 --steps=8"),
-        ("run --steps=3 --a=1 --steps=4", "run --a=1 --steps=8"),
-        ("run --steps 3 --a=1", "run --a=1 --steps=8"),
-        ("run -steps=3 --steps_of_mine=2", "run --steps_of_mine=2 --steps=8"),
-        ("'a b/python' --steps=3 '--a=x y'", "'a b/python' '--a=x y' --steps=8"),
-    ],
-)
-def test_a_flag_that_is_already_there_is_replaced(command, wanted):
-    assert cli.with_flag(command, "steps", 8) == wanted
-
-
 def fails(e):
     def program():
         raise e

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import runpy
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -196,12 +195,6 @@ def print_error(e: Exception, *, has_debug_flag: bool) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def with_flag(command: str, name: str, value: object) -> str:
-    """Returns a command with a flag set to this value; any earlier value is removed."""
-    words = without_flags(shlex.split(command), [name])
-    return shlex.join([*words, f"--{name}={value}"])
-
-
 def flag_value(words: Sequence[str], name: str) -> str:
     """Returns the value of a flag; the last of several, empty if there is none.
 
@@ -215,26 +208,6 @@ def flag_value(words: Sequence[str], name: str) -> str:
         if flag == f"--{name}":
             found = value if equals else following
     return found
-
-
-def without_flags(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns arguments without some flags.
-
-    Args:
-      words: arguments, in which flags are given as --name=value or as --name value.
-      names: the names of the flags to leave out.
-    """
-    rest: list[str] = []
-    value_follows = False
-    for word in words:
-        name, equals, _ = word.removeprefix("-").removeprefix("-").partition("=")
-        if word.startswith("-") and name in names:
-            value_follows = not equals
-        elif value_follows:
-            value_follows = False
-        else:
-            rest.append(word)
-    return rest
 
 
 def message(e: Exception) -> str:

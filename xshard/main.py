@@ -37,7 +37,7 @@ from ml_collections import config_flags
 
 from xshard import checkpoint, cli, errors, hooks, loop
 from xshard import config as config_lib
-from xshard.base import user_code
+from xshard.base import flag_words, user_code
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
@@ -385,7 +385,7 @@ def _command() -> str:
     python = user_code.display_path(sys.executable or "python")
     # The launcher or scheduler sets the place of each process anew.
     place = ("coordinator_address", "num_processes", "process_id")
-    arguments = cli.without_flags(sys.argv[1:], place)
+    arguments = flag_words.without_flags(sys.argv[1:], place)
     return shlex.join([python, "-m", "xshard.main", *arguments])
 
 

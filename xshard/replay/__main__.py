@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from xshard import cli, errors
+from xshard.base import flag_words
 from xshard.files import jsonfile, workdir
 from xshard.pod import exit_codes, origin
 
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 "--verify_processes needs --verify_devices, of all of them together"
             )
         # What this parser does not know, and --cpu_devices, is for the runs.
-        return options, cli.without_flags(argv, _VERIFY_FLAGS)
+        return options, flag_words.without_flags(argv, _VERIFY_FLAGS)
     if options.verify_devices is not None:
         parser.error("--verify_devices is for --verify_resume")
     if unknown:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from xshard import cli, errors
-from xshard.base import formatting
+from xshard import errors
+from xshard.base import flag_words, formatting
 from xshard.files import jsonfile
 from xshard.metrics import writers
 from xshard.replay import comparison, replayer
@@ -191,12 +191,12 @@ def _check(flags: Sequence[str], steps: int) -> None:
         raise errors.UserError(
             f"--verify_resume={steps} must be a number of steps from {_NUM_SAVES}."
         )
-    if len(cli.without_flags(flags, _REFUSED)) < len(flags):
+    if len(flag_words.without_flags(flags, _REFUSED)) < len(flags):
         raise errors.UserError(
             "--verify_resume trains in one process: leave out "
             f"--{', --'.join(_REFUSED)}."
         )
-    if len(cli.without_flags(flags, ["config"])) == len(flags):
+    if len(flag_words.without_flags(flags, ["config"])) == len(flags):
         raise errors.UserError(
             "--verify_resume needs the flags of the run: add at least --config=FILE.py."
         )
@@ -233,7 +233,7 @@ class _Runs:
             "checkpoint.keep_best": 0,
         }
         replaced = [f"config.{name}" for name in (*values, "writers")]
-        rest = cli.without_flags(flags, ["workdir", "stop_after", *replaced])
+        rest = flag_words.without_flags(flags, ["workdir", "stop_after", *replaced])
         self._command = [sys.executable, "-m", "xshard.main", *rest]
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
@@ -392,7 +392,7 @@ def _examples(directory: pathlib.Path, step: int) -> str:
 def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
     """Returns the command of a run on other devices."""
     devices = f"--cpu_devices={place.devices // place.processes}"
-    rest = cli.without_flags(command, ["cpu_devices"])
+    rest = flag_words.without_flags(command, ["cpu_devices"])
     if place.processes == 1:
         return [*rest, devices]
     return [

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from xshard import cli
 from xshard import mesh as mesh_lib
-from xshard.base import formatting, places
+from xshard.base import flag_words, formatting, places
 from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import overview, rows, writer
@@ -95,7 +94,9 @@ def announce(
     # A callback that ended this run would end the resumed one too, so no command is
     # printed.
     if "ended" not in values:
-        more = cli.with_flag(command, "config.steps", 2 * max(steps, values["step"]))
+        more = flag_words.with_flag(
+            command, "config.steps", 2 * max(steps, values["step"])
+        )
         print(f"to train further{each_process()}: {more}")
     return exit_codes.DONE
 
