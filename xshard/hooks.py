@@ -157,6 +157,16 @@ class Wing(Hook):
         """
         del step, request
 
+    def speed(self, step: int, steps_per_second: float) -> Mapping[str, float]:
+        """Returns what a step's row has more of the run's speed: numbers by name.
+
+        Args:
+          step: the number of the step.
+          steps_per_second: the rate of the steps until then.
+        """
+        del step, steps_per_second
+        return {}
+
     def finish(self, state: Any) -> None:
         """Ends what steps are under, after the last one, on all processes."""
         del state

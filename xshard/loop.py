@@ -258,6 +258,7 @@ class Run:
             clock=self.clock,
             terminal=self.terminal,
             services=self._services,
+            wings=self._wings,
         )
         # The callbacks may be slow, so their channel has a name of its own.
         decisions = host_collectives.Channel(

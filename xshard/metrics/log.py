@@ -4,13 +4,11 @@ the terminal.
 
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jmp
 import numpy as np
 
 from xshard import experiment as experiment_lib
@@ -22,7 +20,6 @@ from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.learners import state as learner_state
 from xshard.metrics import deferred
-from xshard.metrics import flops as flops_lib
 from xshard.metrics import norms as norms_lib
 from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
@@ -55,6 +52,7 @@ class Log(hooks.Hook):
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
         services: Mapping[str, writers_lib.Service],
+        wings: Sequence[hooks.Wing] = (),
     ):
         """Creates the log; `opened` opens its writers.
 
@@ -66,6 +64,7 @@ class Log(hooks.Hook):
           clock: this process's clock.
           terminal: the run's terminal.
           services: the writers that the run's wings bring.
+          wings: the run's wings, which may have more to say of its speed.
         """
         config = experiment.config
         self.rows = 0
@@ -73,6 +72,7 @@ class Log(hooks.Hook):
         self._directory = directory
         self._config = config
         self._services = services
+        self._wings = wings
         # Read from the config once, because each look-up takes microseconds.
         self._every = config.log_every_steps
         self._norms_every = config.get("log_norms_every_steps", 0)
@@ -81,15 +81,6 @@ class Log(hooks.Hook):
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        # FLOPs are counted with the first row. By then the devices are busy, so the
-        # trace delays nothing.
-        self._flops = functools.cache(
-            lambda size: flops_lib.if_known(
-                experiment, mesh, batches.shapes(size), terminal.say
-            )
-        )
-        compute_dtype = jmp.get_policy(config.precision).compute_dtype
-        self._peak = flops_lib.peak(mesh, compute_dtype)
         self._sizes = batches.sizes
         self._epoch_examples = batches.epoch_examples
         # Process 0 alone has writers, while the log is open.
@@ -318,11 +309,8 @@ class Log(hooks.Hook):
         size = self._sizes.at(step)
         examples = size * experiment_lib.num_models(self._config, self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
-        flops = self._flops(size)
-        if flops is not None:
-            row["flops_per_second"] = rate * flops
-            if self._peak is not None:
-                row["utilisation"] = rate * flops / self._peak
+        for wing in self._wings:
+            row |= wing.speed(step, rate)
         total = sum(seconds.values())
         row["goodput"] = seconds[clock_lib.TRAINING] / max(total, 1e-9)
         row["seconds"] = total

@@ -10,6 +10,7 @@ from xshard.wings.profiles import wing as profiles
 from xshard.wings.prometheus import wing as prometheus
 from xshard.wings.roll_backs import wing as roll_backs
 from xshard.wings.samples import wing as samples
+from xshard.wings.utilisation import wing as utilisation
 from xshard.wings.wandb import wing as wandb
 
 WINGS: tuple[type[hooks.Wing], ...] = (
@@ -17,6 +18,7 @@ WINGS: tuple[type[hooks.Wing], ...] = (
     samples.Samples,
     roll_backs.RollBacks,
     profiles.Profiles,
+    utilisation.Utilisation,
     wandb.Wandb,
     mlflow.Mlflow,
     prometheus.Prometheus,

@@ -1,0 +1,1 @@
+"""How well a run uses its devices."""
