@@ -9,7 +9,7 @@ import pytest
 
 from tests import pods
 from xshard import errors, mesh
-from xshard.base import torus
+from xshard.base import torus_layout
 from xshard.dryrun import collectives
 
 
@@ -130,7 +130,7 @@ def are_boxes(places):
 @pytest.mark.parametrize("topology, slices", PODS)
 def test_every_mesh_that_divides_keeps_neighbors_together(topology, slices):
     chips = pods.make(topology, slices)
-    whole_axes = torus.whole_axes(pods.shape(topology))
+    whole_axes = torus_layout.whole_axes(pods.shape(topology))
     for new_mesh, sizes in all_meshes(topology, slices):
         assert new_mesh.devices.shape == sizes
         assert {chip.id for chip in new_mesh.devices.flat} == {

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from xshard import errors
-from xshard.base import arguments, mesh_axes, torus
+from xshard.base import arguments, mesh_axes, torus, torus_layout
 
 GROUP = mesh_axes.GROUP
 SLICE = mesh_axes.SLICE
@@ -131,9 +131,11 @@ def _lay_out(
     """Lays out the devices of a mesh, each hardware slice by itself."""
     slices = torus.hardware_slices(devices)
     if len(slices) == 1:
-        return torus.lay_out(devices, shape)
+        return torus_layout.lay_out(devices, shape)
     groups, _, replicas, model = shape
-    layouts = [torus.lay_out(part, (groups, 1, replicas, model)) for part in slices]
+    layouts = [
+        torus_layout.lay_out(part, (groups, 1, replicas, model)) for part in slices
+    ]
     return np.concatenate(layouts, axis=1)
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from xshard.base import formatting as formatting_lib
-from xshard.base import torus
+from xshard.base import torus_layout
 from xshard.dryrun import result as result_lib
 from xshard.metrics import chips
 
@@ -74,7 +74,7 @@ def warnings(rows: list[result_lib.Collective], topology: str) -> list[str]:
     if not far:
         return []
     shape = chips.slice_shape(topology)
-    good = ", ".join(map(str, torus.whole_axes(shape)))
+    good = ", ".join(map(str, torus_layout.whole_axes(shape)))
     return [
         "Warning: these collectives are not between neighbors on the torus: "
         f"{', '.join(far)}. Data that crosses several links shares them with other "
