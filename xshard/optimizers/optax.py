@@ -92,8 +92,6 @@ class OptaxOptimizer(base.Optimizer):
         # The value of the last call of `compute_gradients`: the replica's, unscaled,
         # until a rule around this one reduces it.
         self._loss: Any = None
-        # Whether the update was tried. That is done once, when the state is created.
-        self._is_checked = False
         # The paths of the slots, or None as long as no update has determined them.
         self._known_slots: list[str] | None = None
 
@@ -291,9 +289,7 @@ class OptaxOptimizer(base.Optimizer):
         with jax.numpy_dtype_promotion("standard"):
             state = self.transformation.init(params)
         self._known_slots = [path for path, _ in slots_lib.find(state, params)]
-        if not self._is_checked:
-            self._check_update(params, state)
-            self._is_checked = True
+        self._check_update(params, state)
         for name, leaf in trees.present(state).items():
             slots_lib.create(name, trees.strong(leaf))
 

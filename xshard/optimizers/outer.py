@@ -28,7 +28,6 @@ from xshard.optimizers import (
     base,
     cross_shard,
     integer_sums,
-    layouts,
     replica_calls,
     shards,
     skips,
@@ -140,7 +139,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         self.every_steps = arguments.count("every_steps", every_steps)
         is_axis = isinstance(axis_name, str)
         arguments.check("axis_name", axis_name, is_axis, "the name of one axis")
-        self.axis_name = axis_name
+        self._own_axis_name: str = axis_name
         self.dtype = arguments.one_of("dtype", dtype, _DTYPES)
         self.fragments = arguments.count("fragments", fragments)
         arguments.check(
@@ -180,10 +179,10 @@ class OuterOptimizer(base.OptimizerWrapper):
             )
         self._check_inner()
 
-    def place(self, placement: layouts.Placement) -> None:
-        """Implements `Optimizer.place`: the slices of a run are its groups."""
-        super().place(placement)
-        self.axis_name = mesh_axes.GROUP
+    @property
+    def axis_name(self) -> str:
+        """The mapped axis of the slices; those of a run are its groups."""
+        return self._own_axis_name if self._placement is None else mesh_axes.GROUP
 
     def _is_logical(self) -> bool:
         """Returns whether the replicas of a slice are logical ones.

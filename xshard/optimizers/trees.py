@@ -126,17 +126,6 @@ def replace(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return rebuild(tree, new)
 
 
-def after(x: jax.Array, tree: Any) -> Any:
-    """Returns the tree, made to depend on `x`, so that it is not computed before it.
-
-    XLA for CPUs dropped an `optimization_barrier` before it decided which buffers to
-    copy (jaxlib 0.10.2), so this adds a data dependence instead. `x` must have a finite
-    sum, or the result is zeros. XLA does not know that the sum is finite.
-    """
-    is_there = jnp.isfinite(jnp.sum(x.astype(jnp.float32)))
-    return jax.tree.map(lambda y: jnp.where(is_there, y, jnp.zeros_like(y)), tree)
-
-
 def sum_of_squares(tree: Any) -> jax.Array:
     """Returns the sum of the squares of all arrays' elements, in float32 or wider.
 

@@ -291,7 +291,7 @@ def step_of_replica(
             if mesh_lib.num_replicas(mesh) == 1:
                 # One replica reduces nothing that would order this read before the
                 # update: XLA would copy the old state.
-                batch = trees.after(fingerprints_before.table, batch)
+                batch = _after(fingerprints_before.table, batch)
         group_key = _key_of_group(jax.random.fold_in(old.rng, old.step))
         key = _key_of_replica(group_key)
         with _method_context(
@@ -573,6 +573,17 @@ def _check_structure(experiment: experiment_lib.Experiment, old: Any, new: Any) 
             f"{where} returned a state whose structure differs from init's: "
             f"{new_structure} instead of {structure}."
         )
+
+
+def _after(x: jax.Array, tree: Any) -> Any:
+    """Returns the tree, made to depend on `x`, so that it is not computed before it.
+
+    XLA for CPUs dropped an `optimization_barrier` before it decided which buffers to
+    copy (jaxlib 0.10.2), so this adds a data dependence instead. `x` must have a finite
+    sum, or the result is zeros. XLA does not know that the sum is finite.
+    """
+    is_there = jnp.isfinite(jnp.sum(x.astype(jnp.float32)))
+    return jax.tree.map(lambda y: jnp.where(is_there, y, jnp.zeros_like(y)), tree)
 
 
 def _metrics(
