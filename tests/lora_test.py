@@ -14,7 +14,6 @@ from tests import rows, toy
 from tests.optimizers import harness
 from xshard import checkpoint, errors, export, loop
 from xshard.files import tensors
-from xshard.learners import lora as lora_lib
 from xshard.learners import networks
 from xshard.optimizers import gathering, trees
 
@@ -81,7 +80,7 @@ def test_a_network_adds_the_products_that_a_merge_adds(select):
         np.testing.assert_array_equal(value, trees.leaves_by_path(params)[path])
 
     params = drawn(params)
-    merged = lora_lib.merge(params, adaptation.scale)
+    merged = adaptation.merge(params)
     assert jax.tree.structure(merged) == jax.tree.structure(base)
     got, _ = adapted(params, net_state, None, x)
     want, _ = plain(merged, net_state, None, x)
@@ -135,7 +134,7 @@ def test_a_network_s_own_getter_sees_whole_adapted_arrays():
     hk.transform_with_state(adaptation.around(normalized)).apply(
         params, net_state, None, x
     )
-    merged = lora_lib.merge(params, adaptation.scale)
+    merged = adaptation.merge(params)
     assert seen.keys() == {"linear/w"}
     np.testing.assert_array_equal(seen["linear/w"], merged["linear"]["w"])
 

@@ -140,7 +140,7 @@ def with_merged_lora(state: state_lib.TrainState) -> state_lib.TrainState:
         # The state of the rules belongs to the matrices, so it has no parameters for
         # the evaluation of what they are merged into.
         meta = dataclasses.replace(learner.meta, evaluation_rule=None, lora=None)
-        merged = lora_lib.merge(learner.params, lora.scale)
+        merged = lora.merge(learner.params)
         return learner.replace(params=merged, meta=meta)
 
     return state_lib.map_learners(merge, state)

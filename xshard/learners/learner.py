@@ -20,6 +20,7 @@ import optax
 from xshard import errors
 from xshard.base import torus
 from xshard.learners import (
+    adaptation,
     composition,
     means,
     measures,
@@ -31,7 +32,6 @@ from xshard.learners import (
     statistics,
     validation,
 )
-from xshard.learners import lora as lora_lib
 from xshard.learners import state as state_lib
 from xshard.optimizers import (
     base,
@@ -100,7 +100,7 @@ class Learner:
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
         uncast: str = "",
-        lora: lora_lib.Lora | None = None,
+        lora: adaptation.Adaptation | None = None,
     ):
         """Stores the network, the rule and the options of training.
 

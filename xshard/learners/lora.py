@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from xshard import errors
 from xshard.base import arguments
+from xshard.learners import adaptation
 from xshard.optimizers import trees
 
 # The ends of the names of the two matrices that belong to an array. The first is drawn
@@ -70,7 +71,7 @@ def lora(rank: int, alpha: float, select: str, *, train: str = "") -> "Lora":
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class Lora(adaptation.Adaptation):
     """A low-rank adaptation, as `lora` describes it."""
 
     rank: int
@@ -193,6 +194,25 @@ class Lora:
             value = _add_product(value, a, b, self.scale)
         return next_getter(value)
 
+    def merge(self, params: Any) -> Any:
+        """Returns the parameters of the network alone, with the products added to them.
+
+        Args:
+          params: a Haiku tree with low-rank matrices; further leading dimensions are
+            those of stacked layers and of groups.
+        """
+        merged: dict[str, dict[str, jax.Array]] = {}
+        for module, arrays in params.items():
+            merged[module] = {}
+            for name, x in arrays.items():
+                if re.search(PATHS, name):
+                    continue
+                if name + _A in arrays:
+                    a = arrays[name + _A]
+                    x = _add_product(x, a, arrays[name + _B], self.scale)
+                merged[module][name] = x
+        return merged
+
     def trained(self, params: Any) -> list[str]:
         """Returns the paths of the parameters to train.
 
@@ -260,29 +280,6 @@ def described(factors: Mapping[str, Any]) -> str:
 def has_matrices(params: Any) -> bool:
     """Returns whether a tree of parameters has low-rank matrices."""
     return any(re.search(PATHS, path) for path in trees.leaves_by_path(params))
-
-
-def merge(params: Any, scale: float) -> Any:
-    """Returns the parameters of the network alone, with the products added to them.
-
-    Args:
-      params: a Haiku tree with low-rank matrices; further leading dimensions are those
-        of stacked layers and of groups.
-      scale: the factor of the products.
-
-    Returns:
-      A Haiku tree without the matrices.
-    """
-    merged: dict[str, dict[str, jax.Array]] = {}
-    for module, arrays in params.items():
-        merged[module] = {}
-        for name, x in arrays.items():
-            if re.search(PATHS, name):
-                continue
-            if name + _A in arrays:
-                x = _add_product(x, arrays[name + _A], arrays[name + _B], scale)
-            merged[module][name] = x
-    return merged
 
 
 def _add_product(x: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import errors
-from xshard.learners import lora as lora_lib
-from xshard.learners import validation
+from xshard.learners import adaptation, validation
 from xshard.optimizers import gathering, trees
 
 # The module of an array that has a name alone, as in Haiku.
@@ -59,7 +58,7 @@ class Network(abc.ABC):
         """
 
 
-def of(network: Any, lora: lora_lib.Lora | None) -> Network:
+def of(network: Any, lora: adaptation.Adaptation | None) -> Network:
     """Returns the network of a `Learner`'s argument.
 
     Args:
@@ -69,7 +68,7 @@ def of(network: Any, lora: lora_lib.Lora | None) -> Network:
     Raises:
       UserError: if it is neither, or `lora` is no adaptation.
     """
-    if lora is not None and not isinstance(lora, lora_lib.Lora):
+    if lora is not None and not isinstance(lora, adaptation.Adaptation):
         raise errors.UserError(
             f"lora is {lora!r}: give the result of xshard.lora, or None."
         )
@@ -97,7 +96,9 @@ def of(network: Any, lora: lora_lib.Lora | None) -> Network:
 class _Haiku(Network):
     """A Haiku function."""
 
-    def __init__(self, function: Callable[..., Any], lora: lora_lib.Lora | None):
+    def __init__(
+        self, function: Callable[..., Any], lora: adaptation.Adaptation | None
+    ):
         self.function = function
         self._adapted = lora.around(function) if lora else function
         self._transformed = hk.transform_with_state(self._adapted)
@@ -153,7 +154,7 @@ class _Pair(Network):
         self,
         init: Callable[..., Any],
         apply: Callable[..., Any],
-        lora: lora_lib.Lora | None,
+        lora: adaptation.Adaptation | None,
     ):
         self.function = apply
         self._init = init
@@ -194,7 +195,7 @@ class _Pair(Network):
     ) -> tuple[Any, Any]:
         param_names, state_names = self._found_names(args, kwargs)
         if self._lora is not None:
-            params = lora_lib.merge(params, self._lora.scale)
+            params = self._lora.merge(params)
         returned = self._apply(
             param_names.join(params), state_names.join(net_state), key, *args, **kwargs
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from xshard.learners import lora as lora_lib
+from xshard.learners import adaptation
 from xshard.optimizers import layouts, trees
 
 # The verdicts on an update.
@@ -54,7 +54,7 @@ class LearnerMeta:
         default_factory=dict, compare=False
     )
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
-    lora: lora_lib.Lora | None = None
+    lora: adaptation.Adaptation | None = None
     has_unscaled_half: bool = dataclasses.field(default=False, compare=False)
 
 
