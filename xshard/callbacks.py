@@ -149,8 +149,7 @@ class Evaluations:
           method: `Experiment.callbacks` of an experiment.
           metrics: the names of the metrics, and whether each is a list with a value per
             group; None if unknown.
-          gather: exchanges a text between the processes; returns all texts, process
-            0's first.
+          gather: sends a text to all processes; returns all texts, process 0's first.
 
         Raises:
           UserError: if a callback is not a function, or uses a metric that does not

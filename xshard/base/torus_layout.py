@@ -23,7 +23,7 @@ def lay_out(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     Each dimension of the mesh gets a factor of each axis of the torus, so the devices
     along the last dimension form a box of neighbors. Among these layouts, the function
     selects the one whose later dimensions have the shortest communication paths, the
-    last dimension first. Nothing is exchanged along the first dimension. Devices that
+    last dimension first. Nothing is sent along the first dimension. Devices that
     do not fill a box stay in the given order.
 
     Args:
@@ -102,7 +102,7 @@ def _preference(split: tuple[_Shape, ...], shape: _Shape) -> tuple[Any, ...]:
     # The distance between neighbors in a dimension's box, along each axis: as large as
     # the boxes of the later dimensions, which lie within one of its steps.
     strides = [1] * len(shape)
-    # Nothing is exchanged along the first dimension.
+    # Nothing is sent along the first dimension.
     for sides in reversed(split[1:]):
         costs.append(_sum_cost(sides, strides))
         strides = [stride * side for stride, side in zip(strides, sides, strict=True)]

@@ -251,7 +251,18 @@ class Learner:
         return jax.tree_util.tree_map_with_path(choose, (args, dict(kwargs)))
 
     def trained_paths(self, params: Any) -> list[str] | None:
-        """Returns the paths of the parameters to train, for `var_list`."""
+        """Returns the paths of the parameters to train, for `var_list`.
+
+        Args:
+          params: the parameters, or their shapes.
+
+        Returns:
+          The paths; None stands for all parameters.
+
+        Raises:
+          UserError: if `frozen` or the adaptation leaves nothing to train, or a pattern
+            of either is invalid or matches nothing.
+        """
         trained = _unfrozen(params, self._frozen)
         if self._lora is None:
             return trained

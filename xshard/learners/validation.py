@@ -80,6 +80,9 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
 
     Returns:
       The loss, and the scalars as `scalar` returns them.
+
+    Raises:
+      UserError: if it is anything else.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -98,6 +101,9 @@ def learner_loss(method: Callable[..., Any], returned: Any, net_state: Any) -> R
       method: the loss function.
       returned: its result.
       net_state: the network state before the call.
+
+    Raises:
+      UserError: if it is anything else.
     """
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
@@ -274,7 +280,15 @@ def per_example(
 
 
 def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
-    """Checks the result of `Experiment.train_step`: the state and the metrics."""
+    """Checks the result of `Experiment.train_step`: the state and the metrics.
+
+    Args:
+      method: the step, for errors.
+      returned: its result.
+
+    Raises:
+      UserError: if it is anything else.
+    """
     if isinstance(returned, tuple) and len(returned) == 2:
         state, metrics = returned
         # `Outcome`, the result of `Learner.update`, is a tuple.

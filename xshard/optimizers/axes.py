@@ -106,6 +106,10 @@ def mark_varying(tree: Any, axis_name: str) -> Any:
     """Returns the same arrays, marked for JAX as varying over an axis.
 
     `jax.grad` sums the gradient of an unmarked parameter over the axis.
+
+    Args:
+      tree: arrays.
+      axis_name: the axis. If it is not mapped, nothing is marked.
     """
     # Under vmap and pmap JAX does not track varying arrays, so there is nothing to
     # mark.

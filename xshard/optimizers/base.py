@@ -259,7 +259,17 @@ class Optimizer(hk.Module):
         global_step: Any = None,
         name: str | None = None,
     ) -> phases.Applied:
-        """Does what `apply_gradients` does; also returns the aggregated gradients."""
+        """Does what `apply_gradients` does; also returns the aggregated gradients.
+
+        Args:
+          grads: as for `apply_gradients`, and so are the others.
+          params: a Haiku tree of floating-point arrays.
+          global_step: an integer scalar that counts the updates applied.
+          name: a scope's name for profiles.
+
+        Raises:
+          ValueError: as `apply_gradients` does.
+        """
         trees.check_params(params)
         trees.check_gradients(grads, params)
         skips.check_count(global_step)
@@ -296,6 +306,9 @@ class Optimizer(hk.Module):
         Returns:
           `(value, params)` or `((value, aux), params)`, followed by `global_step` if it
           is given.
+
+        Raises:
+          ValueError: as these two do.
         """
         value, grads = self.compute_gradients(loss, params, has_aux=has_aux, **kwargs)
         result = self.apply_gradients(grads, params, global_step, name)
@@ -442,7 +455,12 @@ class Optimizer(hk.Module):
         return self.name
 
     def get_slot(self, var: str, name: str) -> Any:
-        """Returns a slot, such as `get_slot('mlp/linear_0/w', 'mu')`, or None."""
+        """Returns a slot, such as `get_slot('mlp/linear_0/w', 'mu')`, or None.
+
+        Args:
+          var: the parameter's path.
+          name: the slot's name, one of `get_slot_names`.
+        """
         del var, name
         return None
 

@@ -285,6 +285,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         The sums are float32 or wider, whatever type they are sent in. With a sharded
         update they are global arrays, of which each replica holds a shard.
+
+        Raises:
+          ValueError: for a gradient that is summed already, or complex in a type of
+            real numbers; for an exact arithmetic outside a run; for groups that do not
+            fit the axis, or that JAX cannot sum over here; and for a parameter whose
+            rounding errors were never created.
         """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self.arithmetic != "float" and self._placement is None:
@@ -454,6 +460,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         Parameters and slots are in shards with `shard_update` and more than one
         replica.
+
+        Raises:
+          ValueError: if the update is sharded where nothing can gather it: parameters
+            in shards outside a run, groups, or replicas that `xshard.vmap_replicas`
+            does not map.
         """
         if not self.shard_update:
             return None

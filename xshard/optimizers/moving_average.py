@@ -106,7 +106,11 @@ class MovingAverageOptimizer(base.OptimizerWrapper):
         self.num_updates = num_updates
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
-        """Implements `Optimizer.update`; moves averages towards the new parameters."""
+        """Implements `Optimizer.update`; moves averages towards the new parameters.
+
+        Raises:
+          ValueError: for a parameter with a gradient whose average was never created.
+        """
         # The averages follow the new parameters, so the wrapped rule updates first.
         new_params = self.opt.update(grads, params)
         count = self._next_count()

@@ -28,7 +28,9 @@ class OptaxOptimizer(base.Optimizer):
 
     A transformation whose update needs the loss, as `value=`, is given that of
     `compute_gradients`, unscaled: within a `CrossShardOptimizer` the mean over the
-    replicas of a group, or their sum if that is what it reduces to.
+    replicas of a group, or their sum if that is what it reduces to. `optax.chain`,
+    `optax.MultiSteps` and others pass it on to what is declared to take it, as an
+    `optax.GradientTransformationExtraArgs`, and to nothing else.
 
     >>> def step(params, x):
     ...     opt = OptaxOptimizer(optax.adam(0.1), name='adam')
@@ -117,6 +119,12 @@ class OptaxOptimizer(base.Optimizer):
 
         While `hk.running_init()` it creates slots for the parameters that have a
         gradient, and for no others.
+
+        Raises:
+          ValueError: if the transformation needs more than gradients, state, parameters
+            and the loss, or this step's loss is not known; if it changes a shape, or
+            which arrays its state has; and for a parameter with a gradient whose slots
+            were never created.
         """
         wide = jax.tree.map(trees.widen, params)
         present = set(trees.present(grads))

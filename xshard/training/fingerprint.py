@@ -162,8 +162,8 @@ def of_replica(
 ) -> Fingerprints:
     """Computes the fingerprints of a state, equal on every replica.
 
-    Call it in a `jax.shard_map` over the replicas. They exchange their sums as float32,
-    so that XLA can combine the all-reduce with others of that type.
+    Call it in a `jax.shard_map` over the replicas. They send their sums as float32, so
+    that XLA can combine the all-reduce with others of that type.
 
     Args:
       experiment: the experiment.

@@ -95,6 +95,7 @@ def make_train_step(
     metrics.
 
     Jit it with `donate_argnums=0`. Shard the batch along ('group', 'slice', 'replica').
+    Traced, it raises UserError for what a method of the experiment does wrong.
 
     Metrics are float32 scalars, averaged over the replicas, and integers, equal on all
     of them; with several groups, arrays of one per group. They are the experiment's
@@ -109,6 +110,10 @@ def make_train_step(
     collective of their own: where the update is sharded, each replica's sum of squares
     is reduced together with the other metrics. For arrays sharded along 'model', XLA
     adds a sum over 'model'.
+
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.make_mesh`.
 
     With the experiment that `Supervised` shows:
 
@@ -350,6 +355,10 @@ def make_eval_step(
     `Experiment.eval_step`, and 'count'. With several groups each has a leading
     dimension of groups, except 'ensemble/...', which is equal in all groups.
 
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.make_mesh`.
+
     With the experiment that `Supervised` shows, untrained:
 
     >>> mesh, examples = xshard.make_mesh(devices=jax.devices()[:4]), line.eval_data()
@@ -438,6 +447,10 @@ def make_predict(
 
     A third argument, a random key, is passed on to `Experiment.predict`, which then
     needs a parameter for it.
+
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.make_mesh`.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
@@ -476,6 +489,10 @@ def make_for_evaluation(
     """Returns the function that applies `Experiment.for_evaluation` to a state.
 
     The parameters of the result are whole on each device.
+
+    Args:
+      experiment: the experiment.
+      mesh: a mesh of `xshard.make_mesh`.
     """
     grouped = mesh_lib.num_groups(mesh) > 1
 
