@@ -96,6 +96,7 @@ def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, 
     captured = {}
     monkeypatch.setattr(startup.rendezvous, "meet", lambda *args: ["h0", "h1"])
     monkeypatch.setattr(startup.jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(startup.runtime, "listen_at", lambda address: None)
     monkeypatch.setattr(
         startup.jax.distributed,
         "initialize",
@@ -133,6 +134,7 @@ def test_the_coordinator_is_reached_without_a_proxy(monkeypatch, given, exempt):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(startup.rendezvous, "meet", lambda *args: ["h0", "h1"])
     monkeypatch.setattr(startup.jax.config, "update", lambda *args: None)
+    monkeypatch.setattr(startup.runtime, "listen_at", lambda address: None)
     seen = []
     monkeypatch.setattr(
         startup.jax.distributed,

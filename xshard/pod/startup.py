@@ -3,11 +3,13 @@
 The processes meet before JAX connects them, as `xshard.pod.rendezvous` describes.
 """
 
+import contextlib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -71,6 +73,7 @@ def resolve_process(
     nothing_given = address is None and num_processes is None and process_id is None
     devices = None
     if address is None or num_processes is None or process_id is None:
+        is_given = address is not None
         try:
             address, num_processes, process_id, devices = runtime.detect_cluster(
                 seconds, address, num_processes, process_id
@@ -81,6 +84,8 @@ def resolve_process(
                 f"({e}): give --coordinator_address, --num_processes and --process_id; "
                 "or --num_processes=1 for a run of one process."
             ) from e
+        if address is not None and not is_given:
+            address = _reachable(address)
     flags = {
         "coordinator_address": address,
         "num_processes": num_processes,
@@ -108,6 +113,29 @@ def resolve_process(
     if num_processes == 1:
         return None
     return rendezvous.ProcessSpec(address, num_processes, process_id, devices)
+
+
+def _reachable(address: str) -> str:
+    """Returns an address, by number if the name in it does not resolve, and if Slurm
+    gives the number of the node that started the processes: for a batch script, that
+    of process 0.
+    """
+    host, _, port = address.rpartition(":")
+    ip = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not ip or _resolved(host):
+        return address
+    if ":" in ip:
+        ip = f"[{ip}]"
+    return f"{ip}:{port}"
+
+
+def _resolved(host: str, port: str | None = None) -> list[Any]:
+    """Returns what a name resolves to, as `socket.getaddrinfo` does; empty if to
+    nothing.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
+        return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+    return []
 
 
 def _check_address(address: str) -> None:
@@ -170,11 +198,12 @@ def join(
     # JAX's own function is polled.
     jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxies(spec.address)
+    _choose_interface(spec.address)
     jax.distributed.initialize(
         spec.address,
         spec.num_processes,
         spec.process_id,
-        spec.local_device_ids,
+        _devices(spec, hosts),
         cluster_detection_method="deactivate",
         initialization_timeout=timeouts.start,
         # xshard normally detects a lost process first, and names it; JAX's timeout is
@@ -185,6 +214,44 @@ def join(
         coordinator_bind_address=_bind_address(spec.address),
     )
     return hosts
+
+
+def _devices(spec: rendezvous.ProcessSpec, hosts: list[str]) -> Sequence[int] | None:
+    """Returns the numbers of the devices that a process uses, among those that it sees;
+    None for all of them.
+
+    JAX has one device for each process of a cluster, of the process's number on its
+    node: for a process alone on its node, too, and also where Slurm shows each process
+    only the devices that are its own.
+    """
+    detected = spec.local_device_ids
+    processes = hosts.count(hosts[spec.process_id])
+    if detected is None or processes == 1:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return detected
+    count = visible.count(",") + 1
+    if count < int(os.environ.get("SLURM_GPUS_ON_NODE", count)):
+        return None
+    each = max(1, count // processes)
+    first = each * detected[0]
+    return range(first, first + each)
+
+
+def _choose_interface(address: str) -> None:
+    """Makes the collectives of CPUs listen at the interface that leads to process 0,
+    where this host's name does not resolve, or to loopback only.
+    """
+    for *_, own in _resolved(socket.gethostname()):
+        if not ipaddress.ip_address(own[0]).is_loopback:
+            return
+    host, _, port = address.rpartition(":")
+    for family, *_, place in _resolved(host, port)[:1]:
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            # Of a datagram socket, this sends nothing.
+            trial.connect(place)
+            runtime.listen_at(trial.getsockname()[0])
 
 
 def _bypass_proxies(address: str) -> None:

@@ -7,10 +7,13 @@ from jax._src import (
     cache_key,
     clusters,
     compilation_cache_interface,
+    config,
     distributed,
     profiler,
+    xla_bridge,
 )
 from jax._src import compilation_cache as private_cache
+from jax._src.lib import _jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -41,6 +44,25 @@ def detect_cluster(
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(
         address, count, index, None, None, seconds
     )
+
+
+def listen_at(address: str) -> None:
+    """Makes the collectives of CPUs listen at an address of this host; JAX has them
+    listen where the host's name resolves to.
+
+    It must be called before the first use of a device. It can go when JAX has a setting
+    for it.
+    """
+
+    def make_client() -> Any:
+        collectives = None
+        if config.cpu_collectives_implementation.value == "gloo":
+            collectives = _jax.make_gloo_tcp_collectives(
+                distributed_client=coordination_client(), hostname=address
+            )
+        return xla_bridge.make_cpu_client(collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_client, fail_quietly=False)
 
 
 def coordination_client() -> Any:
