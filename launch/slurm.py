@@ -19,9 +19,19 @@ _SCRIPT = """\
 cd {directory} || exit 1
 # The token by which the processes of this start recognize one another.
 export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-{choice}srun {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append \\
-  -- "${{command[@]}}"
+{choice}# The time limit itself ends what has not saved by then, and this script.
+late=
+trap 'late=yes' TERM
+# All variables, also of a job with --export=NONE; and srun does not ask for the
+# processors of a task by itself.
+srun --export=ALL ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
+  {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}" &
+wait $!
 code=$?
+# Other ends of the job, such as scancel, send the signal as well.
+if [ "$late" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" != TimeLimit ]; then
+  exit "$code"
+fi
 say() {{
   echo "launch: $1" | tee -a "$log_file" >&2
 }}
@@ -37,7 +47,10 @@ if [ "$code" = 42 ] || [ "$code" = 143 ]; then
 Is the time limit too short for a step?"
   else
     echo "$reached" >"$workdir/requeued"
-    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    if scontrol requeue "$SLURM_JOB_ID"; then
+      wait
+      exit 0
+    fi
     say "not requeued: 'scontrol requeue' failed. \
 The state is saved; submit the job again to go on"
   fi
@@ -142,11 +155,12 @@ class Slurm(engine.Engine):
 
     def _check_time(self, time: str) -> None:
         limit = _seconds(time)
-        if limit is not None and limit <= self.grace_seconds:
+        # Slurm may send its signal a minute early.
+        if limit is not None and limit <= self.grace_seconds + 60:
             raise engine.LaunchError(
                 f"--slurm_time={time} leaves no time to train: a run is told to stop "
-                f"--grace_seconds={self.grace_seconds} before. Give a longer time or a "
-                "shorter grace."
+                f"--grace_seconds={self.grace_seconds} before, or up to a minute "
+                "earlier. Give a longer time or a shorter grace."
             )
 
     def _size(self, job: engine.Job) -> dict[str, object]:

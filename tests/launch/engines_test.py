@@ -195,23 +195,47 @@ def test_slurm_requeues_only_a_run_that_comes_further(tmp_path, reached, requeue
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "reached.json").write_text(reached)
     (tmp_path / "run" / "requeued").write_text("{}\n")
-    assert end_of_slurm_job(tmp_path, "", 42) == (0 if requeued else 42)
+    assert end_of_slurm_job(tmp_path, "", "sys.exit(42)") == (0 if requeued else 42)
     log = tmp_path / "run" / "launch.log"
     assert (log.exists() and "no checkpoint is newer" in log.read_text()) != requeued
 
 
 def test_a_requeue_that_fails_is_reported(tmp_path):
-    assert end_of_slurm_job(tmp_path, "sys.exit(1)", 42) == 42
+    assert end_of_slurm_job(tmp_path, "sys.exit(1)", "sys.exit(42)") == 42
     said = (tmp_path / "run" / "launch.log").read_text()
     assert "not requeued: 'scontrol requeue' failed. The state is saved" in said
 
 
-def end_of_slurm_job(tmp_path, scontrol, code):
+@pytest.mark.parametrize(
+    "reason, requeued", [("TimeLimit", True), ("None", False), ("", False)]
+)
+def test_a_run_that_saves_too_late_is_requeued_at_the_time_limit(
+    tmp_path, reason, requeued
+):
+    # At the limit and at scancel, the script receives a signal while the run goes on.
+    stand_in(tmp_path, "squeue", f"print({reason!r})")
+    late = f"""
+import signal
+os.kill(os.getppid(), signal.SIGTERM)
+while "squeue" not in open({str(tmp_path / "calls")!r}).read():
+    pass
+"""
+    assert end_of_slurm_job(tmp_path, "", late) == (0 if requeued else 143)
+    assert (["scontrol", "requeue", "7"] in calls(tmp_path)) == requeued
+
+
+def test_a_slurm_step_asks_for_its_processors_and_variables(tmp_path):
+    end_of_slurm_job(tmp_path, "", "sys.exit()", SLURM_CPUS_PER_TASK="6")
+    (call,) = calls(tmp_path)
+    assert call[1:3] == ["--export=ALL", "--cpus-per-task=6"]
+
+
+def end_of_slurm_job(tmp_path, scontrol, srun, **variables):
     """Runs a job's script with stand-ins for Slurm; returns its exit code."""
     (tmp_path / "job.sh").write_text(script(slurm.Slurm().launch([job(tmp_path)])))
     stand_in(tmp_path, "scontrol", scontrol)
-    path = stand_in(tmp_path, "srun", f"sys.exit({code})")
-    env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    path = stand_in(tmp_path, "srun", srun)
+    env = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", **variables}
     return subprocess.run(["bash", tmp_path / "job.sh"], env=env).returncode
 
 
@@ -219,10 +243,10 @@ def end_of_slurm_job(tmp_path, scontrol, code):
     "time, seconds",
     [("2", 120), ("1:30", 90), ("1:00:30", 3630), ("1-2", 93600), ("1-2:03:04", 93784)],
 )
-def test_a_grace_as_long_as_the_time_limit_is_refused(tmp_path, time, seconds):
+def test_a_grace_within_a_minute_of_the_time_limit_is_refused(tmp_path, time, seconds):
     with pytest.raises(engine.LaunchError, match=f"--slurm_time={time} leaves no time"):
-        slurm.Slurm(time, grace_seconds=seconds).launch([job(tmp_path)])
-    slurm.Slurm(time, grace_seconds=seconds - 1).launch([job(tmp_path)])
+        slurm.Slurm(time, grace_seconds=seconds - 60).launch([job(tmp_path)])
+    slurm.Slurm(time, grace_seconds=seconds - 61).launch([job(tmp_path)])
     for unlimited in ("0", "UNLIMITED"):
         slurm.Slurm(unlimited, grace_seconds=seconds).launch([job(tmp_path)])
 

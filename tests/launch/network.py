@@ -25,17 +25,31 @@ def is_allowed():
 
 
 class Hosts:
-    """Network namespaces on one bridge. Host i has the name h<i> and the address
-    10.77.0.<i + 1>.
+    """Network namespaces on one bridge. Host i has the name h<i>.
+
+    Attributes:
+      addresses: the address of each host: 10.77.0.<i + 1>, or fd77::<i + 1>.
     """
 
-    def __init__(self, stack, folder, count):
+    def __init__(self, stack, folder, count, *, has_ipv4=True, knows_names=True):
+        """Creates the hosts; a stack of contexts deletes them.
+
+        Args:
+          stack: the stack of contexts.
+          folder: a folder for their hosts file.
+          count: the number of hosts.
+          has_ipv4: whether they have IPv4; otherwise they have IPv6 only.
+          knows_names: whether the names of the hosts resolve.
+        """
+        prefix, bits, loopback = "10.77.0.", "24", "127.0.0.1"
+        if not has_ipv4:
+            prefix, bits, loopback = "fd77::", "64 nodad", "::1"
+        self.addresses = [f"{prefix}{i + 1}" for i in range(count)]
         self._tag = f"x{os.getpid() % 10000}"
         self._hosts = folder / "hosts"
-        lines = [
-            "127.0.0.1 localhost",
-            *(f"10.77.0.{i + 1} h{i}" for i in range(count)),
-        ]
+        lines = [f"{loopback} localhost"]
+        if knows_names:
+            lines += [f"{ip} h{i}" for i, ip in enumerate(self.addresses)]
         self._hosts.write_text("\n".join(lines) + "\n")
         self._switch = self._namespace(stack, f"{self._tag}sw")
         self._ip(self._switch, "link add br0 type bridge")
@@ -46,12 +60,14 @@ class Hosts:
                 self._switch, f"link add v{i} type veth peer name eth0 netns {host}"
             )
             self._ip(self._switch, f"link set v{i} master br0 up")
-            self._ip(host, f"addr add 10.77.0.{i + 1}/24 dev eth0")
+            self._ip(host, f"addr add {self.addresses[i]}/{bits} dev eth0")
             self._ip(host, "link set eth0 up")
             self._ip(host, "link set lo up")
 
-    def start(self, index, *command):
-        """Starts a command on a host, with its network, hostname and hosts file."""
+    def start(self, index, *command, **variables):
+        """Starts a command on a host, with its network, hostname and hosts file, and
+        with environment variables.
+        """
         # gloo listens on the address that the hostname resolves to.
         inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
         network = f"--net=/var/run/netns/{self._tag}h{index}"
@@ -60,7 +76,7 @@ class Hosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=harness.environment(PYTHONUNBUFFERED="1"),
+            env=harness.environment(PYTHONUNBUFFERED="1", **variables),
         )
 
     def limit(self, index, rate):
