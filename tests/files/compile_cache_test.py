@@ -192,6 +192,15 @@ def programs(events, index):
     return compiled, names.count("/jax/compilation_cache/cache_hits")
 
 
+def assert_compiled(first, second):
+    """Asserts that two processes found no program that neither of them compiled.
+
+    A process that is late loads what the other has just written.
+    """
+    assert first[0] == second[0]
+    assert first[1] + second[1] <= first[0]
+
+
 @pytest.mark.sample(0.3)
 def test_a_pod_that_resumes_loads_its_programs_from_the_work_directory(tmp_path):
     loaded = {}
@@ -201,8 +210,8 @@ def test_a_pod_that_resumes_loads_its_programs_from_the_work_directory(tmp_path)
         run_pod(directory, f"--workdir={tmp_path / 'run'}", f"--config.steps={steps}")
         for index in (0, 1):
             loaded[steps, index] = programs(directory, index)
+    assert_compiled(loaded[4, 0], loaded[4, 1])
     for index in (0, 1):
-        assert loaded[4, index][1] == 0
         assert loaded[8, index][1] > 0
         # Nothing is new in another resume.
         assert len(set(loaded[12, index])) == 1
@@ -222,7 +231,7 @@ def test_a_second_start_of_a_pod_loads_all_programs(tmp_path):
         )
         for index in (0, 1):
             counts[start, index] = programs(directory, index)
+    assert_compiled(counts[1, 0], counts[1, 1])
     for index in (0, 1):
-        assert counts[1, index][1] == 0
         compiled, loaded = counts[2, index]
         assert compiled == loaded > 0
