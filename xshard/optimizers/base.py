@@ -97,7 +97,11 @@ class Optimizer(hk.Module):
           name: the module's name; by default the class's, in snake case.
         """
         super().__init__(name=name)
-        # The state that losses wrote since the last step. A skipped step restores it.
+        # What `compute_gradients` leaves for `apply_gradients`, which a user calls with
+        # nothing but gradients: the replica's own loss, unscaled, until a rule around
+        # this one reduces it; and the state that losses wrote since the last step,
+        # which a skipped step restores.
+        self._loss: Any = None
         self._loss_writes: skips.Writes = skips.NO_WRITES
         recorded = _RECORDED.get(None)
         if recorded is not None:
@@ -183,6 +187,7 @@ class Optimizer(hk.Module):
         held = self._placement.held_in_shards if self._placement is not None else {}
         state_before = skips.current_state()
         value, aux, grads = _on_each_replica(differentiate, params, held)
+        self._loss = value
         self._loss_writes = skips.writes_since(state_before, self._loss_writes)
         result = (value, aux) if has_aux else value
         return result, grads

@@ -91,19 +91,8 @@ class OptaxOptimizer(base.Optimizer):
         )
         self._backs_off = backs_off
         self._evaluation_params = evaluation_params
-        # The value of the last call of `compute_gradients`: the replica's, unscaled,
-        # until a rule around this one reduces it.
-        self._loss: Any = None
         # The paths of the slots, or None as long as no update has determined them.
         self._known_slots: list[str] | None = None
-
-    def compute_gradients(
-        self, loss: Any, params: trees.Params, **kwargs: Any
-    ) -> tuple[Any, trees.Gradients]:
-        """Implements `Optimizer.compute_gradients`; keeps the value for the update."""
-        result, grads = super().compute_gradients(loss, params, **kwargs)
-        self._loss = result[0] if kwargs.get("has_aux") else result
-        return result, grads
 
     def reduce_loss(self, reduce: Callable[[jax.Array], jax.Array]) -> None:
         """Changes the loss that the update is given, if the transformation may use it.
