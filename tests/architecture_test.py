@@ -21,7 +21,7 @@ base config_values
 callbacks config hooks mesh
 files logical optimizers
 data learners pod samples
-cli experiment
+cli experiment methods
 checkpoint supervised training
 metrics
 run

@@ -54,7 +54,17 @@ from tests.checkpoint import harness as checkpoint_harness
 from tests.checkpoint import suspended
 from tests.faults import lacking_disk
 from tests.launch import harness
-from xshard import checkpoint, cli, config_values, data, errors, export, loop, trained
+from xshard import (
+    checkpoint,
+    cli,
+    config_values,
+    data,
+    errors,
+    export,
+    loop,
+    methods,
+    trained,
+)
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -2661,7 +2671,7 @@ def test_10_it_is_refused_before_the_run_writes(tmp_path, experiment, name):
 @pytest.mark.parametrize("name", ["roll_back", "perf", "fingerprint", "norms", "step"])
 def test_42_a_learner_under_a_name_of_the_run_is_refused(name):
     with pytest.raises(errors.UserError, match=f"a learner called '{name}'.*my_{name}"):
-        validation.learner_name("Mine.train_step", name)
+        methods.learner_name("Mine.train_step", name)
 
 
 def test_42_a_learner_is_refused_before_the_run_writes(tmp_path):

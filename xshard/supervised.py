@@ -14,7 +14,7 @@ import ml_collections
 from jax import lax
 
 from xshard import config as config_lib
-from xshard import errors, experiment
+from xshard import errors, experiment, methods
 from xshard import mesh as mesh_lib
 from xshard.learners import adaptation, learner, validation
 from xshard.learners.state import LearnerState, Outcome
@@ -280,12 +280,12 @@ class Supervised(experiment.Experiment):
         returned = self.evaluate(outputs, batch)
         rows = len(next(iter(batch.values())))
         allows_arrays = experiment.overrides(self, "summarize")
-        return validation.evaluation(
+        return methods.evaluation(
             self.evaluate,
             returned,
             rows,
             allows_arrays=allows_arrays,
-            families=validation.EVALUATION_FAMILIES,
+            families=methods.EVALUATION_FAMILIES,
         )
 
     def _has_ensemble(self) -> bool:

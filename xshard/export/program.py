@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from xshard import checkpoint, cli, errors
+from xshard import checkpoint, cli, errors, methods
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import trained as trained_lib
@@ -47,7 +47,7 @@ def export(
       random key on which the prediction may depend.
     """
     experiment = trained.experiment
-    may_have_key, must_have_key = validation.takes_key(experiment.predict)
+    may_have_key, must_have_key = methods.takes_key(experiment.predict)
     if batch is None:
         batch = preflight.samples_batch(experiment)
     if batch is None:

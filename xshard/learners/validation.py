@@ -1,13 +1,12 @@
-"""Checks of what an experiment's methods return.
+"""Checks of what a learner is given: networks, losses and rules.
 
-They run while a method is traced, before the first step, and their errors name the
-method and its line. Without them a mistake would fail later, inside a library, or train
+They run while it is traced, before the first step, and their errors name the function
+and its line. Without them a mistake would fail later, inside a library, or train
 something other than intended.
 """
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,11 +42,6 @@ _FAMILIES = {
     "perf": "times and rates",
     "fingerprint": "the fingerprints of the state",
     "norms": "the norms of each parameter",
-}
-# Likewise, among the values of an evaluation.
-EVALUATION_FAMILIES = {
-    "raw": "the values of the parameters that train, beside those of averages",
-    "ensemble": "the values of all groups together",
 }
 _MAPPED_AXES = ("group", "slice", "replica")
 _Scalars = dict[str, jax.Array]
@@ -87,7 +81,7 @@ def loss(method: Callable[..., Any], returned: Any) -> tuple[Any, _Scalars]:
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return two things, the "
+            f"{where} returned {in_words(returned)}. It must return two things, the "
             "loss and a dictionary of scalars to log: return loss, {'accuracy': "
             "accuracy}, or return loss, {}."
         )
@@ -108,7 +102,7 @@ def learner_loss(method: Callable[..., Any], returned: Any, net_state: Any) -> R
     where = describe_method(method)
     if not isinstance(returned, tuple) or len(returned) not in (3, 4):
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. The loss of a learner must "
+            f"{where} returned {in_words(returned)}. The loss of a learner must "
             "return three things, or four: the loss, the network's state, a dictionary "
             "of scalars to log, and arrays that the step needs: outputs, net_state = "
             "learner.apply(...); ...; return loss, net_state, {'accuracy': accuracy}."
@@ -117,7 +111,7 @@ def learner_loss(method: Callable[..., Any], returned: Any, net_state: Any) -> R
     structure: Any = jax.tree.structure(net_state)
     if jax.tree.structure(new_state) != structure:
         raise errors.UserError(
-            f"{where} returned {_in_words(new_state)} as the network's state, which "
+            f"{where} returned {in_words(new_state)} as the network's state, which "
             "has another structure: return the second result of learner.apply, or "
             "state.net_state if the loss does not apply the network."
         )
@@ -137,7 +131,7 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
         value.dtype, jnp.floating
     ):
         raise errors.UserError(
-            f"{where} returned {_in_words(value)} as the loss. It must be a "
+            f"{where} returned {in_words(value)} as the loss. It must be a "
             "floating-point scalar computed from the network's outputs, such as "
             "jnp.mean(errors)."
         )
@@ -148,7 +142,7 @@ def _checked_loss(where: str, value: Any, scalars: Any) -> tuple[Any, _Scalars]:
         )
     if not isinstance(scalars, Mapping):
         raise errors.UserError(
-            f"{where} returned {_in_words(scalars)} beside the loss. It must be a "
+            f"{where} returned {in_words(scalars)} beside the loss. It must be a "
             "dictionary of scalars to log: {'accuracy': accuracy}, or {} for none."
         )
     return value, {name: scalar(where, name, x) for name, x in scalars.items()}
@@ -168,8 +162,8 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
     Raises:
       UserError: if it is no such scalar, or an integer that a row cannot hold.
     """
-    _check_name(where, name)
-    _check_free(f"{where} returned a scalar called", name)
+    check_name(where, name)
+    check_free(f"{where} returned a scalar called", name)
     last = name.rpartition("/")[2]
     if last in _COUNTS:
         raise errors.UserError(
@@ -183,9 +177,9 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
             f"{where} returned a dictionary called {name!r}. Logged values form one "
             f"level of scalars by name: call it '{name}/{inner}'."
         )
-    if not _is_number(value):
+    if not is_number(value):
         raise errors.UserError(
-            f"{where} returned {_in_words(value)} called {name!r}. Values logged "
+            f"{where} returned {in_words(value)} called {name!r}. Values logged "
             "beside the loss must be scalars: numbers computed from the outputs and "
             "the batch."
         )
@@ -193,7 +187,7 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
         raise errors.UserError(
             f"{where} returned {name!r} of shape {np.shape(value)}. Values logged "
             "beside the loss must be scalars, means over the batch: "
-            f"jnp.mean({_variable(name)})."
+            f"jnp.mean({variable(name)})."
         )
     dtype = jnp.result_type(value)
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -205,7 +199,7 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
             raise errors.UserError(
                 f"{where} returned {name!r} as {int(value)}, which does not fit int32, "
                 "and float32 would round it: return it as a floating-point number, "
-                f"float({_variable(name)}), or leave it out."
+                f"float({variable(name)}), or leave it out."
             )
         return jnp.asarray(int(value), jnp.int32)
     if jnp.issubdtype(dtype, jnp.signedinteger):
@@ -215,19 +209,12 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
         return value.astype(jnp.int32)
     raise errors.UserError(
         f"{where} returned {name!r} as {dtype}, which may not fit int32, and float32 "
-        f"would round it: return {_variable(name)}.astype(jnp.int32), or a "
+        f"would round it: return {variable(name)}.astype(jnp.int32), or a "
         "floating-point number."
     )
 
 
-def learner_name(where: str, name: str) -> None:
-    """Raises UserError if a learner's name, which begins the names of its values, is
-    one that a run logs by itself.
-    """
-    _check_free(f"{where} returned the outcome of a learner called", name)
-
-
-def _check_free(what: str, name: str, families: Mapping[str, str] = _FAMILIES) -> None:
+def check_free(what: str, name: str, families: Mapping[str, str] = _FAMILIES) -> None:
     """Raises UserError if a run logs a name by itself.
 
     Args:
@@ -251,163 +238,6 @@ def _check_free(what: str, name: str, families: Mapping[str, str] = _FAMILIES) -
         )
 
 
-def per_example(
-    init: Callable[..., Any],
-    name: str,
-    arrays: Sequence[jax.ShapeDtypeStruct],
-    rows: int,
-) -> None:
-    """Checks arrays that an experiment's state has as `PerExample`.
-
-    Args:
-      init: the method that made the state.
-      name: the path of the marked value.
-      arrays: its arrays, of shape (slices, replicas, ...).
-      rows: the number of examples of a replica.
-
-    Raises:
-      UserError: if an array has another number of rows.
-    """
-    for array in arrays:
-        shape = array.shape[2:]
-        if shape[:1] != (rows,):
-            raise errors.UserError(
-                f"{describe_method(init)} makes {name!r} with an array of shape "
-                f"{shape} as xshard.PerExample. Its first dimension must be that of "
-                f"the batch that init is given, {rows}; use xshard.PerReplica for "
-                "other arrays that differ between replicas."
-            )
-
-
-def step(method: Callable[..., Any], returned: Any) -> tuple[Any, Any]:
-    """Checks the result of `Experiment.train_step`: the state and the metrics.
-
-    Args:
-      method: the step, for errors.
-      returned: its result.
-
-    Raises:
-      UserError: if it is anything else.
-    """
-    if isinstance(returned, tuple) and len(returned) == 2:
-        state, metrics = returned
-        # `Outcome`, the result of `Learner.update`, is a tuple.
-        if isinstance(metrics, Mapping | tuple):
-            return state, metrics
-    raise errors.UserError(
-        f"{describe_method(method)} returned {_in_words(returned)}. It must return two "
-        "things, the new state and a dictionary of values to log: return state, "
-        "{'generator': outcome, 'distance': distance}, or return state, {}."
-    )
-
-
-def evaluation(
-    method: Callable[..., Any],
-    returned: Any,
-    rows: int,
-    *,
-    allows_arrays: bool = False,
-    families: Mapping[str, str] | None = None,
-) -> _Scalars:
-    """Checks the values that an evaluation method returned for a batch.
-
-    Args:
-      method: the method.
-      returned: its result.
-      rows: the number of examples of the batch.
-      allows_arrays: whether an example's value may be an array, because the experiment
-        overrides `summarize`.
-      families: the first words of names that the method's caller adds itself.
-
-    Returns:
-      The values as arrays.
-    """
-    where = describe_method(method)
-    if not isinstance(returned, Mapping):
-        raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return a dictionary of "
-            "arrays with a value for each example, of shape (batch,): return "
-            "{'accuracy': hits}."
-        )
-    for name, value in returned.items():
-        _check_name(where, name)
-        if name == "count":
-            raise errors.UserError(
-                f"{where} returned a value called 'count', which is the number of "
-                "examples; give it another name."
-            )
-        _check_evaluated(f"{where} returned a value called", name, families or {})
-        _check_per_example(where, name, value, rows=rows, allows_arrays=allows_arrays)
-    return {name: jnp.asarray(value) for name, value in returned.items()}
-
-
-def summary(where: str, returned: Any) -> dict[str, float]:
-    """Checks the result of `Experiment.summarize`.
-
-    Args:
-      where: the method, for errors.
-      returned: its result.
-
-    Returns:
-      The numbers as floats.
-    """
-    if not isinstance(returned, Mapping):
-        raise errors.UserError(
-            f"{where} returned {_in_words(returned)}. It must return a dictionary of "
-            "numbers by name."
-        )
-    for name, value in returned.items():
-        _check_name(where, name)
-        _check_evaluated(f"{where} returned a number called", name, EVALUATION_FAMILIES)
-        if not _is_number(value) or np.shape(value):
-            raise errors.UserError(
-                f"{where} returned {_in_words(value)} as {name!r}. An evaluation "
-                "reports numbers: reduce the sum of an array to a number in summarize."
-            )
-    return {name: float(value) for name, value in returned.items()}
-
-
-def _check_evaluated(what: str, name: str, families: Mapping[str, str]) -> None:
-    """Raises UserError if a value of an evaluation has a name that is taken."""
-    if name == "step":
-        raise errors.UserError(
-            f"{what} 'step', under which callbacks see the step of each evaluation. "
-            "Give it another name, such as 'my_step'."
-        )
-    _check_free(what, name, families)
-
-
-def _check_per_example(
-    where: str, name: str, value: Any, *, rows: int, allows_arrays: bool
-) -> None:
-    """Raises UserError unless a value has a row for each example."""
-    rule = (
-        "It must hold a value for each example, of shape (batch,): the framework takes "
-        "the mean over all of them"
-    )
-    if not _is_number(value):
-        raise errors.UserError(
-            f"{where} returned {_in_words(value)} as {name!r}. {rule}."
-        )
-    shape = np.shape(value)
-    if shape == (rows,) or (allows_arrays and shape[:1] == (rows,)):
-        return
-    if not shape:
-        fix = (
-            f"{rule}. A mean over the batch would be wrong where the last batch is not "
-            f"full: return {_variable(name)} without jnp.mean."
-        )
-    elif shape[0] == rows:
-        axes = tuple(range(1, len(shape)))
-        fix = (
-            f"{rule}. Reduce the other dimensions, jnp.mean({_variable(name)}, "
-            f"axis={axes}), or define summarize to reduce the sums of arrays."
-        )
-    else:
-        fix = f"{rule}. Here a replica's part of the batch has {rows} examples."
-    raise errors.UserError(f"{where} returned {name!r} of shape {shape}. {fix}")
-
-
 def optimizer(
     method: Callable[[], Any],
 ) -> base.Optimizer | optax.GradientTransformation:
@@ -415,7 +245,7 @@ def optimizer(
     returned = method()
     if isinstance(returned, base.Optimizer | optax.GradientTransformation):
         return returned
-    kind = _in_words(returned)
+    kind = in_words(returned)
     if returned is None:
         kind = "None (does it end in return opt?)"
     raise errors.UserError(
@@ -445,8 +275,7 @@ def evaluation_params(where: str, returned: Any, params: Mapping[str, Any]) -> N
     if different:
         has = "lacks" if different[0] in expected else "also has"
         raise errors.UserError(
-            f"{where} returned {_in_words(returned)} that {has} {different[0]!r}. "
-            f"{rule}"
+            f"{where} returned {in_words(returned)} that {has} {different[0]!r}. {rule}"
         )
     for path, param in expected.items():
         dtype = jnp.result_type(found[path])
@@ -466,7 +295,7 @@ def outputs(network: Callable[..., Any], returned: Any) -> Any:
     """Returns the outputs of a network; raises UserError if they hold no array."""
     if not jax.tree.leaves(returned):
         raise errors.UserError(
-            f"{describe_method(network)} returned {_in_words(returned)}. It must "
+            f"{describe_method(network)} returned {in_words(returned)}. It must "
             "return the network's outputs, an array or a tree of arrays: does it end "
             "in return outputs?"
         )
@@ -572,51 +401,6 @@ def batch_rows(batch: Any, parts: int, what: str) -> None:
             )
 
 
-def takes_key(predict: Callable[..., Any]) -> tuple[bool, bool]:
-    """Returns whether `Experiment.predict` may be given a random key, and whether it
-    must be.
-
-    Raises:
-      UserError: if it cannot be called with a state and a batch, with or without a key.
-    """
-    signature = inspect.signature(predict)
-
-    def accepts(count: int) -> bool:
-        try:
-            signature.bind(*[None] * count)
-        except TypeError:
-            return False
-        return True
-
-    may = accepts(3)
-    must = not accepts(2)
-    if must and not may:
-        raise errors.UserError(
-            f"{describe_method(predict)} has the parameters {signature}; it must take "
-            "a state and a batch, and may take a random key after them: predict(self, "
-            "state, batch, key)."
-        )
-    return may, must
-
-
-def check_key(predict: Callable[..., Any], has_key: bool) -> None:
-    """Raises UserError unless `Experiment.predict` can be called with a random key, or
-    without one.
-    """
-    may, must = takes_key(predict)
-    where = describe_method(predict)
-    if has_key and not may:
-        raise errors.UserError(
-            f"{where} was given a random key, but takes only a state and a batch: "
-            "leave the key out, or add a parameter: predict(self, state, batch, key)."
-        )
-    if must and not has_key:
-        raise errors.UserError(
-            f"{where} needs a random key, and its caller gave none: predict(batch, "
-            "jax.random.key(0)). With key=None as its default it can be called without."
-        )
-
-
 @contextlib.contextmanager
 def loss_errors(loss: Callable[..., Any]) -> Iterator[None]:
     """Turns Haiku's error about parameters created in a loss into a UserError."""
@@ -644,26 +428,28 @@ def describe_method(method: Callable[..., Any]) -> str:
     return f"{name} ({place})"
 
 
-def _check_name(where: str, name: Any) -> None:
+def check_name(where: str, name: Any) -> None:
+    """Raises UserError unless a name is a text."""
     if not isinstance(name, str):
         raise errors.UserError(
             f"{where} returned a value under {name!r}; names must be strings."
         )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a number, or an array of numbers."""
     if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array):
         return False
     dtype = jnp.result_type(value)
     return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _variable(name: str) -> str:
+def variable(name: str) -> str:
     """Returns the name of a variable for the value of a metric, for suggestions."""
     return name if name.isidentifier() else "value"
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
     """Describes a value in words that fit into a sentence."""
     if value is None:
         return "None"

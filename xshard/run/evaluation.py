@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import data, errors, logical
+from xshard import data, errors, logical, methods
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.base import spans
@@ -206,7 +206,7 @@ class Evaluation:
     def _summary(self, sums: dict[str, np.ndarray], count: Any) -> dict[str, float]:
         summarize = self._experiment.summarize
         where = validation.describe_method(summarize)
-        return validation.summary(where, summarize(sums, float(count)))
+        return methods.summary(where, summarize(sums, float(count)))
 
 
 def _add(totals: dict[str, np.ndarray], sums: Mapping[str, jax.Array]) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import config as config_lib
-from xshard import errors, logical
+from xshard import errors, logical, methods
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.base import mesh_axes
@@ -287,7 +287,7 @@ def _init_group(
     shapes = jax.eval_shape(lambda: init_replicas(0))
     for path, x in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_marked):
         if isinstance(x, experiment_lib.PerExample):
-            validation.per_example(
+            methods.per_example(
                 experiment.init, trees.path_name(path), jax.tree.leaves(x), rows
             )
     marks = jax.tree.map(is_marked, shapes, is_leaf=is_marked)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xshard import config as config_lib
-from xshard import errors, logical
+from xshard import errors, logical, methods
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.learners import means, run_context, validation
@@ -304,7 +304,7 @@ def step_of_replica(
         ) as inner:
             returned = experiment.train_step(inner, batch, key)
 
-        new, logged = validation.step(experiment.train_step, returned)
+        new, logged = methods.step(experiment.train_step, returned)
         # What is traced for a state depends on its metadata, which is that of the rules
         # and no result of a step. A teacher may be a learner's `for_evaluation`.
         new = state_lib.with_metas(
@@ -408,7 +408,7 @@ def evaluation_of_replica(
         key = _key_of_replica(key)
         with _method_context(experiment, mesh, state, local.experiment) as inner:
             values = experiment.eval_step(inner, examples, key)
-        values = validation.evaluation(
+        values = methods.evaluation(
             experiment.eval_step,
             values,
             len(mask),
@@ -455,7 +455,7 @@ def make_predict(
     grouped = mesh_lib.num_groups(mesh) > 1
 
     def predict(state: TrainState, batch: Batch, *keys: jax.Array) -> Any:
-        validation.check_key(experiment.predict, bool(keys))
+        methods.check_key(experiment.predict, bool(keys))
         state = state_lib.on_devices(state)
 
         def local_predict(
@@ -621,7 +621,7 @@ def _metrics(
     observed: Observed = {}
     for name, value in logged.items():
         if isinstance(value, Outcome):
-            validation.learner_name(where, name)
+            methods.learner_name(where, name)
             outcome = value.joined()
             if outcome.norms is not None:
                 norms[name] = outcome.norms
