@@ -171,6 +171,26 @@ def test_a_service_that_ignores_conditions_is_named(
     assert len(warned) == (ignored != "nothing")
 
 
+def test_a_service_that_refuses_conditions_that_hold_is_named(
+    gcs, tmp_path, monkeypatch
+):
+    replace = store_lib.Store.replace
+
+    def refused(self, name, content, generation):
+        _, existing = self.stat(name)
+        return replace(self, name, content, generation) if existing is None else None
+
+    place = f"{gcs}{tmp_path.name}"
+    with monkeypatch.context() as patched:
+        patched.setattr(store_lib.Store, "replace", refused)
+        with pytest.raises(
+            checkpoint.CheckpointError, match="although it is.*conditional_writes=false"
+        ):
+            harness.make_manager(place).acquire()
+    # It has left no lease, which the next run would watch.
+    assert store_lib.Store(place).names() == []
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", ["forget", "refuse", "throttle"])
 def test_saves_succeed_although_30_percent_of_the_requests_fail(tmp_path, fault):
@@ -180,7 +200,8 @@ def test_saves_succeed_although_30_percent_of_the_requests_fail(tmp_path, fault)
 
 @pytest.mark.parametrize(
     "url", ["", "gs://bucket", "gs:///folder", "s3://bucket/", "ftp://host/folder",
-            "s3://bucket/folder?endpiont=http://host", "gs://bucket/folder?endpoint=http://host"],
+            "s3://bucket/folder?endpiont=http://host", "gs://bucket/folder?endpoint=http://host",
+            "s3://bucket/folder?conditional_writes=no"],
 )  # fmt: skip
 def test_an_invalid_place_for_checkpoints_is_refused(url):
     if not url:

@@ -291,9 +291,20 @@ class Lease:
     def _replaced(self, generation: bytes) -> bytes:
         """Writes the lease, if it still has a generation; returns the new one."""
         written = self._store.replace(NAME, self._content(), generation)
-        if written is None:
+        if written is not None:
+            return written
+        _, content = self._store.stat(NAME)
+        if content is None or _parse(self._store, content).owner != self._owner:
             raise _in_use(self._store, "another process, which came first")
-        return written
+        # This process has written the lease, and nobody since.
+        self._store.delete(NAME)
+        raise store_lib.CheckpointError(
+            f"{self._store}: the service refuses to replace an object if it is "
+            "unchanged (If-Match), although it is; Ceph's gateway and DigitalOcean "
+            "Spaces do so. Add the option conditional_writes=false to the URL. A "
+            "second run that is started there at the same instant may then not be "
+            "refused: start none"
+        )
 
     def _content(self) -> bytes:
         """Returns the next content, which differs from all earlier ones."""

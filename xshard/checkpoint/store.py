@@ -5,6 +5,7 @@ behind one interface.
     gs://bucket/folder                             Google Cloud Storage
     s3://bucket/folder                             Amazon S3
     s3://bucket/folder?endpoint=http://host:9000   a service that speaks S3's protocol
+    ...&conditional_writes=false                   one that refuses If-Match
 
 Credentials come from the machine: Google's application default, or AWS's environment or
 profile.

@@ -3,6 +3,7 @@
     gs://bucket/books/a.txt                     Google Cloud Storage
     s3://bucket/books/a.txt                     Amazon S3
     s3://bucket/a.txt?endpoint=http://host:9000 a service that speaks S3's protocol
+    ...&conditional_writes=false                one that refuses If-Match
 
 The name of an object stands in its URL as it is, with spaces, `%` and `#`. Only `?`
 begins the options. Credentials come from the machine: Google's application default, or
@@ -17,11 +18,20 @@ from typing import Any
 
 # Retries of requests to object stores. The delay between tries grows up to 32 s.
 RETRIES = {"max_retries": 32, "initial_delay": "200ms", "max_delay": "32s"}
+# An option of which the only value is "false", which tensorstore has as a boolean.
+_CONDITIONS = "conditional_writes"
 # For each URL scheme: tensorstore's driver, and tensorstore's names for the options in
 # the query string.
 _SCHEMES: dict[str, tuple[str, dict[str, str]]] = {
     "gs": ("gcs", {}),
-    "s3": ("s3", {"endpoint": "endpoint", "region": "aws_region"}),
+    "s3": (
+        "s3",
+        {
+            "endpoint": "endpoint",
+            "region": "aws_region",
+            _CONDITIONS: "use_conditional_write",
+        },
+    ),
 }
 # The time between two looks at whether a request has ended grows from the first to the
 # second.
@@ -51,9 +61,9 @@ def parse(url: str) -> dict[str, Any] | None:
     options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     if not driver or not bucket or options.keys() - known.keys():
         return None
-    if not all(options.values()):
+    if not all(options.values()) or options.get(_CONDITIONS, "false") != "false":
         return None
-    spec = {"driver": driver, "bucket": bucket, "path": path}
+    spec: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": path}
     if scheme == "s3" and "endpoint" not in options:
         # Amazon's own programs read these two in this order. Tensorstore reads neither.
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
@@ -62,7 +72,7 @@ def parse(url: str) -> dict[str, Any] | None:
                 options["endpoint"] = endpoint
                 break
     for name, value in options.items():
-        spec[known[name]] = value
+        spec[known[name]] = False if name == _CONDITIONS else value
     return spec
 
 
