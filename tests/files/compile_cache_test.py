@@ -14,6 +14,7 @@ from tests.launch import harness
 from xshard import checkpoint, loop
 from xshard.base.jax_internals import runtime
 from xshard.files import compile_cache
+from xshard.replay import report
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,30 @@ def test_a_run_caches_what_it_compiles(tmp_path):
     config.steps = 2
     assert loop.run(config.lock(), str(tmp_path), "") == 0
     assert any("train_step" in name for name in names(tmp_path / compile_cache.FOLDER))
+
+
+def test_a_replay_loads_what_the_run_compiled_and_adds_nothing(tmp_path, hits):
+    config = toy.get_config()
+    config.steps = 2
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    folder = tmp_path / compile_cache.FOLDER
+    before = names(folder)
+    (program,) = folder.glob("*train_step*")
+    times = program.stat()
+    jax.clear_caches()
+    hits.clear()
+    lines = []
+    assert report.replay(str(tmp_path), 2, lines.append)
+    assert "step 2" in lines[0] and hits
+    assert names(folder) == before and program.stat() == times
+    # Without what the run compiled, the replay compiles it, and keeps nothing.
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    jax.clear_caches()
+    hits.clear()
+    assert report.replay(str(tmp_path), 2, lines.append)
+    assert not hits and not folder.exists()
 
 
 def test_a_shared_cache_may_be_in_a_bucket(hits, monkeypatch):

@@ -42,8 +42,9 @@ class _Cache(runtime.CompilationCache):
     JAX warns of an error in either method, and compiles.
     """
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Store, is_read_only: bool):
         self._store = store
+        self._is_read_only = is_read_only
         # JAX names it when it closes the cache.
         self._path = pathlib.Path(store.url)
 
@@ -51,6 +52,8 @@ class _Cache(runtime.CompilationCache):
         return self._store.read(_name(key))
 
     def put(self, key: str, value: bytes) -> None:
+        if self._is_read_only:
+            return
         # Another run may have stored the same program meanwhile, in other bytes, which
         # serve as well. A program that cannot be loaded is replaced only by hand.
         if self._store.read(_name(key)) is None:
@@ -71,6 +74,7 @@ def enabled(
     chip: str,
     is_shared: bool,
     is_seen: bool,
+    is_read_only: bool = False,
 ) -> Iterator[None]:
     """Makes JAX cache compiled programs in a store, within the context.
 
@@ -90,6 +94,7 @@ def enabled(
       is_shared: whether the config names the store, for several runs. Then all
         programs are cached, however fast they compile.
       is_seen: whether all processes see the store.
+      is_read_only: whether programs are read only, as those of another run are.
     """
     configured = jax.config.values
     if not configured["jax_enable_compilation_cache"]:
@@ -105,7 +110,8 @@ def enabled(
         reason = "the processes do not all see it"
     if not reason:
         try:
-            _check(store)
+            if not is_read_only:
+                _check(store)
         except (OSError, errors.UserError) as e:
             say(f"compiled programs are not cached for a restart: {e}")
             yield
@@ -127,7 +133,7 @@ def enabled(
     }
     before = {name: configured[name] for name in settings}
     _set(settings)
-    runtime.set_compilation_cache(_Cache(store), chip)
+    runtime.set_compilation_cache(_Cache(store, is_read_only), chip)
     try:
         yield
     finally:

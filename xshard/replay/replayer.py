@@ -4,6 +4,7 @@ is written.
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard import trained as trained_lib
 from xshard.base import formatting
-from xshard.files import jsonfile, results, workdir
+from xshard.files import compile_cache, jsonfile, results, workdir
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
@@ -81,6 +82,8 @@ class Replayer:
         self._skips = roll_backs.batches_to_skip(entries)
         self._roll_backs = roll_backs.in_effect(entries)
         self._batches.set_skips(self._skips)
+        module = type(self.experiment).__module__
+        self._provenance = origin.find_provenance(module, self._batches.summary(), "")
         self.changes = self._find_changes()
         self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
         # The step that ended the run, because it was not finite or was skipped; 0 if
@@ -103,8 +106,7 @@ class Replayer:
           UserError: if the training data differs.
         """
         old = jsonfile.read_if_exists(self._workdir.origin) or {}
-        module = type(self.experiment).__module__
-        now = origin.find_provenance(module, self._batches.summary(), "")._asdict()
+        now = self._provenance._asdict()
         trained_on = old.get("training")
         if trained_on and now["training"] and trained_on != now["training"]:
             raise errors.UserError(
@@ -121,6 +123,20 @@ class Replayer:
             if is_known and recorded != now[name]:
                 changes.append(f"{name}: {recorded or 'none'} -> {now[name] or 'none'}")
         return changes
+
+    def programs(self) -> AbstractContextManager[None]:
+        """Returns a context in which programs are not compiled that the run has."""
+        shared = self.config.get("compiled", {}).get("directory", "")
+        own = self._workdir.path / compile_cache.FOLDER
+        return compile_cache.enabled(
+            checkpoint.Store(shared or own, is_optional=True),
+            lambda _: None,
+            flags=self._provenance.flags,
+            chip=self._provenance.chip,
+            is_shared=bool(shared),
+            is_seen=True,
+            is_read_only=True,
+        )
 
     def resumed_from(self) -> int:
         """Returns the step that the run's last start began with: the config and the

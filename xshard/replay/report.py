@@ -40,15 +40,16 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     different = None
     num_compared = 0
     repeated = None
-    for repeated in run.steps(suspect_steps):
-        if repeated.number in run.rows:
-            num_compared += 1
-        if different is None:
-            different = run.difference(repeated)
-        # A step given by its number is the only suspect. Otherwise stop at the first
-        # bad one.
-        if repeated.number in suspect_steps and not repeated.is_healthy:
-            break
+    with run.programs():
+        for repeated in run.steps(suspect_steps):
+            if repeated.number in run.rows:
+                num_compared += 1
+            if different is None:
+                different = run.difference(repeated)
+            # A step given by its number is the only suspect. Otherwise stop at the
+            # first bad one.
+            if repeated.number in suspect_steps and not repeated.is_healthy:
+                break
     assert repeated is not None
     begin = "the first state"
     if repeated.restored:
