@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from xshard import cli, errors
+from xshard.base import formatting
 
 TEMPLATE = pathlib.Path(__file__).parent / "template"
 FILES = ("README.md", "config.py", "experiment.py", "experiment_test.py")
@@ -32,12 +33,10 @@ def write(directory: pathlib.Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         names = sorted(os.listdir(directory))
         if names:
-            listed = ", ".join(names[:3])
-            if len(names) > 3:
-                listed += f" and {len(names) - 3} more"
             raise errors.UserError(
-                f"{directory} is not empty: it holds {listed}. Nothing is overwritten; "
-                "give a new directory."
+                f"{directory} is not empty: it holds "
+                f"{formatting.listed(names, most=3)}. Nothing is overwritten; give a "
+                "new directory."
             )
         for name in FILES:
             # Mode "x" fails if another program has created the file in the meantime.
