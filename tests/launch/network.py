@@ -2,6 +2,7 @@
 Debian's iproute2.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ import subprocess
 from tests.launch import harness
 
 NEEDED = "needs root, network namespaces, and Debian's iproute2"
+# A process may have several sets of hosts.
+_NUMBERS = itertools.count()
 # Each host has its own hostname and its own hosts file.
 _PRIVATE = ("unshare", "--uts", "--mount")
 
@@ -45,7 +48,7 @@ class Hosts:
         if not has_ipv4:
             prefix, bits, loopback = "fd77::", "64 nodad", "::1"
         self.addresses = [f"{prefix}{i + 1}" for i in range(count)]
-        self._tag = f"x{os.getpid() % 10000}"
+        self._tag = f"x{os.getpid() % 10000}-{next(_NUMBERS)}"
         self._hosts = folder / "hosts"
         lines = [f"{loopback} localhost"]
         if knows_names:
