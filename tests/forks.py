@@ -11,6 +11,7 @@ The server is the one of Python's `multiprocessing`. It ends with the process of
 tests.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -155,8 +156,11 @@ class Process:
         return rest[0], None
 
     def send_signal(self, number):
+        # A process that has just ended may be known to have only by the server that
+        # forked it.
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
