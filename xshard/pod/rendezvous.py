@@ -711,13 +711,9 @@ def interface(address: str) -> str:
     on this machine only: Debian gives a machine's own name 127.0.1.1, which other
     machines cannot use.
     """
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return ""
-    may_be_loopback = host.endswith("localhost") or _is_number(host)
-    for family, *_, local in addresses:
+    host = address.rpartition(":")[0]
+    may_be_loopback = host.endswith("localhost") or is_number(host)
+    for family, *_, local in resolved(host):
         ip = str(local[0])
         if ipaddress.ip_address(ip).is_loopback and not may_be_loopback:
             continue
@@ -729,12 +725,23 @@ def interface(address: str) -> str:
     return ""
 
 
-def _is_number(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, 0, flags=socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):
-        return False
-    return True
+def resolved(host: str, flags: int = 0) -> list[Any]:
+    """Returns what the name of a host or a number resolves to, as `socket.getaddrinfo`
+    does; empty if to nothing.
+    """
+    with contextlib.suppress(OSError, UnicodeError):
+        return socket.getaddrinfo(
+            host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=flags
+        )
+    return []
+
+
+def is_number(host: str, family: int | None = None) -> bool:
+    """Returns whether a host is given by its number, of a family of addresses or of
+    any.
+    """
+    found = resolved(host, socket.AI_NUMERICHOST)
+    return bool(found) and family in (None, found[0][0])
 
 
 def _listen(spec: ProcessSpec) -> socket.socket:

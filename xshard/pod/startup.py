@@ -9,7 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -122,20 +122,11 @@ def _reachable(address: str) -> str:
     """
     host, _, port = address.rpartition(":")
     ip = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if not ip or _resolved(host):
+    if not ip or rendezvous.resolved(host):
         return address
     if ":" in ip:
         ip = f"[{ip}]"
     return f"{ip}:{port}"
-
-
-def _resolved(host: str, port: str | None = None) -> list[Any]:
-    """Returns what a name resolves to, as `socket.getaddrinfo` does; empty if to
-    nothing.
-    """
-    with contextlib.suppress(OSError, UnicodeError):
-        return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
-    return []
 
 
 def _check_address(address: str) -> None:
@@ -147,24 +138,16 @@ def _check_address(address: str) -> None:
     is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16
     is_host = re.fullmatch(r"[^\s:/\[\]]+", host) is not None
     if host.startswith("[") and host.endswith("]"):
-        is_host = _is_ipv6(host[1:-1])
+        is_host = rendezvous.is_number(host, socket.AF_INET6)
     if is_host and is_port:
         return
     hint = ""
-    if _is_ipv6(host) or _is_ipv6(address):
+    if any(rendezvous.is_number(x, socket.AF_INET6) for x in (host, address)):
         hint = " An IPv6 address stands in brackets, as in [fd00::1]:8476."
     raise rendezvous.StartError(
         f"--coordinator_address={address} must be HOST:PORT, as in h0:8476.{hint} A "
         "detected port may be JAX_COORDINATOR_PORT's."
     )
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def join(
@@ -243,15 +226,17 @@ def _choose_interface(address: str) -> None:
     """Makes the collectives of CPUs listen at the interface that leads to process 0,
     where this host's name does not resolve, or to loopback only.
     """
-    for *_, own in _resolved(socket.gethostname()):
+    for *_, own in rendezvous.resolved(socket.gethostname()):
         if not ipaddress.ip_address(own[0]).is_loopback:
             return
-    host, _, port = address.rpartition(":")
-    for family, *_, place in _resolved(host, port)[:1]:
-        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+    host = address.rpartition(":")[0]
+    for family, *_, place in rendezvous.resolved(host):
+        trial = socket.socket(family, socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError), trial:
             # Of a datagram socket, this sends nothing.
             trial.connect(place)
             runtime.listen_at(trial.getsockname()[0])
+            return
 
 
 def _bypass_proxies(address: str) -> None:
