@@ -243,6 +243,28 @@ def _quota(scratch):
         yield Disk(folder)
 
 
+def _project_quota(kind, *format_options):
+    """Returns the maker of a folder with a quota of ext4 or XFS, which root has not."""
+
+    @contextlib.contextmanager
+    def disk(scratch):
+        made = _formatted(kind, 320, *format_options, mount_options="loop,prjquota")
+        with made(scratch) as whole:
+            folder = whole.folder / "limited"
+            folder.mkdir()
+            if kind == "xfs":
+                project = f"project -s -p {folder} 7"
+                limit = "limit -p bhard=8m 7"
+                call("xfs_quota", "-x", "-c", project, "-c", limit, whole.folder)
+            else:
+                call("chattr", "-p", 7, "+P", folder)
+                call("setquota", "-P", 7, 0, 8192, 0, 0, whole.folder)
+            os.chown(folder, _USER, _USER)
+            yield Disk(folder, user=_USER)
+
+    return disk
+
+
 @contextlib.contextmanager
 def _other_owner(scratch):
     """A folder of another user, whose umask lets nobody else read his files."""
@@ -505,6 +527,8 @@ DISKS = {
     "FUSE without locks and fsync of folders": (_lacking, _ALL),
     "read-only squashfs with a bind mount": (_squashfs, _BOUNDED),
     "quota": (_quota, _BOUNDED),
+    "quota of ext4": (_project_quota("ext4", "-F", "-O", "quota,project"), _BOUNDED),
+    "quota of XFS": (_project_quota("xfs"), _BOUNDED),
     "GlusterFS": (_glusterfs, _ALL),
     "sshfs": (_sshfs, _BOUNDED),
     "NFS": (_nfs("vers=4.1,soft"), _ALL),
@@ -618,7 +642,7 @@ def _tried(name, action, reference):
     try:
         attempt(name, action, reference)
     except pytest.skip.Exception as e:
-        return "skipped", str(e)
+        return "skipped", " ".join(str(e).split())
     except Exception:
         return "FAIL", traceback.format_exc()
     return "PASS", ""
