@@ -101,7 +101,7 @@ class Optimizer(hk.Module):
         # nothing but gradients: the replica's own loss, unscaled, until a rule around
         # this one reduces it; and the state that losses wrote since the last step,
         # which a skipped step restores.
-        self._loss: Any = None
+        self._loss_value: Any = None
         self._loss_writes: skips.Writes = skips.NO_WRITES
         recorded = _RECORDED.get(None)
         if recorded is not None:
@@ -187,7 +187,7 @@ class Optimizer(hk.Module):
         held = self._placement.held_in_shards if self._placement is not None else {}
         state_before = skips.current_state()
         value, aux, grads = _on_each_replica(differentiate, params, held)
-        self._loss = value
+        self._loss_value = value
         self._loss_writes = skips.writes_since(state_before, self._loss_writes)
         result = (value, aux) if has_aux else value
         return result, grads

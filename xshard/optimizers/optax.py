@@ -100,8 +100,8 @@ class OptaxOptimizer(base.Optimizer):
         Args:
           reduce: computes the loss from that of `compute_gradients`.
         """
-        if self._takes_loss and self._loss is not None:
-            self._loss = reduce(self._loss)
+        if self._takes_loss and self._loss_value is not None:
+            self._loss_value = reduce(self._loss_value)
 
     def update(self, grads: trees.Gradients, params: trees.Params) -> trees.Params:
         """Implements `Optimizer.update`: one update of the transformation.
@@ -133,10 +133,10 @@ class OptaxOptimizer(base.Optimizer):
         with jax.numpy_dtype_promotion("standard"):
             try:
                 updates, state = self._call_update(
-                    gradients, state, trained, self._loss
+                    gradients, state, trained, self._loss_value
                 )
             except Exception as e:
-                if self._loss is not None:
+                if self._loss_value is not None:
                     raise
                 if not self._needs_loss(gradients, state, trained):
                     raise
