@@ -464,10 +464,16 @@ def resume(name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
 def _train(name: str, directory: pathlib.Path, watch: Any = None) -> int:
     import jax
 
-    from tests import winged
+    from xshard import loop
 
+    wings: dict[str, Any] = {}
+    # The package of an earlier checkout may have none.
+    if importlib.util.find_spec("xshard.wings"):
+        from xshard.wings import installed
+
+        wings["wings"] = installed.WINGS
     with jax.numpy_dtype_promotion("standard"):
-        return winged.run(config_of(name), str(directory), "", watch=watch)
+        return loop.run(config_of(name), str(directory), "", watch=watch, **wings)
 
 
 def _lines(path: pathlib.Path) -> list[bytes]:
