@@ -3,7 +3,8 @@
 Each is used where its program is installed:
 
     moto             the extra "dev"
-    localbucket      the extra "stores"
+    ministack, localbucket
+                     the extra "stores"
     fake-gcs-server  github.com/fsouza/fake-gcs-server; its program is in the extra
                      "stores"
     radosgw          Ceph's gateway; Debian: radosgw ceph-mon ceph-osd curl
@@ -35,6 +36,16 @@ def moto(scratch):
     """S3's protocol, as most tests have it."""
     del scratch
     with harness.s3() as url:
+        yield _s3(url)
+
+
+@contextlib.contextmanager
+def ministack(scratch):
+    """S3's protocol."""
+    del scratch
+    settings = {"GATEWAY_PORT": "{port}", "BIND_HOST": "127.0.0.1"}
+    with _serving("ministack", env=settings) as url:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
         yield _s3(url)
 
 
@@ -141,7 +152,7 @@ def radosgw(scratch):
         call("radosgw-admin", "user", "create", *user)
         gateway = ("radosgw", "--name=client.admin", "--no-mon-config", "--foreground")
         endpoint = "--rgw-frontends=beast endpoint=127.0.0.1:{port}"
-        with _serving(*gateway, endpoint, env=env) as url:
+        with _serving(*gateway, endpoint, env={"CEPH_CONF": str(config)}) as url:
             signed = ("--aws-sigv4", "aws:amz:us-east-1:s3", "--user", "x:x")
             empty = (
                 "--header",
@@ -155,6 +166,7 @@ def radosgw(scratch):
 # What each server does not do, by the names in `tests.checkpoint.protocol`.
 SERVERS = {
     moto: set(),
+    ministack: set(),
     localbucket: {"replace_if_unchanged"},
     testbench: set(),
     fake_gcs_server: {"create_if_absent", "replace_if_unchanged"},
@@ -171,11 +183,14 @@ def _serving(program, *arguments, cwd=None, env=None):
     if not found:
         pytest.skip(f"needs {program}")
     port = str(harness.free_port())
-    words = [str(word).format(port=port) for word in arguments]
+    words = [str(word).replace("{port}", port) for word in arguments]
+    settings = dict(os.environ)
+    for name, value in (env or {}).items():
+        settings[name] = value.replace("{port}", port)
     with subprocess.Popen(
         [found, *words],
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env=settings,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -8,6 +8,7 @@ import pytest
 from tests.checkpoint import harness, protocol, servers
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("server", servers.SERVERS, ids=lambda server: server.__name__)
 def test_a_server_does_what_checkpoints_need(server, tmp_path):
     with server(tmp_path) as (url, variables):
