@@ -18,6 +18,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -363,7 +364,10 @@ def _nfs(options):
         port = harness.free_port()
         config = scratch / "config"
         config.write_text(
-            f"NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {port}; }}\n"
+            # By default it also serves what needs rpcbind, and ends where that does not
+            # run.
+            f"NFS_CORE_PARAM {{ Protocols = 4; NFS_Port = {port}; Enable_UDP = false;\n"
+            "Enable_RQUOTA = false; Enable_NLM = false; }\n"
             f"EXPORT {{ Export_Id = 1; Path = {scratch}/served; Pseudo = /runs;\n"
             "Access_Type = RW; Squash = No_Root_Squash; FSAL { Name = VFS; } }\n"
             f"NFSv4 {{ RecoveryRoot = {scratch}; Grace_Period = 5; }}\n"
@@ -374,11 +378,24 @@ def _nfs(options):
         with (
             _limited(scratch / "served"),
             _server(*command) as (leave, come_back),
-            mounted(scratch / "at", *arguments) as at,
         ):
-            yield Disk(at, leave=leave, come_back=come_back)
+            _wait_for_port(port)
+            with mounted(scratch / "at", *arguments) as at:
+                yield Disk(at, leave=leave, come_back=come_back)
 
     return disk
+
+
+def _wait_for_port(port):
+    def is_open():
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port)),
+        ):
+            return True
+        return False
+
+    harness.wait_until(is_open)
 
 
 def _wait_for(folder):

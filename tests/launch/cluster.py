@@ -40,7 +40,7 @@ FirstJobId={first}
 BatchStartTimeout=600
 MessageTimeout=600
 TCPTimeout=600
-ReturnToService=2
+ReturnToService=1
 MailProg=/bin/true
 """
 # The folder in which tasks are confined to their devices.
@@ -165,19 +165,26 @@ class Cluster:
 
         harness.wait_until(states)
 
-    def wait_for_requeue(self, job, count=1):
-        """Waits until a job has been queued again a number of times, and starts it."""
+    def wait_for_requeue(self, job, count=1, nodes=None):
+        """Waits until a job has been queued again a number of times, and starts it.
+
+        Args:
+          job: the number of the job.
+          count: how often it has been queued again.
+          nodes: the number of nodes that are left; by default all.
+        """
         harness.wait_until(
             lambda: re.search(rf"JobState=PENDING .* Restarts={count} ", self.show(job))
         )
         # Slurm waits two minutes by default. It cannot start the job at once, because
         # the nodes still clean up.
-        self.wait_for_nodes()
+        self.wait_for_nodes(nodes)
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+8")
 
-    def wait_for_nodes(self):
-        """Waits until all nodes are idle."""
-        harness.wait_until(lambda: self.ask(*_IDLE) == str(self._num_nodes))
+    def wait_for_nodes(self, count=None):
+        """Waits until a number of nodes are idle; by default all."""
+        wanted = str(count or self._num_nodes)
+        harness.wait_until(lambda: self.ask(*_IDLE) == wanted)
 
     def _serve(self, stack, host, *command):
         """Runs a daemon on a host, which keeps logs of its own."""

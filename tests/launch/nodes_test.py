@@ -253,3 +253,31 @@ def test_nodes_need_neither_ipv4_nor_names(tmp_path):
         )
         nodes.wait_for(job)
     harness.assert_same_end(directory, reference(tmp_path, 2, 2, *options), 20)
+
+
+@pytest.mark.long
+def test_an_elastic_job_goes_on_without_a_lost_node(tmp_path, nodes):
+    options = [
+        "--config.steps=60",
+        "--config.logical_replicas=12",
+        "--config.reduction.arithmetic=exact",
+    ]
+    directory = tmp_path / "run"
+    with pace.slow(tmp_path / "slow", 12) as variables:
+        job = nodes.submit(
+            "--elastic=2:3",
+            "--cpu_devices=2",
+            "--sbatch=--exclude=h4,h5",
+            command=toy(directory, *options),
+            **variables,
+        )
+        log = directory / "launch.log"
+        harness.wait_until(lambda: log.exists() and "step 12/60" in log.read_text())
+        # What the controller does when it has not heard of a node for long enough.
+        nodes.ask("scontrol", "update", "NodeName=h3", "State=DOWN", "Reason=lost")
+        nodes.wait_for_requeue(job, nodes=4)
+    nodes.wait_for(job)
+    assert "NodeList=h[1-2] " in nodes.show(job)
+    nodes.ask("scontrol", "update", "NodeName=h3", "State=RESUME")
+    nodes.wait_for_nodes()
+    harness.assert_same_end(directory, reference(tmp_path, 1, 6, *options), 60)

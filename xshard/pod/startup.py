@@ -70,13 +70,12 @@ def resolve_process(
     """
     if address is None and num_processes == 1 and process_id in (None, 0):
         return None
-    nothing_given = address is None and num_processes is None and process_id is None
+    given = (address, num_processes, process_id)
     devices = None
-    if address is None or num_processes is None or process_id is None:
-        is_given = address is not None
+    if None in given:
         try:
             address, num_processes, process_id, devices = runtime.detect_cluster(
-                seconds, address, num_processes, process_id
+                seconds, *given
             )
         except (RuntimeError, OSError, ValueError) as e:
             raise rendezvous.StartError(
@@ -84,7 +83,7 @@ def resolve_process(
                 f"({e}): give --coordinator_address, --num_processes and --process_id; "
                 "or --num_processes=1 for a run of one process."
             ) from e
-        if address is not None and not is_given:
+        if address is not None and given[0] is None:
             address = _reachable(address)
     flags = {
         "coordinator_address": address,
@@ -92,7 +91,7 @@ def resolve_process(
         "process_id": process_id,
     }
     missing = [f"--{name}" for name, value in flags.items() if value is None]
-    if nothing_given and (missing or num_processes in (0, 1)):
+    if given == (None, None, None) and (missing or num_processes in (0, 1)):
         # JAX detects no cluster, or one of a single process.
         return None
     if missing:
