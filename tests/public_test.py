@@ -15,7 +15,7 @@ import xshard
 from launch import __main__ as launch
 from tests import toy
 from xshard import checkpoint, config, loop
-from xshard.files import workdir
+from xshard.files import buckets, workdir
 from xshard.pod import exit_codes
 from xshard.replay import __main__ as replay
 
@@ -106,6 +106,14 @@ def test_the_page_lists_the_modules_that_the_guides_import():
 
 def test_the_page_lists_the_keys_of_a_config_and_no_others():
     assert listed("Keys of a config") == sorted(key.name for key in config.KEYS)
+
+
+def test_the_page_lists_the_options_of_urls_and_no_others():
+    rows = re.findall(r"^\| `(\w+)` \|", section("Options of a bucket's URL"), re.M)
+    shown = {name for _, options in buckets._SCHEMES.values() for name in options}
+    assert rows == sorted(shown)
+    for name in rows:
+        assert buckets.parse(f"s3://bucket/folder?{name}=false")
 
 
 def test_the_page_lists_the_flags_of_each_program_and_no_others():
