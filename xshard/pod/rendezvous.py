@@ -17,21 +17,19 @@ import contextlib
 import errno
 import hashlib
 import ipaddress
-import json
 import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection as mp_connection
 from typing import Annotated, Any, NamedTuple
 
 from xshard import errors
 from xshard.base import formatting
 from xshard.files import jsonfile
-from xshard.pod import signals
+from xshard.pod import links, signals
 
 # The environment variable in which the launcher passes the token to the processes of a
 # launch.
@@ -46,19 +44,11 @@ _ANSWER_SECONDS = 10.0
 # port may belong to an earlier run that is about to end.
 _PATIENCE_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
-# A hello holds a config, and a checksum for each source file.
-_MAX_MESSAGE_BYTES = 16 << 20
 _MAX_NAME_CHARACTERS = 255
-# The first probe after 10 s of silence, then one every 5 s; after 4 probes without an
-# answer the connection ends.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 # At most this many differences are listed, because different code may differ in many
 # files.
 _MAX_SHOWN = 5
 _MAX_SHOWN_CHARACTERS = 300
-# What reading from a connection raises if it has ended, or if what it brings cannot
-# come from a process of this launch. Python 3.11 asserts that a challenge is one.
-_BROKEN = (OSError, EOFError, ValueError, AssertionError)
 
 
 class StartError(errors.UserError):
@@ -212,64 +202,6 @@ class _Answer(NamedTuple):
     signal: str = ""
 
 
-class _Connection(mp_connection.Connection):
-    """A connection whose messages are JSON objects, and that another thread can end."""
-
-    def __init__(self, sock: socket.socket):
-        """Takes over a connected socket, and sets it to block."""
-        sock.settimeout(None)
-        # The connection ends within half a minute after the other side's host or the
-        # network is gone. If it has ended already, the next read reports it.
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEP_ALIVE.items():
-                # Not every system has all of these options.
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        # The socket keeps a descriptor of its own, so that `end` works in any thread.
-        super().__init__(os.dup(sock.fileno()))
-        self._socket = sock
-
-    def send(self, message: NamedTuple) -> None:
-        """Sends a message as JSON, not as a pickle."""
-        self.send_bytes(json.dumps(message._asdict()).encode())
-
-    def recv(self) -> Any:
-        """Returns the next message; raises ValueError if it is no JSON object."""
-        return jsonfile.loads(self.recv_bytes(_MAX_MESSAGE_BYTES))
-
-    def end(self) -> None:
-        """Ends the connection; a call in another thread that waits for data raises."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Closes the connection; no thread may use it any more."""
-        super().close()
-        self._socket.close()
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float, *connections: _Connection) -> Iterator[None]:
-    """Ends connections that a context uses for longer than this, and so the context.
-
-    `multiprocessing` has no time limits of its own, and a limit for each read would
-    begin again with every byte that arrives.
-    """
-
-    def end() -> None:
-        for connection in connections:
-            connection.end()
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 # Process 0.
 
 
@@ -277,7 +209,7 @@ class _Guest(NamedTuple):
     """A process that has been accepted."""
 
     hello: _Hello
-    connection: _Connection
+    connection: links.Connection
 
 
 class _Server:
@@ -362,10 +294,10 @@ class _Server:
           StoppedError: if a signal stops it.
         """
         try:
-            with _time_limit(_ANSWER_SECONDS, guest.connection):
+            with links.time_limit(_ANSWER_SECONDS, guest.connection):
                 leaving = jsonfile.parse(guest.connection.recv(), _Leaving)
             number = _stop_signal(leaving.signal)
-        except _BROKEN:
+        except links.BROKEN:
             guest.connection.close()
             del self._guests[guest.hello.process_id]
             self._last_gone = f"{guest.hello.name} (pid {guest.hello.pid})"
@@ -380,7 +312,7 @@ class _Server:
             # The peer has left already, or the system allows no further connection now.
             time.sleep(_RETRY_SECONDS)
             return
-        connection = _Connection(sock)
+        connection = links.Connection(sock)
         hello = self._identify(connection, str(address[0]))
         if hello is None:
             connection.close()
@@ -399,11 +331,11 @@ class _Server:
             patient_until = time.monotonic() + _PATIENCE_SECONDS
             self._deadline = min(self._deadline, patient_until)
 
-    def _identify(self, connection: _Connection, peer: str) -> _Hello | None:
+    def _identify(self, connection: links.Connection, peer: str) -> _Hello | None:
         """Returns the hello of a process of this launch; None for anybody else."""
         remaining = max(0.0, self._deadline - time.monotonic())
         try:
-            with _time_limit(min(_ANSWER_SECONDS, remaining), connection):
+            with links.time_limit(min(_ANSWER_SECONDS, remaining), connection):
                 mp_connection.deliver_challenge(connection, self._key)
                 mp_connection.answer_challenge(connection, self._key)
                 hello = jsonfile.parse(connection.recv(), _Hello)
@@ -411,7 +343,7 @@ class _Server:
             self._num_rejected += 1
             self._last_rejected = peer
             return None
-        except _BROKEN:
+        except links.BROKEN:
             self._num_broken += 1
             self._last_broken = peer
             return None
@@ -430,7 +362,7 @@ class _Server:
     def _answer(self, answer: _Answer) -> None:
         """Sends the answer to all that were accepted, and closes their connections."""
         connections = [guest.connection for guest in self._guests.values()]
-        with _time_limit(_ANSWER_SECONDS, *connections):
+        with links.time_limit(_ANSWER_SECONDS, *connections):
             for connection in connections:
                 with connection, contextlib.suppress(OSError):
                     connection.send(answer)
@@ -511,13 +443,15 @@ class _Client:
                 )
             self._pause()
 
-    def _connect(self, deadline: float) -> _Connection:
+    def _connect(self, deadline: float) -> links.Connection:
         """Connects to process 0 as soon as it listens."""
         host, _, port = self._spec.address.rpartition(":")
         place = (host.strip("[]"), int(port))
         while True:
             try:
-                return _Connection(socket.create_connection(place, _ANSWER_SECONDS))
+                return links.Connection(
+                    socket.create_connection(place, _ANSWER_SECONDS)
+                )
             except (OSError, UnicodeError) as e:
                 if time.monotonic() >= deadline:
                     reason = getattr(e, "strerror", None) or e
@@ -534,7 +468,7 @@ class _Client:
         with contextlib.suppress(TimeoutError):
             self._wait(None, _RETRY_SECONDS)
 
-    def _wait(self, connection: _Connection | None, seconds: float) -> None:
+    def _wait(self, connection: links.Connection | None, seconds: float) -> None:
         """Waits for data on a connection.
 
         Raises:
@@ -556,7 +490,7 @@ class _Client:
             for number in self._signal_receiver.read():
                 raise _stopped(self._hello, number)
 
-    def _introduce(self, connection: _Connection, seconds: float) -> None:
+    def _introduce(self, connection: links.Connection, seconds: float) -> None:
         """Sends this process's hello, once process 0 has shown that it knows the token.
 
         Raises:
@@ -566,7 +500,7 @@ class _Client:
         try:
             # Another program may accept the connection and then say nothing.
             self._wait(connection, seconds + _ANSWER_SECONDS)
-            with _time_limit(_ANSWER_SECONDS, connection):
+            with links.time_limit(_ANSWER_SECONDS, connection):
                 mp_connection.answer_challenge(connection, self._key)
                 mp_connection.deliver_challenge(connection, self._key)
                 connection.send(self._hello)
@@ -576,13 +510,13 @@ class _Client:
                 "processes by one launch, or all by hand; if you did, another run uses "
                 "that port."
             ) from e
-        except _BROKEN as e:
+        except links.BROKEN as e:
             raise _RefusedError(
                 "either it has ended (see its output), or another program uses that "
                 "port."
             ) from e
 
-    def _await_answer(self, connection: _Connection, seconds: float) -> list[str]:
+    def _await_answer(self, connection: links.Connection, seconds: float) -> list[str]:
         """Returns the host names that process 0 sends when all have come.
 
         Raises:
@@ -599,14 +533,14 @@ class _Client:
             except StoppedError as e:
                 stop = e
                 connection.send(_Leaving(e.signal.name))
-            with _time_limit(_ANSWER_SECONDS, connection):
+            with links.time_limit(_ANSWER_SECONDS, connection):
                 answer = jsonfile.parse(connection.recv(), _Answer)
             if answer.stopped:
                 # Of several signals, this is the one that process 0 heard of first.
                 stop = StoppedError(answer.stopped, _stop_signal(answer.signal))
             elif not answer.error and len(answer.hosts) != self._spec.num_processes:
                 raise ValueError(f"{len(answer.hosts)} hosts")
-        except _BROKEN as e:
+        except links.BROKEN as e:
             if stop is None:
                 raise StartError(
                     f"process 0, to which process {self._spec.process_id} was "
@@ -643,27 +577,44 @@ def _mismatch(
             f"{present.hello.host} (pid {present.hello.pid}) and on {other.host} "
             f"(pid {other.pid}). Give each another number."
         )
-    names: list[str] = []
-    with_values: list[str] = []
-    for fact in sorted(first.facts.keys() | other.facts.keys()):
-        here = first.facts.get(fact)
-        there = other.facts.get(fact)
-        if here != there:
-            name = _shown(fact)
-            names.append(name)
-            with_values.append(
-                f"{name}: {_shown(there or 'none')} there, {_shown(here or 'none')} on "
-                f"{first.host}"
-            )
-    if not names:
+    differing = differences(first.facts, other.facts, first.host)
+    if not differing:
         return None
     begin = f"{other.name} has different code or a different config"
     end = "give all hosts the same code and config."
     return MismatchError(
-        f"{begin} ({formatting.listed(with_values, _MAX_SHOWN, '; ')}): {end}",
-        f"{begin} ({formatting.listed(names, _MAX_SHOWN, '; ')}): {end} {first.name} "
-        "prints the values.",
+        f"{begin} ({listed(differing.values())}): {end}",
+        f"{begin} ({listed(differing)}): {end} {first.name} prints the values.",
     )
+
+
+def differences(
+    first: Mapping[str, str], other: Mapping[str, str], host: str
+) -> dict[str, str]:
+    """Returns each fact that is not the same on another process, by its name, as a text
+    with both values.
+
+    Args:
+      first: the facts of the first process.
+      other: the facts of the other one.
+      host: the host of the first process.
+    """
+    differing = {}
+    for fact in sorted(first.keys() | other.keys()):
+        here = first.get(fact)
+        there = other.get(fact)
+        if here != there:
+            name = _shown(fact)
+            differing[name] = (
+                f"{name}: {_shown(there or 'none')} there, {_shown(here or 'none')} on "
+                f"{host}"
+            )
+    return differing
+
+
+def listed(differing: Iterable[str]) -> str:
+    """Returns some of what differs, as a message lists it."""
+    return formatting.listed(list(differing), _MAX_SHOWN, "; ")
 
 
 def _shown(text: str) -> str:

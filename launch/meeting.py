@@ -1,0 +1,128 @@
+"""The launcher's side of a run that goes on without the processes that it loses: it
+gives the processes their places, as `xshard.pod.generations` describes.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xshard.pod import exchange, generations, links, rendezvous
+
+
+class Meeting:
+    """Gives the processes of a run their places until the run ends.
+
+    Attributes:
+      address: where processes connect, as HOST:PORT.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        token: str,
+        kill: Callable[[int, str], None],
+        log: Callable[[str], None],
+        *,
+        silence_seconds: float = 30.0,
+    ):
+        """Begins to accept connections.
+
+        Args:
+          count: the number of members with which the run begins.
+          token: the token of the launch.
+          kill: ends a process; called with its number and the reason.
+          log: called with a line about each generation.
+          silence_seconds: the time without a message after which a process is put out.
+        """
+        self._kill = kill
+        self._log = log
+        self._links: dict[int, links.Link] = {}
+        self._lock = threading.Lock()
+        # The facts of the first process, with which those of all others must agree.
+        self._first: links.Hello | None = None
+        self._expected: set[int] = set()
+        self._machine = generations.Meeting(count, silence_seconds, self)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._loop = links.Loop(self._receive, self._lost, self._tick)
+        self._loop.listen(
+            self._listener,
+            token.encode(errors="surrogateescape"),
+            self._admit,
+            self._accepted,
+            silence_seconds,
+        )
+        self._loop.start()
+
+    # In the launcher's thread.
+
+    def expect(self, number: int) -> None:
+        """Notes that a process has been started with a number."""
+        with self._lock:
+            self._expected.add(number)
+
+    def ended(self, number: int) -> None:
+        """Notes that a process has ended."""
+        with self._lock:
+            self._expected.discard(number)
+        self._loop.call(lambda: self._machine.ended(number))
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._loop.end()
+        self._listener.close()
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The processes that are members, the leader first."""
+        return list(self._machine.members)
+
+    # In the loop's threads.
+
+    def send(self, number: int, message: Any) -> None:
+        """Sends a message, as `MeetingPort` describes."""
+        if number in self._links:
+            self._loop.send(self._links[number], exchange.to_header(message))
+
+    def kill(self, number: int, why: str) -> None:
+        """Ends a process, as `MeetingPort` describes."""
+        self._kill(number, why)
+
+    def begun(self, generation: int, members: Sequence[int]) -> None:
+        """Notes that a generation has begun."""
+        names = ", ".join(map(str, members))
+        self._log(f"generation {generation}: processes {names}; {members[0]} leads")
+
+    def _admit(self, hello: links.Hello) -> str:
+        """Returns why a process is refused; empty if it is not."""
+        with self._lock:
+            if hello.number not in self._expected:
+                return f"the launcher has started no process {hello.number}, or it came"
+            self._first = self._first or hello
+            differing = rendezvous.differences(
+                self._first.facts, hello.facts, self._first.host
+            )
+            if differing:
+                return (
+                    "it has different code or a different config "
+                    f"({rendezvous.listed(differing.values())}): give all processes "
+                    "the same"
+                )
+            self._expected.discard(hello.number)
+            return ""
+
+    def _accepted(self, hello: links.Hello, sock: socket.socket) -> None:
+        self._links[hello.number] = self._loop.add(hello.number, sock)
+        self._machine.connected(hello.number)
+
+    def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
+        self._machine.receive(link.number, exchange.from_header(header))
+
+    def _lost(self, link: links.Link) -> None:
+        if self._links.get(link.number) is link:
+            self._machine.disconnected(link.number)
+
+    def _tick(self) -> None:
+        self._machine.tick(time.monotonic())
