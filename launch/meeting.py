@@ -99,7 +99,7 @@ class Meeting:
         """Returns why a process is refused; empty if it is not."""
         with self._lock:
             if hello.number not in self._expected:
-                return f"the launcher has started no process {hello.number}, or it came"
+                return f"the launcher has started no process {hello.number}"
             self._first = self._first or hello
             differing = rendezvous.differences(
                 self._first.facts, hello.facts, self._first.host
@@ -110,7 +110,6 @@ class Meeting:
                     f"({rendezvous.listed(differing.values())}): give all processes "
                     "the same"
                 )
-            self._expected.discard(hello.number)
             return ""
 
     def _accepted(self, hello: links.Hello, sock: socket.socket) -> None:
@@ -118,7 +117,10 @@ class Meeting:
         self._machine.connected(hello.number)
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
-        self._machine.receive(link.number, exchange.from_header(header))
+        message = exchange.from_header(header)
+        # A process may have connected again.
+        if self._links.get(link.number) is link:
+            self._machine.receive(link.number, message)
 
     def _lost(self, link: links.Link) -> None:
         if self._links.get(link.number) is link:

@@ -267,7 +267,7 @@ class Exchange:
         self._key = token.encode(errors="surrogateescape")
         self._silence_seconds = heartbeat_seconds
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._member = generations.Member(number, self)
+        self._member = generations.Member(number, heartbeat_seconds, self)
         self._hello = links.Hello(number, socket.gethostname(), os.getpid(), {})
         hello = self._hello._replace(facts=dict(facts))
         sock = self._meet(address, hello, start_seconds)
@@ -517,6 +517,8 @@ class Exchange:
             self._member.broken(link.number)
 
     def _tick(self) -> None:
-        if time.monotonic() >= self._next_alive:
-            self._next_alive = time.monotonic() + _ALIVE_SECONDS
+        now = time.monotonic()
+        self._member.tick(now)
+        if now >= self._next_alive:
+            self._next_alive = now + _ALIVE_SECONDS
             self.send(generations.MEETING, generations.Alive(self._member.exchange))

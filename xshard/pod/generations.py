@@ -284,13 +284,21 @@ class Member:
       prepared: the newest generation that the process is prepared for.
     """
 
-    def __init__(self, number: int, port: MemberPort):
+    def __init__(self, number: int, silence_seconds: float, port: MemberPort):
+        """Has no place yet.
+
+        Args:
+          number: the process's number.
+          silence_seconds: how long a member may take to connect to its leader.
+          port: what this makes happen.
+        """
         self.exchange = 0
         self.generation = 0
         self.place = 0
         self.count = 0
         self.arrivals = False
         self._number = number
+        self._silence_seconds = silence_seconds
         self._port = port
         self.prepared = 0
         # The generation that has begun.
@@ -298,6 +306,9 @@ class Member:
         self._members: tuple[Peer, ...] = ()
         self._first = 0
         self._is_connected = False
+        # Of the leader: the members that have not connected, and until when they may.
+        self._absent: set[int] = set()
+        self._absent_until: float | None = None
         self._is_entering = False
         self._is_leaving = False
         self._early: list[tuple[int, Any, Any]] = []
@@ -317,7 +328,8 @@ class Member:
         # Of the leader: those that may lack the last result, which is not yet returned.
         self._lacking: set[int] = set()
         self._meeting_lost = False
-        self._peer_lost = ""
+        # A member to which the connection has ended in this generation.
+        self._lost_peer: int | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -336,21 +348,17 @@ class Member:
         """
         self._is_entering = True
         self._port.send(MEETING, Ready(address))
-        if self._meeting_lost:
-            self._port.fail("the launcher has ended")
+        self._fail_if_all_is_lost()
 
     def restored(self) -> None:
         """Notes that a newcomer has restored the state before its first exchange."""
         self._port.send(MEETING, Restored(self.exchange))
-        if self._meeting_lost:
-            self._port.fail("the launcher has ended")
+        self._fail_if_all_is_lost()
 
     def call(self, work: Work) -> None:
         """Begins the next exchange of the program."""
         self._call = work
-        if self._peer_lost:
-            self._port.fail(self._peer_lost)
-            return
+        self._fail_if_all_is_lost()
         waiting, self._waiting = self._waiting, []
         for sender, message, payload in waiting:
             self._contributed(sender, message, payload)
@@ -385,28 +393,46 @@ class Member:
         self._port.send(self._members[0].number, joined)
         self._proceed()
 
+    def tick(self, now: float) -> None:
+        """Acts on the time, in seconds of any origin."""
+        if self._is_frozen or not self._absent:
+            return
+        if self._absent_until is None:
+            self._absent_until = now + self._silence_seconds
+        elif now > self._absent_until:
+            self._absent_until = None
+            for number in self._absent:
+                self.broken(number)
+
     def broken(self, peer: int) -> None:
         """Notes that the connection to a member has ended, or cannot be made."""
         if self._is_frozen or peer not in [member.number for member in self._members]:
             return
-        if not self._meeting_lost:
-            self._port.send(MEETING, Broken(self._begun, peer))
-            return
-        self._peer_lost = f"process {peer} is lost, and the launcher has ended before"
-        if self._call is not None:
-            self._port.fail(self._peer_lost)
+        self._lost_peer = peer
+        self._port.send(MEETING, Broken(self._begun, peer))
+        self._fail_if_all_is_lost()
 
     def meeting_lost(self) -> None:
         """Notes that the connection to the meeting has ended."""
         self._meeting_lost = True
         if self._is_leaving:
             self._port.finish()
-        elif self._is_frozen:
-            self._peer_lost = "the launcher has ended"
-            self._port.fail(self._peer_lost)
         elif self.is_leader and self._call is not None:
+            # Nobody can come any more.
             self._admitted = self.exchange
             self._proceed()
+        self._fail_if_all_is_lost()
+
+    def _fail_if_all_is_lost(self) -> None:
+        """Lets the program's call raise if it cannot go on without the meeting."""
+        if not self._meeting_lost or self._is_leaving:
+            return
+        if self._is_frozen:
+            self._port.fail("the launcher has ended")
+        elif self._lost_peer is not None and self._call is not None:
+            self._port.fail(
+                f"process {self._lost_peer} is lost, and the launcher has ended"
+            )
 
     def receive(self, sender: int, message: Any, payload: Any = None) -> None:
         """Acts on a message."""
@@ -448,6 +474,7 @@ class Member:
 
     def _prepare(self, generation: int) -> None:
         self.prepared = generation
+        self._lost_peer = None
         self._port.cut()
         self._is_connected = False
         self._early = []
@@ -469,8 +496,11 @@ class Member:
             self._is_entering = False
             self._note_place()
             self._port.finish()
+        self._absent = set()
+        self._absent_until = None
         if self.is_leader:
             others = {member.number for member in self._members} - {self._number}
+            self._absent = set(others)
             if self._lacking:
                 self._lacking = others
                 self._return_if_settled()
@@ -550,6 +580,7 @@ class Member:
 
     def _joined(self, sender: int, exchange: int) -> None:
         """Sends the last result to a member that lacks it."""
+        self._absent.discard(sender)
         if exchange == self._first:
             self._settle(sender, exchange - 1)
             return
@@ -737,7 +768,17 @@ class Meeting:
         self._finish_if_all_leave()
         if self.is_done:
             return
-        if number in self.members or (self._is_changing and number in self._awaited):
+        if not self.generation:
+            # Another process may begin in its place.
+            self.members = []
+            self._is_changing = False
+            self._start_if_all_ready()
+        elif not any(n in self._processes for n in self.members):
+            # Newcomers do not know how far the run has come.
+            self._is_changing = False
+            for other in list(self._processes):
+                self.put_out(other, "all members are lost")
+        elif number in self.members or self._is_changing:
             self._change()
         self._admit_if_all_restored()
 
@@ -775,6 +816,8 @@ class Meeting:
             return
         process.heard = self._now
         match message:
+            case Ready() if self.is_done:
+                self._port.send(number, Bye())
             case Ready():
                 process.address = message.address
                 self._start_if_all_ready()
@@ -803,8 +846,13 @@ class Meeting:
     # Generations.
 
     def _start_if_all_ready(self) -> None:
-        ready = sorted(n for n, p in self._processes.items() if p.address)
-        if not self.members and not self.generation and len(ready) >= self._count:
+        if self.members or self.generation:
+            return
+        ready = []
+        for number, process in sorted(self._processes.items()):
+            if process.address and not process.killed:
+                ready.append(number)
+        if len(ready) >= self._count:
             self.members = ready[: self._count]
             self._change()
 
@@ -842,6 +890,13 @@ class Meeting:
         """Begins the generation that all have prepared."""
         numbers = self._present()
         exchange = max(self._processes[n].exchange for n in numbers)
+        late = [n for n in numbers if self._processes[n].exchange < exchange - 1]
+        if late:
+            # The members have gone on without a newcomer: their leader has lost the
+            # connection to this meeting.
+            for number in late:
+                self.put_out(number, "the run has gone on without it")
+            return
         # The leader stays, if it is there: it has always come furthest.
         furthest = [n for n in numbers if self._processes[n].exchange == exchange]
         leader = furthest[0]
