@@ -25,6 +25,7 @@ class Meeting:
         kill: Callable[[int, str], None],
         log: Callable[[str], None],
         *,
+        start_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ):
         """Begins to accept connections.
@@ -34,6 +35,7 @@ class Meeting:
           token: the token of the launch.
           kill: ends a process; called with its number and the reason.
           log: called with a line about each generation.
+          start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
         """
         self._kill = kill
@@ -43,7 +45,7 @@ class Meeting:
         # The facts of the first process, with which those of all others must agree.
         self._first: links.Hello | None = None
         self._expected: set[int] = set()
-        self._machine = generations.Meeting(count, silence_seconds, self)
+        self._machine = generations.Meeting(count, start_seconds, silence_seconds, self)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._loop = links.Loop(self._receive, self._lost, self._tick)
@@ -58,10 +60,11 @@ class Meeting:
 
     # In the launcher's thread.
 
-    def expect(self, number: int) -> None:
-        """Notes that a process has been started with a number."""
+    def started(self, number: int) -> None:
+        """Notes that a process is started with a number that no other had."""
         with self._lock:
             self._expected.add(number)
+        self._loop.call(lambda: self._machine.started(number))
 
     def ended(self, number: int) -> None:
         """Notes that a process has ended."""

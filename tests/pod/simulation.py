@@ -23,11 +23,14 @@ import zlib
 from xshard.pod import generations
 
 # In virtual seconds. Nothing may take longer than LIMIT.
+START = 60.0
 SILENCE = 8.0
 ANSWER = 6.0
 KEEP_ALIVE = 30.0
 LIMIT = 600.0
 MEETING = generations.MEETING
+# Why processes are put out that are as they should be.
+_CALM = ("restore", "all members are lost", "the run has ended")
 # How many schedules a process of the pool runs at a time.
 _CHUNK = 200
 
@@ -172,6 +175,8 @@ class Sums:
         return self._own + part
 
     def add(self, part, total, more):
+        if isinstance(total, tuple) or isinstance(more, tuple):
+            raise ValueError("words are no sums")
         return total + more - part
 
     def conclude(self, part, total, members):
@@ -259,7 +264,7 @@ class Process(Host):
 
     def fail(self, why):
         def fail():
-            self.end = f"failed: {why}" if why else "not needed"
+            self.end = f"failed: {why}"
             self.die()
 
         self.simulation.after(0.0, self.number, fail)
@@ -337,7 +342,7 @@ class Process(Host):
     def _run(self):
         """The program: yields exchanges, or how long it takes."""
         simulation = self.simulation
-        yield_time = simulation.seconds
+        seconds = simulation.seconds
         number = 0
         state = 0
         rows = 0
@@ -345,7 +350,7 @@ class Process(Host):
         word = yield "enter"
         is_new = word is not None
         if is_new:
-            yield yield_time(2.0)
+            yield seconds(2.0)
             if word not in simulation.saved:
                 raise ViolationError(f"there is no checkpoint {word}")
             number, state, rows = simulation.saved[word]
@@ -357,12 +362,15 @@ class Process(Host):
                 number += 1
                 state = mixed(state, words)
                 yield from self._write(known)
+                yield seconds(0.3)
+                if self.is_leading:
+                    simulation.act(self, number - 1)
                 if any(arrivals for _, (arrivals, _) in words):
                     has_saved = self.is_leading
                     # The state before the exchange of newcomers, which comes after the
                     # one in which the members learn that the save is complete.
                     if has_saved:
-                        yield yield_time(0.5)
+                        yield seconds(0.5)
                         simulation.save(self, (number + 1, state, rows))
                     words = yield Words(f"{number} saved", self.number, has_saved)
                     number += 1
@@ -383,7 +391,7 @@ class Process(Host):
             state = mixed(state, total)
             known[rows] = state
             rows += 1
-            yield yield_time(0.1)
+            yield seconds(0.1)
             yield from self._write(known)
         while True:
             has_written = self.is_leading
@@ -409,7 +417,7 @@ class Launcher(Host):
     def __init__(self, simulation, count, meeting):
         super().__init__(simulation, MEETING)
         self.count = count
-        self.meeting = meeting(count, SILENCE, self)
+        self.meeting = meeting(count, START, SILENCE, self)
         self.peers = {}
         self.put_out = {}
 
@@ -422,7 +430,8 @@ class Launcher(Host):
         self.put_out[number] = why
         self.simulation.note(MEETING, f"puts out {number}: {why}")
         process = self.simulation.hosts[number]
-        self.simulation.after(self.simulation.seconds(0.1), MEETING, process.die)
+        seconds = self.simulation.random.choice([0.0, 0.1, 2.0])
+        self.simulation.after(seconds, MEETING, process.die)
 
     def begun(self, generation, members):
         self.simulation.note(MEETING, f"generation {generation}: {members}")
@@ -493,13 +502,14 @@ class Simulation:
         self.rows = choose([2, 4, 6, 10])
         self.restarts = choose([0, 0, 1, 2, 4])
         self.scale = choose([0.02, 0.3, 1.0])
+        self.latency = self.scale * choose([0.005, 0.02, 0.3])
         self.blocked = []
         self.kills = []
         self.resets = []
         self.stops = []
         self.death = None
         # Where the events of the exchanges are, about.
-        span = choose([200, 600, 2000])
+        span = choose([50, 150, 400])
         if self.chance(0.7):
             self.kills = [
                 self.random.randrange(span) for _ in range(choose([1, 1, 2, 3, 5]))
@@ -509,11 +519,13 @@ class Simulation:
                 self.kills += [kill + choose([1, 3, 10, 30]) for kill in self.kills]
         if self.chance(0.25):
             self.resets = [self.random.randrange(span) for _ in range(choose([1, 2]))]
-        if self.chance(0.25):
+        if self.chance(0.3):
             for _ in range(choose([1, 2])):
-                seconds = choose([0.5, 4.0, SILENCE, 3 * SILENCE])
+                # Some are ended, and some wake, about when they are put out.
+                late = SILENCE + 1.0 + self.random.random()
+                seconds = choose([0.5, 4.0, late, late, 3 * SILENCE, 2 * LIMIT])
                 self.stops.append((self.random.randrange(span), seconds))
-        if self.chance(0.15):
+        if self.chance(0.15) and not self.stops:
             self.death = self.random.randrange(span)
         spares = choose([0, 0, 0, 1, 2])
         self.launcher = Launcher(self, count, meeting)
@@ -578,7 +590,7 @@ class Simulation:
         """Returns when a message arrives, None for never, and whether it is answered
         in time.
         """
-        delay = self.random.expovariate(1.0) * self.scale * 0.02
+        delay = self.random.expovariate(1.0) * self.latency
         sent = self._free_at(sender, receiver, self.now)
         if patient:
             return sent + delay, True
@@ -641,8 +653,11 @@ class Simulation:
 
     def start_process(self):
         """Starts a process."""
+        if self.launcher.meeting.is_done:
+            return
         number = next(self._numbers)
         self.hosts[number] = Process(self, number, self.member)
+        self.launcher.meeting.started(number)
         self.hosts[number].begin()
 
     def noticed(self, number):
@@ -669,15 +684,14 @@ class Simulation:
         known, seen_by = self.results.get(number, (value, []))
         # What only non-leaders have seen that are dead counts for nothing.
         if known != value:
-            for other, could_write in seen_by:
-                if could_write or other.is_alive:
+            for other, has_acted in seen_by:
+                if has_acted or other.is_alive:
                     raise ViolationError(
                         f"exchange {number} is {value} for {process.number}, and was "
                         f"{known} for {other.number}"
                     )
             seen_by = []
-        could_write = process.member.place == 0
-        self.results[number] = (value, [*seen_by, (process, could_write)])
+        self.results[number] = (value, [*seen_by, (process, False)])
 
     def _check_writer(self, process):
         generation = process.member.generation
@@ -692,6 +706,12 @@ class Simulation:
                 f"{self.last_writer}"
             )
         self.last_writer = generation
+
+    def act(self, process, number):
+        """Notes that a leader has done something that follows from a result."""
+        self._check_writer(process)
+        value, seen_by = self.results[number]
+        self.results[number] = (value, [*seen_by, (process, True)])
 
     def save(self, process, state):
         """Checks and keeps a checkpoint."""
@@ -726,8 +746,9 @@ class Simulation:
             if host.is_stopped:
                 host.deferred.append(action)
                 continue
-            self.num_events += 1
-            self._disturb(host)
+            if action.__name__ != "tick":
+                self.num_events += 1
+                self._disturb(host)
             if not host.is_alive or host.is_stopped:
                 if host.is_stopped:
                     host.deferred.append(action)
@@ -760,6 +781,8 @@ class Simulation:
                 self.after(0.0, end, lambda end=end: link.end(end))
         for at, seconds in self.stops:
             if at == number:
+                if host is self.launcher:
+                    seconds = min(seconds, 3 * SILENCE)
                 self.note(host.number, f"stops for {seconds} s")
                 host.is_stopped = True
                 # Whoever is stopped does not wake itself.
@@ -792,7 +815,7 @@ class Simulation:
             raise ViolationError(f"{len(self.file)} of {self.rows} rows are written")
         is_calm = not (self.stops or self.blocked or self.resets)
         for number, why in self.launcher.put_out.items():
-            if is_calm and "restore" not in why and "all members" not in why:
+            if is_calm and not any(words in why for words in _CALM):
                 raise ViolationError(f"{number} is put out: {why}")
         has_launcher = self.launcher.is_alive
         failed = [end for end in ends if end.startswith("failed")]

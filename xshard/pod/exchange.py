@@ -5,7 +5,6 @@ Each member runs the whole program, with a JAX of its own. What they share out i
 up here: see `xshard.pod.generations` for the protocol.
 """
 
-import contextlib
 import functools
 import os
 import queue
@@ -54,10 +53,6 @@ _WORDS = "words"
 
 class LostError(errors.UserError):
     """The run cannot go on. The message says what is lost."""
-
-
-class EndedError(Exception):
-    """The run has ended while this process waited for a place in it."""
 
 
 def to_header(message: Any) -> dict[str, Any]:
@@ -332,7 +327,6 @@ class Exchange:
           as they do.
 
         Raises:
-          EndedError: if the run has ended meanwhile.
           LostError: if the launcher has ended.
         """
         self._loop.call(lambda: self._member.enter(self._address))
@@ -404,8 +398,7 @@ class Exchange:
         connections.
         """
         self._loop.call(self._member.leave)
-        with contextlib.suppress(EndedError):
-            self._wait()
+        self._wait()
         self._loop.end()
 
     def _exchange(
@@ -420,12 +413,10 @@ class Exchange:
         """Does what the protocol asks for, until the call returns."""
         while True:
             event = self._events.get()
-            if event.error:
+            if event.error is not None:
                 raise LostError(
                     f"{event.error}. The same command resumes from the last checkpoint."
                 )
-            if event.error is not None:
-                raise EndedError("the run has ended")
             if not event.units:
                 return event.word
             work.take(contribute(event.units))

@@ -457,10 +457,7 @@ class Member:
                 self._admitted = message.exchange
                 self._proceed()
             case Bye():
-                if self._is_leaving:
-                    self._port.finish()
-                else:
-                    self._port.fail("")
+                self._port.finish()
             case Joined():
                 self._joined(sender, message.exchange)
             case Contribution():
@@ -688,7 +685,8 @@ class _Process:
 
     Attributes:
       address: where it accepts connections; empty until it is ready.
-      connected: whether it is connected to the meeting.
+      came: whether it has connected to the meeting.
+      connected: whether it is connected still.
       heard: when the meeting heard of it last.
       exchange: the exchange that it makes, or will make next.
       units: the units of work that it has done for that exchange.
@@ -700,7 +698,8 @@ class _Process:
 
     def __init__(self, now: float):
         self.address = ""
-        self.connected = True
+        self.came = False
+        self.connected = False
         self.heard = now
         self.exchange = 0
         self.units: tuple[int, ...] = ()
@@ -719,12 +718,19 @@ class Meeting:
       is_done: whether all members have made their last exchange.
     """
 
-    def __init__(self, count: int, silence_seconds: float, port: MeetingPort):
+    def __init__(
+        self,
+        count: int,
+        start_seconds: float,
+        silence_seconds: float,
+        port: MeetingPort,
+    ):
         """Waits for the first processes.
 
         Args:
           count: the number of members with which the run begins, and up to which it is
             filled up again.
+          start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
           port: what the meeting makes happen.
         """
@@ -732,6 +738,7 @@ class Meeting:
         self.members: list[int] = []
         self.is_done = False
         self._count = count
+        self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
         self._port = port
         self._processes: dict[int, _Process] = {}
@@ -752,9 +759,16 @@ class Meeting:
 
     # What happens.
 
+    def started(self, number: int) -> None:
+        """Notes that a process has been started."""
+        self._processes[number] = _Process(self._now)
+
     def connected(self, number: int) -> None:
         """Notes that a process has connected."""
-        self._processes[number] = _Process(self._now)
+        if number in self._processes:
+            self._processes[number].came = True
+            self._processes[number].connected = True
+            self._processes[number].heard = self._now
 
     def disconnected(self, number: int) -> None:
         """Notes that the connection to a process has ended."""
@@ -787,12 +801,15 @@ class Meeting:
         if self._last_tick is not None:
             self._now += min(now - self._last_tick, _LONGEST_TICK)
         self._last_tick = now
-        if self.is_done:
-            return
-        for number, process in self._processes.items():
+        for number, process in list(self._processes.items()):
             limit = self._silence_seconds
             why = f"it was silent for {limit:g} s"
-            if not process.connected:
+            if not process.came:
+                limit = self._start_seconds
+                why = f"it did not connect within {limit:g} s"
+            elif not process.connected:
+                if self.is_done:
+                    continue
                 limit = LINK_SECONDS
                 why = "its connection to the launcher has ended"
             if self._now - process.heard > limit:
@@ -816,8 +833,6 @@ class Meeting:
             return
         process.heard = self._now
         match message:
-            case Ready() if self.is_done:
-                self._port.send(number, Bye())
             case Ready():
                 process.address = message.address
                 self._start_if_all_ready()
@@ -923,7 +938,7 @@ class Meeting:
         """Acts on broken links between members that both live on: they are made anew;
         if they break again at the same exchange, one of the two is put out.
         """
-        if not self._broken or self._is_changing:
+        if not self._broken or self._is_changing or self.is_done:
             return
         if self._now - min(time for _, time in self._broken.values()) < LINK_SECONDS:
             return
@@ -991,5 +1006,8 @@ class Meeting:
             return
         if all(self._processes[n].leaving for n in left):
             self.is_done = True
-            for number in self._processes:
-                self._port.send(number, Bye())
+            for number in list(self._processes):
+                if number in left:
+                    self._port.send(number, Bye())
+                else:
+                    self.put_out(number, "the run has ended")

@@ -1,0 +1,153 @@
+"""Tests of the protocol of generations in simulated runs, and of the simulation: it
+finds what is wrong with a protocol that leaves something out.
+"""
+
+import pytest
+
+from tests.pod import simulation
+from xshard.pod import generations
+
+
+class WithoutLastResult(generations.Member):
+    """A leader does not send the last result to members that lack it."""
+
+    def _joined(self, sender, exchange):
+        if exchange == self._first:
+            super()._joined(sender, exchange)
+
+
+class WithoutReceipts(generations.Member):
+    """A leader's call returns before all members have the result."""
+
+    def _return_if_settled(self):
+        self._lacking = set()
+        super()._return_if_settled()
+
+
+class WithoutClaims(generations.Member):
+    """A member does not say which units of work it has done."""
+
+    def _prepare(self, generation):
+        held, self._held = self._held, ()
+        super()._prepare(generation)
+        self._held = held
+
+
+class WithoutForgetting(generations.Member):
+    """A leader keeps the sums of an earlier generation."""
+
+    def _forget(self):
+        if self._begun == self.prepared:
+            super()._forget()
+
+
+class WithPlacesAtOnce(generations.Member):
+    """A process's place changes while its program runs."""
+
+    def _begin(self, begin):
+        super()._begin(begin)
+        self._note_place()
+        self._port.is_leading = self.is_leader
+
+
+class WithoutFreezing(generations.Member):
+    """A member goes on in its generation after it was asked to prepare another."""
+
+    @property
+    def _is_frozen(self):
+        return not self._begun
+
+    def _prepare(self, generation):
+        prepared = generations.Prepared(generation, self.exchange, self._held)
+        self._port.send(generations.MEETING, prepared)
+        self.prepared = generation
+
+
+class WithoutWaitingForEnds(generations.Meeting):
+    """A generation begins before the process that is put out has ended."""
+
+    def put_out(self, number, why):
+        super().put_out(number, why)
+        self.ended(number)
+
+
+class WithoutWaitingForAnswers(generations.Meeting):
+    """A generation begins after the first member has prepared it."""
+
+    def _note_prepared(self, number, message):
+        self._awaited = {number}
+        super()._note_prepared(number, message)
+
+
+class WithAnyLeader(generations.Meeting):
+    """The leader is any member, not one that has come furthest."""
+
+    def _begin(self):
+        self.members.reverse()
+        furthest = {p.exchange for p in self._processes.values()}
+        for process in self._processes.values():
+            process.exchange = max(furthest)
+        super()._begin()
+
+
+class WithLateNewcomers(generations.Meeting):
+    """Newcomers go on alone if all members are lost."""
+
+    def ended(self, number):
+        newcomers = [n for n, p in self._processes.items() if p.restored]
+        others = [n for n in self.members if n != number and n in self._processes]
+        if newcomers and not others:
+            self.members = newcomers
+        super().ended(number)
+
+
+class WithoutRepairs(generations.Meeting):
+    """Broken links between members that live on are not noticed."""
+
+    def _judge_links(self):
+        pass
+
+
+class WithoutHeartbeats(generations.Meeting):
+    """Silent processes are not noticed."""
+
+    def tick(self, now):
+        for process in self._processes.values():
+            if process.connected:
+                process.heard = self._now + 1.0
+        super().tick(now)
+
+
+def test_runs_that_lose_members_end_as_they_should():
+    for seed in range(400):
+        simulation.run(seed)
+
+
+def test_a_seed_always_gives_the_same_schedule():
+    first, second = simulation.run(11), simulation.run(11)
+    assert first.num_events == second.num_events
+    assert (first.lines, first.file) == (second.lines, second.file)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        WithoutLastResult,
+        WithoutReceipts,
+        WithoutClaims,
+        WithoutForgetting,
+        WithPlacesAtOnce,
+        WithoutFreezing,
+        WithoutWaitingForEnds,
+        WithoutWaitingForAnswers,
+        WithAnyLeader,
+        WithLateNewcomers,
+        WithoutRepairs,
+        WithoutHeartbeats,
+    ],
+)
+def test_the_simulation_finds_a_protocol_without(broken):
+    side = "member" if issubclass(broken, generations.Member) else "meeting"
+    with pytest.raises(simulation.ViolationError):
+        for seed in range(2000):
+            simulation.run(seed, **{side: broken})
