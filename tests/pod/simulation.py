@@ -755,12 +755,12 @@ class Simulation:
                 continue
             with contextlib.suppress(KilledError):
                 action()
-            if self._victim is not None:
-                self._victim = None
+            if self._victim is host:
                 self._end(host)
         self._check_end()
 
     def _end(self, host):
+        self._victim = None
         host.end = "killed"
         host.die()
 
@@ -771,7 +771,6 @@ class Simulation:
             # At any of the messages that it sends now, or after all of them.
             self._victim = host
             if self.chance(0.3):
-                self._victim = None
                 self._end(host)
         elif number in self.kills:
             self.kills.append(number + 1)
