@@ -63,6 +63,14 @@ def make_flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_integer(
+        "spares",
+        None,
+        "local: go on without processes that end, and fill their places up; keep this "
+        "many more ready for that. For runs with exact sums.",
+        0,
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
         "cpu_devices",
         0,
         "The number of virtual CPU devices of each process; 0: the real devices.",
@@ -159,6 +167,8 @@ def main(argv: Sequence[str]) -> int:
         jobs = sweep.jobs(job, points)
     if job.least:
         elastic.check(jobs)
+    if job.spares is not None:
+        elastic.check_spares(jobs, chosen)
     # The plan comes before the claim, so that a sweep that the engine refuses claims no
     # directory.
     plan = chosen.launch(jobs)
@@ -217,6 +227,8 @@ def _job(
                 "there are: leave one of them out."
             )
         job = dataclasses.replace(job, processes=hosts.most, least=hosts.least)
+    if values.spares is not None:
+        job = dataclasses.replace(job, spares=values.spares)
     if values.name is not None:
         return dataclasses.replace(job, name=engine.check_name(values.name))
     name = engine.derived_name(job.workdir)

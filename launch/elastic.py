@@ -47,6 +47,45 @@ def check_engine(chosen: engine.Engine) -> None:
         )
 
 
+def check_spares(jobs: Sequence[engine.Job], chosen: engine.Engine) -> None:
+    """Raises LaunchError unless runs can go on without processes that they lose."""
+    for job in jobs:
+        _check_spares(job, chosen)
+
+
+def _check_spares(job: engine.Job, chosen: engine.Engine) -> None:
+    flag = f"--spares={job.spares}"
+    if chosen.name != "local":
+        raise engine.LaunchError(
+            f"{flag} is for --engine=local, not for {chosen.name}, whose own system "
+            "starts a run again: leave it out."
+        )
+    if job.least:
+        raise engine.LaunchError(
+            f"{flag} keeps the number of processes, which {job.elastic} changes: leave "
+            "one of them out."
+        )
+    if job.spares is not None and job.spares > job.processes:
+        raise engine.LaunchError(
+            f"{flag}: there are {job.processes} processes, whose places the spares "
+            f"take: give at most --spares={job.processes}."
+        )
+    config = sweep.requested_config(job)
+    if config is None:
+        # The program itself refuses what does not fit.
+        return
+    reduction = config.get("reduction")
+    arithmetic = "float"
+    if isinstance(reduction, dict):
+        arithmetic = reduction.get("arithmetic") or "float"
+    if arithmetic == "float" or not config.get("logical_replicas"):
+        raise engine.LaunchError(
+            f"{flag} is for runs whose bits do not depend on the number of processes: "
+            f"the config of {job.name} needs --config.logical_replicas=N "
+            "--config.reduction.arithmetic=exact (docs/one_trajectory.md)."
+        )
+
+
 def check(jobs: Sequence[engine.Job]) -> None:
     """Checks that the trajectories of jobs do not depend on the number of hosts; prints
     a warning if it cannot tell.

@@ -46,6 +46,8 @@ class Job:
       cpu_devices: the number of virtual devices of each process; 0 to use real devices.
       least: the fewest processes with which it is started again after hosts are lost; 0
         if their number is fixed.
+      spares: how many processes more wait to take the place of one that is lost,
+        without which the run goes on; None if it is started again then.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Job:
     processes: int = 1
     cpu_devices: int = 0
     least: int = 0
+    spares: int | None = None
 
     @property
     def elastic(self) -> str:

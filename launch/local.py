@@ -5,6 +5,7 @@ ends early.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import shutil
@@ -14,12 +15,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, ClassVar
 
-from launch import engine
+from launch import engine, meeting
+from xshard import cli
 from xshard.files import standard_streams, workdir
-from xshard.pod import exit_codes, rendezvous, signals, status
+from xshard.pod import exit_codes, rendezvous, signals, startup, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -32,6 +34,13 @@ _SIGTERM_SECONDS = 3.0
 # child may keep that open.
 _READ_SECONDS = 15.0
 _MAX_BACKOFF_SECONDS = 60.0
+# The exit codes that a run ends with as it should: one such process ends it for all.
+_ENDS = {
+    exit_codes.DONE,
+    exit_codes.PREEMPTED,
+    exit_codes.INTERRUPTED,
+    exit_codes.NONFINITE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Local(engine.Engine):
 
 
 def commands(job: engine.Job, port: object) -> list[list[str]]:
-    """Returns the command of each process."""
+    """Returns the command of each process of a pod."""
     if job.processes == 1:
         return [list(job.arguments)]
     commands_of_processes = []
@@ -115,7 +124,10 @@ class Supervisor:
         num_failures = 0
         best = self._step()
         while True:
-            pod = _Pod(self._job, self._out, self._options.grace_seconds)
+            if self._job.spares is None:
+                pod = _Pod(self._job, self._out, self._options.grace_seconds)
+            else:
+                pod = _Lasting(self._job, self._out, self._options)
             code = pod.wait(self._signals)
             self.cause = pod.cause
             if code in (exit_codes.DONE, exit_codes.INTERRUPTED) or self._stopped:
@@ -216,30 +228,38 @@ class _Pod:
         self.cause = ""
         self.num_lost = 0
         self.was_killed = False
+        self._job = job
         self._out = out
         self._grace_seconds = grace_seconds
         self._has_killed = False
         # The last line of each process that reports an error, by its index.
         self._errors: dict[int, str] = {}
-        self._processes: list[subprocess.Popen[str]] = []
+        # By the index that the output is marked with.
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+        self._readers: list[threading.Thread] = []
+        self._start_all(job, engine.make_token())
+
+    def _start_all(self, job: engine.Job, token: str) -> None:
         port = _free_port()
-        token = engine.make_token()
         for index, command in enumerate(commands(job, port)):
-            try:
-                self._processes.append(_start(command, token))
-            except OSError as e:
-                self.num_lost += 1
-                self.cause = (
-                    f"process {index} of {job.processes} cannot be started: "
-                    f"{e.strerror}"
-                )
-        self._readers = []
-        for index, process in enumerate(self._processes):
-            reader = threading.Thread(
-                target=self._forward_output, args=(index, process.stdout), daemon=True
+            self._start(index, command, token)
+
+    def _start(self, index: int, command: Sequence[str], token: str) -> None:
+        try:
+            process = _start(command, token)
+        except OSError as e:
+            self.num_lost += 1
+            self.cause = (
+                f"process {index} of {self._job.processes} cannot be started: "
+                f"{e.strerror}"
             )
-            self._readers.append(reader)
-            reader.start()
+            return
+        self._processes[index] = process
+        reader = threading.Thread(
+            target=self._forward_output, args=(index, process.stdout), daemon=True
+        )
+        self._readers.append(reader)
+        reader.start()
 
     def wait(self, signal_queue: "collections.deque[int]") -> int:
         """Waits until all processes have ended; returns the exit code of the pod.
@@ -255,7 +275,7 @@ class _Pod:
         deadline = float("inf")
         is_terminating = False
         codes = self._codes()
-        while None in codes:
+        while None in codes.values():
             now = time.monotonic()
             if signal_queue:
                 self._send(signal_queue.popleft())
@@ -278,10 +298,13 @@ class _Pod:
         for reader in self._readers:
             reader.join(_READ_SECONDS)
         # No process runs any more, so each has a code.
-        ends = [engine.shell_code(code) for code in codes if code is not None]
+        ends = {}
+        for index, code in codes.items():
+            if code is not None:
+                ends[index] = engine.shell_code(code)
         failed = _failed(codes)
         if not failed:
-            return max(ends)
+            return max(ends.values())
         # Several may have ended between two polls of this loop, so the first to fail
         # may be unknown. No process of a run sends SIGKILL, so that is no effect of
         # another failure.
@@ -297,23 +320,21 @@ class _Pod:
     def _kill_all(self) -> int:
         """Kills a pod that could not be started in full; returns the exit code."""
         self._send(signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
         return exit_codes.FAILED
 
-    def _codes(self) -> list[int | None]:
+    def _codes(self) -> dict[int, int | None]:
         """Returns the exit code of each process, None while it runs, and counts the
         lost processes.
         """
-        codes = [process.poll() for process in self._processes]
+        codes = {i: process.poll() for i, process in self._processes.items()}
         if not self._has_killed:
-            self.num_lost = codes.count(-signal.SIGKILL)
+            self.num_lost = list(codes.values()).count(-signal.SIGKILL)
         return codes
 
     def _describe(self, index: int, code: int) -> str:
-        who = "it"
-        if len(self._processes) > 1:
-            who = f"process {index} of {len(self._processes)}"
+        who = self._name(index)
         how = f"ended with exit code {code}"
         if code > 128:
             # There may be no such signal.
@@ -325,14 +346,18 @@ class _Pod:
             return f"{who} {how}: {error}"
         return f"{who} {how}"
 
+    def _name(self, index: int) -> str:
+        if len(self._processes) > 1:
+            return f"process {index} of {len(self._processes)}"
+        return "it"
+
     def _send(self, number: int) -> None:
         if number == signal.SIGKILL:
             self._has_killed = True
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 if number == signal.SIGKILL:
-                    # The process group, to kill the process's children too.
-                    os.killpg(process.pid, number)
+                    _kill(process)
                 elif process.poll() is None:
                     process.send_signal(number)
 
@@ -346,6 +371,140 @@ class _Pod:
                     self._errors[index] = line.strip()
                 self._out.write(prefix + line)
                 self._out.flush()
+
+
+class _Lasting(_Pod):
+    """The processes of a run that goes on without those it loses, and their meeting.
+
+    Another process is started for each that is lost, as long as they come to be
+    members.
+    """
+
+    def __init__(self, job: engine.Job, out: IO[str], options: Local):
+        self._max_failures = options.max_failures
+        # Why the meeting has ended processes, by their number.
+        self._reasons: dict[int, str] = {}
+        # How many in a row were lost that were not members yet, and when the next one
+        # is started.
+        self._num_failures = 0
+        self._num_missing = 0
+        self._next_start = 0.0
+        self._has_begun = False
+        super().__init__(job, out, options.grace_seconds)
+
+    def _start_all(self, job: engine.Job, token: str) -> None:
+        self._token = token
+        defaults = startup.Timeouts()
+        seconds = {}
+        for name in ("start", "heartbeat"):
+            given = cli.flag_value(job.command, f"{name}_timeout_seconds")
+            seconds[name] = float(given or getattr(defaults, name))
+        self._meeting = meeting.Meeting(
+            job.processes,
+            token,
+            self._put_out,
+            self._log,
+            start_seconds=seconds["start"],
+            silence_seconds=seconds["heartbeat"],
+        )
+        self._numbers = itertools.count()
+        for index in range(job.processes + (job.spares or 0)):
+            self._start_next(joins=index >= job.processes)
+
+    def _start_next(self, *, joins: bool) -> None:
+        number = next(self._numbers)
+        self._meeting.started(number)
+        command = [
+            *self._job.arguments,
+            f"--meeting_address={self._meeting.address}",
+            f"--process_id={number}",
+        ]
+        if joins:
+            command.append("--joins=true")
+        self._start(number, command, self._token)
+        if number not in self._processes:
+            self._meeting.ended(number)
+            return
+        process = self._processes[number]
+
+        def watch() -> None:
+            """Tells the meeting of the end of the process at once."""
+            process.wait()
+            self._meeting.ended(number)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def wait(self, signal_queue: "collections.deque[int]") -> int:
+        """Waits until the run has ended; returns its exit code."""
+        try:
+            return super().wait(signal_queue)
+        finally:
+            self._meeting.close()
+
+    def _put_out(self, number: int, why: str) -> None:
+        self._reasons[number] = why
+        process = self._processes.get(number)
+        if process is not None:
+            _kill(process)
+
+    def _describe(self, index: int, code: int) -> str:
+        if index in self._reasons:
+            return f"process {index} was ended: {self._reasons[index]}"
+        return super()._describe(index, code)
+
+    def _name(self, index: int) -> str:
+        return f"process {index}"
+
+    def _codes(self) -> dict[int, int | None]:
+        """Returns the exit codes of the processes that count: of those that the run
+        goes on without, only while no member is left.
+        """
+        codes = {i: process.poll() for i, process in self._processes.items()}
+        self._has_begun = self._has_begun or bool(self._meeting.generation)
+        if not self._has_begun or self._has_killed:
+            return codes
+        members = self._meeting.members
+        is_left = any(codes.get(number, 0) is None for number in members)
+        is_ending = self._meeting.is_done or bool(set(codes.values()) & _ENDS)
+        for number in _failed(codes):
+            is_put_out = number in self._reasons and len(codes) > 1
+            if codes[number] not in _ENDS and (is_left or is_ending or is_put_out):
+                self._drop(number, codes.pop(number), is_left=is_left and not is_ending)
+        if self._num_missing and is_left and not is_ending:
+            self._replace()
+        self.num_lost = list(codes.values()).count(-signal.SIGKILL)
+        return codes
+
+    def _drop(self, number: int, code: int | None, *, is_left: bool) -> None:
+        """Forgets a process that has ended; the run goes on, if any member is left."""
+        assert code is not None
+        cause = self._describe(number, engine.shell_code(code))
+        del self._processes[number]
+        if not is_left:
+            return
+        self._num_missing += 1
+        if number in self._meeting.former:
+            self._num_failures = 0
+        else:
+            self._num_failures += 1
+        if self._num_failures >= self._max_failures:
+            self._num_missing = 0
+            self._log(f"{cause}; the run goes on without it, and without another")
+            return
+        if self._num_failures:
+            seconds = min(2.0 ** (self._num_failures - 1), _MAX_BACKOFF_SECONDS)
+            self._next_start = time.monotonic() + seconds
+        self._log(f"{cause}; the run goes on without it")
+
+    def _replace(self) -> None:
+        """Starts a process for each that is missing, when it is time."""
+        if time.monotonic() >= self._next_start:
+            for _ in range(self._num_missing):
+                self._start_next(joins=True)
+            self._num_missing = 0
+
+    def _log(self, message: str) -> None:
+        print(f"launch: {message}", file=self._out, flush=True)
 
 
 def _free_port() -> int:
@@ -382,10 +541,16 @@ def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
     )
 
 
-def _failed(codes: Sequence[int | None]) -> list[int]:
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """Kills a process, with its children, which are of its process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _failed(codes: Mapping[int, int | None]) -> list[int]:
     """Returns the indices of the processes that have ended with a failure."""
     as_told = (None, exit_codes.DONE, exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
-    return [index for index, code in enumerate(codes) if code not in as_told]
+    return [index for index, code in codes.items() if code not in as_told]
 
 
 def _is_signal(code: int | None) -> bool:

@@ -16,6 +16,7 @@ class Meeting:
 
     Attributes:
       address: where processes connect, as HOST:PORT.
+      former: the processes that are or were members.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Meeting:
           start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
         """
+        self.former: set[int] = set()
         self._kill = kill
         self._log = log
         self._links: dict[int, links.Link] = {}
@@ -82,6 +84,16 @@ class Meeting:
         """The processes that are members, the leader first."""
         return list(self._machine.members)
 
+    @property
+    def generation(self) -> int:
+        """The generation that has begun; 0 before the first."""
+        return self._machine.generation
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all members have made their last exchange."""
+        return self._machine.is_done
+
     # In the loop's threads.
 
     def send(self, number: int, message: Any) -> None:
@@ -95,6 +107,7 @@ class Meeting:
 
     def begun(self, generation: int, members: Sequence[int]) -> None:
         """Notes that a generation has begun."""
+        self.former |= set(members)
         names = ", ".join(map(str, members))
         self._log(f"generation {generation}: processes {names}; {members[0]} leads")
 

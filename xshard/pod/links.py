@@ -301,19 +301,20 @@ class Loop:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread, after what is to be sent has been sent."""
+        """Ends the thread and all connections."""
 
         def end() -> None:
             self._is_ending = True
 
         self.call(end)
         self._thread.join(ANSWER_SECONDS)
+        self._wake.close()
 
     def call(self, function: Callable[[], None]) -> None:
         """Calls a function in the loop's thread."""
         self._calls.append(function)
-        # If the buffer is full, the thread wakes anyway.
-        with contextlib.suppress(BlockingIOError):
+        # If the buffer is full, the thread wakes anyway; or it has ended.
+        with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
     def listen(
@@ -338,8 +339,13 @@ class Loop:
         def greet(sock: socket.socket) -> None:
             with self._strangers:
                 guest = _accept(sock, key, admit, silence_seconds)
-            if guest is not None:
-                self.call(lambda: accepted(*guest))
+            if guest is None:
+                return
+            hello, sock = guest
+            if self._is_ending:
+                sock.close()
+            else:
+                self.call(lambda: accepted(hello, sock))
 
         def accept() -> None:
             with contextlib.suppress(OSError):
@@ -400,6 +406,12 @@ class Loop:
             if time.monotonic() >= next_tick:
                 self._tick()
                 next_tick = time.monotonic() + _TICK_SECONDS
+        for key in list(self._selector.get_map().values()):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            self._selector.unregister(sock)
+            sock.close()
+        self._selector.close()
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
