@@ -12,6 +12,7 @@ import pytest
 import xshard
 from configs import rl
 from tests import quantized, rows, toy
+from tests.logical import members
 from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -119,8 +120,8 @@ def digest(tree):
     return checksum.hexdigest()
 
 
-def trajectory(devices, of=None, **changes):
-    """Trains on `devices` devices.
+def trajectory(devices, of=None, *, exchange=None, **changes):
+    """Trains on `devices` devices, of each member if there is an exchange.
 
     Returns:
       Checksums of all states, checksums of the logged values, the evaluated values, and
@@ -130,7 +131,7 @@ def trajectory(devices, of=None, **changes):
     experiment = experiment_lib.load(of.experiment)(of)
     mesh = experiment_lib.mesh_of(of, jax.devices()[:devices])
     batches = preflight.train_batches(experiment, mesh)
-    step = preflight.jitted_step(experiment, mesh)
+    step = preflight.jitted_step(experiment, mesh, exchange)
     state = state_lib.init(experiment, mesh, of.seed, batches.example)
     states, logged, skips = [digest(state)], [], 0
     for _ in range(_STEPS):
@@ -159,6 +160,38 @@ def test_the_bits_do_not_depend_on_the_devices(changes, devices):
     assert 0 < first[-1] < _STEPS
     for other in others:
         assert other == first
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("arithmetic", ["exact", "exact_wide"])
+@pytest.mark.parametrize("count", [5, 8])
+def test_the_bits_do_not_depend_on_the_members_of_a_run(count, arithmetic):
+    changes = {
+        "precision": _HALF,
+        "micro_batches": 2,
+        "logical_replicas": count,
+        "batch_size": 4 * count,
+        "eval_batch_size": 2 * count,
+        "arithmetic": arithmetic,
+    }
+    expected = trajectory(1, **changes)
+    assert 0 < expected[-1] < _STEPS
+    for number, devices in ((1, 1), (2, 1), (3, 2), (4, 1)):
+        exchange = members.Members(number)
+        assert trajectory(devices, exchange=exchange, **changes) == expected
+        assert len(exchange.calls) % _STEPS == 0 < len(exchange.calls)
+
+
+@pytest.mark.parametrize("name", ["Contrasting", "Clipped"])
+def test_members_combine_what_a_network_gathers_and_a_rule_clips(name):
+    changes = {"experiment": f"tests.logical.trajectory_test.{name}"}
+    shared = trajectory(1, exchange=members.Members(3), **changes)
+    assert shared == trajectory(1, **changes)
+
+
+def test_state_of_each_replica_is_refused_in_a_run_of_members():
+    with pytest.raises(errors.UserError, match="arrays of which each replica has its"):
+        trajectory(1, exchange=members.Members(2), experiment=_OWN, reads=False)
 
 
 @pytest.mark.sample(3, of="steps")

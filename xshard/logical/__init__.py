@@ -12,7 +12,7 @@ of a run depends on the number of its devices, except by rounding. With exact su
 run ends in the same bits on any number of devices.
 """
 
-from xshard.logical.program import Program, Stage
+from xshard.logical.program import Exchange, Program, Stage
 from xshard.logical.replicas import (
     Replicas,
     check_even,
@@ -24,6 +24,7 @@ from xshard.logical.replicas import (
 from xshard.logical.segments import Mapped
 
 __all__ = [
+    "Exchange",
     "Mapped",
     "Program",
     "Replicas",

@@ -14,13 +14,16 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from xshard.logical import comparison
+from xshard import errors
+from xshard import mesh as mesh_lib
+from xshard.logical import comparison, host_sums, sums
 from xshard.logical.replicas import Replicas
 from xshard.logical.segments import (
     PER_REPLICA,
@@ -77,6 +80,32 @@ class Lowered(NamedTuple):
             return [stage._replace(program=program) for stage, program in pairs]
 
 
+class Exchange(Protocol):
+    """What connects the members of a run: processes that share its replicas out.
+
+    All of them make the same calls in the same order.
+    """
+
+    def combine(
+        self,
+        label: str,
+        like: Sequence[Any],
+        units: int,
+        contribute: Callable[[Sequence[int]], list[np.ndarray]],
+        operations: Sequence[np.ufunc],
+    ) -> list[np.ndarray]:
+        """Combines what the members compute; returns the same on each of them.
+
+        Args:
+          label: the name of the call, the same on each of them.
+          like: the shapes and types of the arrays.
+          units: the number of units that the work consists of.
+          contribute: computes this member's part for some units, at least one. It is
+            called again if another member is gone, for units that were that one's.
+          operations: for each array, how two parts are combined.
+        """
+
+
 class Program:
     """A function of all replicas, run on logical replicas.
 
@@ -88,6 +117,7 @@ class Program:
         what: str,
         mapped: Callable[..., Mapped],
         replicas: Replicas,
+        exchange: Exchange | None = None,
         **options: Any,
     ):
         """Stores the function.
@@ -98,11 +128,14 @@ class Program:
             shapes and types matter.
           replicas: the logical replicas and their devices. Batches have `replicas.rows`
             rows.
+          exchange: connects the members of the run, each of which has all devices of
+            the mesh and all arguments to itself; None if there are no others.
           **options: options of `jax.jit`; `donate_argnums` must be 0 or absent.
         """
         self._what = what
         self._mapped = mapped
         self._replicas = replicas
+        self._exchange = exchange
         self._options = options
         self._log_difference: Callable[[str], None] | None = None
         # By the structure, shapes and types of the arguments, as jit's cache.
@@ -164,7 +197,9 @@ class Program:
         # The sums of floats depend on the number of devices anyway.
         if self._replicas.num_words == 0:
             return _SingleProgram(segments, **self._options)
-        return _SeparatePrograms(segments, **self._options)
+        if self._exchange is None:
+            return _SeparatePrograms(segments, **self._options)
+        return _SharedPrograms(segments, self._what, self._exchange, **self._options)
 
 
 class _Schedule(abc.ABC):
@@ -213,11 +248,16 @@ class _Schedule(abc.ABC):
             combined = self.combine(index, arrays, numbers)
             del arrays
             results = results | combined.equal
-            received = []
-            for replica, shards in zip(replicas, combined.shards, strict=True):
-                received.append(replica._replace(shards=replica.shards | shards))
-            replicas = received
+            replicas = _with_shards(replicas, combined)
         return results, outputs
+
+
+def _with_shards(replicas: Sequence[Replica], combined: Combined) -> list[Replica]:
+    """Returns the replicas with the shards that they received in a collective."""
+    received = []
+    for replica, shards in zip(replicas, combined.shards, strict=True):
+        received.append(replica._replace(shards=replica.shards | shards))
+    return received
 
 
 class _SingleProgram(_Schedule):
@@ -426,6 +466,12 @@ class _SeparatePrograms(_Schedule):
         jax.block_until_ready(sent)
         return jax.block_until_ready(program(sent, numbers))
 
+    def lower_collective(
+        self, index: int, sent: list[Any], numbers: list[Any]
+    ) -> list[tuple[Any, int]]:
+        """Lowers the programs of a collective; returns how often each runs, too."""
+        return [(self.combine_programs[index].lower(sent, numbers), 1)]
+
     def _on_one_device(self, part: Mapped, *args: Any) -> Any:
         if self._comparison is None:
             return None
@@ -434,6 +480,161 @@ class _SeparatePrograms(_Schedule):
     def _compare(self, what: str, expected: Any, made: Any) -> None:
         if self._comparison is not None:
             self._comparison.compare(what, expected, made)
+
+
+class _SharedPrograms(_SeparatePrograms):
+    """Separate programs of a run whose members share the replicas out.
+
+    Each member computes what some replicas send into a collective. The members combine
+    that on the host, as integers, and all else each of them computes alike. So whoever
+    is left has everything that the program needs.
+    """
+
+    def __init__(
+        self, segments: SegmentedProgram, what: str, exchange: Exchange, **options: Any
+    ):
+        """Jits the segments.
+
+        Args:
+          segments: the segments.
+          what: a name of the function, for the members and for error messages.
+          exchange: connects the members.
+          **options: as of `_SeparatePrograms`.
+
+        Raises:
+          UserError: if the program has what the members cannot combine.
+        """
+        super().__init__(segments, **options)
+        _check_is_shared(segments, what)
+        self._what = what
+        self._exchange = exchange
+        # Of each collective, once it has been lowered.
+        self._host_sums: dict[int, host_sums.HostSums] = {}
+        self.magnitude_programs = []
+        self.term_programs = []
+        self.result_programs = []
+        for index in range(len(segments.split.collectives)):
+            magnitudes = Mapped(
+                functools.partial(segments.magnitudes, index),
+                in_specs=(PER_REPLICA, PER_REPLICA),
+                out_specs=segments.equal_spec,
+            )
+            self.magnitude_programs.append(jax.jit(magnitudes.on(segments.mesh)))
+            terms = Mapped(
+                functools.partial(segments.terms, index),
+                in_specs=(PER_REPLICA, PER_REPLICA, segments.equal_spec),
+                out_specs=segments.equal_spec,
+            )
+            self.term_programs.append(jax.jit(terms.on(segments.mesh)))
+            results = Mapped(
+                functools.partial(segments.results, index),
+                in_specs=(segments.equal_spec, segments.equal_spec, PER_REPLICA),
+                out_specs=Combined(segments.equal_spec, PER_REPLICA),
+            )
+            self.result_programs.append(jax.jit(results.on(segments.mesh)))
+
+    def run_collectives(
+        self, state: Any, replicas: Sequence[Replica]
+    ) -> tuple[Indexed, list[Indexed]]:
+        """Runs all segments up to the last collective, each member some replicas."""
+        results: Indexed = {}
+        for index, collective in enumerate(self.segments.split.collectives):
+            if not collective.kinds:
+                continue
+            combined = self._combined(index, state, results, replicas)
+            results = results | combined.equal
+            replicas = _with_shards(replicas, combined)
+        return results, [{} for _ in replicas]
+
+    def _combined(
+        self, index: int, state: Any, results: Indexed, replicas: Sequence[Replica]
+    ) -> Combined:
+        """Runs a collective of all replicas."""
+        name = f"{self._what}, collective {index}"
+        host = self._host_sums[index]
+        numbers = [replica.number for replica in replicas]
+        # What replicas send, until all members have added it.
+        sent: dict[int, list[Any]] = {}
+
+        def send(rounds: Sequence[int]) -> None:
+            # All are dispatched before the host waits for any.
+            for i in rounds:
+                if i not in sent:
+                    [made] = self.before(index, state, results, [replicas[i]])
+                    sent[i] = made.arrays
+
+        def magnitudes(rounds: Sequence[int]) -> list[np.ndarray]:
+            send(rounds)
+            program = self.magnitude_programs[index]
+            made = [program(sent[i], numbers[i]) for i in rounds]
+            return [np.max([np.asarray(x) for x in made], axis=0)]
+
+        largest = None
+        if host.magnitudes is not None:
+            [largest] = self._exchange.combine(
+                f"{name}: magnitudes",
+                [host.magnitudes],
+                len(replicas),
+                magnitudes,
+                [np.maximum],
+            )
+
+        def terms(rounds: Sequence[int]) -> list[np.ndarray]:
+            send(rounds)
+            program = self.term_programs[index]
+            made = [program(sent[i], numbers[i], largest) for i in rounds]
+            return host.added(rounds, made)
+
+        combined = self._exchange.combine(
+            f"{name}: terms", host.like, len(replicas), terms, host.operations
+        )
+        program = self.result_programs[index]
+        return program(host.terms(combined), largest, numbers)
+
+    def lower_collective(
+        self, index: int, sent: list[Any], numbers: list[Any]
+    ) -> list[tuple[Any, int]]:
+        """Lowers the programs of a collective; returns how often each runs, too."""
+        segments = self.segments
+        kinds = segments.whole_kinds(index)
+        lowered = []
+        largest = None
+        shapes = segments.split.collectives[index].shapes
+        if sums.exact(kinds, shapes, num_words=1):
+            magnitudes = self.magnitude_programs[index].lower(sent[0], numbers[0])
+            lowered.append((magnitudes, len(sent)))
+            largest = magnitudes.out_info
+        terms = self.term_programs[index].lower(sent[0], numbers[0], largest)
+        lowered.append((terms, len(sent)))
+        host = host_sums.HostSums(
+            kinds,
+            terms.out_info,
+            largest,
+            rounds=len(sent),
+            devices=mesh_lib.num_replicas(segments.mesh),
+            leading=len(mesh_lib.group_axes(segments.mesh)),
+        )
+        self._host_sums[index] = host
+        results = self.result_programs[index].lower(host.shapes, largest, numbers)
+        return [*lowered, (results, 1)]
+
+
+def _check_is_shared(segments: SegmentedProgram, what: str) -> None:
+    """Raises UserError unless members can combine all that replicas compute."""
+    if segments.outputs.dims:
+        raise errors.UserError(
+            f"{what} returns {len(segments.outputs.dims)} arrays of which each replica "
+            "has its own (xshard.PerReplica, xshard.PerExample). They would be lost "
+            "with the member of the run that computes them: leave --elastic out."
+        )
+    for collective in segments.split.collectives:
+        for shape in collective.shapes:
+            if jnp.issubdtype(shape.dtype, jnp.complexfloating):
+                raise errors.UserError(
+                    f"{what} sums {shape.dtype} over its replicas, whose bits depend "
+                    "on the order: sum the real and the imaginary part, or leave "
+                    "--elastic out."
+                )
 
 
 class _Lowering(_Schedule):
@@ -484,9 +685,11 @@ class _Lowering(_Schedule):
 
     def combine(self, index: int, sent: list[Any], numbers: list[Any]) -> Combined:
         """Lowers a collective, after which the sent arrays are freed."""
-        lowered = self._programs.combine_programs[index].lower(sent, numbers)
+        *parts, (last, times) = self._programs.lower_collective(index, sent, numbers)
+        for part, times_of_part in parts:
+            self._add_stage(part, self.segments.equal_spec, times_of_part)
         specs = Combined(self.segments.equal_spec, PER_REPLICA)
-        combined = self._add_stage(lowered, specs)
+        combined = self._add_stage(last, specs, times)
         # The outputs of the replicas stay alive until they are joined.
         sent_by_replicas = self._live[-len(sent) :]
         del self._live[-len(sent) :]

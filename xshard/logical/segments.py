@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xshard import mesh as mesh_lib
 from xshard.base import mesh_axes
@@ -294,14 +295,10 @@ class SegmentedProgram:
           numbers: the replica numbers of the device's places.
         """
         collective = self.split.collectives[index]
-        # Every place has a replica in most runs, and then nothing needs a mask.
-        has_replica = None
-        if self._replicas.places > self._replicas.count:
-            has_replica = jnp.concatenate(numbers) < self._replicas.count
         combined = sums.combine(
             collective.kinds,
             [[array[0] for array in arrays] for arrays in sent],
-            has_replica,
+            self._has_replica(numbers),
             count=self._replicas.count,
             num_words=self._replicas.num_words,
             gather_steps=self._replicas.gather_steps,
@@ -314,10 +311,84 @@ class SegmentedProgram:
             if kind.name == split_lib.SCATTER:
                 for shards_of_replica, shard in zip(shards, result, strict=True):
                     shards_of_replica[i] = shard[None]
-            elif self._is_grouped:
-                equal[i] = result[None]
             else:
-                equal[i] = result
+                equal[i] = self._of_group(result)
+        return Combined(equal=equal, shards=shards)
+
+    # The steps of `combine` for some of a device's replicas. What they return is equal
+    # on all devices of a group, and may be combined with that of other processes.
+    # These have whole sums where `combine` has shards of them.
+
+    def whole_kinds(self, index: int) -> list[split_lib.Kind]:
+        """Returns the way in which these steps combine each array."""
+        kinds = []
+        for kind in self.split.collectives[index].kinds:
+            is_scatter = kind.name == split_lib.SCATTER
+            kinds.append(split_lib.Kind(split_lib.SUM) if is_scatter else kind)
+        return kinds
+
+    def magnitudes(
+        self, index: int, sent: Sequence[jax.Array], number: jax.Array
+    ) -> jax.Array | None:
+        """Runs `sums.magnitudes` for one replica of each device."""
+        largest = sums.magnitudes(
+            self.whole_kinds(index),
+            [[array[0] for array in sent]],
+            self._has_replica([number]),
+            self._replicas.num_words,
+        )
+        return None if largest is None else self._of_group(largest)
+
+    def terms(
+        self,
+        index: int,
+        sent: Sequence[jax.Array],
+        number: jax.Array,
+        largest: jax.Array | None,
+    ) -> list[list[jax.Array]]:
+        """Runs `sums.terms` for one replica of each device."""
+        combined = sums.terms(
+            self.whole_kinds(index),
+            [[array[0] for array in sent]],
+            self._has_replica([number]),
+            self._in_group(largest),
+            count=self._replicas.count,
+            num_words=self._replicas.num_words,
+            gather_steps=self._replicas.gather_steps,
+        )
+        return jax.tree.map(self._of_group, combined)
+
+    def results(
+        self,
+        index: int,
+        combined: Sequence[Sequence[jax.Array]],
+        largest: jax.Array | None,
+        numbers: Sequence[jax.Array],
+    ) -> Combined:
+        """Runs `sums.results`, given the terms of all replicas."""
+        collective = self.split.collectives[index]
+        made = sums.results(
+            self.whole_kinds(index),
+            collective.shapes,
+            jax.tree.map(self._in_group, combined),
+            self._in_group(largest),
+            count=self._replicas.count,
+            num_words=self._replicas.num_words,
+        )
+        equal: Indexed = {}
+        shards: list[Indexed] = [{} for _ in numbers]
+        for i, kind, result in zip(
+            collective.results, collective.kinds, made, strict=True
+        ):
+            if kind.name != split_lib.SCATTER:
+                equal[i] = self._of_group(result)
+                continue
+            size = result.shape[kind.dim] // self._replicas.count
+            for shards_of_replica, number in zip(shards, numbers, strict=True):
+                shard = lax.dynamic_slice_in_dim(
+                    result, number[0] * size, size, kind.dim
+                )
+                shards_of_replica[i] = shard[None]
         return Combined(equal=equal, shards=shards)
 
     def after(self, state: Sequence[Any], results: Indexed) -> list[jax.Array]:
@@ -347,11 +418,26 @@ class SegmentedProgram:
         leaves = self.outputs.merge(equal, per_replica)
         return self._finish(self.outputs.unflatten(leaves))
 
+    def _has_replica(self, numbers: Sequence[jax.Array]) -> jax.Array | None:
+        """Returns for each place whether it has a replica; None if every place has."""
+        # Every place has a replica in most runs, and then nothing needs a mask.
+        if self._replicas.places == self._replicas.count:
+            return None
+        return jnp.concatenate(numbers) < self._replicas.count
+
+    def _of_group(self, result: jax.Array) -> jax.Array:
+        """Returns a group's array with the dimension of groups, if there is one."""
+        return result[None] if self._is_grouped else result
+
+    def _in_group(self, result: Any) -> Any:
+        """Inverts `_of_group`; None stays None."""
+        return result[0] if self._is_grouped and result is not None else result
+
     def _values_of_collectives(self, results: Indexed, shards: Indexed) -> list[Any]:
         """Lists the results of all collectives; None for those that have yet to run."""
         values: list[Any] = [None] * self.split.size
         for i, result in results.items():
-            values[i] = result[0] if self._is_grouped else result
+            values[i] = self._in_group(result)
         for i, shard in shards.items():
             values[i] = shard
         return values

@@ -79,6 +79,11 @@ class Collective(NamedTuple):
     results: tuple[int, ...]
     kept: tuple[int, ...]
 
+    @property
+    def shapes(self) -> Sequence[Any]:
+        """The shapes and types of the arrays that a replica sends."""
+        return self.before.program.out_avals[: len(self.kinds)]
+
 
 class Split(NamedTuple):
     """The parts of a program.

@@ -51,108 +51,166 @@ def combine(
       For each array, the result, equal on all devices; for a scattered array, a list
       with the shard of each place.
     """
+    largest = magnitudes(kinds, sent, has_replica, num_words)
+    combined = terms(kinds, sent, has_replica, largest, count, num_words, gather_steps)
+    made = results(kinds, sent[0], combined, largest, count, num_words)
+    for i, kind in enumerate(kinds):
+        if kind.name == split.SCATTER:
+            made[i] = jnp.split(made[i], len(sent), kind.dim)
+    return made
+
+
+# The steps of a collective. Between any two of them, whatever the replicas of these
+# devices have added up may be added to what others have: integers, whose order does not
+# matter.
+
+
+def magnitudes(
+    kinds: Sequence[split.Kind],
+    sent: Sequence[Sequence[jax.Array]],
+    has_replica: jax.Array | None,
+    num_words: int,
+) -> jax.Array | None:
+    """Returns the largest magnitude in each array that is summed exactly.
+
+    Infinity stands for what is not finite. None if no array is summed exactly. The
+    arguments are those of `combine`.
+    """
+    largest = []
+    for i in exact(kinds, sent[0], num_words):
+        largest.append(_largest_magnitude(_summands(i, sent, has_replica)))
+    if not largest:
+        return None
+    of_device = jnp.stack(largest)
+    # NaN becomes infinity, so that pmax propagates it on every backend.
+    of_device = jnp.where(jnp.isfinite(of_device), of_device, jnp.inf)
+    return lax.pmax(of_device, mesh_lib.REPLICAS)
+
+
+def terms(
+    kinds: Sequence[split.Kind],
+    sent: Sequence[Sequence[jax.Array]],
+    has_replica: jax.Array | None,
+    largest: jax.Array | None,
+    count: int,
+    num_words: int,
+    gather_steps: Sequence[Any] = (None,),
+) -> list[list[jax.Array]]:
+    """Combines the arrays of the replicas, exact sums as integers.
+
+    The arguments are those of `combine`, and the result of `magnitudes`.
+
+    Returns:
+      For each array, the sums of its words if it is summed exactly, else one array.
+      Scattered arrays are the device's shards, gathered ones have all places, and
+      maxima and minima are integers whose maximum is wanted.
+    """
     places = len(sent)
-    results: list[Any] = [None] * len(kinds)
-    # The exact sums are computed together, so that they share their collectives.
-    exact = []
+    combined: list[list[jax.Array]] = [[] for _ in kinds]
+    indices = exact(kinds, sent[0], num_words)
     for i, kind in enumerate(kinds):
         arrays = [arrays_of_place[i] for arrays_of_place in sent]
         if kind.name == split.GATHER:
-            results[i] = _gathered(arrays, kind.dim, count, gather_steps)
+            combined[i] = [_gathered(arrays, kind.dim, gather_steps)]
         elif kind.name in (split.MAX, split.MIN):
-            results[i] = _extreme(kind.name, arrays, has_replica)
-        elif num_words and jnp.issubdtype(arrays[0].dtype, jnp.floating):
-            exact.append(i)
-        else:
+            combined[i] = [_extreme(kind.name, arrays, has_replica)]
+        elif i not in indices:
             local_sum = _added(_where(has_replica, arrays))
             if kind.name == split.SUM:
-                results[i] = lax.psum(local_sum, mesh_lib.REPLICAS)
+                combined[i] = [lax.psum(local_sum, mesh_lib.REPLICAS)]
             else:
-                results[i] = _scattered(local_sum, kind.dim, count, places)
+                combined[i] = [_scattered(local_sum, kind.dim, count, places)]
+    if largest is None:
+        return combined
 
-    summands = []
-    for i in exact:
-        arrays = [arrays_of_place[i].astype(jnp.float32) for arrays_of_place in sent]
-        summands.append(_where(has_replica, arrays))
-    totals = _exact_sums([kinds[i] for i in exact], summands, count, num_words)
-    for i, total in zip(exact, totals, strict=True):
-        results[i] = total.astype(sent[0][i].dtype)
+    bits = _bits(count)
+    exponents = _exponents(largest, bits, num_words)
+    for i, exponent in zip(indices, exponents, strict=True):
+        words = []
+        for x in _summands(i, sent, has_replica):
+            words.append(_integers(x * _power(bits - exponent), bits, num_words))
+        combined[i] = [_added(word) for word in zip(*words, strict=True)]
+    # One psum of the whole list, so that all sums share one collective.
+    summed = [i for i in indices if kinds[i].name == split.SUM]
+    sums = lax.psum([combined[i] for i in summed], mesh_lib.REPLICAS)
+    for i, sums_of_words in zip(summed, sums, strict=True):
+        combined[i] = sums_of_words
+    for i in indices:
+        if kinds[i].name == split.SCATTER:
+            dim = kinds[i].dim
+            combined[i] = [_scattered(x, dim, count, places) for x in combined[i]]
+    return combined
 
-    for i, kind in enumerate(kinds):
-        if kind.name == split.SCATTER:
-            results[i] = jnp.split(results[i], places, kind.dim)
-    return results
 
-
-def _exact_sums(
+def results(
     kinds: Sequence[split.Kind],
-    summands: Sequence[list[jax.Array]],
+    like: Sequence[Any],
+    combined: Sequence[Sequence[jax.Array]],
+    largest: jax.Array | None,
     count: int,
     num_words: int,
-) -> list[jax.Array]:
-    """Sums float32 arrays over all replicas.
+) -> list[Any]:
+    """Returns the results of a collective.
 
     A sum is all NaN if any element of its array is not finite on any replica.
 
     Args:
-      kinds: the way in which each array is combined, a sum or a scatter.
-      summands: for each array, the summands of the device's replicas.
+      kinds: the way in which each array is combined.
+      like: arrays or shapes as a replica sends them.
+      combined: the result of `terms`, of all replicas.
+      largest: the result of `magnitudes`, of all replicas.
       count: the number of replicas of a group.
-      num_words: the number of integers for each element.
+      num_words: as in `combine`.
     """
-    if not summands:
-        return []
-    # The sum of `count` integers of this many bits fits an int32.
-    bits = _BITS - (count - 1).bit_length()
-    largest = jnp.stack([_largest_magnitude(arrays) for arrays in summands])
-    # NaN becomes infinity, so that pmax propagates it on every backend.
-    largest = jnp.where(jnp.isfinite(largest), largest, jnp.inf)
-    largest = lax.pmax(largest, mesh_lib.REPLICAS)
-    # The units of all words must be normal numbers.
-    exponents = _exponent(largest, _LEAST_EXPONENT + num_words * bits)
-
-    local_sums = []
-    for exponent, arrays in zip(exponents, summands, strict=True):
-        words = [
-            _integers(x * _power(bits - exponent), bits, num_words) for x in arrays
-        ]
-        local_sums.append([_added(word) for word in zip(*words, strict=True)])
-    sums = _integer_sums(kinds, local_sums, count, places=len(summands[0]))
-
-    results = []
-    for word_sums, exponent, x in zip(sums, exponents, largest, strict=True):
-        total = _float(word_sums, exponent, bits)
-        results.append(jnp.where(jnp.isfinite(x), total, jnp.nan))
-    return results
-
-
-def _integer_sums(
-    kinds: Sequence[split.Kind],
-    local_sums: Sequence[list[jax.Array]],
-    count: int,
-    places: int,
-) -> list[list[jax.Array]]:
-    """Sums the words of several arrays over the devices.
-
-    Args:
-      kinds: the way in which each array is combined, a sum or a scatter.
-      local_sums: for each array, the sum of each of its words on this device.
-      count: the number of replicas of a group.
-      places: the number of places of a device.
-
-    Returns:
-      The sums of each array's words; of a scattered array, this device's shards.
-    """
-    # One psum of the whole list, so that all sums share one collective.
-    summed = [i for i, kind in enumerate(kinds) if kind.name == split.SUM]
-    sums = lax.psum([local_sums[i] for i in summed], mesh_lib.REPLICAS)
-    results: list[Any] = [None] * len(kinds)
-    for i, sums_of_words in zip(summed, sums, strict=True):
-        results[i] = sums_of_words
+    made: list[Any] = [None] * len(kinds)
     for i, kind in enumerate(kinds):
-        if kind.name == split.SCATTER:
-            results[i] = [_scattered(x, kind.dim, count, places) for x in local_sums[i]]
-    return results
+        made[i] = combined[i][0]
+        if kind.name == split.GATHER:
+            # The arrays of the empty places come last.
+            size = like[i].shape[kind.dim] * count
+            made[i] = lax.slice_in_dim(made[i], 0, size, axis=kind.dim)
+        elif kind.name in (split.MAX, split.MIN):
+            made[i] = _from_order(kind.name, made[i], like[i].dtype)
+    if largest is None:
+        return made
+    bits = _bits(count)
+    exponents = _exponents(largest, bits, num_words)
+    indices = exact(kinds, like, num_words)
+    for i, exponent, x in zip(indices, exponents, largest, strict=True):
+        total = _float(combined[i], exponent, bits)
+        total = jnp.where(jnp.isfinite(x), total, jnp.nan)
+        made[i] = total.astype(like[i].dtype)
+    return made
+
+
+def exact(
+    kinds: Sequence[split.Kind], like: Sequence[Any], num_words: int
+) -> list[int]:
+    """Returns the positions of the arrays that are summed exactly."""
+    indices = []
+    for i, (kind, x) in enumerate(zip(kinds, like, strict=True)):
+        is_sum = kind.name in (split.SUM, split.SCATTER)
+        if num_words and is_sum and _is_floating(x):
+            indices.append(i)
+    return indices
+
+
+def _summands(
+    index: int, sent: Sequence[Sequence[jax.Array]], has_replica: jax.Array | None
+) -> list[jax.Array]:
+    """Returns the summands of an exact sum, for each place of the device."""
+    return _where(has_replica, [arrays[index].astype(jnp.float32) for arrays in sent])
+
+
+def _bits(count: int) -> int:
+    """Returns the bits of a word: the sum of `count` of them fits an int32."""
+    return _BITS - (count - 1).bit_length()
+
+
+def _exponents(largest: jax.Array, bits: int, num_words: int) -> jax.Array:
+    """Returns the exponents of the units of exact sums."""
+    # The units of all words must be normal numbers.
+    return _exponent(largest, _LEAST_EXPONENT + num_words * bits)
 
 
 def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
@@ -166,17 +224,14 @@ def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
     )
 
 
-def _gathered(
-    arrays: Sequence[jax.Array], dim: int, count: int, steps: Sequence[Any]
-) -> jax.Array:
-    """Concatenates the arrays of all replicas along a dimension."""
+def _gathered(arrays: Sequence[jax.Array], dim: int, steps: Sequence[Any]) -> jax.Array:
+    """Concatenates the arrays of all places along a dimension."""
     x = jnp.concatenate(arrays, dim)
     for groups in reversed(steps):
         x = lax.all_gather(
             x, mesh_lib.REPLICAS, axis=dim, tiled=True, axis_index_groups=groups
         )
-    # The arrays of the empty places come last.
-    return lax.slice_in_dim(x, 0, arrays[0].shape[dim] * count, axis=dim)
+    return x
 
 
 def _integers(x: jax.Array, bits: int, num_words: int) -> list[jax.Array]:
@@ -238,19 +293,47 @@ def _power(exponent: jax.Array) -> jax.Array:
 def _extreme(
     kind: str, arrays: Sequence[jax.Array], has_replica: jax.Array | None
 ) -> jax.Array:
-    """Returns the elementwise maximum or minimum over all replicas."""
+    """Returns the elementwise maximum or minimum over all replicas, in order."""
+    ordered = [_in_order(kind, x) for x in arrays]
+    least = jnp.iinfo(ordered[0].dtype).min
+    largest = functools.reduce(jnp.maximum, _where(has_replica, ordered, least))
+    return lax.pmax(largest, mesh_lib.REPLICAS)
+
+
+def _in_order(kind: str, x: jax.Array) -> jax.Array:
+    """Converts an array to integers whose maximum is its maximum or minimum.
+
+    A backend's maximum of floats may lose NaN, or the sign of a zero.
+    """
     if kind == split.MIN:
         # The least integer has no negative, but every integer has a complement.
-        is_integer = jnp.issubdtype(arrays[0].dtype, jnp.integer)
-        mirror = jnp.invert if is_integer else jnp.negative
-        mirrored = [mirror(x) for x in arrays]
-        return mirror(_extreme(split.MAX, mirrored, has_replica))
-    dtype = arrays[0].dtype
-    least: float = -jnp.inf
-    if jnp.issubdtype(dtype, jnp.integer):
-        least = jnp.iinfo(dtype).min
-    largest = functools.reduce(jnp.maximum, _where(has_replica, arrays, least))
-    return lax.pmax(largest, mesh_lib.REPLICAS)
+        x = jnp.negative(x) if _is_floating(x) else jnp.invert(x)
+    if x.dtype == bool:
+        return x.astype(jnp.int32)
+    if not _is_floating(x):
+        return x
+    # The bits of NaN without a sign are the largest.
+    x = jnp.where(jnp.isnan(x), jnp.asarray(jnp.nan, x.dtype), x)
+    return _flipped(lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}"))
+
+
+def _from_order(kind: str, ordered: jax.Array, dtype: Any) -> jax.Array:
+    """Inverts `_in_order`."""
+    x = ordered.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        x = lax.bitcast_convert_type(_flipped(ordered), dtype)
+    if kind == split.MIN:
+        x = jnp.negative(x) if _is_floating(x) else jnp.invert(x)
+    return x
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Converts the bits of floats to integers of the same order, and back."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _where(

@@ -170,10 +170,19 @@ def _check_no_rows_of_examples(
         )
 
 
-def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) -> Any:
+def jitted_step(
+    experiment: experiment_lib.Experiment,
+    mesh: jax.sharding.Mesh,
+    exchange: logical.Exchange | None = None,
+) -> Any:
     """Returns the training step of a run, `step.make_watched_step`, jitted.
 
     It donates the state.
+
+    Args:
+      experiment: the experiment.
+      mesh: the run's mesh.
+      exchange: connects the members of the run; None if there are no others.
     """
     replicas = logical.of_config(experiment.config, mesh)
     if replicas is not None:
@@ -181,6 +190,7 @@ def jitted_step(experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh) 
             validation.describe_method(experiment.train_step),
             lambda state, _: step.step_of_replica(experiment, replicas.mesh, state),
             replicas,
+            exchange,
             donate_argnums=0,
         )
     return jax.jit(
