@@ -4,7 +4,6 @@ hosts with networks of their own. They need root.
 
 import functools
 import os
-import pathlib
 import random
 import re
 import shutil
@@ -43,8 +42,6 @@ TCPTimeout=600
 ReturnToService=1
 MailProg=/bin/true
 """
-# The folder in which tasks are confined to their devices.
-CGROUPS = pathlib.Path("/sys/fs/cgroup/devices")
 _CONFINED = """\
 ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup
@@ -57,6 +54,12 @@ TaskPlugin=task/none
 # learns that there is no such device, and any other that it may not.
 _DEVICE = "240"
 _IDLE = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+
+
+def confines():
+    """Returns whether Slurm can confine tasks to their devices on this machine."""
+    groups = ("devices", "freezer")
+    return all(os.access(f"/sys/fs/cgroup/{name}", os.W_OK) for name in groups)
 
 
 def need(*programs):
@@ -243,7 +246,7 @@ def on_hosts(stack, state, gpus, **options):
     lines.append(f"PartitionName=debug Nodes=h[1-{len(gpus)}] Default=YES State=UP")
     (state / "gres.conf").write_text("\n".join(devices) + "\n")
     (state / "cgroup.conf").write_text("ConstrainDevices=yes\n")
-    confinement = _CONFINED if os.access(CGROUPS, os.W_OK) else _UNCONFINED
+    confinement = _CONFINED if confines() else _UNCONFINED
     starts = []
     for i in range(1 + len(gpus)):
         starts.append(functools.partial(hosts.start, i))
