@@ -7,6 +7,7 @@ may keep more digits from one equation to the next.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,21 +79,14 @@ def make_observer(
     )
 
     def observe(state: Any, batch: Any) -> Observations:
-        # Evaluates the program of the whole step up to the equation that maps it over
-        # the replicas, with this one in its place.
-        jaxpr = program.outer.jaxpr
-        arguments = jax.tree.leaves((state, batch))
-        arrays = dict(zip(jaxpr.invars, arguments, strict=True))
-        arrays.update(zip(jaxpr.constvars, program.outer.consts, strict=True))
-        for eqn in jaxpr.eqns:
-            operands = []
-            for x in eqn.invars:
-                is_literal = isinstance(x, jaxprs.Literal)
-                operands.append(x.val if is_literal else arrays[x])
-            if eqn is program.mapped:
-                return mapped(*operands)
-            arrays.update(zip(eqn.outvars, _bind(eqn, operands), strict=True))
-        raise AssertionError("the program runs on no replica")
+        # The program of the whole step up to the equation that maps it over the
+        # replicas, with this one in its place.
+        outer = program.outer.jaxpr
+        eqns = itertools.takewhile(lambda eqn: eqn is not program.mapped, outer.eqns)
+        before = outer.replace(eqns=list(eqns), outvars=program.mapped.invars)
+        closed = program.outer.replace(jaxpr=before)
+        inputs = primitives.evaluate(closed, jax.tree.leaves((state, batch)), _bind)
+        return mapped(*inputs)
 
     # The program runs once, and compiling it takes most of a replay.
     options = {}
