@@ -363,7 +363,7 @@ class _Pod:
 
     def _forward_output(self, index: int, lines: IO[str]) -> None:
         prefix = ""
-        if len(self._processes) > 1:
+        if self._job.processes > 1 or self._job.spares is not None:
             prefix = f"[{index}] "
         with lines:
             for line in lines:

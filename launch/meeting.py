@@ -50,7 +50,7 @@ class Meeting:
         self._machine = generations.Meeting(count, start_seconds, silence_seconds, self)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._loop = links.Loop(self._receive, self._lost, self._tick)
+        self._loop = links.Loop(self._receive, self._lost, self._tick, log)
         self._loop.listen(
             self._listener,
             token.encode(errors="surrogateescape"),

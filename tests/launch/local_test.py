@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import pathlib
 import re
 import signal
@@ -223,9 +224,10 @@ def test_a_kill_is_the_cause_of_what_ends_at_the_same_time(supervise, monkeypatc
 
     def codes(pod):
         # The launcher looks only when both have ended.
-        ended.append([process.wait() for process in pod._processes])
+        codes = {i: process.wait() for i, process in pod._processes.items()}
+        ended.append(list(codes.values()))
         pod.num_lost = ended[-1].count(-signal.SIGKILL)
-        return ended[-1]
+        return codes
 
     monkeypatch.setattr(local._Pod, "_codes", codes)
     monkeypatch.setattr(
@@ -348,3 +350,141 @@ def test_a_missing_program_is_reported(tmp_path):
         and "error: no-such-program cannot be started: there is no such program"
         in output
     )
+
+
+# Runs that go on without the processes that they lose.
+
+# Each process waits for a place, and then makes exchanges until the file END exists. A
+# process whose number is among the keys of the second argument ends as the value says,
+# after the first exchange that it makes as a member.
+MEMBER = """
+import json, os, pathlib, signal, sys
+from xshard.pod import exchange
+flags = dict(a[2:].split("=", 1) for a in sys.argv[3:])
+place, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+number = int(flags["process_id"])
+if ends.get(str(number)) == "early":
+    sys.exit(1)
+made = exchange.Exchange(
+    flags["meeting_address"],
+    number,
+    os.environ["XSHARD_LAUNCH_TOKEN"],
+    {},
+    heartbeat_seconds=600,
+)
+step = made.enter()
+is_new = step is not None
+step = step or 0
+if is_new:
+    made.restored()
+print("enters at", step, "of", "joins" in flags, flush=True)
+while True:
+    if not is_new:
+        is_last = (place / "END").exists()
+        words = made.gather(f"poll {step}", [is_last, made.arrivals, number])
+        if all(last for last, _, _ in words):
+            break
+    if is_new or any(arrivals for _, arrivals, _ in words):
+        is_new = False
+        words = made.admit(f"admit {step}", step)
+        print("has", len(words), "members", flush=True)
+    end = ends.get(str(number))
+    if end:
+        print("ends", flush=True)
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(int(end))
+    step += 1
+    if made.place.count == int(flags["until"]) and step > int(flags["least"]):
+        (place / "END").touch()
+made.close()
+print("done", made.place, flush=True)
+sys.exit(int(ends.get("last", 0)))
+"""
+
+
+@pytest.fixture
+def lasting(tmp_path, monkeypatch):
+    """Returns a function that runs such a program, and returns the code and output."""
+    (tmp_path / "member.py").write_text(MEMBER)
+    monkeypatch.setenv("PYTHONPATH", str(harness.ROOT))
+    out = io.StringIO()
+
+    def run(
+        ends,
+        *,
+        processes=2,
+        spares=0,
+        until=2,
+        max_failures=2,
+        patient=False,
+    ):
+        if patient:
+            log = local._Lasting._log
+
+            def note(pod, message):
+                log(pod, message)
+                if message.endswith("without another"):
+                    (tmp_path / "END").touch()
+
+            monkeypatch.setattr(local._Lasting, "_log", note)
+        least = 1 << 60 if patient else 20
+        command = (
+            sys.executable,
+            str(tmp_path / "member.py"),
+            str(tmp_path),
+            json.dumps(ends),
+            f"--workdir={tmp_path}",
+            f"--until={until}",
+            f"--least={least}",
+        )
+        job = engine.Job("job", command, processes, spares=spares)
+        supervisor = local.Supervisor(job, local.Local(max_failures), out)
+        supervisor._back_off = lambda *args: None
+        return supervisor.run(), out.getvalue()
+
+    return run
+
+
+def test_a_run_goes_on_without_a_process_and_another_joins(lasting):
+    code, output = lasting({"0": "killed", "1": "1"}, processes=3, until=3)
+    assert code == 0, output
+    assert "process 0 was ended by SIGKILL; the run goes on without it" in output
+    assert "process 1 ended with exit code 1; the run goes on without it" in output
+    assert output.count("the run goes on without it") == 2
+    assert "starting again" not in output
+    assert output.count("of True") == 2 and output.count("done Place(") == 3
+
+
+def test_a_spare_takes_the_place_of_a_lost_process(lasting):
+    code, output = lasting({"1": "killed"}, spares=1)
+    assert code == 0, output
+    assert "[2] enters at" in output and output.count("done Place(") == 2
+    # The one that was started for the spare is not needed any more.
+    assert "[3] done" not in output
+
+
+def test_all_processes_lost_are_a_failure_of_the_run(lasting):
+    code, output = lasting({"0": "1", "1": "1"}, max_failures=1)
+    assert code == 1
+    assert "giving up after failure 1 without a new step: process " in output
+
+
+def test_a_process_that_ends_before_the_run_begins_is_a_failure_of_the_run(lasting):
+    code, output = lasting({"1": "early"}, max_failures=1)
+    assert code == 1, output
+    assert "giving up after failure 1 without a new step: process 1 ended" in output
+
+
+def test_processes_that_never_join_are_not_started_for_ever(lasting):
+    never = {str(number): "early" for number in range(2, 9)}
+    # The last member ends when no process is started any more.
+    code, output = lasting({"1": "killed", **never}, until=1, patient=True)
+    assert code == 0, output
+    assert output.count("ended with exit code 1; the run goes on without it") == 2
+    assert "; the run goes on without it, and without another" in output
+
+
+def test_a_run_that_is_not_finite_ends_as_one(lasting):
+    code, output = lasting({"last": 3})
+    assert code == 3 and "not started again, because it would end the same" in output

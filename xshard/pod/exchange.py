@@ -271,7 +271,7 @@ class Exchange:
         listener = socket.create_server((host, 0), family=sock.family, backlog=128)
         port = listener.getsockname()[1]
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._loop = links.Loop(self._receive, self._lost, self._tick)
+        self._loop = links.Loop(self._receive, self._lost, self._tick, self.fail)
         self._loop.listen(
             listener, self._key, lambda _: "", self._accepted, heartbeat_seconds
         )

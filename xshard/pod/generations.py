@@ -406,7 +406,11 @@ class Member:
 
     def broken(self, peer: int) -> None:
         """Notes that the connection to a member has ended, or cannot be made."""
-        if self._is_frozen or peer not in [member.number for member in self._members]:
+        if self._is_frozen:
+            # It may have connected for a generation that this process does not know.
+            self._early = [each for each in self._early if each[0] != peer]
+            return
+        if peer not in [member.number for member in self._members]:
             return
         self._lost_peer = peer
         self._port.send(MEETING, Broken(self._begun, peer))

@@ -252,7 +252,10 @@ def _arrays(described: Sequence[tuple[str, int]], content: np.ndarray) -> list[A
     arrays = []
     start = 0
     for name, size in described:
-        dtype = np.dtype(name)
+        try:
+            dtype = np.dtype(name)
+        except TypeError as e:
+            raise ValueError(f"{name} is no dtype") from e
         if dtype.kind not in "iufb" or size < 0:
             raise ValueError(f"there is no array of {size} {name}")
         end = start + dtype.itemsize * size
@@ -273,6 +276,7 @@ class Loop:
         receive: Callable[[Link, dict[str, Any], list[np.ndarray]], None],
         lost: Callable[[Link], None],
         tick: Callable[[], None],
+        failed: Callable[[str], None],
     ):
         """Starts no thread yet.
 
@@ -280,10 +284,12 @@ class Loop:
           receive: called with each message and its arrays.
           lost: called after a connection has ended, unless `close` ended it.
           tick: called some times a second.
+          failed: called with the reason if the thread fails.
         """
         self._receive = receive
         self._lost = lost
         self._tick = tick
+        self._failed = failed
         self._selector = selectors.DefaultSelector()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._wake_end, self._wake = socket.socketpair()
@@ -393,6 +399,21 @@ class Loop:
             link.socket.close()
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        except Exception as e:
+            self._failed(f"{type(e).__name__}: {e}")
+            raise
+        finally:
+            # If this thread fails, the others must not wait for it.
+            for key in list(self._selector.get_map().values()):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                self._selector.unregister(sock)
+                sock.close()
+            self._selector.close()
+
+    def _serve_all(self) -> None:
         next_tick = time.monotonic()
         while not self._is_ending:
             ready = self._selector.select(max(0.0, next_tick - time.monotonic()))
@@ -406,12 +427,6 @@ class Loop:
             if time.monotonic() >= next_tick:
                 self._tick()
                 next_tick = time.monotonic() + _TICK_SECONDS
-        for key in list(self._selector.get_map().values()):
-            sock = key.fileobj
-            assert isinstance(sock, socket.socket)
-            self._selector.unregister(sock)
-            sock.close()
-        self._selector.close()
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
