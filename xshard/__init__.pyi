@@ -8,6 +8,7 @@ from . import config as config
 from .callbacks import early_stopping
 from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica
+from .learners.float8 import fp8_dot_general
 from .learners.learner import Learner
 from .learners.lora import lora
 from .learners.remat import remat_policy
@@ -64,6 +65,7 @@ __all__ = [
     "abstract_state",
     "early_stopping",
     "equal_on_replicas",
+    "fp8_dot_general",
     "init",
     "load",
     "lora",

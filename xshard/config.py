@@ -104,7 +104,13 @@ def default() -> Config:
     >>> config.checkpoint.keep_best = 1
     >>> config.optimizer = {'learning_rate': 1e-2}
     """
-    return Config(nested({key.name: key.default for key in KEYS}))
+    values: dict[str, Any] = {}
+    for key in KEYS:
+        values[key.name] = key.default
+        if key.has_types:
+            reference = ml_collections.FieldReference(key.default, field_type=object)
+            values[key.name] = reference
+    return Config(nested(values))
 
 
 class ReadConfig(ml_collections.FrozenConfigDict):
@@ -407,6 +413,12 @@ def _is_table(value: Any) -> bool:
     return all(a < b for a, b in itertools.pairwise(steps))
 
 
+def _are_texts(value: Any) -> bool:
+    """Returns whether a value is a tuple of strings, at least one."""
+    is_list = isinstance(value, (tuple, list)) and len(value) > 0
+    return is_list and all(isinstance(text, str) for text in value)
+
+
 # Python counts bool as an int, but True is not a valid number of steps.
 _is_int = lambda x: isinstance(x, int) and not isinstance(x, bool)
 _is_number = lambda x: _is_int(x) or isinstance(x, float)
@@ -463,6 +475,10 @@ _on_divergence = _must_be(
     lambda x: x in ON_DIVERGENCE,
     "'stop' or 'roll_back', which repeats steps",
 )
+_dots = _must_be(
+    lambda x: isinstance(x, bool) or _are_texts(x),
+    "False, True, or paths of hk.Linear modules, as ('mlp/~/linear_1',)",
+)
 _on_failure = _must_be(
     lambda x: x in ("stop", "go_on"),
     "'stop' or 'go_on', which continues without the checkpoint",
@@ -499,6 +515,7 @@ class Key(NamedTuple):
       wing: the wing that acts on it (`xshard.hooks.Wing`, or a learner's `Measure`);
         empty: the core does.
       of_core: the values besides the default that need no wing.
+      has_types: whether its values are of several types, which a flag may give, too.
     """
 
     name: str
@@ -509,6 +526,7 @@ class Key(NamedTuple):
     is_optional: bool = False
     wing: str = ""
     of_core: tuple[Any, ...] = ()
+    has_types: bool = False
 
 
 _DYNAMIC = loss_scale_keys.ARGUMENTS[loss_scale_keys.DYNAMIC]
@@ -585,6 +603,46 @@ KEYS = (
         "params=float32,compute=float32,output=float32",
         "A jmp policy. compute=float16 needs a loss scale; compute=bfloat16 does not.",
         _precision,
+    ),
+    Key(
+        "fp8.dots",
+        False,
+        "Which products are computed in float8: True, those of the network's hk.Linear "
+        "modules; or the paths of some of them, as ('mlp/~/linear_1',).",
+        _dots,
+        is_optional=True,
+        wing="fp8",
+        has_types=True,
+    ),
+    Key(
+        "fp8.edges",
+        False,
+        "With fp8.dots=True: whether also the first and the last of these modules.",
+        is_optional=True,
+        wing="fp8",
+    ),
+    Key(
+        "fp8.scaling",
+        "delayed",
+        "With fp8.dots: 'delayed', which scales operands by the largest magnitudes in "
+        "the last steps; or 'current', by the largest of the operand itself.",
+        is_optional=True,
+        wing="fp8",
+    ),
+    Key(
+        "fp8.history_steps",
+        16,
+        "With the scaling 'delayed': the number of these steps.",
+        _count,
+        is_optional=True,
+        wing="fp8",
+    ),
+    Key(
+        "fp8.gradient_format",
+        "float8_e5m2",
+        "With fp8.dots: the format of gradients, 'float8_e5m2' or 'float8_e4m3fn'.",
+        is_optional=True,
+        wing="fp8",
     ),
     Key(
         "loss_scale.kind",

@@ -7,7 +7,7 @@ averages of the parameters, and norms.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import haiku as hk
@@ -22,6 +22,7 @@ from xshard.base import torus
 from xshard.learners import (
     adaptation,
     composition,
+    fp8,
     means,
     measures,
     networks,
@@ -57,6 +58,7 @@ Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
 # What is measured of each update beside its loss, in this order. A line is all that a
 # measure has outside its own file.
 MEASURES: tuple[type[measures.Measure], ...] = (
+    fp8.Fp8,
     norms.Norms,
     norms_by_array.NormsByArray,
     noise_scale.NoiseScale,
@@ -181,8 +183,9 @@ class Learner:
             global_step=jnp.int32(0),
             meta=meta,
         )
+        apply = lambda state: self.apply(state, key, *args, **kwargs)
         for each in self._measures:
-            state = each.begin(state)
+            state = each.begin(state, apply)
         # Raises an error of the rule's before the run has begun, and computes nothing.
         jax.eval_shape(self.for_evaluation, state)
         return state
@@ -198,7 +201,7 @@ class Learner:
 
         Args:
           state: the learner's state; only the parameters and the network's state are
-            used.
+            used, and what a measure that changes how it is applied keeps.
           key: the random key for the network.
           *args: the network's arguments, which are cast to the compute type but for
             those of `uncast`.
@@ -225,6 +228,8 @@ class Learner:
             apply = self._network.gathering_apply(
                 self._gatherer(state.meta), self._policy.compute_dtype, gathered
             )
+        for each in self._measures:
+            apply = each.around(apply, state)
         function = self._network.function
         with validation.network_errors(function):
             outputs, new_state = apply(params, state.net_state, key, *args, **kwargs)
@@ -626,7 +631,9 @@ class Learner:
         opt = self._bound_optimizer(state.meta.param_layouts, update_key)
         for each in self._measures:
             each.check(opt)
-        returned, grads, part_sq_norms = self._differentiate(opt, state, loss, batch)
+        returned, grads, part_sq_norms, sensed = self._differentiate(
+            opt, state, loss, batch
+        )
         # Schedules are read before the update, which counts it, and hyperparameters
         # after it, which sets them.
         old_scales = inspection.loss_scales(opt)
@@ -639,13 +646,16 @@ class Learner:
             batch=batch,
             grads=grads,
             clipped=clipped,
+            sensed=None,
             part_sq_norms=part_sq_norms,
             applied=applied,
             evaluated_net_state=lambda: self._evaluated_net_state(
                 state, loss, batch, key
             ),
         )
-        measured = [each.measure(shown) for each in self._measures]
+        measured = []
+        for each, own in zip(self._measures, sensed, strict=True):
+            measured.append(each.measure(shown._replace(sensed=own)))
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
 
@@ -671,11 +681,14 @@ class Learner:
 
     def _differentiate(
         self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
-    ) -> tuple[validation.Returned, Any, Any]:
-        """Returns what the loss returned, the gradients, and the squared norms of the
-        gradients of micro-batches; None for these if no measure reads them.
+    ) -> tuple[validation.Returned, Any, Any, list[Any]]:
+        """Returns what the loss returned, the gradients, the squared norms of the
+        gradients of micro-batches, and the gradients of each measure's sensors; None
+        for the norms if no measure reads them, and for sensors that there are not.
         """
         parts = self._micro_batches
+        sensors = [each.sensors(state) for each in self._measures]
+        has_sensors = any(each is not None for each in sensors)
         reads_parts = None
         for each in self._measures:
             reads = each.reads_parts(state)
@@ -687,24 +700,37 @@ class Learner:
         if self._gathers_once and parts > 1:
             gathered = gatherer.gather_global(state.params, self._policy.compute_dtype)
 
-        def value_of(params: Any, inputs: Any) -> tuple[jax.Array, validation.Returned]:
+        def value_of(
+            params: Any, inputs: Any, seen: Sequence[Any] = ()
+        ) -> tuple[jax.Array, validation.Returned]:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
             shards = gatherer.select_shards(params)
             whole = gatherer.gather(shards, like=trees.leaves_by_path(state.params))
             with run_context.with_shards(whole, shards, gathered):
                 whole_state = state.replace(params=trees.replace(params, whole))
+                for each, own in zip(self._measures, seen, strict=False):
+                    if own is not None:
+                        whole_state = each.with_sensors(whole_state, own)
                 returned = loss(whole_state, *inputs)
             checked = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
             # the mean.
             return trees.widen(checked.loss) / parts, checked._replace(loss=None)
 
-        if parts == 1:
-            of_params: Any = lambda params: value_of(params, (batch, keys[0]))
-        else:
+        of_params: Any
+        if parts > 1:
             split = _divided(batch, parts)
-            of_params = gradients.MicroBatches(value_of, (split, keys), reads_parts)
+            of_params = gradients.MicroBatches(
+                value_of, (split, keys), reads_parts, sensors if has_sensors else None
+            )
+        else:
+            inputs = (batch, keys[0])
+            of_params = lambda params: value_of(params, inputs)
+            if has_sensors:
+                of_params = gradients.Sensed(
+                    lambda params, seen: value_of(params, inputs, seen), sensors
+                )
         (value, returned), grads = opt.compute_gradients(
             of_params,
             _with_wide_shards(state),
@@ -716,10 +742,14 @@ class Learner:
         part_sq_norms = None
         if parts > 1 and reads_parts is not None:
             returned, part_sq_norms = returned
+        sensed = None
+        if has_sensors:
+            returned, sensed = returned
         aux = returned.aux
         if parts > 1:
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
-        return returned._replace(loss=value, aux=aux), grads, part_sq_norms
+        returned = returned._replace(loss=value, aux=aux)
+        return returned, grads, part_sq_norms, sensed or [None] * len(sensors)
 
 
 def _unfrozen(params: Any, pattern: str) -> list[str] | None:

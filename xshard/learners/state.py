@@ -43,6 +43,8 @@ class LearnerMeta:
         summed.
       lora: the low-rank adaptation of the parameters; None without one.
       has_unscaled_half: whether gradients pass through float16 without a loss scale.
+      own_products: the modules whose products a measure computes in its own way, see
+        `Measure.around`.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -56,6 +58,7 @@ class LearnerMeta:
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
     lora: adaptation.Adaptation | None = None
     has_unscaled_half: bool = dataclasses.field(default=False, compare=False)
+    own_products: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +89,13 @@ class LearnerState:
         """Returns the state with new values for some attributes."""
         return dataclasses.replace(self, **changes)
 
+    def with_meta(self, **changes: Any) -> "LearnerState":
+        """Returns the state with new values for some properties of its rules."""
+        return self.replace(meta=dataclasses.replace(self.meta, **changes))
+
     def as_it_is(self) -> "LearnerState":
         """Returns the state with its parameters as those to evaluate."""
-        return self.replace(meta=dataclasses.replace(self.meta, evaluation_rule=None))
+        return self.with_meta(evaluation_rule=None)
 
 
 jax.tree_util.register_dataclass(

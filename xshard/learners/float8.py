@@ -1,0 +1,362 @@
+"""Products of matrices in 8 bits: float8 operands, sums in float32.
+
+An operand is multiplied by a power of two, rounded to a float8 format, and the result
+of the product is divided by the same power. The largest magnitude of the operand
+decides which power it is. Since it is one, scaling itself rounds nothing.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
+https://arxiv.org/abs/2209.05433; NVIDIA's Transformer Engine, whose recipes are called
+current scaling and delayed scaling.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xshard import errors
+
+# The format of operands of a forward pass, and those that gradients may have.
+FORWARD = "float8_e4m3fn"
+E5M2 = "float8_e5m2"
+GRADIENT_FORMATS = (E5M2, FORWARD)
+# The operands of a product and of its gradient, in the order of all that follows.
+OPERANDS = ("input", "kernel", "gradient")
+# How large an operand is, is a level: an integer from 1, by which its largest magnitude
+# is at most 1.75 * 2**(level + _LEAST); 0 if it has no finite magnitude above 0.
+LEVELS = 256
+NO_LEVEL = 0
+_LEAST = -102
+# The bits of 1.75 after the leading 1 of a float32, and where its exponent begins.
+_MANTISSA_BITS = 23
+_MANTISSA_OF_LARGEST = 0x600000
+_BIAS = 127
+# The largest number of a format is 1.75 times two to the power of this.
+_LARGEST = {FORWARD: 8, E5M2: 15}
+# What may be multiplied: wider numbers would lose most of their digits unasked.
+_OPERAND_TYPES = ("float32", "bfloat16", "float16")
+
+DimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+class Product(hk.Module):
+    """A product with a name, at which a learner keeps how large its operands were."""
+
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
+    ) -> jax.Array:
+        """Multiplies, as `multiply` does."""
+        return multiply(lhs, rhs, dimension_numbers, **options)
+
+
+def fp8_dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    gradient_format: str = E5M2,
+    name: str | None = None,
+) -> jax.Array:
+    """Multiplies arrays as `jax.lax.dot_general` does, in float8.
+
+    Both operands are rounded to float8_e4m3fn, and in the backward pass the gradient of
+    the result to `gradient_format`; sums are in float32. Each of these arrays is
+    multiplied by a power of two before, such that its largest magnitude fits. So no
+    number saturates; numbers below about 2**-17 of the largest become 0 in e4m3fn, and
+    below 2**-31 in e5m2. If a number is not finite, neither is what it is multiplied
+    into.
+
+    It may stand wherever `dot_general` does, as in `jnp.einsum(..., _dot_general=
+    xshard.fp8_dot_general)`, in a network of any library.
+
+    Args:
+      lhs: the input, an array of float32, bfloat16 or float16.
+      rhs: the kernel, likewise.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      precision: None; a product in float8 has no other.
+      preferred_element_type: the type of the result; by default that of the operands.
+      out_sharding: None; constrain the result instead.
+      gradient_format: 'float8_e5m2', or 'float8_e4m3fn'.
+      name: in a Haiku module: a name for the product, which makes a learner with
+        `config.fp8.scaling='delayed'` scale it as its other products. The names of the
+        modules of a network must not depend on the config, if those of the parameters
+        are not to.
+
+    Raises:
+      UserError: if the operands or options are of other kinds.
+
+    >>> x = jnp.array([[1.0, 2.0, 3.3]])
+    >>> w = jnp.array([[0.5], [0.25], [100.0]])
+    >>> print(xshard.fp8_dot_general(x, w, (((1,), (0,)), ((), ()))))
+    [[313.]]
+    """
+    if precision is not None or out_sharding is not None:
+        raise errors.UserError(
+            f"fp8_dot_general(precision={precision!r}, out_sharding={out_sharding!r}) "
+            "must both be None: float8 has one precision, with sums in float32. Use "
+            "jax.lax.dot_general for another one."
+        )
+    if gradient_format not in GRADIENT_FORMATS:
+        raise errors.UserError(
+            f"gradient_format={gradient_format!r} must be one of "
+            f"{', '.join(GRADIENT_FORMATS)}."
+        )
+    options = {
+        "result_type": preferred_element_type,
+        "gradient_format": gradient_format,
+    }
+    if name is None:
+        return multiply(lhs, rhs, dimension_numbers, **options)
+    return Product(name=name)(lhs, rhs, dimension_numbers, **options)
+
+
+class Scaling(NamedTuple):
+    """The scales of a product that do not follow from its operands alone.
+
+    Attributes:
+      levels: the level by which each of `OPERANDS` is scaled, int32 of shape [3]; where
+        it is `NO_LEVEL`, the operand's own.
+      sensor: zeros, float32 of shape [3, LEVELS], or None. Its gradient, a sum over all
+        uses, counts how often each operand had a level; at `NO_LEVEL` it counts the
+        finite elements that saturated.
+    """
+
+    levels: jax.Array
+    sensor: jax.Array | None = None
+
+
+def multiply(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    *,
+    result_type: Any = None,
+    gradient_format: str = E5M2,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """Multiplies in float8, by given scales or by those of the operands.
+
+    Args:
+      lhs: the input.
+      rhs: the kernel.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      result_type: the type of the result; by default that of the operands.
+      gradient_format: one of `GRADIENT_FORMATS`.
+      scaling: the scales; None for those of the operands.
+    """
+    lhs = jnp.asarray(lhs)
+    rhs = jnp.asarray(rhs)
+    for operand, x in zip(OPERANDS, (lhs, rhs), strict=False):
+        if x.dtype.name not in _OPERAND_TYPES:
+            raise errors.UserError(
+                f"The {operand} of a product in float8 is {x.dtype.name} of shape "
+                f"{x.shape}; it must be one of {', '.join(_OPERAND_TYPES)}. Integers, "
+                "complex numbers and wider ones have no scale here: cast it, or use "
+                "jax.lax.dot_general."
+            )
+    if result_type is None:
+        result_type = jnp.result_type(lhs, rhs)
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
+    dims = (
+        (_axes(lhs_sum, lhs.ndim), _axes(rhs_sum, rhs.ndim)),
+        (_axes(lhs_batch, lhs.ndim), _axes(rhs_batch, rhs.ndim)),
+    )
+    levels = None
+    sensor = None
+    if scaling is not None:
+        levels = scaling.levels
+        sensor = scaling.sensor
+    result = _multiply(
+        dims,
+        gradient_format,
+        _varying_as(lhs, rhs),
+        _varying_as(rhs, lhs),
+        levels,
+        sensor,
+    )
+    return result.astype(result_type)
+
+
+def _axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
+    return tuple(int(axis) % ndim for axis in axes)
+
+
+def _varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns an array that also varies over the axes that another one varies over.
+
+    Where `jax.shard_map` checks what varies, a gradient varies as its array does. So
+    JAX sums it over the axes that are added here.
+    """
+    never = jnp.zeros((), jnp.bool_)
+    # A sum of no elements.
+    varying = lax.stop_gradient(jnp.sum(jnp.ravel(other)[:0])).astype(x.dtype)
+    return jnp.where(never, varying, x)
+
+
+def level_of(x: jax.Array) -> jax.Array:
+    """Returns how large an array is, a level: an int32 scalar."""
+    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    # The least exponent whose largest number is at least as large.
+    exponent = (bits >> _MANTISSA_BITS) - _BIAS
+    is_above = (bits & (2**_MANTISSA_BITS - 1)) > _MANTISSA_OF_LARGEST
+    exponent += is_above.astype(jnp.int32)
+    # Of what is smaller the difference to 0 is lost.
+    level = jnp.maximum(exponent - _LEAST, 1)
+    return jnp.where((largest > 0) & jnp.isfinite(largest), level, NO_LEVEL)
+
+
+class _Cast(NamedTuple):
+    """An array in float8.
+
+    Attributes:
+      narrow: its elements times a power of two.
+      inverse: the power's inverse, a float32 scalar.
+    """
+
+    narrow: jax.Array
+    inverse: jax.Array
+
+
+def _cast(
+    x: jax.Array, given: jax.Array | None, format_: str
+) -> tuple[_Cast, jax.Array]:
+    """Rounds an array to a format, by the scale of a given level or of its own.
+
+    Returns:
+      It; and what the array adds to the gradient of a sensor, float32 of shape
+      [LEVELS].
+    """
+    own = level_of(x)
+    level = own
+    if given is not None:
+        level = jnp.where(given == NO_LEVEL, own, given)
+    largest = _LARGEST[format_]
+    # Without a level nothing is to be scaled: the array is 0, or not finite.
+    exponent = jnp.where(level == NO_LEVEL, 0, largest - (level + _LEAST))
+    limit = jnp.finfo(format_).max.astype(jnp.float32)
+    wide = x.astype(jnp.float32) * _power_of_two(exponent)
+    is_finite = jnp.isfinite(x)
+    # XLA's cast makes NaN of what is too large, and a chip's may saturate infinity.
+    narrow = jnp.where(is_finite, jnp.clip(wide, -limit, limit), jnp.nan)
+    is_cut = is_finite & (jnp.abs(wide) > limit)
+    cut = jnp.sum(is_cut, dtype=jnp.float32)
+    # The place of no level counts what is cut instead.
+    places = jnp.arange(LEVELS)
+    counts = jnp.where(places == NO_LEVEL, cut, (places == own).astype(jnp.float32))
+    return _Cast(narrow.astype(format_), _power_of_two(-exponent)), counts
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns a normal float32 power of two, exactly on every chip."""
+    return lax.bitcast_convert_type((exponent + _BIAS) << _MANTISSA_BITS, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(
+    dims: Any,
+    gradient_format: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    levels: jax.Array | None,
+    sensor: jax.Array | None,
+) -> jax.Array:
+    """Multiplies in float8; returns float32."""
+    return _forward(dims, gradient_format, lhs, rhs, levels, sensor)[0]
+
+
+def _forward(
+    dims: Any,
+    gradient_format: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    levels: jax.Array | None,
+    sensor: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    del gradient_format
+    given = (None, None, None) if levels is None else (levels[0], levels[1], levels[2])
+    left, left_counts = _cast(lhs, given[0], FORWARD)
+    right, right_counts = _cast(rhs, given[1], FORWARD)
+    result = _product(left, right, dims)
+    counts = None
+    if sensor is not None:
+        counts = (left_counts, right_counts)
+    # The backward pass keeps the operands in 8 bits. What has no elements tells their
+    # types, which are no arrays.
+    types = (jnp.zeros((0,), lhs.dtype), jnp.zeros((0,), rhs.dtype))
+    return result, (left, right, given[2], counts, types)
+
+
+def _backward(
+    dims: Any, gradient_format: str, residuals: Any, gradient: jax.Array
+) -> tuple[Any, Any, None, Any]:
+    left, right, given, counts, (left_type, right_type) = residuals
+    narrow, gradient_counts = _cast(gradient, given, gradient_format)
+    left_gradient = _gradient(narrow, right, dims, left.narrow.ndim)
+    # The gradient's dimensions are those of the batch, of the left and of the right.
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
+    swapped = ((rhs_sum, lhs_sum), (rhs_batch, lhs_batch))
+    right_gradient = _gradient(
+        narrow, left, swapped, right.narrow.ndim, is_swapped=True
+    )
+    sensed = None
+    if counts is not None:
+        sensed = jnp.stack([*counts, gradient_counts])
+    return (
+        left_gradient.astype(left_type.dtype),
+        right_gradient.astype(right_type.dtype),
+        None,
+        sensed,
+    )
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _product(left: _Cast, right: _Cast, dims: Any) -> jax.Array:
+    result = lax.dot_general(
+        left.narrow, right.narrow, dims, preferred_element_type=jnp.float32
+    )
+    # One after the other, since the product of both may not be a float32.
+    return result * left.inverse * right.inverse
+
+
+def _gradient(
+    gradient: _Cast, other: _Cast, dims: Any, ndim: int, *, is_swapped: bool = False
+) -> jax.Array:
+    """Returns the gradient of an operand of a product.
+
+    Args:
+      gradient: the gradient of the result.
+      other: the other operand.
+      dims: the dimension numbers, of this operand first.
+      ndim: the number of this operand's dimensions.
+      is_swapped: whether this operand is the right one.
+    """
+    (own_sum, other_sum), (own_batch, other_batch) = dims
+    own_kept = _others(ndim, own_sum, own_batch)
+    other_kept = _others(other.narrow.ndim, other_sum, other_batch)
+    batch = tuple(range(len(own_batch)))
+    begin = len(batch) if is_swapped else len(batch) + len(own_kept)
+    of_other = tuple(range(begin, begin + len(other_kept)))
+    result = _product(gradient, other, ((of_other, other_kept), (batch, other_batch)))
+    # The other's summed dimensions come last, in the order that it has them in.
+    summed = [own_sum[i] for i in np.argsort(other_sum)]
+    places = np.argsort([*own_batch, *own_kept, *summed])
+    return lax.transpose(result, [int(place) for place in places])
+
+
+def _others(ndim: int, *used: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions that are not used, in order."""
+    taken = {axis for axes in used for axis in axes}
+    return tuple(axis for axis in range(ndim) if axis not in taken)
