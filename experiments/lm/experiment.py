@@ -39,7 +39,8 @@ class LanguageModel(xshard.Supervised):
 
     def forward(self, batch, *, is_training):
         del is_training
-        return model.Transformer(**self.config.model)(batch["text"][:, :-1])
+        network = model.Transformer(**self.config.model, fp8=bool(self.config.fp8.dots))
+        return network(batch["text"][:, :-1])
 
     def loss(self, outputs, batch):
         value = jnp.mean(_losses(outputs, batch))

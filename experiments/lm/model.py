@@ -53,6 +53,7 @@ class Transformer(hk.Module):
         remat: bool | str,
         attention: str = attention_lib.AUTO,
         vocabulary: int = BYTES,
+        fp8: bool = False,
     ):
         """Creates the module.
 
@@ -65,6 +66,8 @@ class Transformer(hk.Module):
             value of `xshard.remat_policy`, which may name those of `NAMES`.
           attention: the `kind` of `attention.attend`.
           vocabulary: the number of bytes, or of tokens.
+          fp8: whether the layers multiply by their weights in float8. The embedding and
+            the output matrix stay as they are.
         """
         super().__init__(name="transformer")
         self._layers = layers
@@ -74,6 +77,7 @@ class Transformer(hk.Module):
         self._remat = remat
         self._attention = attention
         self._vocabulary = vocabulary
+        self._fp8 = fp8
 
     def __call__(self, text: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Computes logits.
@@ -100,7 +104,8 @@ class Transformer(hk.Module):
         )
 
         def layer(x: jax.Array) -> jax.Array:
-            return Layer(self._layers, self._heads, self._feed_forward)(x, attend)
+            make = functools.partial(Layer, fp8=self._fp8)
+            return make(self._layers, self._heads, self._feed_forward)(x, attend)
 
         if self._remat is not False:
             policy = xshard.remat_policy(self._remat, names=NAMES)
@@ -116,11 +121,14 @@ class Transformer(hk.Module):
 class Layer(hk.Module):
     """Causal attention, then the feed-forward layer, each added to its input."""
 
-    def __init__(self, layers: int, heads: int, feed_forward: int):
+    def __init__(
+        self, layers: int, heads: int, feed_forward: int, *, fp8: bool = False
+    ):
         """Creates one of `layers` layers."""
         super().__init__(name="layer")
         self._heads = heads
         self._feed_forward = feed_forward
+        self._fp8 = fp8
         # Each layer adds to the residual stream twice. This scale keeps its variance
         # from growing with the depth: Radford et al., "Language Models are Unsupervised
         # Multitask Learners", 2019, section 2.3.
@@ -146,21 +154,35 @@ class Layer(hk.Module):
         # Query, key and value are one product, so that the gradient of its input is one
         # sum over 'model', not three.
         weights = _weights("qkv", (width, 3, heads, size), width)
-        qkv = checkpoint_name(_product("btd,dkhe->btkhe", x, weights), QKV)
+        qkv = checkpoint_name(self._multiply("btd,dkhe->btkhe", x, weights, QKV), QKV)
         query, key, value = (jnp.squeeze(part, 2) for part in jnp.split(qkv, 3, axis=2))
         mixed = attend(rotary(query), rotary(key), value)
         out = _weights("attention_out", (heads, size, width), width, self._out_scale)
-        return checkpoint_name(_product("bthe,hed->btd", mixed, out), ATTENTION)
+        return checkpoint_name(
+            self._multiply("bthe,hed->btd", mixed, out, ATTENTION), ATTENTION
+        )
 
     def _feed_forward_layer(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         hidden = self._feed_forward
         weights = _weights("gate_up", (width, 2, hidden), width)
-        gate_up = checkpoint_name(_product("btd,dkf->btkf", x, weights), GATE_UP)
+        gate_up = checkpoint_name(
+            self._multiply("btd,dkf->btkf", x, weights, GATE_UP), GATE_UP
+        )
         gate, up = (jnp.squeeze(part, 2) for part in jnp.split(gate_up, 2, axis=2))
         down = _weights("down", (hidden, width), hidden, self._out_scale)
-        out = _product("btf,fd->btd", jax.nn.silu(gate) * up, down)
+        out = self._multiply("btf,fd->btd", jax.nn.silu(gate) * up, down, DOWN)
         return checkpoint_name(out, DOWN)
+
+    def _multiply(self, spec: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
+        """Computes an einsum of an input and weights, whose sums are over all
+        dimensions of the input but the first two.
+        """
+        if not self._fp8:
+            return _product(spec, x, w)
+        summed = range(x.ndim - 2)
+        dims = (([2 + axis for axis in summed], list(summed)), ((), ()))
+        return xshard.fp8_dot_general(x, w, dims, name=name)
 
 
 class RMSNorm(hk.Module):

@@ -103,7 +103,9 @@ class Words(experiment.LanguageModel):
     def forward(self, batch, *, is_training):
         del is_training
         network = model.Transformer(
-            **self.config.model, vocabulary=self.config.text.vocabulary
+            **self.config.model,
+            vocabulary=self.config.text.vocabulary,
+            fp8=bool(self.config.fp8.dots),
         )
         return network(batch["text"][:, :-1], batch["text_segment_ids"][:, :-1])
 

@@ -64,7 +64,7 @@ def fp8_dot_general(
     preferred_element_type: Any = None,
     *,
     out_sharding: Any = None,
-    gradient_format: str = E5M2,
+    gradient_format: str | None = None,
     name: str | None = None,
 ) -> jax.Array:
     """Multiplies arrays as `jax.lax.dot_general` does, in float8.
@@ -86,11 +86,10 @@ def fp8_dot_general(
       precision: None; a product in float8 has no other.
       preferred_element_type: the type of the result; by default that of the operands.
       out_sharding: None; constrain the result instead.
-      gradient_format: 'float8_e5m2', or 'float8_e4m3fn'.
-      name: in a Haiku module: a name for the product, which makes a learner with
-        `config.fp8.scaling='delayed'` scale it as its other products. The names of the
-        modules of a network must not depend on the config, if those of the parameters
-        are not to.
+      gradient_format: 'float8_e5m2', the default, or 'float8_e4m3fn'.
+      name: a name for the product, in a network that is a Haiku function. A learner
+        with the config's `fp8.dots` then scales it as its other products, by the keys
+        of `fp8`.
 
     Raises:
       UserError: if the operands or options are of other kinds.
@@ -106,15 +105,14 @@ def fp8_dot_general(
             "must both be None: float8 has one precision, with sums in float32. Use "
             "jax.lax.dot_general for another one."
         )
-    if gradient_format not in GRADIENT_FORMATS:
+    if gradient_format not in (None, *GRADIENT_FORMATS):
         raise errors.UserError(
             f"gradient_format={gradient_format!r} must be one of "
             f"{', '.join(GRADIENT_FORMATS)}."
         )
-    options = {
-        "result_type": preferred_element_type,
-        "gradient_format": gradient_format,
-    }
+    options: dict[str, Any] = {"result_type": preferred_element_type}
+    if gradient_format is not None:
+        options["gradient_format"] = gradient_format
     if name is None:
         return multiply(lhs, rhs, dimension_numbers, **options)
     return Product(name=name)(lhs, rhs, dimension_numbers, **options)
@@ -167,9 +165,10 @@ def multiply(
     if result_type is None:
         result_type = jnp.result_type(lhs, rhs)
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
+    # Arguments of the derivative that are no arrays must be hashable.
     dims = (
-        (_axes(lhs_sum, lhs.ndim), _axes(rhs_sum, rhs.ndim)),
-        (_axes(lhs_batch, lhs.ndim), _axes(rhs_batch, rhs.ndim)),
+        (tuple(lhs_sum), tuple(rhs_sum)),
+        (tuple(lhs_batch), tuple(rhs_batch)),
     )
     levels = None
     sensor = None
@@ -185,10 +184,6 @@ def multiply(
         sensor,
     )
     return result.astype(result_type)
-
-
-def _axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
-    return tuple(int(axis) % ndim for axis in axes)
 
 
 def _varying_as(x: jax.Array, other: jax.Array) -> jax.Array:

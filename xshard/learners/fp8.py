@@ -102,7 +102,7 @@ class Fp8(measures.Measure):
                 levels = jnp.max(kept[f"{path}/{_LEVELS}"], axis=1)
                 scaling = float8.Scaling(levels, kept.get(f"{path}/{_SENSOR}"))
             if isinstance(module, float8.Product):
-                return method(*args, **{**kwargs, "scaling": scaling})
+                return method(*args, **{**options, **kwargs, "scaling": scaling})
             if path not in state.meta.own_products:
                 return method(*args, **kwargs)
             return _linear(module, *args, scaling=scaling, **options)
@@ -231,40 +231,37 @@ class _Interceptor:
     def __init__(self, params: Mapping[str, Any], call: Callable[..., Any]):
         self.params = params
         self.call = call
-        # The modules whose methods are being called, innermost last: the name of each,
-        # and the path that it stands for.
-        self._stack: list[tuple[str, str]] = []
+        # The paths of the modules that have been called, the newest last.
+        self._called: list[str] = []
 
     def __call__(
         self, method: Any, args: Any, kwargs: Any, context: hk.MethodContext
     ) -> Any:
         """Implements what `hk.intercept_methods` takes."""
         module = context.module
-        name = getattr(module, "module_name", None)
         # A module has no name before its constructor has run.
-        if name is None:
+        if context.method_name != "__call__":
             return method(*args, **kwargs)
-        path = self._path(name)
-        if context.method_name == "__call__" and _is_product(module, kwargs):
+        path = self._path(module.module_name)
+        if _is_product(module, kwargs):
             return self.call(path, method, args, kwargs, module)
-        self._stack.append((name, path))
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._stack.pop()
+        self._called.append(path)
+        return method(*args, **kwargs)
 
     def _path(self, name: str) -> str:
-        """Returns a module's path; in a stack of layers, its name is only the end."""
-        if not self._stack:
+        """Returns the path of a module in the whole network.
+
+        Within a stack of layers, which is a network of its own to Haiku, a module's
+        name is only the end of it. What precedes it is the path of a module that was
+        called last: with it the parameters of the stack are some of the network's.
+        """
+        own = hk.get_params()
+        if own.keys() == self.params.keys():
             return name
-        outer_name, outer_path = self._stack[-1]
-        if name == outer_name or name.startswith(f"{outer_name}/"):
-            path = outer_path + name[len(outer_name) :]
-        else:
-            path = f"{outer_path}/{name}"
-        # A module may be made outside of the one that calls it.
-        is_outside = path not in self.params and name in self.params
-        return name if is_outside else path
+        for outer in reversed(self._called):
+            if all(f"{outer}/{module}" in self.params for module in own):
+                return f"{outer}/{name}"
+        return name
 
 
 def _is_product(module: Any, kwargs: Mapping[str, Any]) -> bool:
