@@ -1,6 +1,7 @@
 """Tests of networks in float8: their products, their scales, and runs."""
 
 import functools
+import re
 
 import haiku as hk
 import jax
@@ -16,6 +17,7 @@ from tests.optimizers import harness
 from xshard import errors, loop
 from xshard import experiment as experiment_lib
 from xshard.learners import float8, fp8, run_context
+from xshard.replay import report
 from xshard.run import preflight
 from xshard.training import state as state_lib
 from xshard.training import step
@@ -468,6 +470,26 @@ def test_it_resumes_to_the_same_bits(tmp_path, shared_programs):
     one = {name: x[:1] for name, x in batch.items()}
     predicted = np.asarray(loaded.predict(batch))
     np.testing.assert_array_equal(np.asarray(loaded.predict(one)), predicted[:1])
+
+
+def test_a_replay_names_what_saturated(tmp_path):
+    config = config_of(steps=4, log_every_steps=1)
+    assert winged.run(config, str(tmp_path / "run"), "") == 0
+    counts = {}
+    for row in rows.read(tmp_path / "run"):
+        if row["kind"] == "train":
+            counts[row["step"]] = row["fp8/saturated"]
+    assert counts[1] == 0 and any(counts.values())
+    worst = max(counts, key=counts.get)
+    for number in (1, worst):
+        lines = []
+        assert report.replay(str(tmp_path / "run"), number, lines.append)
+        found = re.findall(
+            rf"^saturated in float8: (\d+) elements of the (\w+) of {MIDDLE}$",
+            "\n".join(lines),
+            re.MULTILINE,
+        )
+        assert sum(int(count) for count, _ in found) == counts[number]
 
 
 def test_exact_sums_have_the_same_bits_on_any_number_of_devices():

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xshard import errors
@@ -180,6 +181,24 @@ class Fp8(measures.Measure):
         metrics = {**outcome.metrics, SATURATED: jnp.sum(saturated)}
         state = state.replace(opt_state={**state.opt_state, KEY: kept})
         return state, outcome._replace(metrics=metrics)
+
+    @staticmethod
+    def notes(state: state_lib.LearnerState) -> list[str]:
+        """Implements `Measure.notes`: names the products that saturated."""
+        kept = state.opt_state.get(KEY, {})
+        lines = []
+        for path in state.meta.own_products:
+            if f"{path}/{_COUNTS}" not in kept:
+                continue
+            # Of several groups, each has its own.
+            counts = np.asarray(kept[f"{path}/{_COUNTS}"]).reshape(-1, 3).sum(axis=0)
+            for operand, count in zip(float8.OPERANDS, counts, strict=True):
+                if count:
+                    lines.append(
+                        f"saturated in float8: {count:.0f} elements of the {operand} "
+                        f"of {path}"
+                    )
+        return lines
 
     def _is_delayed(self) -> bool:
         return bool(self.config[KEY].scaling == DELAYED)

@@ -152,6 +152,14 @@ class Measure:
         """
         raise NotImplementedError
 
+    @staticmethod
+    def notes(state: state_lib.LearnerState) -> list[str]:
+        """Returns lines on what a state shows of the update that made it, for whoever
+        repeats that.
+        """
+        del state
+        return []
+
 
 def squares(applied: phases.Applied, arrays: dict[str, Any]) -> Measured:
     """Returns the squared norms of trees of arrays, whose sums `total` returns.
