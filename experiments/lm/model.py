@@ -174,6 +174,8 @@ class Layer(hk.Module):
         out = self._multiply("btf,fd->btd", jax.nn.silu(gate) * up, down, DOWN)
         return checkpoint_name(out, DOWN)
 
+    # A product's name follows the method that asks for it.
+    @hk.transparent
     def _multiply(self, spec: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
         """Computes an einsum of an input and weights, whose sums are over all
         dimensions of the input but the first two.

@@ -277,6 +277,7 @@ RUNS = {
     "noise_scale_slices": _curve(
         slices=2, noise_scale_steps=5, micro_batches=2, reduction__shard_update=True
     ),
+    "float8": Run("configs.lm_tiny", _LM | {"fp8.dots": True, "micro_batches": 2}),
     # Averages, and other parameters for evaluation.
     "statistics": _curve(norm=True, average="outside", estimate_statistics=True),
     "schedule_free": _curve(
