@@ -359,7 +359,8 @@ class Member:
         """Begins the next exchange of the program."""
         self._call = work
         self._fail_if_all_is_lost()
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for sender, message, payload in waiting:
             self._contributed(sender, message, payload)
         self._proceed()
@@ -509,7 +510,8 @@ class Member:
         else:
             self.arrivals = False
             self._port.connect(self._members[0])
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for sender, message, payload in early:
             self.receive(sender, message, payload)
 
