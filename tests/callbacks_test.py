@@ -245,12 +245,12 @@ def test_the_history_read_from_rows_equals_the_live_one(tmp_path):
     ]
     seen = []
     method = lambda: [lambda history: seen.append(list(history))]
-    live = callbacks.Evaluations(method, None, lambda answer: [answer])
+    live = callbacks.Evaluations(method, None, lambda decide: decide())
     lines = writers.JsonLines(path, 0)
     for step, metrics in enumerate(logged_metrics, 1):
         live.add(step, metrics)
         lines.write(log_lib.evaluation(step, metrics)[0])
-    replayed = callbacks.Evaluations(method, None, lambda answer: [answer])
+    replayed = callbacks.Evaluations(method, None, lambda decide: decide())
     replayed.begin(
         lambda: [
             {k: x for k, x in row.items() if k != "time"}

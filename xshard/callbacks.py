@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from xshard import errors
-from xshard.base import places, user_code
+from xshard.base import user_code
 
 # One row per evaluation so far: 'step' and the metrics by name, as floats, or lists of
 # floats with several groups.
@@ -130,8 +130,7 @@ def _of_groups(metric: str) -> str:
 class Evaluations:
     """The evaluations of a run so far, and the decisions of its callbacks.
 
-    Process 0 keeps the evaluations and calls the callbacks; their decision applies to
-    all processes.
+    One process calls the callbacks; their decision applies to all processes.
 
     Attributes:
       end: the reason to end the run; empty while it continues.
@@ -141,7 +140,9 @@ class Evaluations:
         self,
         method: Callable[[], Sequence[Callback]],
         metrics: Mapping[str, bool] | None,
-        gather: Callable[[str], Sequence[str]],
+        decide: Callable[[Callable[[], str]], str],
+        *,
+        may_decide: bool = True,
     ):
         """Creates and checks the callbacks; there are no evaluations yet.
 
@@ -149,7 +150,8 @@ class Evaluations:
           method: `Experiment.callbacks` of an experiment.
           metrics: the names of the metrics, and whether each is a list with a value per
             group; None if unknown.
-          gather: sends a text to all processes; returns all texts, process 0's first.
+          decide: runs an action on one process, and returns its result on all.
+          may_decide: whether this process may be that one.
 
         Raises:
           UserError: if a callback is not a function, or uses a metric that does not
@@ -160,7 +162,8 @@ class Evaluations:
         where = f"{name} ({user_code.definition_location(method)})"
         _check(where, callbacks, metrics)
         self._callbacks = callbacks
-        self._gather = gather
+        self._decided = decide
+        self._may_decide = may_decide
         self._rows: list[Mapping[str, Any]] = []
         self.end = ""
 
@@ -168,14 +171,14 @@ class Evaluations:
         """Loads the evaluations of the run so far, and calls the callbacks.
 
         Args:
-          rows: reads the evaluations; called on process 0 only.
+          rows: reads the evaluations; called only if this process may decide.
         """
         if not self._callbacks:
             return
         self._rows = []
-        if places.own().index == 0:
+        if self._may_decide:
             self._rows = list(rows())
-        self._decide()
+        self.end = self._decided(self._decision)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds an evaluation, and calls the callbacks."""
@@ -183,19 +186,18 @@ class Evaluations:
             return
         row = {name: _as_read(value) for name, value in metrics.items()}
         self._rows.append({"step": step, **row})
-        self._decide()
+        self.end = self._decided(self._decision)
 
-    def _decide(self) -> None:
-        """Lets process 0's callbacks decide for all processes."""
+    def _decision(self) -> str:
+        """Returns what the callbacks of this process decide."""
         end = ""
-        # If a callback raises, process 0 fails, and its watch ends the other processes.
-        if places.own().index == 0 and self._rows:
+        if self._rows:
             for callback in self._callbacks:
                 # Each callback gets copies, so that it cannot change the rows for the
                 # next one. All are called, and the first reason counts.
                 reason = _call(callback, [dict(row) for row in self._rows])
                 end = end or reason
-        self.end = self._gather(end)[0]
+        return end
 
 
 def _call(callback: Callback, history: History) -> str:

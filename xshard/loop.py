@@ -29,6 +29,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writer as writer_lib
 from xshard.pod import exit_codes, host_collectives, status
+from xshard.pod import members as members_lib
 from xshard.pod import origin as origin_lib
 from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib
@@ -84,6 +85,7 @@ class Run:
       past: the run's roll-backs.
       target: the shapes of the run's state.
       log: the run's log.
+      members: the members of the run, one of which leads.
       channel: the processes' channel about the run's files.
       watch: reports requests to stop or save; None if there are none.
       provenance: the data, the code and the machine of the run as they are now.
@@ -105,6 +107,7 @@ class Run:
         show: terminal_lib.Show = terminal_lib.Show.NORMAL,
         set_aside: str = "",
         wings: Sequence[type[hooks.Wing]] = (),
+        members: members_lib.Members | None = None,
     ):
         """Checks the config and the directory's contents, and traces all programs.
 
@@ -118,6 +121,7 @@ class Run:
           set_aside: the ID of a run to move aside, if the directory holds that run.
           wings: what the run has beside its core, such as
             `xshard.wings.installed.WINGS`.
+          members: the members of the run; by default the processes that JAX has joined.
 
         Raises:
           ValueError: if a value does not fit; the message has the key, its value and
@@ -139,9 +143,10 @@ class Run:
         self._init = init
         self.watch = watch
         self._place = places.own()
+        self.members = members or members_lib.Members()
         # Only process 0 needs to see the work directory. The others learn from it what
         # is there. A save in the background has a channel of its own.
-        self.channel = host_collectives.Channel("the run's files", _FILES_SECONDS)
+        self.channel = self.members.channel("the run's files", _FILES_SECONDS)
 
         self._read_data()
         self._identify(set_aside)
@@ -158,6 +163,8 @@ class Run:
         self._hooks: Sequence[hooks.Hook] = ()
         self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._stop: request_lib.Request | None = None
+        # The number of rows before the last save.
+        self._rows_saved = 0
         self._is_save_requested = False
 
     def _read_data(self) -> None:
@@ -172,14 +179,16 @@ class Run:
 
     def _identify(self, set_aside: str) -> None:
         """Finds out which run this is, and whether it may begin or resume here."""
-        self._plan = resuming.identify(self.config, self.workdir, set_aside)
+        self._plan = resuming.identify(
+            self.config, self.workdir, set_aside, self.channel
+        )
         self.provenance = origin_lib.find_provenance(
             type(self.experiment).__module__,
             self.batches.summary(),
             self._evaluation.summary(),
         )
         self.changes = list(self._plan.changes)
-        if self._place.index == 0 and not self._plan.sets_aside:
+        if self.members.leads and not self._plan.sets_aside:
             self.changes += self.workdir.check_provenance(
                 self.provenance, exact=logical.is_exact(self.config)
             )
@@ -194,6 +203,7 @@ class Run:
             batches=self.batches,
             notify=self.terminal.say,
             provenance=self.provenance,
+            members=self.members,
         )
         self.checkpoints.check_can_start(self._init)
         # The shapes of the run's state.
@@ -225,6 +235,7 @@ class Run:
             asks=asks,
             step_program=self.checkpoints.step_program(),
             waits=self._waits_for_batches(),
+            exchange=self.members.exchange,
         )
         self.dispatches = programs.plan
         # With several processes, one that compiles longer than the others for this
@@ -258,20 +269,22 @@ class Run:
             clock=self.clock,
             terminal=self.terminal,
             services=self._services,
+            members=self.members,
             wings=self._wings,
         )
         # The callbacks may be slow, so their channel has a name of its own.
-        decisions = host_collectives.Channel(
-            "what the callbacks say", callbacks.SECONDS
-        )
+        decisions = self.members.channel("what the callbacks say", callbacks.SECONDS)
         self._evaluations = callbacks.Evaluations(
-            self.experiment.callbacks, self._metrics, decisions.gather
+            self.experiment.callbacks,
+            self._metrics,
+            decisions.on_process_0,
+            may_decide=self.members.may_lead,
         )
         where = validation.describe_method(self.experiment.hooks)
         self._own_hooks = hooks.check(where, self.experiment.hooks())
         self._spans = span_file.File(
             directory=self.workdir.path,
-            index=self._place.index,
+            index=self.members.number,
             host=socket.gethostname(),
             parts=self.clock.parts,
             say=self.terminal.say,
@@ -284,19 +297,11 @@ class Run:
         At the end it waits for the last save.
         """
         with contextlib.ExitStack() as stack:
-            if self._place.index == 0:
-                claim = self.workdir.opened(
-                    self.config,
-                    identity=self._plan.identity,
-                    provenance=self.provenance,
-                    set_aside=self._plan.sets_aside,
-                    step_program=self.dispatches.program,
-                )
-                stack.enter_context(claim)
+            stack.enter_context(self.members.while_leading(self._claim))
             stack.enter_context(self._compile_cache())
             stack.enter_context(self.checkpoints.opened())
             if self.watch is not None:
-                self.watch.publish()
+                stack.enter_context(self.members.while_leading(self._published))
                 self.watch.in_each_tick(self._spans.flush)
                 stack.enter_context(self._spans.opened())
             for wing in self._wings:
@@ -306,6 +311,23 @@ class Run:
             if self.log.outcome is None:
                 # The caller has only made steps.
                 self.end(ending.outcome(self._stop))
+
+    def _claim(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the work directory is this process's."""
+        return self.workdir.opened(
+            self.config,
+            identity=self._plan.identity,
+            provenance=self.provenance,
+            set_aside=self._plan.sets_aside,
+            step_program=self.dispatches.program,
+        )
+
+    @contextlib.contextmanager
+    def _published(self) -> Iterator[None]:
+        """Lets the watch write the status into the work directory."""
+        if self.watch is not None:
+            self.watch.publish()
+        yield
 
     def _compile_cache(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which compiled programs are cached."""
@@ -371,8 +393,9 @@ class Run:
                         results |= wing.results(self.step, state)
             finally:
                 # Results are written even if a wing, such as the samples, fails.
-                if self._place.index == 0:
-                    results_lib.write(self.workdir, results)
+                self.members.by_leader(
+                    "the results", lambda: self._write_results(results)
+                )
         try:
             self.checkpoints.wait()
         except checkpoint.NonfiniteError as e:
@@ -385,6 +408,11 @@ class Run:
             )
         self.end(ending.outcome(self._stop, results))
         return state, self._stop, results
+
+    def _write_results(self, results: dict[str, Any]) -> None:
+        """Writes the results, if this process leads."""
+        if self.members.leads:
+            results_lib.write(self.workdir, results)
 
     def complete_or_recover(
         self,
@@ -582,7 +610,7 @@ class Run:
         del step, state
         self._take_request()
         # Clocks differ, so only process 0's decides; the others are told.
-        if self._place.index == 0 and self._save_interval.has_passed():
+        if self.members.leads and self._save_interval.has_passed():
             self._request_save()
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -800,7 +828,7 @@ class Run:
 
         It is made at a step that all processes agree on.
         """
-        if self._place.count == 1:
+        if self._place.count == 1 and self.members.exchange is None:
             self._is_save_requested = True
         elif self.watch is not None:
             self.watch.ask(request_lib.BY_CLOCK)
@@ -846,6 +874,9 @@ class Run:
                 data=self.batches.position(step),
             )
             self.checkpoints.save(step, point, metrics=metrics, log=self.log)
+        # The save before this one has ended, and made the rows before it durable.
+        self.log.forget(self._rows_saved)
+        self._rows_saved = self.log.rows
 
 
 def run(
@@ -857,6 +888,7 @@ def run(
     show: terminal_lib.Show = terminal_lib.Show.NORMAL,
     set_aside: str = "",
     wings: Sequence[type[hooks.Wing]] = (),
+    members: members_lib.Members | None = None,
 ) -> int:
     """Runs an experiment to its end, from its newest checkpoint if there is one.
 
@@ -869,6 +901,7 @@ def run(
       show: how much to print.
       set_aside: as in `Run`.
       wings: as in `Run`.
+      members: as in `Run`.
 
     Returns:
       The process's exit code: 0 done; 3 not finite; otherwise the code of the request
@@ -882,6 +915,7 @@ def run(
         show=show,
         set_aside=set_aside,
         wings=wings,
+        members=members,
     )
     with current.opened():
         try:
@@ -890,7 +924,13 @@ def run(
             current.end(ending.nonfinite_outcome(str(e)))
             current.terminal.close()
             kept = current.checkpoints.kept()
-            ending.fail(e.step, str(e), kept, current.workdir)
+            ending.fail(
+                e.step,
+                str(e),
+                kept,
+                current.workdir,
+                writes=current.members.leads,
+            )
             return exit_codes.NONFINITE
         except jax.errors.JaxRuntimeError as e:
             current.note(e)

@@ -35,13 +35,15 @@ import jax
 from absl import flags, logging
 from ml_collections import config_flags
 
-from xshard import checkpoint, cli, errors, hooks, loop
+from xshard import checkpoint, cli, errors, hooks, logical, loop
 from xshard import config as config_lib
 from xshard.base import flag_words, user_code
 from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
+from xshard.pod import exchange as exchange_lib
 from xshard.pod import exit_codes, rendezvous, startup, status, watchdog
+from xshard.pod import members as members_lib
 from xshard.pod import origin as origin_lib
 from xshard.wings import installed
 
@@ -139,6 +141,12 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 _PROCESS_ID = flags.DEFINE_integer(
     "process_id", None, "This process's number, from 0.", 0
 )
+_MEETING = flags.DEFINE_string(
+    "meeting_address",
+    None,
+    "HOST:PORT of a launcher that gives the processes of an exact run their places, "
+    "anew whenever it loses one. --process_id is then this process's number.",
+)
 _DEFAULTS = startup.Timeouts()
 _START = flags.DEFINE_integer(
     "start_timeout_seconds",
@@ -230,6 +238,8 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
     directory = run_directory
     if _MODE.value == "eval":
         directory = os.path.join(directory, continuous_eval.FOLDER)
+    if _MEETING.value is not None:
+        return _run_member(config, run_directory, timeouts)
     spec = startup.resolve_process(
         _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, timeouts.start
     )
@@ -256,7 +266,81 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
                 raise
 
 
-def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
+def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
+    """Runs as a member of a run that goes on without those it loses.
+
+    Returns:
+      The exit code.
+    """
+    address, number = _place_of_member(config)
+    # Child processes must not inherit the token.
+    token = os.environ.pop(rendezvous.TOKEN_VARIABLE, "")
+    with signals.SignalReceiver() as signal_receiver:
+        exchange = exchange_lib.Exchange(
+            address,
+            number,
+            token,
+            origin_lib.must_match_bits(config, _CPU_DEVICES.value),
+            start_seconds=timeouts.start,
+            heartbeat_seconds=timeouts.heartbeat,
+        )
+        try:
+            exchange.enter()
+        except exchange_lib.EndedError:
+            return exit_codes.DONE
+        members = members_lib.Exchanging(number, exchange)
+        log = workdir.Workdir(directory).open_log(number)
+        streams = standard_streams.SetAside(log)
+        with (
+            members.while_leading(streams.shown),
+            watchdog.Watchdog(
+                directory,
+                stop_after_seconds=60 * _STOP_AFTER.value,
+                timeouts=timeouts,
+                signal_receiver=signal_receiver,
+                members=members,
+            ) as watch,
+        ):
+            try:
+                code = _run_mode(config, directory, watch, members)
+                watch.end(status.last_phase(code))
+            except Exception as e:
+                watch.end(f"failed: {cli.summary(e).splitlines()[0]}")
+                raise
+        members.close()
+        return code
+
+
+def _place_of_member(config: Any) -> tuple[str, int]:
+    """Returns the address and the number of a member; raises UserError if the flags or
+    the config do not fit.
+    """
+    if not logical.is_exact(config):
+        raise errors.UserError(
+            "--meeting_address is for runs whose bits do not depend on the number of "
+            "processes: set logical_replicas and reduction.arithmetic='exact'."
+        )
+    address = _MEETING.value
+    number = _PROCESS_ID.value
+    if not address or number is None or _COORDINATOR.value or _NUM_PROCESSES.value:
+        raise errors.UserError(
+            "--meeting_address needs --process_id, and takes the place of "
+            "--coordinator_address and --num_processes."
+        )
+    if _MODE.value != "train":
+        raise errors.UserError(
+            f"--meeting_address is for --mode=train, not {_MODE.value}: start one "
+            "process for that."
+        )
+    return address, number
+
+
+def _run_mode(
+    config: Any,
+    directory: str,
+    watch: watchdog.Watchdog,
+    members: members_lib.Members | None = None,
+) -> int:
     """Trains, evaluates or profiles; returns the exit code."""
     command = _command()
     show = terminal.Show.NORMAL
@@ -301,6 +385,7 @@ def _run_mode(config: Any, directory: str, watch: watchdog.Watchdog) -> int:
         show=show,
         set_aside=_RESTART.value,
         wings=installed.WINGS,
+        members=members,
     )
 
 
@@ -384,7 +469,7 @@ def _command() -> str:
     # Python does not know its own path if a program has started it under another name.
     python = user_code.display_path(sys.executable or "python")
     # The launcher or scheduler sets the place of each process anew.
-    place = ("coordinator_address", "num_processes", "process_id")
+    place = ("coordinator_address", "num_processes", "process_id", "meeting_address")
     arguments = flag_words.without_flags(sys.argv[1:], place)
     return shlex.join([python, "-m", "xshard.main", *arguments])
 

@@ -6,6 +6,7 @@ agree on which one to restore.
 
 import atexit
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -37,6 +38,7 @@ from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import saver as saver_lib
 from xshard.checkpoint import store as store_lib
 from xshard.pod import host_collectives
+from xshard.pod import members as members_lib
 
 _MANAGERS: "weakref.WeakSet[Manager]" = weakref.WeakSet()
 
@@ -59,10 +61,12 @@ class _Saving(NamedTuple):
     Attributes:
       step: the step.
       end: the result of `Saver.write_and_commit`, once it has ended.
+      thread: the thread that runs it; it is not started while another member leads.
     """
 
     step: int
     end: concurrent.futures.Future[list[str]]
+    thread: threading.Thread
 
 
 class Manager(listing_lib.Listing):
@@ -94,6 +98,7 @@ class Manager(listing_lib.Listing):
         deadline_seconds: float = 1800.0,
         log: Callable[[str], None] = logging.info,
         committed: Callable[[saver_lib.Committed], None] = lambda committed: None,
+        members: members_lib.Members | None = None,
     ):
         """Opens a folder, which need not exist; writes nothing.
 
@@ -114,6 +119,7 @@ class Manager(listing_lib.Listing):
           deadline_seconds: how long processes wait for one another.
           log: called with progress messages.
           committed: called on process 0, from another thread, once a checkpoint counts.
+          members: the members of the run; by default the processes that JAX has joined.
 
         Raises:
           CheckpointError: if the folder is not a valid place for checkpoints.
@@ -122,17 +128,21 @@ class Manager(listing_lib.Listing):
         self._budget_bytes = budget_bytes
         self._owner = owner
         self._log = log
-        # A save uses it in the background, so no other thread may meanwhile.
-        self._channel = host_collectives.Channel(
-            f"checkpoints in {self.store}", deadline_seconds
-        )
+        self._members = members or members_lib.Members()
+        what = f"checkpoints in {self.store}"
+        self._channel = self._members.channel(what, deadline_seconds)
+        # A save uses it in the background. Between processes that JAX has joined no
+        # other thread may gather meanwhile.
+        self._writing = self._channel
+        if self._members.exchange is not None:
+            self._writing = host_collectives.Channel(what, deadline_seconds)
         patterns = [finite] if isinstance(finite, str) else finite
         finite_arrays = finite_lib.Finite(patterns, refuse=refuse_nonfinite)
         self._janitor = janitor_lib.Janitor(
             self, keep, owner, log, checks_finite=bool(finite_arrays.patterns)
         )
         self._saver = saver_lib.Saver(
-            channel=self._channel,
+            channel=self._writing,
             listing=self,
             janitor=self._janitor,
             finite=finite_arrays,
@@ -243,7 +253,7 @@ class Manager(listing_lib.Listing):
         """
         leaves = leaves_lib.flatten(state)
         copies: dict[str, int] = {}
-        if self._channel.count > 1:
+        if self._writing.count > 1:
             copies = ownership.checksums(leaves)
         request = saver_lib.Request(
             step=step,
@@ -258,7 +268,10 @@ class Manager(listing_lib.Listing):
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
         reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)
-        copy = host_copy.HostCopy(plan, self._budget_bytes, reporter)
+        # A copy that waits for this member to lead is kept whole.
+        leads = self._members.leads or self._members.exchange is None
+        budget_bytes = self._budget_bytes if leads else sys.maxsize
+        copy = host_copy.HostCopy(plan, budget_bytes, reporter)
 
         # One save at a time, since the processes gather in one order.
         previous_failure = None
@@ -267,21 +280,23 @@ class Manager(listing_lib.Listing):
         except store_lib.CheckpointError as e:
             # Raised once this save is under way, in which the others take part.
             previous_failure = e
-        saving = _Saving(step, concurrent.futures.Future())
-        self._saving = saving
-        threading.Thread(
+        end: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+        thread = threading.Thread(
             target=self._save_in_background,
-            args=(saving, request, plan, copy),
+            args=(end, request, plan, copy),
             name=spans.BACKGROUND,
             daemon=True,
-        ).start()
+        )
+        self._saving = _Saving(step, end, thread)
+        if leads:
+            thread.start()
         copy.make(leaves)
         if previous_failure is not None:
             raise previous_failure
 
     def _save_in_background(
         self,
-        saving: _Saving,
+        end: concurrent.futures.Future[list[str]],
         request: saver_lib.Request,
         plan: ownership.Plan,
         copy: host_copy.HostCopy,
@@ -290,9 +305,9 @@ class Manager(listing_lib.Listing):
         try:
             with spans.Span(spans.WRITE):
                 nonfinite = self._saver.write_and_commit(request, plan, copy)
-            saving.end.set_result(nonfinite)
+            end.set_result(nonfinite)
         except BaseException as e:
-            saving.end.set_exception(e)
+            end.set_exception(e)
         finally:
             # A save that has ended writes nothing more, so a caller whose copy waits
             # for the budget must be released.
@@ -309,7 +324,7 @@ class Manager(listing_lib.Listing):
             sharding = getattr(leaf, "sharding", None)
             key.append((path, leaf.shape, leaf.dtype, sharding))
         if self._plan is None or self._plan[0] != key:
-            plan = ownership.plan(leaves, self._channel.index, self._channel.count)
+            plan = ownership.plan(leaves, self._writing.index, self._writing.count)
             self._plan = (key, plan)
         return self._plan[1]
 
@@ -321,8 +336,11 @@ class Manager(listing_lib.Listing):
         on all processes at the same step.
         """
         self._janitor.check_noticed()
-        # Called after each step, most of which have no save to ask about.
+        # Called after each step, most of which have no save to ask about. Members that
+        # exchange words learn of it together, in `save` and `wait`.
         if self._saving is None or not self._saving.end.done():
+            return
+        if self._members.exchange is not None:
             return
         end = self._saving.end
         is_refused = end.exception() is None and bool(end.result())
@@ -348,25 +366,27 @@ class Manager(listing_lib.Listing):
         """
         if self._saving is None:
             return
-        step, end = self._saving
+        saving = self._saving
         # If Ctrl-C interrupts this wait, the save is still known, and the next call
         # waits for it.
         with spans.Span(spans.SAVE):
-            error = end.exception()
+            lost, why, nonfinite = self._members.by_leader(
+                f"the end of a save in {self.store}", lambda: _end(saving)
+            )
         self._saving = None
-        if error is not None:
-            kind = store_lib.CheckpointError
-            if isinstance(error, lock_lib.LostError):
-                kind = lock_lib.LostError
+        if why:
+            kind = lock_lib.LostError if lost else store_lib.CheckpointError
+            # Only the member that saved has the error itself.
+            error = saving.end.exception() if saving.end.done() else None
             raise kind(
-                f"Step {step} could not be saved in {self.store}: "
-                f"{store_lib.reason(error)}. Earlier checkpoints are unchanged."
+                f"Step {saving.step} could not be saved in {self.store}: {why}. "
+                "Earlier checkpoints are unchanged."
             ) from error
-        nonfinite = end.result()
         if nonfinite:
             listed = ", ".join(nonfinite)
             raise NonfiniteError(
-                f"step {step}: the resulting state is not finite: {listed}", step
+                f"step {saving.step}: the resulting state is not finite: {listed}",
+                saving.step,
             )
 
     def close(self) -> None:
@@ -375,10 +395,28 @@ class Manager(listing_lib.Listing):
         Waits for no slow deletion.
         """
         try:
-            self._join_save()
+            self._finish_save()
             self._janitor.wait()
         finally:
             self._janitor.close()
+
+    @contextlib.contextmanager
+    def succeeding(self) -> Iterator[None]:
+        """Takes over what the leader of a run held that is lost.
+
+        That is the lock of the folder, and a save that may not have been made.
+        """
+        self._janitor.locked()
+        if self._saving is not None and self._saving.thread.ident is None:
+            self._saving.thread.start()
+        yield
+
+    def _finish_save(self) -> None:
+        """Waits for the last save as `_join_save` does, but for no other member."""
+        if self._members.exchange is None:
+            self._join_save()
+        elif self._saving is not None and self._saving.thread.ident is not None:
+            self._saving.thread.join()
 
     # Changing checkpoints.
 
@@ -508,6 +546,19 @@ class Manager(listing_lib.Listing):
         return agreement.choose(self._channel, self.store, on_0, self._log)
 
 
+def _end(saving: _Saving) -> tuple[bool, str, list[str]]:
+    """Waits until a save has ended, on the member that leads.
+
+    Returns:
+      Whether another run has the lock; the reason why it failed, empty if it did not;
+      and the paths for which it was refused.
+    """
+    error = saving.end.exception()
+    if error is not None:
+        return isinstance(error, lock_lib.LostError), store_lib.reason(error), []
+    return False, "", saving.end.result()
+
+
 @atexit.register
 def _wait_at_exit() -> None:
     """Waits for all saves before tensorstore shuts down.
@@ -517,7 +568,7 @@ def _wait_at_exit() -> None:
     """
     for manager in list(_MANAGERS):
         try:
-            manager._join_save()
+            manager._finish_save()
         except store_lib.CheckpointError as e:
             print(f"NOT SAVED: {e}", file=sys.stderr)
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, cast
 
 
@@ -64,6 +64,29 @@ def make_tolerant() -> None:
     sys.stdin = sys.stdin or _open_null(0, free, "r")
     sys.stdout = tolerant(sys.stdout or _open_null(1, free, "w"))
     sys.stderr = tolerant(sys.stderr or _open_null(2, free, "w"))
+
+
+class SetAside:
+    """stdout and stderr that go to a file, except in the context `shown`."""
+
+    def __init__(self, log: int):
+        """Redirects the descriptors 1 and 2.
+
+        Args:
+          log: the descriptor of the file.
+        """
+        self._shown = [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(log, number)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Lets them go where they went before, from now on."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, shown in zip((1, 2), self._shown, strict=True):
+            os.dup2(shown, number)
+        yield
 
 
 def _open_null(number: int, free: Sequence[int], mode: str) -> Any:

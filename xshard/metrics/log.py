@@ -4,8 +4,9 @@ the terminal.
 
 import contextlib
 import dataclasses
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from xshard import experiment as experiment_lib
 from xshard import hooks
 from xshard import mesh as mesh_lib
 from xshard.base import clock as clock_lib
-from xshard.base import formatting, places
+from xshard.base import formatting
 from xshard.data import batches as batches_lib
 from xshard.files import identity, workdir
 from xshard.learners import state as learner_state
@@ -25,8 +26,10 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import terminal as terminal_lib
 from xshard.metrics import writer as writer_lib
 from xshard.metrics import writers as writers_lib
+from xshard.pod import members as members_lib
 from xshard.training import step as step_lib
 
+Row = rows_lib.Row
 _ROLLED_BACK = writer_lib.Outcome(writer_lib.ROLLED_BACK)
 _COSTS = (clock_lib.START, clock_lib.DATA, clock_lib.CHECKPOINT, clock_lib.EVALUATION)
 
@@ -52,6 +55,7 @@ class Log(hooks.Hook):
         clock: clock_lib.Clock,
         terminal: terminal_lib.Terminal,
         services: Mapping[str, writers_lib.Service],
+        members: members_lib.Members,
         wings: Sequence[hooks.Wing] = (),
     ):
         """Creates the log; `opened` opens its writers.
@@ -64,6 +68,7 @@ class Log(hooks.Hook):
           clock: this process's clock.
           terminal: the run's terminal.
           services: the writers that the run's wings bring.
+          members: the members of the run, of which the one that leads has writers.
           wings: the run's wings, which may have more to say of its speed.
         """
         config = experiment.config
@@ -83,7 +88,14 @@ class Log(hooks.Hook):
         self._terminal = terminal
         self._sizes = batches.sizes
         self._epoch_examples = batches.epoch_examples
-        # Process 0 alone has writers, while the log is open.
+        self._members = members
+        # What this process would write if it led, with the number of rows before it,
+        # and since when the log is known to have the rows of all before.
+        self._kept: list[tuple[int, Callable[[Row], None], Row]] = []
+        self._is_begun = False
+        # The number of rows that another process that led has written.
+        self._written = 0
+        # The process that leads alone has writers, while the log is open.
         self._writers: list[writers_lib.Writer] = []
         self._samples: writers_lib.JsonLines | None = None
         self._norms: writers_lib.JsonLines | None = None
@@ -95,37 +107,61 @@ class Log(hooks.Hook):
 
     @contextlib.contextmanager
     def opened(self, start: int) -> Iterator[None]:
-        """Opens the config's writers, on process 0, and closes them at the end.
+        """Opens the config's writers where they write, and closes them at the end.
 
         Args:
           start: the step that the run starts or resumes from. Rows of later steps are
             dropped.
         """
-        if places.own().index == 0:
-            part = writers_lib.Part(
-                directory=self._directory.path,
-                step=start,
-                config=identity.plain(self._config),
-                rows=lambda: rows_lib.read(self._directory.metrics),
-                samples=lambda: rows_lib.read(self._directory.samples),
-                norms=lambda: rows_lib.read(self._directory.norms),
-                claim=self._directory.claim,
+        self._kept = []
+        self._is_begun = False
+        self._written = 0
+        with self._members.while_leading(lambda: self._writing(start)):
+            self.rows = self._members.by_leader(
+                "the rows so far", lambda: writers_lib.count(self._writers)
             )
-            # These drop the rows of the steps that the run repeats, before a writer
-            # reads them.
-            self._samples = writers_lib.JsonLines(
-                self._directory.samples, start, self._directory.claim
-            )
-            self._norms = writers_lib.JsonLines(
-                self._directory.norms, start, self._directory.claim
-            )
-            self._writers = writers_lib.open_all(
-                self._config.writers, part, self._services
-            )
-        self.rows = writers_lib.count(self._writers)
-        self._before = {"step": start}
-        self._paced = (start, 0.0, 0.0)
+            self._is_begun = True
+            self._before = {"step": start}
+            self._paced = (start, 0.0, 0.0)
+            try:
+                yield
+            except BaseException:
+                # It must not be replaced by an error of the terminal.
+                with contextlib.suppress(OSError, ValueError):
+                    self._terminal.close()
+                raise
+            self._terminal.close()
+
+    @contextlib.contextmanager
+    def _writing(self, start: int) -> Iterator[None]:
+        """Opens the config's writers, and closes them at the end."""
+        last = start
+        if self._is_begun:
+            # All rows in the files are of this attempt, or of what it began with.
+            last = sys.maxsize
+            rows = rows_lib.read(self._directory.metrics)
+            start = max([start, *(row["step"] for row in rows)])
+        part = writers_lib.Part(
+            directory=self._directory.path,
+            step=start,
+            config=identity.plain(self._config),
+            rows=lambda: rows_lib.read(self._directory.metrics),
+            samples=lambda: rows_lib.read(self._directory.samples),
+            norms=lambda: rows_lib.read(self._directory.norms),
+            claim=self._directory.claim,
+        )
+        # These drop the rows of the steps that the run repeats, before a writer reads
+        # them.
+        self._samples = writers_lib.JsonLines(
+            self._directory.samples, last, self._directory.claim
+        )
+        self._norms = writers_lib.JsonLines(
+            self._directory.norms, last, self._directory.claim
+        )
+        self._writers = writers_lib.open_all(self._config.writers, part, self._services)
         try:
+            if self._is_begun:
+                self._write_kept()
             yield
         except BaseException as e:
             # The exception that ended the run must not be replaced by one from closing
@@ -134,6 +170,27 @@ class Log(hooks.Hook):
                 self._close(writer_lib.outcome_of(e))
             raise
         self._close(self.outcome or _ROLLED_BACK)
+
+    def _write_kept(self) -> None:
+        """Writes what the process that led before has not written."""
+        rows = self.rows
+        self._written = writers_lib.count(self._writers)
+        for number, write, row in self._kept:
+            self.rows = number
+            write(row)
+        self.rows = rows
+        self._kept = []
+
+    def forget(self, rows: int) -> None:
+        """Forgets what it keeps of the first rows, which are durable."""
+        self._kept = [kept for kept in self._kept if kept[0] >= rows]
+
+    def _write(self, write: Callable[[Row], None], row: Row) -> None:
+        """Writes a row, or keeps it as long as another process leads."""
+        if self._samples is not None:
+            write(row)
+        elif self._members.may_lead:
+            self._kept.append((self.rows, write, row))
 
     def fetch(self, chunk: step_lib.Chunk) -> step_lib.Chunk | None:
         """Starts to copy to the host what the rows of steps have, if any has one.
@@ -195,9 +252,12 @@ class Log(hooks.Hook):
         self, step: int, norms: Mapping[str, learner_state.ArrayNorms]
     ) -> None:
         """Writes the norms of parameters after a step, by the learner's name."""
-        if self._norms is None:
+        if self._members.may_lead:
+            self._write(self._write_norms, norms_lib.row(step, norms))
+
+    def _write_norms(self, row: Row) -> None:
+        if self._norms is None or row["step"] <= self._norms.last:
             return
-        row = norms_lib.row(step, norms)
         self._norms.write(row)
         for writer in self._writers:
             writer.write_norms(row)
@@ -267,6 +327,9 @@ class Log(hooks.Hook):
         """Writes a row from `xshard.samples.row`, unless samples of its step exist
         already.
         """
+        self._write(self._write_samples, row)
+
+    def _write_samples(self, row: Row) -> None:
         if self._samples is None or row["step"] <= self._samples.last:
             return
         self._samples.write(row)
@@ -274,14 +337,19 @@ class Log(hooks.Hook):
             writer.write_samples(row)
 
     def _close(self, outcome: writer_lib.Outcome) -> None:
-        self._terminal.close()
         writers_lib.close(self._writers, outcome)
 
     def _send(self, row: rows_lib.Row) -> None:
+        self._write(self._write_row, row)
+        self.rows += 1
+
+    def _write_row(self, row: Row) -> None:
+        # A process that led before may have been ahead of this one.
+        if self.rows < self._written:
+            return
         # What a service has received cannot be taken back.
         if self._directory.claim is not None:
             self._directory.claim.check()
-        self.rows += 1
         writers_lib.write(self._writers, row)
 
     def _rate(self, step: int, seconds: Mapping[str, float]) -> float:

@@ -92,21 +92,8 @@ class Channel:
         outcome: dict[str, Any] = {}
         failure = None
         if self.index == 0:
-            try:
-                outcome = {"value": action()}
-            except Exception as e:
-                # The other processes wait in the gather, so every error must reach it.
-                failure = e
-                text = str(e)
-                if not isinstance(e, errors.UserError):
-                    text = f"process 0: {type(e).__name__}: {e}"
-                outcome = {"error": text}
-        outcome = self.gather(outcome)[0]
-        if failure is not None:
-            raise failure
-        if "error" in outcome:
-            raise errors.UserError(outcome["error"])
-        return outcome["value"]
+            outcome, failure = attempted(action)
+        return value_of(self.gather(outcome)[0], failure)
 
     def _gather_texts(self, text: str) -> list[str]:
         if self.count == 1:
@@ -147,6 +134,37 @@ class Channel:
             f"{self._what}: process {names} of {self.count} did not respond within "
             f"{self._seconds:g} s ({reason})"
         )
+
+
+def attempted(
+    action: Callable[[], Any],
+) -> tuple[dict[str, Any], Exception | None]:
+    """Runs an action; returns its outcome for other processes, and its error."""
+    try:
+        return {"value": action()}, None
+    except Exception as e:
+        # The other processes wait for the outcome, so every error must reach them.
+        text = str(e)
+        if not isinstance(e, errors.UserError):
+            text = f"process 0: {type(e).__name__}: {e}"
+        return {"error": text}, e
+
+
+def value_of(outcome: Mapping[str, Any], failure: Exception | None) -> Any:
+    """Returns the result of an action that some process has run.
+
+    Args:
+      outcome: the outcome, as `attempted` returns it.
+      failure: the error, if this process has run the action and it raised.
+
+    Raises:
+      UserError: with the error's message, if another process has run it.
+    """
+    if failure is not None:
+        raise failure
+    if "error" in outcome:
+        raise errors.UserError(outcome["error"])
+    return outcome["value"]
 
 
 class Board:

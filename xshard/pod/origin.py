@@ -61,6 +61,36 @@ def must_match(config: ml_collections.ConfigDict, cpu_devices: int) -> dict[str,
     return facts
 
 
+def must_match_bits(
+    config: ml_collections.ConfigDict, cpu_devices: int
+) -> dict[str, str]:
+    """Returns what must match on processes that compute the same bits, also on what
+    processor.
+
+    Args:
+      config: as in `must_match`.
+      cpu_devices: as in `must_match`.
+    """
+    facts = must_match(config, cpu_devices)
+    return facts | {
+        "the processor": f"{len(jax.devices())} {_chip()}",
+        "the compiler's flags": _flags(),
+    }
+
+
+def _chip() -> str:
+    """Returns the kind of the devices, and of what compiles for them."""
+    chip = "/".join(sorted({device.device_kind for device in jax.devices()}))
+    if jax.default_backend() == "cpu":
+        chip = f"{chip} {platform.machine()} {_instruction_checksum():08x}"
+    return chip
+
+
+def _flags() -> str:
+    flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
+    return " ".join(flags)
+
+
 def find_provenance(
     module: str, training: str, evaluation: str
 ) -> provenance_lib.Provenance:
@@ -91,16 +121,14 @@ def find_provenance(
         # XLA divides an operation among the cores, so their number changes the order of
         # sums.
         devices += f", {cores()} core(s)"
-        chip = f"{chip} {platform.machine()} {_instruction_checksum():08x}"
-    flags = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     return provenance_lib.Provenance(
         training=training,
         evaluation=evaluation,
         commit=git_commit,
         libraries=", ".join(versions),
         devices=devices,
-        flags=" ".join(flags),
-        chip=chip,
+        flags=_flags(),
+        chip=_chip(),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from xshard.base import spans
 from xshard.pod import host_collectives
+from xshard.pod import members as members_lib
 from xshard.pod import request as request_lib
 
 
@@ -112,13 +113,17 @@ class SyncPoint:
         # Among equals the lowest process index wins. The others had the same purpose.
         agreed = _most_urgent(requests)
         assert agreed is not None, "a round begins with a request"
+        self._take_up(agreed)
+        return agreed, max(polls)
+
+    def _take_up(self, agreed: request_lib.Request) -> None:
+        """Notes that the processes have agreed on a request."""
         with self._changed:
             self._requested.pop(agreed.kind, None)
             if agreed.kind == request_lib.STOP:
                 # A stop saves, too, and no step follows that could be traced.
                 self._requested.clear()
                 self.is_stopping = True
-        return agreed, max(polls)
 
     def decide(self, request: request_lib.Request, poll: int) -> None:
         """Releases the training, and delivers the request at the agreed poll."""
@@ -131,6 +136,31 @@ class SyncPoint:
             self._decided[poll] = request
             self._posted = None
             self._changed.notify_all()
+
+
+class Polled(SyncPoint):
+    """Delivers requests of the members of a run that agree at each poll."""
+
+    def __init__(self, members: members_lib.Exchanging):
+        super().__init__(host_collectives.Board(0, 1))
+        self._members = members
+
+    def poll(self) -> request_lib.Request | None:
+        """Returns the request to act on at this poll, if any: the most urgent one."""
+        with self._lock:
+            asked = list(self._requested.values())
+        words = self._members.gather("requests", asked)
+        requests = []
+        for word in words:
+            requests += [request_lib.Request(*request) for request in word]
+        agreed = _most_urgent(requests)
+        if agreed is not None:
+            self._take_up(agreed)
+        return agreed
+
+    def is_due(self) -> bool:
+        """Returns False: the training itself agrees."""
+        return False
 
 
 def _most_urgent(

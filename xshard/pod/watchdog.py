@@ -34,6 +34,7 @@ from xshard.pod import (
     status,
     sync_point,
 )
+from xshard.pod import members as members_lib
 from xshard.pod import request as request_lib
 
 _TICK_SECONDS = 0.5
@@ -70,6 +71,7 @@ class Watchdog:
         timeouts: startup.Timeouts = _TIMEOUTS,
         console: TextIO | None = None,
         signal_receiver: signals.SignalReceiver | None = None,
+        members: members_lib.Members | None = None,
     ):
         """Prepares the watch; it starts when the context is entered.
 
@@ -83,6 +85,7 @@ class Watchdog:
           console: a stream that errors are written to, in addition to stderr.
           signal_receiver: the signals, if they are already collected; by default the
             context collects them.
+          members: the members of the run, if they agree on requests by themselves.
         """
         self._directory = pathlib.Path(directory)
         self._hosts = list(hosts) or [socket.gethostname()]
@@ -98,6 +101,8 @@ class Watchdog:
         self._board = host_collectives.Board(self._index, self._count)
         self._end = host_collectives.Channel("the end of the run", timeouts.shutdown)
         self._sync_point = sync_point.SyncPoint(self._board)
+        if members is not None and members.exchange is not None:
+            self._sync_point = sync_point.Polled(members.exchange)
         self._heartbeat = heartbeat.Heartbeat(self._count, timeouts, _TICK_SECONDS)
         self._stall = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
         self._status = status.Status(self._hosts[self._index])

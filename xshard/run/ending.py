@@ -142,7 +142,9 @@ def nonfinite_outcome(
     return writer.Outcome(writer.NOT_FINITE, why, code, values or {})
 
 
-def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
+def fail(
+    step: int, why: str, kept: str, directory: workdir.Workdir, *, writes: bool
+) -> None:
     """Reports that a run ended at a step that was not finite.
 
     It does so on stderr and in results.json.
@@ -151,10 +153,11 @@ def fail(step: int, why: str, kept: str, directory: workdir.Workdir) -> None:
       step: the step; later ones may have been dispatched.
       why: a description of what was not finite.
       kept: a sentence that names the newest finite checkpoint.
-      directory: the run's work directory, where process 0 writes the results.
+      directory: the run's work directory.
+      writes: whether this process writes the results there.
     """
     content = {"step": step, "eval": {}, "samples": "", "finite": False, "why": why}
-    if places.own().index == 0:
+    if writes:
         results_lib.write(directory, content)
     print(f"{nonfinite.message(why)} {kept}", file=sys.stderr, flush=True)
 

@@ -88,6 +88,7 @@ def programs(
     step_program: str | None = identity.STEP,
     *,
     waits: bool = False,
+    exchange: logical.Exchange | None = None,
 ) -> Programs:
     """Returns the programs of a run, after tracing and checking them.
 
@@ -105,6 +106,7 @@ def programs(
       larger: the shapes of the larger batches of the run.
       step_program: the program that makes the run's steps; None: it is chosen.
       waits: whether several processes draw the data batch by batch.
+      exchange: connects the members of the run; None if there are no others.
 
     Raises:
       UserError: if a method of the experiment does not fit, or if a value that must be
@@ -116,7 +118,7 @@ def programs(
             "programs. Unset it: jax.debug.breakpoint() stops in them, and "
             "docs/debugging.md shows how to call a loss operation by operation."
         )
-    train_step = jitted_step(experiment, mesh)
+    train_step = jitted_step(experiment, mesh, exchange)
     analyzed_step = train_step
     updates_in_shards = step.updates_in_shards(mesh, state)
     if updates_in_shards:

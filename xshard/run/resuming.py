@@ -80,7 +80,10 @@ class Point(NamedTuple):
 
 
 def identify(
-    config: ml_collections.ConfigDict, directory: workdir.Workdir, set_aside: str
+    config: ml_collections.ConfigDict,
+    directory: workdir.Workdir,
+    set_aside: str,
+    channel: host_collectives.Channel,
 ) -> ResumePlan:
     """Identifies the run to start or resume.
 
@@ -90,14 +93,13 @@ def identify(
       config: the run's config.
       directory: the run's work directory.
       set_aside: the ID of a run that is moved away if it is the run in the directory.
+      channel: connects the processes.
 
     Raises:
       UserError: if the directory or the checkpoints belong to another run, or if a
         changed value would make this another run.
     """
-    plan = host_collectives.on_process_0(
-        "which run it is", lambda: _identify(config, directory, set_aside)
-    )
+    plan = channel.on_process_0(lambda: _identify(config, directory, set_aside))
     # It arrives as JSON, which turns named tuples into lists.
     identity, *others = plan
     return ResumePlan(provenance_lib.Identity(*identity), *others)

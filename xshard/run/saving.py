@@ -14,7 +14,7 @@ import numpy as np
 
 from xshard import checkpoint, errors
 from xshard import experiment as experiment_lib
-from xshard.base import formatting, places
+from xshard.base import formatting
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
@@ -24,6 +24,7 @@ from xshard.learners.state import LearnerState
 from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
+from xshard.pod import members as members_lib
 from xshard.run import adaptations, earlier_states, nonfinite, resuming, states
 from xshard.training import state as state_lib
 
@@ -40,6 +41,7 @@ class Checkpoints(states.States):
         batches: batches_lib.TrainBatches,
         notify: Callable[[str], None],
         provenance: provenance_lib.Provenance,
+        members: members_lib.Members,
     ):
         """Opens the checkpoints; writes nothing.
 
@@ -53,6 +55,7 @@ class Checkpoints(states.States):
           notify: called with a line about each committed checkpoint, from another
             thread.
           provenance: the provenance of the run; process 0's is saved.
+          members: the members of the run.
 
         Raises:
           ValueError: if a value of the config is invalid.
@@ -70,6 +73,7 @@ class Checkpoints(states.States):
         self._notify = notify
         self._directory = directory
         self._run = run
+        self._members = members
         owner = checkpoint.Owner(
             id=run.identity.id,
             fingerprint=run.identity.fingerprint,
@@ -77,7 +81,13 @@ class Checkpoints(states.States):
             config=config_values,
         )
         super().__init__(
-            experiment, mesh, batches.example, directory, owner, self._note_committed
+            experiment,
+            mesh,
+            batches.example,
+            directory,
+            owner,
+            self._note_committed,
+            members,
         )
         self._metadata[lora_lib.METADATA] = adaptations.of(self.target)
 
@@ -141,7 +151,12 @@ class Checkpoints(states.States):
         """
         self.manager.acquire()
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                if self._members.exchange is not None:
+                    stack.enter_context(
+                        self._members.while_leading(self.manager.succeeding)
+                    )
+                yield
         except KeyboardInterrupt:
             # A user who interrupts a second time does not want to wait for the save.
             raise
@@ -233,7 +248,7 @@ class Checkpoints(states.States):
 
         These are rows that were logged before the checkpoint was saved.
         """
-        if begin.rows is None or places.own().index != 0:
+        if begin.rows is None or not self._members.leads:
             return
         if log.rows < begin.rows:
             self._notify(

@@ -17,6 +17,7 @@ from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.files import workdir
+from xshard.pod import members as members_lib
 from xshard.run import adaptations, earlier_states, slices
 from xshard.training import replica_state
 from xshard.training import state as state_lib
@@ -40,6 +41,7 @@ class States:
         directory: workdir.Workdir,
         owner: checkpoint.Owner | None = None,
         committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
+        members: members_lib.Members | None = None,
     ):
         """Opens the checkpoints; writes nothing.
 
@@ -51,6 +53,7 @@ class States:
           owner: the run that writes the checkpoints; None for a reader.
           committed: called on process 0, from another thread, when a checkpoint is
             committed.
+          members: the members of the run; by default the processes that JAX has joined.
 
         Raises:
           ValueError: if a value of the config is invalid.
@@ -72,6 +75,7 @@ class States:
             owner=owner,
             log=announce,
             committed=committed,
+            members=members,
         )
         self.target = target
         self._experiment = experiment

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 
 from xshard import hooks, loop
-from xshard.base import clock, formatting, places
+from xshard.base import clock, formatting
 from xshard.base.jax_internals import runtime
 from xshard.files import disk, workdir
-from xshard.pod import host_collectives
 from xshard.pod import request as request_lib
 from xshard.training import step as step_lib
 
@@ -56,8 +55,9 @@ class Tracer(hooks.Wing):
         self._say = run.terminal.say
         self._set_phase = run.set_phase
         self._clock = run.clock
-        self._index = places.own().index
-        self._channel = host_collectives.Channel("the trace of steps", _WRITE_SECONDS)
+        self._members = run.members
+        self._index = run.members.number
+        self._channel = run.members.channel("the trace of steps", _WRITE_SECONDS)
         # The traced steps: from the first one until before the end. None: no trace is
         # asked for.
         self._steps: range | None = None
@@ -76,13 +76,13 @@ class Tracer(hooks.Wing):
     # The file that asks for a trace.
 
     def opened(self) -> None:
-        """Looks for the file PROFILE from now on, on process 0."""
+        """Looks for the file PROFILE from now on, where the run is led."""
         watch = self._watch
-        if self._index == 0 and watch is not None:
+        if self._members.may_lead and watch is not None:
             watch.in_each_tick(lambda: self._look(watch.ask))
 
     def _look(self, ask: Callable[[request_lib.Request], None]) -> None:
-        if self._is_asked:
+        if self._is_asked or not self._members.leads:
             return
         # If a shared disk does not answer for a moment, the next look finds the file.
         try:
@@ -364,7 +364,7 @@ class Tracer(hooks.Wing):
                 nbytes += paths[0].stat().st_size
                 disk.sync(paths[0])
                 paths[0].replace(folder / f"process_{self._index}.{kind}")
-            if self._index == 0:
+            if self._members.leads and self._members.exchange is None:
                 self._remove_files_of_more_processes(folder)
         except OSError as e:
             raise self._error(
