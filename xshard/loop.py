@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from xshard import callbacks, checkpoint, hooks, logical
 from xshard import config as config_lib
@@ -51,6 +52,8 @@ from xshard.training import step as step_lib
 
 # How long the processes wait for process 0, which reads and writes the run's files.
 _FILES_SECONDS = 1800.0
+# How many values of a batch members compare.
+_NOTED_VALUES = 1000
 # What a wing may recover a run from.
 _TROUBLE = (nonfinite.NonfiniteError, replication.ReplicaDivergenceError)
 
@@ -166,6 +169,9 @@ class Run:
         # The number of rows before the last save.
         self._rows_saved = 0
         self._is_save_requested = False
+        # Whether processes wait for a place, and whether they have one.
+        self._has_arrivals = False
+        self._begins_again = False
 
     def _read_data(self) -> None:
         """Opens the training and the evaluation data."""
@@ -186,6 +192,7 @@ class Run:
             type(self.experiment).__module__,
             self.batches.summary(),
             self._evaluation.summary(),
+            self.members.channel("comparing the data", _FILES_SECONDS),
         )
         self.changes = list(self._plan.changes)
         if self.members.leads and not self._plan.sets_aside:
@@ -478,6 +485,8 @@ class Run:
                 self.set_phase(status.READING)
             with self.clock.waiting(newest):
                 batch, count = self._draw(range(first, self._next_due() + 1), state)
+            if self.members.exchange is not None:
+                _note(self.members, batch)
 
             # The host only dispatches the steps, and does not wait for them.
             self._announce(first)
@@ -499,6 +508,10 @@ class Run:
             dispatched = _Dispatched(chunk, newest, fetched)
             self._read(self._queue.push(dispatched, count), state)
             self._act(state)
+            if self._begins_again:
+                self._begins_again = False
+                state = self._begin()
+                newest = None
         for wing in self._wings:
             wing.finish(state)
         self.flush(state)
@@ -545,6 +558,7 @@ class Run:
             ),
             # Raises if the last save in the background has failed.
             hooks.Call(lambda *_: self.checkpoints.check(), is_due=lambda step: True),
+            hooks.Call(self._admit, is_due=self._is_admission_due),
         ]
 
     def _draw(
@@ -613,6 +627,25 @@ class Run:
         if self.members.leads and self._save_interval.has_passed():
             self._request_save()
 
+    def _is_admission_due(self, step: int) -> bool:
+        is_last = step == self.config.steps
+        return self._has_arrivals and not self.is_over and not is_last
+
+    def _admit(self, step: int, state: state_lib.TrainState) -> None:
+        """Lets processes join the run, which all members begin again from here."""
+        del state
+        self._has_arrivals = False
+        self.checkpoints.wait()
+        self.members.admit(step)
+        self._begins_again = True
+
+    def _compile_ahead(self) -> None:
+        """Compiles what the steps and the evaluation need, while others make them."""
+        self.set_phase("compiling")
+        if isinstance(self.train_step, logical.Program):
+            self.train_step.lower(self.target, self.batches.shapes()).compile()
+        self._evaluation.compile(self.target)
+
     def _is_evaluation_due(self, step: int) -> bool:
         return self._stop is None and self._schedule.evaluation(step)
 
@@ -660,6 +693,10 @@ class Run:
         # be made again.
         self._resources.close()
         self._queue.flush()
+        if self.members.is_outside:
+            self._compile_ahead()
+            self.set_phase("waiting for a place")
+            self.members.enter()
         self.set_phase("restoring")
         # Roll-backs come first, since they give up checkpoints.
         self.past.begin()
@@ -819,6 +856,9 @@ class Run:
             self._stop = request
         elif request.kind == request_lib.SAVE:
             self._is_save_requested = True
+        elif request.kind == request_lib.ADMIT:
+            self._is_save_requested = True
+            self._has_arrivals = True
         else:
             for wing in self._wings:
                 wing.receive(self.step + 1, request)
@@ -877,6 +917,15 @@ class Run:
         # The save before this one has ended, and made the rows before it durable.
         self.log.forget(self._rows_saved)
         self._rows_saved = self.log.rows
+
+
+def _note(members: members_lib.Members, batch: dict[str, jax.Array]) -> None:
+    """Notes some values of a batch, which all members must have alike."""
+    for name in sorted(batch):
+        for shard in batch[name].addressable_shards:
+            values = np.asarray(shard.data).reshape(-1)
+            every = max(1, len(values) // _NOTED_VALUES)
+            members.note(values[::every].tobytes())
 
 
 def run(

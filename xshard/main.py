@@ -19,6 +19,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
@@ -47,6 +48,8 @@ from xshard.pod import members as members_lib
 from xshard.pod import origin as origin_lib
 from xshard.wings import installed
 
+# How long to wait before another look for a run.
+_LOOK_SECONDS = 0.2
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
     None,
@@ -146,6 +149,11 @@ _MEETING = flags.DEFINE_string(
     None,
     "HOST:PORT of a launcher that gives the processes of an exact run their places, "
     "anew whenever it loses one. --process_id is then this process's number.",
+)
+_JOINS = flags.DEFINE_bool(
+    "joins",
+    False,
+    "With --meeting_address: the run is under way. Wait for a place in it.",
 )
 _DEFAULTS = startup.Timeouts()
 _START = flags.DEFINE_integer(
@@ -284,11 +292,9 @@ def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
             start_seconds=timeouts.start,
             heartbeat_seconds=timeouts.heartbeat,
         )
-        try:
+        if not _JOINS.value:
             exchange.enter()
-        except exchange_lib.EndedError:
-            return exit_codes.DONE
-        members = members_lib.Exchanging(number, exchange)
+        members = members_lib.Exchanging(number, exchange, is_outside=_JOINS.value)
         log = workdir.Workdir(directory).open_log(number)
         streams = standard_streams.SetAside(log)
         with (
@@ -302,13 +308,34 @@ def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
             ) as watch,
         ):
             try:
+                if _JOINS.value:
+                    _await_run(directory, timeouts.start)
                 code = _run_mode(config, directory, watch, members)
                 watch.end(status.last_phase(code))
+            except exchange_lib.EndedError:
+                # The run has not needed this process.
+                return exit_codes.DONE
             except Exception as e:
                 watch.end(f"failed: {cli.summary(e).splitlines()[0]}")
                 raise
         members.close()
         return code
+
+
+def _await_run(directory: str, seconds: float) -> None:
+    """Waits until a directory has the run that this process is to join.
+
+    Raises:
+      UserError: if it has none in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not workdir.Workdir(directory).run_id():
+        if time.monotonic() > deadline:
+            raise errors.UserError(
+                f"--joins: there is no run in {directory} after {seconds:g} s. Is the "
+                "same disk mounted on all hosts?"
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def _place_of_member(config: Any) -> tuple[str, int]:
@@ -469,7 +496,13 @@ def _command() -> str:
     # Python does not know its own path if a program has started it under another name.
     python = user_code.display_path(sys.executable or "python")
     # The launcher or scheduler sets the place of each process anew.
-    place = ("coordinator_address", "num_processes", "process_id", "meeting_address")
+    place = (
+        "coordinator_address",
+        "num_processes",
+        "process_id",
+        "meeting_address",
+        "joins",
+    )
     arguments = flag_words.without_flags(sys.argv[1:], place)
     return shlex.join([python, "-m", "xshard.main", *arguments])
 

@@ -18,7 +18,7 @@ from xshard import mesh as mesh_lib
 from xshard.base import clock as clock_lib
 from xshard.base import formatting
 from xshard.data import batches as batches_lib
-from xshard.files import identity, workdir
+from xshard.files import identity, jsonfile, workdir
 from xshard.learners import state as learner_state
 from xshard.metrics import deferred
 from xshard.metrics import norms as norms_lib
@@ -340,6 +340,9 @@ class Log(hooks.Hook):
         writers_lib.close(self._writers, outcome)
 
     def _send(self, row: rows_lib.Row) -> None:
+        if self._members.exchange is not None:
+            text = jsonfile.dumps(rows_lib.reproducible(row))
+            self._members.note(text.encode())
         self._write(self._write_row, row)
         self.rows += 1
 

@@ -241,16 +241,19 @@ def on_process_0(what: str, action: Callable[[], Any]) -> Any:
     return Channel(what, _WAIT_SECONDS).on_process_0(action)
 
 
-def check_equal_data(summaries: Mapping[str, Callable[[], str]]) -> None:
+def check_equal_data(
+    summaries: Mapping[str, Callable[[], str]], channel: Channel | None = None
+) -> None:
     """Raises UserError, on all processes, unless all have the same data.
 
     Args:
       summaries: functions by name that return summaries of data; with one process they
         are not called.
+      channel: connects the processes; by default those that JAX has joined.
     """
-    if places.own().count == 1:
+    channel = channel or Channel("comparing the data", _WAIT_SECONDS)
+    if channel.count == 1:
         return
-    channel = Channel("comparing the data", _WAIT_SECONDS)
     local = {name: summarize() for name, summarize in summaries.items()}
     first, *others = channel.gather(local)
     for name, value in first.items():

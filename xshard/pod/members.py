@@ -12,7 +12,9 @@ steps (`xshard.pod.exchange`), and agree here on whatever one of them decides. I
 leader is lost, another one leads from within the call that it would have answered.
 """
 
+import collections
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 from xshard.base import places, spans
 from xshard.pod import exchange as exchange_lib
 from xshard.pod import host_collectives
+from xshard.pod import request as request_lib
 
 
 class Members:
@@ -48,6 +51,24 @@ class Members:
         """Whether this process leads, or may come to."""
         return self.leads
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether this process has no place yet in a run that is under way."""
+        return False
+
+    def enter(self) -> None:
+        """Waits for a place in the run, with the state of its newest checkpoint."""
+
+    def admit(self, step: int) -> None:
+        """Lets in processes that have none.
+
+        Args:
+          step: the step, which has just been saved. All members restore it.
+        """
+
+    def note(self, content: bytes) -> None:
+        """Notes what must be equal on all members, who compare it at the next poll."""
+
     def channel(self, what: str, seconds: float) -> host_collectives.Channel:
         """Returns a channel for the main thread, on which process 0 is the leader.
 
@@ -56,17 +77,6 @@ class Members:
           seconds: how long the processes wait for one another.
         """
         return host_collectives.Channel(what, seconds)
-
-    def writing_channel(self, what: str, seconds: float) -> host_collectives.Channel:
-        """Returns a channel of those that write checkpoints together.
-
-        A thread beside the main one uses it.
-
-        Args:
-          what: as in `channel`.
-          seconds: as in `channel`.
-        """
-        return self.channel(what, seconds)
 
     def by_leader(self, what: str, action: Callable[[], Any]) -> Any:
         """Returns what an action returns on the leader, if only the leader knows.
@@ -93,19 +103,32 @@ class Members:
 
 
 class Exchanging(Members):
-    """The members of a run that goes on without those that it loses."""
+    """The members of a run that goes on without those that it loses.
 
-    def __init__(self, number: int, exchange: exchange_lib.Exchange):
-        """Takes an exchange in which this process has a place.
+    Attributes:
+      has_succeeded: whether this process leads since another one was lost.
+    """
+
+    def __init__(
+        self, number: int, exchange: exchange_lib.Exchange, *, is_outside: bool
+    ):
+        """Takes an exchange.
 
         Args:
           number: the number of this process.
-          exchange: the exchange.
+          exchange: the exchange, in which this process has a place unless it is
+            outside.
+          is_outside: whether the run is under way. Until `enter` this process reads for
+            itself what the leader would tell it.
         """
         self.exchange = self
+        self.has_succeeded = False
         self._number = number
         self._exchange = exchange
-        self._leads = exchange.place.index == 0
+        self._is_outside = is_outside
+        self._leads = not is_outside and exchange.place.index == 0
+        # A checksum of what has been noted.
+        self._noted = 0
         # What the leader has open: how it is opened, and what closes it.
         self._held: list[
             tuple[
@@ -129,14 +152,68 @@ class Exchanging(Members):
         """Whether this process leads, or may come to."""
         return True
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether this process has no place yet in a run that is under way."""
+        return self._is_outside
+
+    def enter(self) -> None:
+        """Waits for a place in the run, with the state of its newest checkpoint.
+
+        Raises:
+          EndedError: of `xshard.pod.exchange`, if the run has ended meanwhile.
+        """
+        word = self._exchange.enter()
+        # All members restore the checkpoint together, once this one is among them.
+        self._exchange.restored()
+        self._is_outside = False
+        self.admit(word["step"])
+
+    def admit(self, step: int) -> None:
+        """Lets in processes that have no place, after a step that has been saved."""
+        self._exchange.admit(f"processes join after step {step}", {"step": step})
+        # They have noted nothing yet.
+        self._noted = 0
+        self._succeed()
+
+    def note(self, content: bytes) -> None:
+        """Notes what must be equal on all members, who compare it at the next poll."""
+        self._noted = zlib.crc32(content, self._noted)
+
+    def poll(self, requests: Sequence[Any]) -> list[Any]:
+        """Returns the requests of all members.
+
+        Args:
+          requests: those of this member, as JSON.
+
+        Raises:
+          LostError: of `xshard.pod.host_collectives`, if what this member has noted
+            differs from what the others have.
+        """
+        asked = list(requests)
+        if self._exchange.arrivals:
+            asked.append(request_lib.ARRIVALS)
+        words = self.gather("requests", [asked, self._noted])
+        self._check([noted for _, noted in words])
+        return [request for requests, _ in words for request in requests]
+
+    def _check(self, noted: Sequence[int]) -> None:
+        """Raises LostError if this member is the one that differs."""
+        counts = collections.Counter(noted)
+        # Of two equally large parts, the one with the leader goes on.
+        usual = max(noted, key=lambda each: (counts[each], each == noted[0]))
+        if self._noted != usual:
+            raise host_collectives.LostError(
+                f"process {self._number} has other rows or other examples than most of "
+                f"the {len(noted)} members of this run since they last agreed: its "
+                "memory, its processor or its data is not as theirs. The others go on "
+                "without it."
+            )
+
     def channel(self, what: str, seconds: float) -> host_collectives.Channel:
         """Returns a channel for the main thread; who is late is for the exchange."""
         del seconds
         return _Channel(what, self)
-
-    def writing_channel(self, what: str, seconds: float) -> host_collectives.Channel:
-        """Returns the channel of a single process: the leader writes alone."""
-        return host_collectives.Channel(what, seconds)
 
     def by_leader(self, what: str, action: Callable[[], Any]) -> Any:
         """Returns what an action returns on the leader."""
@@ -163,6 +240,8 @@ class Exchanging(Members):
           what: the purpose, equal on all members.
           word: what this one says, a JSON value.
         """
+        if self._is_outside:
+            return [word]
         with spans.Span(spans.AGREE):
             words = self._exchange.gather(what, word)
         self._succeed()
@@ -190,6 +269,7 @@ class Exchanging(Members):
         if self._leads or self._exchange.place.index:
             return
         self._leads = True
+        self.has_succeeded = True
         for open_one, stack in self._held:
             stack.enter_context(open_one())
 
@@ -209,7 +289,7 @@ class _Channel(host_collectives.Channel):
         while not outcomes:
             outcome = None
             failure = None
-            if self._members.leads:
+            if self._members.leads or self._members.is_outside:
                 outcome, failure = host_collectives.attempted(action)
             outcomes = [each for each in self.gather(outcome) if each is not None]
         return host_collectives.value_of(outcomes[0], failure)

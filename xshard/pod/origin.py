@@ -92,7 +92,10 @@ def _flags() -> str:
 
 
 def find_provenance(
-    module: str, training: str, evaluation: str
+    module: str,
+    training: str,
+    evaluation: str,
+    channel: host_collectives.Channel | None = None,
 ) -> provenance_lib.Provenance:
     """Returns the provenance of a run: its data, code, libraries and devices. All
     processes must call it.
@@ -101,12 +104,13 @@ def find_provenance(
       module: the name of the experiment's module.
       training: a summary of the training data.
       evaluation: a summary of the evaluation data.
+      channel: connects the processes; by default those that JAX has joined.
 
     Raises:
       UserError: if the data differs between processes.
     """
     summaries = {"training": lambda: training, "evaluation": lambda: evaluation}
-    host_collectives.check_equal_data(summaries)
+    host_collectives.check_equal_data(summaries, channel)
     file = getattr(sys.modules.get(module), "__file__", None)
     git_commit = ""
     if file:

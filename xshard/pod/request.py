@@ -7,15 +7,17 @@ from xshard.pod import exit_codes
 PROFILE = "profile"
 SAVE = "save"
 STOP = "stop"
+ADMIT = "admit"
 # The most urgent first: of several requests this one is acted on first.
-BY_URGENCY = (STOP, SAVE, PROFILE)
+BY_URGENCY = (STOP, SAVE, PROFILE, ADMIT)
 
 
 class Request(NamedTuple):
     """An action that all processes take at the same step.
 
     Attributes:
-      kind: 'save'; 'stop', which saves too; or 'profile'.
+      kind: 'save'; 'stop', which saves too; 'profile'; or 'admit', which saves and
+        lets processes in.
       why: the reason, for the user.
       code: the exit code of a stop.
       steps: the number of steps that a profile traces.
@@ -27,4 +29,5 @@ class Request(NamedTuple):
     steps: int = 0
 
 
+ARRIVALS = Request(ADMIT, "processes wait for a place")
 BY_CLOCK = Request(SAVE, "checkpoint.every_minutes have passed")

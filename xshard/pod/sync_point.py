@@ -149,11 +149,8 @@ class Polled(SyncPoint):
         """Returns the request to act on at this poll, if any: the most urgent one."""
         with self._lock:
             asked = list(self._requested.values())
-        words = self._members.gather("requests", asked)
-        requests = []
-        for word in words:
-            requests += [request_lib.Request(*request) for request in word]
-        agreed = _most_urgent(requests)
+        requests = self._members.poll(asked)
+        agreed = _most_urgent([request_lib.Request(*each) for each in requests])
         if agreed is not None:
             self._take_up(agreed)
         return agreed

@@ -130,6 +130,11 @@ class Evaluation:
             )
         return is_per_group
 
+    def compile(self, state: state_lib.TrainState) -> None:
+        """Compiles the evaluation of states of these shapes, ahead of the first."""
+        for split_batches in self._batches.values():
+            self._jitted.lower(state, split_batches.shapes(), np.int32(0)).compile()
+
     def __call__(self, state: state_lib.TrainState) -> dict[str, Any]:
         """Evaluates a state on all examples.
 

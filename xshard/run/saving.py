@@ -102,6 +102,9 @@ class Checkpoints(states.States):
         # Raises if two arrays share a name. Without this check the first save would be
         # the first to notice.
         checkpoint.flatten(self.target)
+        if self._members.is_outside:
+            # It restores what the members save for it.
+            return
         latest = None
         if not self._run.sets_aside:
             # Process 0 decides whether there is a checkpoint. A process that does not
@@ -149,7 +152,8 @@ class Checkpoints(states.States):
           ValueError: if another run holds the lock, or if the last save failed,
             whatever `checkpoint.on_failure` says.
         """
-        self.manager.acquire()
+        if not self._members.is_outside:
+            self.manager.acquire()
         try:
             with contextlib.ExitStack() as stack:
                 if self._members.exchange is not None:
