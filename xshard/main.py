@@ -312,9 +312,6 @@ def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
                     _await_run(directory, timeouts.start)
                 code = _run_mode(config, directory, watch, members)
                 watch.end(status.last_phase(code))
-            except exchange_lib.EndedError:
-                # The run has not needed this process.
-                return exit_codes.DONE
             except Exception as e:
                 watch.end(f"failed: {cli.summary(e).splitlines()[0]}")
                 raise

@@ -158,11 +158,7 @@ class Exchanging(Members):
         return self._is_outside
 
     def enter(self) -> None:
-        """Waits for a place in the run, with the state of its newest checkpoint.
-
-        Raises:
-          EndedError: of `xshard.pod.exchange`, if the run has ended meanwhile.
-        """
+        """Waits for a place in the run, with the state of its newest checkpoint."""
         word = self._exchange.enter()
         # All members restore the checkpoint together, once this one is among them.
         self._exchange.restored()
