@@ -154,6 +154,21 @@ def status(directory):
     return json.loads((directory / "status.json").read_bytes())
 
 
+def members(launcher):
+    """Returns the process IDs of the processes that a launcher has started, by their
+    number, and runs now; as Linux lists them.
+    """
+    pids = {}
+    for task in pathlib.Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        for pid in task.read_text().split():
+            with contextlib.suppress(OSError):
+                words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                for word in words:
+                    if word.startswith("--process_id="):
+                        pids[int(word.partition("=")[2])] = int(pid)
+    return pids
+
+
 def stand_in(tmp_path, name, program):
     """Creates a program that records each call in a file and runs `program`; returns a
     PATH that begins with it.

@@ -1,0 +1,114 @@
+"""Tests that a run goes on without processes that are killed, and ends in the same
+bits.
+"""
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from tests import pace
+from tests.launch import harness
+
+_STEPS = 12
+_EXACT = [
+    *harness.TOY,
+    "--config.logical_replicas=6",
+    "--config.reduction.arithmetic=exact",
+    "--config.log_every_steps=1",
+    "--config.eval_every_steps=4",
+    "--config.checkpoint.every_steps=3",
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The work directory of a run of one process."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
+    code, output = harness.finish(harness.start(command))
+    assert code == 0, output
+    return directory
+
+
+def start(directory, variables, *options):
+    """Starts a run of three members."""
+    command = [*_EXACT, f"--workdir={directory}"]
+    return harness.launch(
+        "--num_processes=3",
+        "--cpu_devices=1",
+        *options,
+        command=command,
+        env=harness.environment(**variables),
+    )
+
+
+def leader(directory):
+    """Returns the process ID of the member that leads."""
+    return harness.status(directory)[0]["pid"]
+
+
+def kill(process, directory, who):
+    """Kills a member, the one that leads or another; returns its process ID."""
+    first = leader(directory)
+    pid = first
+    if who != "leader":
+        pid = min(set(harness.members(process).values()) - {first})
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.parametrize("first, second", [("leader", "leader"), ("other", "leader")])
+def test_members_that_are_killed_cost_no_step(tmp_path, uninterrupted, first, second):
+    directory = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        with pace.slow(tmp_path / "slow", 5) as variables:
+            process = start(directory, variables, "--spares=0")
+            stack.enter_context(harness.running(process))
+            harness.read_until(process, f"step  5/{_STEPS}")
+            lost = kill(process, directory, first)
+            harness.read_until(process, "generation 2")
+            if first == "leader":
+                harness.wait_until(lambda: leader(directory) != lost)
+            kill(process, directory, second)
+            harness.read_until(process, "generation 3")
+        code, output = harness.finish(process)
+    assert code == 0, output
+    assert "step  5/" not in output
+    harness.assert_same_end(directory, uninterrupted, _STEPS)
+
+
+def test_a_process_joins_for_one_that_is_killed(tmp_path, uninterrupted):
+    directory = tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        with pace.slow(tmp_path / "slow", 5) as variables:
+            process = start(directory, variables, "--spares=1")
+            stack.enter_context(harness.running(process))
+            harness.read_until(process, f"step  5/{_STEPS}")
+            before = set(harness.members(process).values())
+            lost = kill(process, directory, "leader")
+            # First without it, then with the spare.
+            harness.read_until(process, "generation 3")
+            harness.read_until(process, "resumed from the checkpoint of step")
+        code, output = harness.finish(process)
+    assert code == 0, output
+    assert lost in before
+    harness.assert_same_end(directory, uninterrupted, _STEPS)
+
+
+def test_a_signal_to_one_member_stops_all_at_one_step(tmp_path, uninterrupted):
+    directory = tmp_path / "run"
+    with pace.slow(tmp_path / "slow", 5) as variables:
+        process = start(directory, variables, "--spares=0", "--max_failures=1")
+        with harness.running(process):
+            harness.read_until(process, f"step  5/{_STEPS}")
+            (directory / "STOP").touch()
+            code, output = harness.finish(process)
+    assert code == 42, output
+    (directory / "STOP").unlink()
+    # The same command, of one process, goes on.
+    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
+    code, output = harness.finish(harness.start(command))
+    assert code == 0 and "resumed from the checkpoint of step" in output, output
+    harness.assert_same_end(directory, uninterrupted, _STEPS)
