@@ -268,11 +268,6 @@ class Manager(listing_lib.Listing):
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
         reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)
-        # A copy that waits for this member to lead is kept whole.
-        leads = self._members.leads or self._members.exchange is None
-        budget_bytes = self._budget_bytes if leads else sys.maxsize
-        copy = host_copy.HostCopy(plan, budget_bytes, reporter)
-
         # One save at a time, since the processes gather in one order.
         previous_failure = None
         try:
@@ -280,6 +275,10 @@ class Manager(listing_lib.Listing):
         except store_lib.CheckpointError as e:
             # Raised once this save is under way, in which the others take part.
             previous_failure = e
+        # This member may lead since that wait. If it does not, its copy is kept whole.
+        leads = self._members.leads or self._members.exchange is None
+        budget_bytes = self._budget_bytes if leads else sys.maxsize
+        copy = host_copy.HostCopy(plan, budget_bytes, reporter)
         end: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         thread = threading.Thread(
             target=self._save_in_background,
