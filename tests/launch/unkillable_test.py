@@ -49,13 +49,15 @@ def leader(directory):
     return harness.status(directory)[0]["pid"]
 
 
-def kill(process, directory, who):
-    """Kills a member, the one that leads or another; returns its process ID."""
+def end(process, directory, who, number=signal.SIGKILL):
+    """Sends a signal to a member, the one that leads or another; returns its process
+    ID.
+    """
     first = leader(directory)
     pid = first
     if who != "leader":
         pid = min(set(harness.members(process).values()) - {first})
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     return pid
 
 
@@ -67,11 +69,11 @@ def test_members_that_are_killed_cost_no_step(tmp_path, uninterrupted, first, se
             process = start(directory, variables, "--spares=0")
             stack.enter_context(harness.running(process))
             harness.read_until(process, f"step  5/{_STEPS}")
-            lost = kill(process, directory, first)
+            lost = end(process, directory, first)
             harness.read_until(process, "generation 2")
             if first == "leader":
                 harness.wait_until(lambda: leader(directory) != lost)
-            kill(process, directory, second)
+            end(process, directory, second)
             harness.read_until(process, "generation 3")
         code, output = harness.finish(process)
     assert code == 0, output
@@ -87,7 +89,7 @@ def test_a_process_joins_for_one_that_is_killed(tmp_path, uninterrupted):
             stack.enter_context(harness.running(process))
             harness.read_until(process, f"step  5/{_STEPS}")
             before = set(harness.members(process).values())
-            lost = kill(process, directory, "leader")
+            lost = end(process, directory, "leader")
             # First without it, then with the spare.
             harness.read_until(process, "generation 3")
             harness.read_until(process, "resumed from the checkpoint of step")
@@ -99,16 +101,14 @@ def test_a_process_joins_for_one_that_is_killed(tmp_path, uninterrupted):
 
 def test_a_signal_to_one_member_stops_all_at_one_step(tmp_path, uninterrupted):
     directory = tmp_path / "run"
-    with pace.slow(tmp_path / "slow", 5) as variables:
-        process = start(directory, variables, "--spares=0", "--max_failures=1")
-        with harness.running(process):
+    with contextlib.ExitStack() as stack:
+        with pace.slow(tmp_path / "slow", 5) as variables:
+            process = start(directory, variables, "--spares=0")
+            stack.enter_context(harness.running(process))
             harness.read_until(process, f"step  5/{_STEPS}")
-            (directory / "STOP").touch()
-            code, output = harness.finish(process)
-    assert code == 42, output
-    (directory / "STOP").unlink()
-    # The same command, of one process, goes on.
-    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
-    code, output = harness.finish(harness.start(command))
+            end(process, directory, "other", signal.SIGTERM)
+            # All have left with their state saved. They are no longer slow.
+            harness.read_until(process, "starting it again")
+        code, output = harness.finish(process)
     assert code == 0 and "resumed from the checkpoint of step" in output, output
     harness.assert_same_end(directory, uninterrupted, _STEPS)
