@@ -5,10 +5,11 @@ alone.
 
 Each round trains digits twice with `python -m launch --spares`: undisturbed, and with
 kills drawn from the seed: of the member that leads, of another, or of two at once. A
-third run, of processes that JAX joins, is killed once, for comparison. Printed are the
-steps a second, the seconds without steps after each kill, and the steps that were made
-again. With --gates it prints a table of what must hold, and exits with 1 if anything
-does not.
+third run, of processes that JAX joins, is killed once, for comparison. Then a step of
+members is compared with one of such processes, for two sizes of network. Printed are
+the steps a second, the seconds without steps after each kill, and the steps that were
+made again. With --gates it prints a table of what must hold, and exits with 1 if
+anything does not. The seconds mean something on a machine that does nothing else.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -39,10 +41,18 @@ _SPARES = flags.DEFINE_integer("spares", 1, "The number of spares.", 0)
 _STEPS = flags.DEFINE_integer("steps", 4000, "The number of steps of each run.", 100)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of the kills of the first round.")
 _RESTART = flags.DEFINE_bool("restart", True, "Whether to time a restart, too.")
+_HIDDEN = flags.DEFINE_list(
+    "hidden",
+    ["96", "4096"],
+    "The sizes of the layer with which members are compared with processes that JAX "
+    "joins: 0.3 MB and 13 MB of gradients.",
+)
 _GATES = flags.DEFINE_bool("gates", False, "Whether to check what must hold.")
 
 _MOST_SECONDS_WITHOUT_STEPS = 0.5
 _LEAST_SHARE_OF_STEPS = 0.8
+_MOST_STEP_RATIO = 1.1
+_COMPARED_STEPS = 150
 _LIMIT_SECONDS = 3600.0
 
 
@@ -54,7 +64,7 @@ class Trained(NamedTuple):
       rate: the steps a second, from the first row to the last.
       gaps: the seconds without steps after each kill.
       repeated: how many steps were made again.
-      kept: whether the processes that were not killed are those that ended the run.
+      kept: whether the run lost no other processes than those that were killed.
     """
 
     code: int
@@ -89,6 +99,8 @@ def main(argv: list[str]) -> int:
         if _RESTART.value:
             restarted = train(scratch / "restart", ["--num_processes=2"], kills=[5.0])
             say("restart of all", restarted)
+        for hidden in map(int, _HIDDEN.value):
+            gates.append(compare_steps(scratch / f"hidden_{hidden}", hidden))
     if not _GATES.value:
         return 0
     for gate in gates:
@@ -138,6 +150,8 @@ def train(
     options: Sequence[str],
     kills: Sequence[float] = (),
     draw: random.Random | None = None,
+    steps: int = 0,
+    config: Sequence[str] = (),
 ) -> Trained:
     """Trains a run, and kills members of it.
 
@@ -146,6 +160,8 @@ def train(
       options: the launcher's options.
       kills: the seconds before each kill.
       draw: draws whom to kill; None: the process that leads.
+      steps: the number of steps; 0: that of the flag.
+      config: further arguments of the run.
     """
     command = [
         sys.executable,
@@ -156,7 +172,8 @@ def train(
         "--config.logical_replicas=8",
         "--config.reduction.arithmetic=exact",
         "--config.log_every_steps=1",
-        f"--config.steps={_STEPS.value}",
+        f"--config.steps={steps or _STEPS.value}",
+        *config,
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "launch", *options, "--cpu_devices=1", "--", *command],
@@ -170,7 +187,6 @@ def train(
     reader.start()
     times: list[float] = []
     killed: set[int] = set()
-    seen: set[int] = set()
     try:
         wait_for_rows(process, directory, 10)
         for seconds in kills:
@@ -179,10 +195,9 @@ def train(
             if process.poll() is not None or not victims:
                 break
             times.append(time.time())
-            for pid in victims:
+            for number, pid in victims.items():
                 os.kill(pid, signal.SIGKILL)
-            killed |= victims
-            seen |= set(harness.members(process).values())
+                killed.add(number)
             wait_for_rows(process, directory, len(rows(directory)) + 10)
         process.wait(_LIMIT_SECONDS)
     finally:
@@ -191,35 +206,66 @@ def train(
     logged = rows(directory)
     stamps = [row["perf/time"] for row in logged]
     span = max(stamps[-1] - stamps[0], 1e-9)
-    output = "".join(lines)
+    lost = set(re.findall(r"launch: process (\d+) .*goes on without", "".join(lines)))
     return Trained(
         code=process.returncode,
         rate=(logged[-1]["step"] - logged[0]["step"]) / span,
         gaps=[gap_after(stamps, at) for at in times],
         repeated=repeated(lines),
-        kept=all(f"process {pid}" not in output for pid in seen - killed),
+        kept=set(map(int, lost)) <= killed,
     )
+
+
+def compare_steps(scratch: pathlib.Path, hidden: int) -> Gate:
+    """Compares a step of two members with one of two processes that JAX joins."""
+    config = [
+        f"--config.model.hidden={hidden}",
+        f"--config.eval_every_steps={_COMPARED_STEPS}",
+        f"--config.checkpoint.every_steps={_COMPARED_STEPS}",
+    ]
+    sides: dict[str, list[float]] = {"joined": [], "members": []}
+    for number in range(2 * _ROUNDS.value):
+        for name, seconds in sides.items():
+            options = ["--num_processes=2"]
+            if name == "members":
+                options.append("--spares=0")
+            directory = scratch / f"{name}_{number}"
+            trained = train(directory, options, steps=_COMPARED_STEPS, config=config)
+            assert trained.code == 0, directory
+            stamps = [row["perf/time"] for row in rows(directory)]
+            gaps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
+            seconds.append(statistics.median(gaps))
+    joined, members = (min(seconds) for seconds in sides.values())
+    print(
+        f"hidden {hidden}: a step of processes that JAX joins {1e3 * joined:.1f} ms, "
+        f"of members {1e3 * members:.1f} ms; load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    ratio = members / joined
+    what = f"a step with a layer of {hidden}: at most {_MOST_STEP_RATIO} of JAX's"
+    return Gate(what, f"{ratio:.2f}", ratio <= _MOST_STEP_RATIO)
 
 
 def choose(
     process: "subprocess.Popen[str]",
     directory: pathlib.Path,
     draw: random.Random | None,
-) -> set[int]:
-    """Returns the process IDs of the members to kill next; at least one is left."""
-    pids = sorted(harness.members(process).values())
+) -> dict[int, int]:
+    """Returns the process IDs of the members to kill next, by number; at least one is
+    left.
+    """
+    numbers = {pid: number for number, pid in harness.members(process).items()}
     with contextlib.suppress(OSError, ValueError):
         leader = harness.status(directory)[0]["pid"]
-        if draw is None:
-            return {leader}
-        kind = draw.choice(("leader", "other", "two"))
-        others = [pid for pid in pids if pid != leader]
-        if kind == "leader" or not others:
-            return {leader}
-        if kind == "other" or len(pids) < 3:
-            return {draw.choice(others)}
-        return {leader, draw.choice(others)}
-    return set()
+        others = sorted(pid for pid in numbers if pid != leader)
+        kind = draw.choice(("leader", "other", "two")) if draw else "leader"
+        chosen = []
+        if kind != "other" or not others:
+            chosen.append(leader)
+        if draw and len(others) > (kind == "two") and kind != "leader":
+            chosen.append(draw.choice(others))
+        return {numbers[pid]: pid for pid in chosen if pid in numbers}
+    return {}
 
 
 def rows(directory: pathlib.Path) -> list[dict[str, float]]:
