@@ -81,6 +81,23 @@ def test_a_start_loads_what_the_previous_one_compiled(tmp_path, hits):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_a_program_that_another_process_stores_first_serves_as_well(
+    tmp_path, monkeypatch
+):
+    create = checkpoint.Store.create
+
+    def late(store, name, content):
+        """Creates an object after another process has."""
+        create(store, name, b"another's")
+        create(store, name, content)
+
+    monkeypatch.setattr(checkpoint.Store, "create", late)
+    with enabled(tmp_path):
+        compute(1)
+    (entry,) = (tmp_path / compile_cache.FOLDER).glob("*lambda*-cache")
+    assert entry.read_bytes() == b"another's"
+
+
 def test_an_entry_that_a_kill_cut_off_is_compiled_with_a_warning(tmp_path):
     with enabled(tmp_path):
         expected = compute(4)

@@ -54,10 +54,16 @@ class _Cache(runtime.CompilationCache):
     def put(self, key: str, value: bytes) -> None:
         if self._is_read_only:
             return
-        # Another run may have stored the same program meanwhile, in other bytes, which
-        # serve as well. A program that cannot be loaded is replaced only by hand.
-        if self._store.read(_name(key)) is None:
-            self._store.create(_name(key), value)
+        name = _name(key)
+        # Another process may store the same program, also between these two calls, in
+        # other bytes, which serve as well. A program that cannot be loaded is replaced
+        # only by hand.
+        if self._store.read(name) is None:
+            try:
+                self._store.create(name, value)
+            except errors.UserError:
+                if self._store.read(name) is None:
+                    raise
 
 
 def _name(key: str) -> str:
