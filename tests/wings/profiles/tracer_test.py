@@ -9,7 +9,7 @@ import pytest
 
 from tests import rows, toy, winged
 from xshard.files import workdir
-from xshard.pod import request
+from xshard.pod import members, request
 from xshard.wings.profiles import tracer as tracer_lib
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -50,6 +50,7 @@ def make_tracer(directory, said):
         watch=None,
         workdir=workdir.Workdir(directory),
         terminal=types.SimpleNamespace(say=said.append),
+        members=members.Members(),
         set_phase=lambda phase: None,
         clock=None,
     )
