@@ -238,6 +238,8 @@ def layers(x):
     x = hk.experimental.layer_stack(2, name="other")(
         hk.remat(lambda x: hk.Linear(8)(x))
     )(x)
+    # To Haiku, the network of this stack is as that of the one before.
+    x = hk.experimental.layer_stack(2, name="same")(lambda x: hk.Linear(8)(x))(x)
 
     def nested(x):
         x = Block()(x)
