@@ -80,6 +80,10 @@ MISTAKES = {
         in_loss("accuracy}", "'high'}"),
         ["'high' called 'accuracy'", "numbers"],
     ),
+    "a complex scalar": (
+        in_loss("accuracy}", "accuracy * 1j}"),
+        ["'accuracy' as complex64", "jnp.abs(accuracy)"],
+    ),
     "a scalar called loss": (
         in_loss('"accuracy"', '"loss"'),
         ["'loss', which every run logs"],

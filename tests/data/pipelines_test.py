@@ -209,6 +209,9 @@ def test_streams_that_do_not_fit_are_refused():
     few = lambda stream: stream.part(grain.MapDataset.range(3)).to_iter_dataset()
     with pytest.raises(ValueError, match="3 examples for 4 streams"):
         pipelines.Streams(few, 4, part)
+    empty = lambda stream: grain.MapDataset.range(0).to_iter_dataset()
+    with pytest.raises(ValueError, match="Stream 0 of 1, or a dataset .* has no rows"):
+        pipelines.Streams(empty, 1, part).summary()
     with pytest.raises(
         ValueError, match="of type list_iterator, which has no get_state"
     ):

@@ -286,7 +286,7 @@ def mapped(x):
 
 class Uses(hk.Module):
     def __call__(self, x, layer):
-        return layer(layer(x))
+        return layer(inputs=layer(x))
 
 
 def passed(x):

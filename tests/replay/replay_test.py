@@ -176,6 +176,10 @@ def test_a_difference_before_the_last_start_may_be_due_to_an_earlier_start(
     # The last start made step 6.
     assert program.main([str(copy), "--step=6"]) == program.NOT_REPRODUCED
     assert "are those that the run recorded" in capsys.readouterr().out
+    # A start that has restored nothing yet has already recorded its config.
+    status.write(copy, [status.Status("host").row()])
+    assert program.main([str(copy), "--step=6"]) == program.NOT_REPRODUCED
+    assert "was started again, without a step so far, and" in capsys.readouterr().out
 
 
 @pytest.mark.sample(3, of="replays")

@@ -301,7 +301,13 @@ class Streams:
             stream = self._make_stream(0, index)
             # The first rows of a mix may come from some of its datasets only.
             for rows in (stream, *getattr(stream, "datasets", ())):
-                first_rows = data.stack(list(itertools.islice(rows, _SUMMED_ROWS)))
+                examples = list(itertools.islice(rows, _SUMMED_ROWS))
+                if not examples:
+                    raise errors.UserError(
+                        f"Stream {index} of {self._count}, or a dataset that it mixes, "
+                        "has no rows: give each at least one, or fewer streams."
+                    )
+                first_rows = data.stack(examples)
                 for name, array in sorted(first_rows.items()):
                     about = f"{name} {array.dtype} {array.shape}"
                     checksum = zlib.crc32(about.encode() + array.tobytes(), checksum)

@@ -106,7 +106,7 @@ class Fp8(measures.Measure):
                 return method(*args, **{**options, **kwargs, "scaling": scaling})
             if path not in state.meta.own_products:
                 return method(*args, **kwargs)
-            return _linear(module, *args, scaling=scaling, **options)
+            return _linear(module, *args, **{**options, **kwargs, "scaling": scaling})
 
         def applied(*args: Any, **kwargs: Any) -> Any:
             with hk.intercept_methods(_Interceptor(state.params, call)):
@@ -296,9 +296,19 @@ def _is_product(module: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _linear(
-    module: hk.Linear, inputs: Any, *, scaling: Any, gradient_format: str
+    module: hk.Linear,
+    inputs: Any,
+    *,
+    precision: None = None,
+    scaling: Any,
+    gradient_format: str,
 ) -> jax.Array:
-    """Computes what an `hk.Linear` does, whose method is being called."""
+    """Computes in float8 what an `hk.Linear` does, whose method is being called.
+
+    Its parameters exist, so no initializer runs. A precision is not given, or the
+    product would be the network's own.
+    """
+    del precision
     inputs = jnp.asarray(inputs)
     size = inputs.shape[-1]
     module.input_size = size

@@ -157,7 +157,7 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
       value: the scalar.
 
     Returns:
-      The scalar as float32; a signed integer as it is.
+      The scalar as float32; an integer as int32, a signed JAX array as it is.
 
     Raises:
       UserError: if it is no such scalar, or an integer that a row cannot hold.
@@ -190,6 +190,11 @@ def scalar(where: str, name: Any, value: Any) -> jax.Array:
             f"jnp.mean({variable(name)})."
         )
     dtype = jnp.result_type(value)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise errors.UserError(
+            f"{where} returned {name!r} as {dtype}, and rows hold real numbers: return "
+            f"jnp.abs({variable(name)}), or its .real and .imag."
+        )
     if not jnp.issubdtype(dtype, jnp.integer):
         return jnp.asarray(value, jnp.float32)
     if not isinstance(value, jax.Array):

@@ -141,17 +141,17 @@ class Replayer:
             is_read_only=True,
         )
 
-    def resumed_from(self) -> int:
+    def resumed_from(self) -> int | None:
         """Returns the step that the run's last start began with: the config and the
         origin are those of this start.
+
+        It is None if that start had restored no state yet, but had already recorded its
+        config. All steps may then be of an earlier one.
         """
         starts = attempts.read(self._workdir.path)
         if not starts:
             return 0
-        first = starts[-1].first
-        # A start that has restored no state yet has already recorded its config, so all
-        # steps may be of an earlier one.
-        return self.config.steps if first is None else first
+        return starts[-1].first
 
     def suspect_steps(self) -> range:
         """Returns the range of steps that contains the first bad one.

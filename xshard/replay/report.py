@@ -80,11 +80,14 @@ def _describe_difference(
     if run.changes:
         return f"{text}; changed since: {'; '.join(run.changes)}"
     resumed = run.resumed_from()
-    if different.step <= resumed:
+    if resumed is None or different.step <= resumed:
+        start = "was started again, without a step so far"
+        if resumed is not None:
+            start = f"was resumed after step {resumed}"
         return (
-            f"{text}; the run was resumed after step {resumed}, and its work directory "
-            "describes only this last start: an earlier one may have had another "
-            "config, commit, libraries, devices or XLA flags"
+            f"{text}; the run {start}, and its work directory describes only this last "
+            "start: an earlier one may have had another config, commit, libraries, "
+            "devices or XLA flags"
         )
     if not repeated.restored:
         text += "; a run that began with --init_from has another first state"
