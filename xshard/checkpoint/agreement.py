@@ -285,11 +285,18 @@ def _texts_by_host(
       CheckpointError: on all processes, if one of them cannot look.
     """
     answer = {"name": f"process {channel.index} on {socket.gethostname()}"}
+    bug = None
     try:
         answer["text"] = look()
     except store_lib.CheckpointError as e:
         answer["error"] = str(e)
+    except Exception as e:
+        # Any error must reach the channel, since the other processes wait there.
+        bug = e
+        answer["error"] = store_lib.reason(e)
     answers = channel.gather(answer)
+    if bug is not None:
+        raise bug
     for answer in answers:
         if "error" in answer:
             raise store_lib.CheckpointError(f"{answer['name']}: {answer['error']}")

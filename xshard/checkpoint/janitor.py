@@ -82,7 +82,7 @@ class Janitor:
         """Deletes what is left of attempts that do not count.
 
         Returns:
-          The attempts that were there.
+          The attempts that were there before.
         """
         # Only the process that holds the lock knows that no attempt is under way.
         lock = self.locked()

@@ -146,7 +146,7 @@ class Saver:
         return agreement.on_process_0(self._channel, action)
 
     def _begin_attempt(self, step: int) -> str:
-        """Prepares the folder for an attempt to save a step; on process 0.
+        """Deletes what failed attempts left, and names a new one; on process 0.
 
         Returns:
           The nonce of the attempt; empty if the step already has a checkpoint that

@@ -388,8 +388,8 @@ def _compiler_error(
         return _does_not_fit(needed, available, result, state)
     return errors.UserError(
         f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, "
-        f"slices={result['slices']}: {cli.message(e)} Try another topology, other "
-        "values of reduction.* or slices, or the libtpu that jax "
+        f"slices={result['slices']}: {cli.message(e).rstrip('.')}. Try another "
+        "topology, other values of reduction.* or slices, or the libtpu that jax "
         f"{jax.__version__} is made for: pip install '.[dryrun]'."
     )
 

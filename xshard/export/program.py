@@ -53,7 +53,6 @@ def export(
     if batch is None:
         batch = experiment_lib.example(experiment)
     shapes = batches.shapes_of(batch)
-    _check_replica_state(trained, shapes, must_have_key)
 
     # No prediction uses the run's random key, so a constant replaces it.
     state = state_lib.TrainState(
@@ -77,6 +76,7 @@ def export(
             )
         except Exception:
             raise e from None
+    _check_replica_state(trained, shapes, keys)
     constant_keys = []
     if keys and not depends_on_key:
         constant_keys = [jax.random.key(0)]
@@ -177,18 +177,18 @@ def _predict_on_replica(
 
 
 def _check_replica_state(
-    trained: trained_lib.Trained, shapes: _Shapes, must_have_key: bool
+    trained: trained_lib.Trained, shapes: _Shapes, keys: list[jax.ShapeDtypeStruct]
 ) -> None:
     """Checks that the prediction reads no state of replicas that are not there.
 
     Raises:
-      UserError: if it reads `PerReplica` state of a run with more than one replica.
+      UserError: if it reads `PerReplica` state, and the state has that of other
+        replicas than the mesh.
     """
     mesh = trained.state.step.sharding.mesh
     if not replica_state.has_others(trained.state, mesh):
         return
     predict = preflight.jitted_predict(trained.experiment, mesh)
-    keys = [_key_shape()] if must_have_key else []
     traced = predict.trace(trained.state, shapes, *keys)
     replica_state.check_unread(
         trained.experiment.predict, traced.jaxpr, trained.state, mesh

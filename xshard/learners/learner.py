@@ -118,19 +118,25 @@ class Learner:
             reduced and scaled as the config's `reduction` and `loss_scale` say. Or a
             function that returns an update rule composed by hand, which must contain a
             `CrossShardOptimizer` over 'replica' (and 'slice', with several slices).
-          config: the run's config. The learner reads its keys precision, micro_batches,
-            gather_once, aggregation_method, estimate_statistics, on_nonfinite,
-            log_norms_every_steps, noise_scale_steps, outer, reduction and loss_scale.
+          config: the run's config. The learner reads its keys precision, fp8,
+            micro_batches, gather_once, aggregation_method, estimate_statistics,
+            on_nonfinite, log_norms_every_steps, noise_scale_steps, outer, reduction and
+            loss_scale.
           clip_gradients: transforms a replica's gradients before they are reduced. A
-            gradient that it replaces with None leaves its parameter unchanged.
+            gradient that it replaces with None leaves its parameter unchanged. `init`
+            calls it with zeros.
           frozen: a regular expression, such as '^encoder/'. The parameters with a match
             in their paths stay unchanged, without gradients, slots or averages. Empty
             by default, which freezes none.
           uncast: a regular expression, such as '/time$'. The network's inputs with a
             match in their paths keep their floating-point type; the others are cast to
-            the compute type. A path begins with the argument's number or name, as in
+            the compute type, and in `init` to that of the parameters. A path begins with the argument's number or name, as in
             '0/time' for the field 'time' of a batch. Empty by default, which casts all.
           lora: a low-rank adaptation of the network, as `xshard.lora` returns it.
+
+        Raises:
+          UserError: for a network, an adaptation or an `aggregation_method` that is
+            none.
         """
         self._lora = lora
         self._network = networks.of(network, lora)

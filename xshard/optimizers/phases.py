@@ -1,4 +1,5 @@
-"""The phases of a step, on each replica's copies or on global arrays in shards.
+"""The phases of a step (aggregate, vote, update, exchange), on each replica's copies or
+on global arrays in shards.
 
 Both forms begin alike: the rules aggregate and vote, and a skipped step restores the
 state that losses and `aggregate` wrote. They differ in the update:
@@ -64,7 +65,7 @@ class Step:
           required_phases: pairs of a rule and the name of its phase ('aggregate',
             'vote' or 'exchange') that the step must call.
           update_key: the random key from which the update draws, equal on all replicas
-            of a group; None for the caller's next one.
+            of a group; None for the caller's next one, if the caller has keys.
         """
         self._rule = rules[0]
         self._rules = rules

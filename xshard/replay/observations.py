@@ -3,7 +3,8 @@ was first not finite.
 
 The evaluation runs the step's own program equation by equation, on all replicas and
 with its collectives. Half-precision values are rounded after each equation, where XLA
-may keep more digits from one equation to the next.
+may keep more digits from one equation to the next. Only the condition of a loop is
+neither observed nor rounded.
 """
 
 import contextlib

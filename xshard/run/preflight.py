@@ -131,7 +131,7 @@ def programs(
     _check_statistics(experiment, state)
     slices.check_exchanges(experiment, state)
     replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
-    replica_analysis.check_rules(experiment, mesh, state, batch, traced_step)
+    replica_analysis.check_updates(experiment, mesh, state, batch, traced_step)
     if updates_in_shards:
         train_step.trace(state, batch)
     if larger:

@@ -98,25 +98,27 @@ def check_outputs(
         )
 
 
-def check_rules(
+def check_updates(
     experiment: experiment_lib.Experiment,
     mesh: jax.sharding.Mesh,
     state: state_lib.TrainState,
     batch: Any,
     traced: Any,
 ) -> None:
-    """Checks that no rule updates with a replica's own loss, key or index.
+    """Checks that no rule updates with a value of a replica's own: its loss, key, index,
+    rows or state.
 
-    It may do so only through a sum over the replicas. Where the update is sharded no
-    comparison of replicas would show the mistake, since each replica updates another
-    part of each array.
+    It may do so only through a collective over the replicas. Where the update is
+    sharded no comparison of replicas would show the mistake, since each replica updates
+    another part of each array.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the shapes of the run's state.
       batch: the shapes of a batch.
-      traced: the traced step, which contains one `jax.shard_map`.
+      traced: the traced step, which contains one `jax.shard_map`: of a sharded update
+        the form that is made for this analysis.
 
     Raises:
       UserError: if one does.
