@@ -68,7 +68,17 @@ class Local(engine.Engine):
 
 
 def commands(job: engine.Job, port: object) -> list[list[str]]:
-    """Returns the command of each process of a pod."""
+    """Returns the command of each process with which a job starts.
+
+    Args:
+      job: the job.
+      port: the port at which the processes meet each other, or their launcher.
+    """
+    if job.spares is not None:
+        return [
+            member_command(job, f"127.0.0.1:{port}", number)
+            for number in range(job.processes + job.spares)
+        ]
     if job.processes == 1:
         return [list(job.arguments)]
     commands_of_processes = []
@@ -80,6 +90,25 @@ def commands(job: engine.Job, port: object) -> list[list[str]]:
         )
         commands_of_processes.append([*job.arguments, *place])
     return commands_of_processes
+
+
+def member_command(job: engine.Job, address: str, number: int) -> list[str]:
+    """Returns the command of a process of a run that goes on without those it loses.
+
+    Args:
+      job: the job.
+      address: the address of the meeting.
+      number: the number of the process. The first ones begin the run; the others join
+        it.
+    """
+    command = [
+        *job.arguments,
+        f"--meeting_address={address}",
+        f"--process_id={number}",
+    ]
+    if number >= job.processes:
+        command.append("--joins=true")
+    return command
 
 
 class Supervisor:
@@ -408,22 +437,19 @@ class _Lasting(_Pod):
             silence_seconds=seconds["heartbeat"],
         )
         self._numbers = itertools.count()
-        for index in range(job.processes + (job.spares or 0)):
-            self._start_next(joins=index >= job.processes)
+        for _ in range(job.processes + (job.spares or 0)):
+            self._start_next()
 
-    def _start_next(self, *, joins: bool) -> None:
+    def _start_next(self) -> None:
         number = next(self._numbers)
-        self._meeting.started(number)
-        command = [
-            *self._job.arguments,
-            f"--meeting_address={self._meeting.address}",
-            f"--process_id={number}",
-        ]
-        if joins:
-            command.append("--joins=true")
+        self._meeting.started(number, joins=number >= self._job.processes)
+        command = member_command(self._job, self._meeting.address, number)
         self._start(number, command, self._token)
         if number not in self._processes:
+            # The system starts no further process now.
             self._meeting.ended(number)
+            self._num_missing += 1
+            self._next_start = time.monotonic() + _MAX_BACKOFF_SECONDS
             return
         process = self._processes[number]
 
@@ -465,19 +491,24 @@ class _Lasting(_Pod):
             return codes
         members = self._meeting.members
         is_left = any(codes.get(number, 0) is None for number in members)
-        is_ending = self._meeting.is_done or bool(set(codes.values()) & _ENDS)
-        for number in _failed(codes):
+        is_ending = self._meeting.is_done
+        for number in self._meeting.former:
+            is_ending = is_ending or codes.get(number) in _ENDS
+        for number, code in list(codes.items()):
+            is_end_of_run = number in self._meeting.former and code in _ENDS
             is_put_out = number in self._reasons and len(codes) > 1
-            if codes[number] not in _ENDS and (is_left or is_ending or is_put_out):
-                self._drop(number, codes.pop(number), is_left=is_left and not is_ending)
+            if code is None or is_end_of_run:
+                continue
+            if is_left or is_ending or is_put_out:
+                self._drop(number, code, is_left=is_left and not is_ending)
+                del codes[number]
         if self._num_missing and is_left and not is_ending:
             self._replace()
         self.num_lost = list(codes.values()).count(-signal.SIGKILL)
         return codes
 
-    def _drop(self, number: int, code: int | None, *, is_left: bool) -> None:
+    def _drop(self, number: int, code: int, *, is_left: bool) -> None:
         """Forgets a process that has ended; the run goes on, if any member is left."""
-        assert code is not None
         cause = self._describe(number, engine.shell_code(code))
         del self._processes[number]
         if not is_left:
@@ -499,9 +530,10 @@ class _Lasting(_Pod):
     def _replace(self) -> None:
         """Starts a process for each that is missing, when it is time."""
         if time.monotonic() >= self._next_start:
-            for _ in range(self._num_missing):
-                self._start_next(joins=True)
+            count = self._num_missing
             self._num_missing = 0
+            for _ in range(count):
+                self._start_next()
 
     def _log(self, message: str) -> None:
         print(f"launch: {message}", file=self._out, flush=True)

@@ -62,11 +62,16 @@ class Meeting:
 
     # In the launcher's thread.
 
-    def started(self, number: int) -> None:
-        """Notes that a process is started with a number that no other had."""
+    def started(self, number: int, *, joins: bool) -> None:
+        """Notes that a process is started, with a number that no other had.
+
+        Args:
+          number: the number.
+          joins: whether it waits until the run has begun.
+        """
         with self._lock:
             self._expected.add(number)
-        self._loop.call(lambda: self._machine.started(number))
+        self._loop.call(lambda: self._machine.started(number, joins=joins))
 
     def ended(self, number: int) -> None:
         """Notes that a process has ended."""

@@ -85,7 +85,7 @@ class WithLateNewcomers(generations.Meeting):
     """Newcomers go on alone if all members are lost."""
 
     def ended(self, number):
-        newcomers = [n for n, p in self._processes.items() if p.restored]
+        newcomers = [n for n, p in self._processes.items() if p.restores >= 0]
         others = [n for n in self.members if n != number and n in self._processes]
         if newcomers and not others:
             self.members = newcomers

@@ -54,7 +54,7 @@ class Crew:
 
         threads = []
         for number in range(self._count):
-            self._meeting.started(number)
+            self._meeting.started(number, joins=False)
             threads.append(threading.Thread(target=run_member, args=(number,)))
         for thread in threads:
             thread.start()

@@ -23,6 +23,7 @@ class Peers:
     """
 
     def __init__(self, count):
+        self.count = count
         self.put_out = {}
         self.logged = []
         self.meeting = meeting.Meeting(
@@ -50,7 +51,7 @@ class Peers:
 
     def make(self, number, facts=FACTS, token=TOKEN):
         """Returns the exchange of a process, which is started."""
-        self.meeting.started(number)
+        self.meeting.started(number, joins=number >= self.count)
         made = exchange.Exchange(
             self.meeting.address,
             number,

@@ -458,7 +458,9 @@ class Launcher(Host):
         alive = [p.number for p in simulation.processes() if p.is_alive]
         is_lost = not set(alive) & set(self.meeting.members)
         if not self.meeting.generation:
-            is_lost = len(alive) < self.count and not simulation.restarts
+            known = self.meeting._processes
+            beginning = [n for n in alive if n in known and not known[n].joins]
+            is_lost = len(beginning) < self.count and not simulation.restarts
         if is_lost:
             # A total loss: a launcher starts all anew, which is another run here.
             for other in alive:
@@ -510,32 +512,37 @@ class Simulation:
         self.death = None
         # Where the events of the exchanges are, about.
         span = choose([50, 150, 400])
+        spares = choose([0, 0, 0, 1, 2])
+        # Mostly after the run has begun.
+        first = choose([0, 8, 8, 8]) * (count + spares)
         if self.chance(0.7):
             self.kills = [
-                self.random.randrange(span) for _ in range(choose([1, 1, 2, 3, 5]))
+                first + self.random.randrange(span)
+                for _ in range(choose([1, 1, 2, 3, 5]))
             ]
             if self.chance(0.5):
                 # Several within a takeover.
                 self.kills += [kill + choose([1, 3, 10, 30]) for kill in self.kills]
         if self.chance(0.25):
-            self.resets = [self.random.randrange(span) for _ in range(choose([1, 2]))]
+            self.resets = [
+                first + self.random.randrange(span) for _ in range(choose([1, 2]))
+            ]
         if self.chance(0.3):
             for _ in range(choose([1, 2])):
                 # Some are ended, and some wake, about when they are put out.
                 late = SILENCE + 1.0 + self.random.random()
                 seconds = choose([0.5, 4.0, late, late, 3 * SILENCE, 2 * LIMIT])
-                self.stops.append((self.random.randrange(span), seconds))
+                self.stops.append((first + self.random.randrange(span), seconds))
         if self.chance(0.15) and not self.stops:
-            self.death = self.random.randrange(span)
-        spares = choose([0, 0, 0, 1, 2])
+            self.death = first + self.random.randrange(span)
         self.launcher = Launcher(self, count, meeting)
         self.hosts[MEETING] = self.launcher
         if self.chance(0.25):
             for _ in range(choose([1, 2])):
                 self._block(count + spares, choose([1.0, 5.0, 20.0, LIMIT]))
         self.at(0.0, MEETING, self.launcher.tick)
-        for _ in range(count + spares):
-            self.start_process()
+        for number in range(count + spares):
+            self.start_process(joins=number >= count)
 
     def _block(self, count, seconds):
         """Lets the network lose everything between two processes, both ways or one."""
@@ -651,13 +658,14 @@ class Simulation:
         """Returns all processes."""
         return [host for number, host in self.hosts.items() if number != MEETING]
 
-    def start_process(self):
+    def start_process(self, *, joins=False):
         """Starts a process."""
         if self.launcher.meeting.is_done:
             return
         number = next(self._numbers)
         self.hosts[number] = Process(self, number, self.member)
-        self.launcher.meeting.started(number)
+        meeting = self.launcher.meeting
+        meeting.started(number, joins=joins or bool(meeting.generation))
         self.hosts[number].begin()
 
     def noticed(self, number):

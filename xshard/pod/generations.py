@@ -690,6 +690,7 @@ class _Process:
     """What the meeting knows of a process.
 
     Attributes:
+      joins: whether it joins the run when that has begun.
       address: where it accepts connections; empty until it is ready.
       came: whether it has connected to the meeting.
       connected: whether it is connected still.
@@ -702,7 +703,8 @@ class _Process:
       killed: whether it is to end.
     """
 
-    def __init__(self, now: float):
+    def __init__(self, now: float, joins: bool):
+        self.joins = joins
         self.address = ""
         self.came = False
         self.connected = False
@@ -765,9 +767,9 @@ class Meeting:
 
     # What happens.
 
-    def started(self, number: int) -> None:
-        """Notes that a process has been started."""
-        self._processes[number] = _Process(self._now)
+    def started(self, number: int, *, joins: bool) -> None:
+        """Notes that a process has been started, to begin the run or to join it."""
+        self._processes[number] = _Process(self._now, joins)
 
     def connected(self, number: int) -> None:
         """Notes that a process has connected."""
@@ -871,7 +873,7 @@ class Meeting:
             return
         ready = []
         for number, process in sorted(self._processes.items()):
-            if process.address and not process.killed:
+            if process.address and not process.joins and not process.killed:
                 ready.append(number)
         if len(ready) >= self._count:
             self.members = ready[: self._count]
