@@ -2,6 +2,7 @@
 trajectory_test.py compares the bits.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -80,6 +81,38 @@ def test_a_weaker_guarantee_causes_a_warning(tmp_path, capsys, options, warning)
         if warning
         else not out
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"spares": 5}, (LOGICAL, EXACT), "--spares=5: there are 4 processes.*at most"),
+        ({"least": 2}, (LOGICAL, EXACT), "--spares=1 keeps .* which --elastic=2:4 ch"),
+        ({}, (LOGICAL,), "the config of job needs .*reduction.arithmetic=exact"),
+        ({}, (), "the config of job needs --config.logical_replicas=N"),
+    ],
+)
+def test_spares_that_do_not_fit_are_refused(tmp_path, changes, options, message):
+    job = dataclasses.replace(toy(tmp_path, *options), least=0, spares=1)
+    with pytest.raises(engine.LaunchError, match=message):
+        elastic.check_spares([dataclasses.replace(job, **changes)], local.Local())
+
+
+def test_spares_are_for_the_local_engine(tmp_path):
+    job = dataclasses.replace(toy(tmp_path, LOGICAL, EXACT), least=0, spares=0)
+    elastic.check_spares([job], local.Local())
+    with pytest.raises(engine.LaunchError, match="--spares=0 is for --engine=local"):
+        elastic.check_spares([job], slurm.Slurm())
+
+
+def test_a_plan_shows_the_members_and_who_joins(tmp_path):
+    job = dataclasses.replace(toy(tmp_path, LOGICAL, EXACT), least=0, spares=1)
+    commands = local.Local().launch([job]).commands
+    assert len(commands) == 5
+    for number, command in enumerate(commands):
+        assert f"--process_id={number}" in command
+        assert "--meeting_address=127.0.0.1:PORT" in command
+        assert ("--joins=true" in command) == (number == 4)
 
 
 # The local engine, with a small program in place of a run.
