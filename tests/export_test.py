@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import xshard
 from configs import digits, gan
 from tests import toy, winged
-from tests.training import replicas_test
 from xshard import checkpoint, errors, export
 from xshard import experiment as experiment_lib
 from xshard.export import __main__ as program
@@ -279,22 +277,3 @@ def test_the_command(tmp_path, capsys):
     header = path.read_bytes()
     size = int.from_bytes(header[:8], "little")
     assert json.loads(header[8 : 8 + size])["params/mlp/~/linear_0/w"]["dtype"] == "F32"
-
-
-class Drawing(replicas_test.Counting):
-    """Draws a key in predictions, too."""
-
-    def forward(self, batch, *, is_training):
-        noise = jax.random.normal(hk.next_rng_key(), ())
-        return super().forward(batch, is_training=is_training) + noise
-
-    def predict(self, state, batch, key=None):
-        return toy.Wide.predict(self, state["line"], batch, key)
-
-
-def test_a_key_is_given_also_beside_state_of_each_replica(tmp_path):
-    trained = train(
-        tmp_path / "run", experiment=f"{__name__}.Drawing", reads=False, hidden=4
-    )
-    text = export.write(trained, tmp_path / "a.stablehlo")
-    assert "predict of x float32[batch,3], a random key -> " in text

@@ -2,6 +2,7 @@
 than it was trained on.
 """
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import xshard
 from tests import rows, toy
-from xshard import errors, loop, mesh
+from xshard import errors, export, loop, mesh
 from xshard import experiment as experiment_lib
 from xshard.modes import continuous_eval
 
@@ -150,3 +151,22 @@ def test_an_evaluation_without_the_state_runs_on_other_replicas(
     assert evaluated["step"] == 4 and evaluated["eval/error"] == pytest.approx(
         wanted, rel=1e-5
     )
+
+
+class Drawing(Counting):
+    """Draws a key in predictions, too."""
+
+    def forward(self, batch, *, is_training):
+        noise = jax.random.normal(hk.next_rng_key(), ())
+        return super().forward(batch, is_training=is_training) + noise
+
+    def predict(self, state, batch, key=None):
+        return toy.Wide.predict(self, state["line"], batch, key)
+
+
+def test_an_export_has_a_key_also_beside_state_of_each_replica(tmp_path):
+    drawing = config(experiment=f"{__name__}.Drawing", hidden=4)
+    assert loop.run(drawing, str(tmp_path / "run"), "") == 0
+    trained = xshard.load(str(tmp_path / "run"))
+    text = export.write(trained, tmp_path / "a.stablehlo")
+    assert "predict of x float32[batch,3], a random key -> " in text

@@ -130,8 +130,9 @@ class Learner:
             by default, which freezes none.
           uncast: a regular expression, such as '/time$'. The network's inputs with a
             match in their paths keep their floating-point type; the others are cast to
-            the compute type, and in `init` to that of the parameters. A path begins with the argument's number or name, as in
-            '0/time' for the field 'time' of a batch. Empty by default, which casts all.
+            the compute type, and in `init` to that of the parameters. A path begins
+            with the argument's number or name, as in '0/time' for the field 'time' of a
+            batch. Empty by default, which casts all.
           lora: a low-rank adaptation of the network, as `xshard.lora` returns it.
 
         Raises:

@@ -105,10 +105,9 @@ def check_updates(
     batch: Any,
     traced: Any,
 ) -> None:
-    """Checks that no rule updates with a value of a replica's own: its loss, key, index,
-    rows or state.
+    """Checks that no rule updates with a value of a replica's own.
 
-    It may do so only through a collective over the replicas. Where the update is
+    These are its loss, key, index, rows and state. It may use them only through a collective over the replicas. Where the update is
     sharded no comparison of replicas would show the mistake, since each replica updates
     another part of each array.
 
