@@ -107,9 +107,9 @@ def check_updates(
 ) -> None:
     """Checks that no rule updates with a value of a replica's own.
 
-    These are its loss, key, index, rows and state. It may use them only through a collective over the replicas. Where the update is
-    sharded no comparison of replicas would show the mistake, since each replica updates
-    another part of each array.
+    These are its loss, key, index, rows and state. It may use them only through a
+    collective over the replicas. Where the update is sharded no comparison of replicas
+    would show the mistake, since each replica updates another part of each array.
 
     Args:
       experiment: the experiment.
