@@ -43,7 +43,7 @@ from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
 from xshard.pod import exchange as exchange_lib
-from xshard.pod import exit_codes, rendezvous, startup, status, watchdog
+from xshard.pod import exchanging, exit_codes, rendezvous, startup, status, watchdog
 from xshard.pod import members as members_lib
 from xshard.pod import origin as origin_lib
 from xshard.wings import installed
@@ -294,7 +294,7 @@ def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
         )
         if not _JOINS.value:
             exchange.enter()
-        members = members_lib.Exchanging(number, exchange, is_outside=_JOINS.value)
+        members = exchanging.Exchanging(number, exchange, is_outside=_JOINS.value)
         log = workdir.Workdir(directory).open_log(number)
         streams = standard_streams.SetAside(log)
         with (

@@ -8,7 +8,7 @@ import pytest
 from launch import meeting
 from xshard import errors
 from xshard.pod import exchange as exchange_lib
-from xshard.pod import host_collectives, members, request, sync_point
+from xshard.pod import exchanging, host_collectives, members, request, sync_point
 
 _SECONDS = 60
 _TOKEN = "a token of a launch"
@@ -42,7 +42,7 @@ class Crew:
             exchange = exchange_lib.Exchange(self._meeting.address, number, _TOKEN, {})
             self._exchanges[number] = exchange
             exchange.enter()
-            member = members.Exchanging(number, exchange, is_outside=False)
+            member = exchanging.Exchanging(number, exchange, is_outside=False)
             try:
                 returned[number] = program(member)
                 member.close()

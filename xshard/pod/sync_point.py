@@ -141,7 +141,7 @@ class SyncPoint:
 class Polled(SyncPoint):
     """Delivers requests of the members of a run that agree at each poll."""
 
-    def __init__(self, members: members_lib.Exchanging):
+    def __init__(self, members: members_lib.Members):
         super().__init__(host_collectives.Board(0, 1))
         self._members = members
 

@@ -101,8 +101,8 @@ class Watchdog:
         self._board = host_collectives.Board(self._index, self._count)
         self._end = host_collectives.Channel("the end of the run", timeouts.shutdown)
         self._sync_point = sync_point.SyncPoint(self._board)
-        self._members = members.exchange if members is not None else None
-        if self._members is not None:
+        self._members = members or members_lib.Members()
+        if self._members.exchange is not None:
             self._sync_point = sync_point.Polled(self._members)
         self._heartbeat = heartbeat.Heartbeat(self._count, timeouts, _TICK_SECONDS)
         self._stall = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
@@ -186,7 +186,7 @@ class Watchdog:
         """
         if self._index == 0:
             # Whoever leads after another one goes on with the same attempt.
-            if self._members is None or not self._members.has_succeeded:
+            if not self._members.has_succeeded:
                 attempts.preserve_previous(self._directory)
             self._holder = claim.holder_folder(self._directory)
         self._is_published = True
