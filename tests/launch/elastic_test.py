@@ -240,7 +240,7 @@ def test_slurm_runs_one_process_on_each_allocated_node(tmp_path):
             ["bash", "-u"], input=content, text=True, check=True, env=environment
         )
     one_each = "--ntasks-per-node=1"
-    assert [call[1:3] for call in harness.calls(tmp_path)] == [
+    assert [call[2:4] for call in harness.calls(tmp_path)] == [
         ["--ntasks=3", one_each],
         ["--ntasks=2", one_each],
     ]
