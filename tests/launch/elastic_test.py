@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -119,15 +120,22 @@ def test_a_plan_shows_the_members_and_who_joins(tmp_path):
 
 # The first argument gives the end of each process, by the number of processes and the
 # index: an exit code or a negative signal. If it lists any end for this number of
-# processes, the others sleep, as a run's processes wait for a lost peer.
+# processes, the others sleep, as a run's processes wait for a lost peer. Those that end
+# by a signal do so together, whatever the launcher sends when the first is gone.
 PROGRAM = """
-import json, os, sys, time
+import json, os, pathlib, signal, sys, time
 values = dict(a[2:].split("=", 1) for a in sys.argv[2:])
 index, count = values.get("process_id", "0"), values.get("num_processes", "1")
 print("here", index, "of", count, flush=True)
 ends = json.loads(sys.argv[1]).get(count, {})
 end = ends.get(index, 0)
 if end < 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if end != -15 else signal.SIG_DFL)
+    folder = pathlib.Path(os.environ["XSHARD_TEST_FOLDER"], count)
+    folder.mkdir(exist_ok=True)
+    (folder / index).touch()
+    while len(list(folder.iterdir())) < sum(other < 0 for other in ends.values()):
+        time.sleep(0.01)
     os.kill(os.getpid(), -end)
 if ends and not end:
     time.sleep(600)
@@ -139,6 +147,7 @@ def run(tmp_path, monkeypatch, ends, processes, least, settle=0.1):
     """Runs a pod that the launcher gives up after one failure; returns the exit code
     and the output.
     """
+    monkeypatch.setenv("XSHARD_TEST_FOLDER", tempfile.mkdtemp(dir=tmp_path))
     monkeypatch.setattr(local, "_SIGTERM_SECONDS", settle)
     monkeypatch.setattr(local, "_EXIT_SECONDS", settle)
     command = (sys.executable, "-c", PROGRAM, json.dumps(ends), f"--workdir={tmp_path}")
