@@ -82,6 +82,8 @@ def _show_run(directory: pathlib.Path, as_json: bool) -> None:
         print(jsonfile.dumps(content, indent=2))
         return
     print(formatting_lib.table([_shown_row(row) for row in processes]))
+    if "generation" in processes[0]:
+        print(_shown_standing(processes[0]))
     if newest is None:
         print("no checkpoint yet")
     else:
@@ -162,7 +164,7 @@ def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
     left = None
     if not status_lib.has_ended(process) and rate and steps and step is not None:
         left = (steps - step) / rate
-    return {
+    shown = {
         "process": index,
         "host": process["host"],
         "pid": process["pid"],
@@ -174,6 +176,11 @@ def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:
         "rate": rate,
         "left": left,
     }
+    # Only a run that goes on without the members that it loses has these.
+    for name in ("generation", "members", "takeovers"):
+        if name in process:
+            shown[name] = process[name]
+    return shown
 
 
 def _shown_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +206,13 @@ def _shown_row(row: dict[str, Any]) -> dict[str, Any]:
         "left": left,
         "heard": f"{formatting_lib.age(row['heard'])} ago",
     }
+
+
+def _shown_standing(row: dict[str, Any]) -> str:
+    """Describes how the members of a run stand, which goes on without lost ones."""
+    members = f"{row['members']} member{'s' if row['members'] != 1 else ''}"
+    lost = f"{row['takeovers']} taken over from"
+    return f"generation {row['generation']}: {members}, {lost}"
 
 
 def _shown_attempt(attempt: attempts.Attempt) -> dict[str, Any]:

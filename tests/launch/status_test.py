@@ -84,6 +84,25 @@ def test_status_of_a_run_in_progress(tmp_path, capsys):
     )
 
 
+def test_status_of_a_run_that_goes_on_without_its_dead(tmp_path, capsys):
+    standing = {"generation": 3, "members": 2, "takeovers": 1}
+    write(tmp_path, standing)
+    status.show([str(tmp_path)], False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "generation 3: 2 members, 1 taken over from"
+    status.show([str(tmp_path)], True)
+    (row,) = json.loads(capsys.readouterr().out)["processes"]
+    assert row.items() >= standing.items()
+    # Other runs, and those of earlier versions, say nothing of it.
+    write(tmp_path, {})
+    status.show([str(tmp_path)], True)
+    (row,) = json.loads(capsys.readouterr().out)["processes"]
+    assert not row.keys() & standing.keys()
+    write(tmp_path, {"generation": "third"})
+    with pytest.raises(errors.UserError, match="generation"):
+        status_lib.read(tmp_path)
+
+
 def test_status_of_a_lost_run_and_of_a_completed_run(tmp_path, capsys):
     write(tmp_path / "gone", {}, ago=100)
     status.show([str(tmp_path / "gone")], False)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests import pace
+from tests import pace, rows
 from tests.launch import harness
 
 _STEPS = 12
@@ -78,6 +78,14 @@ def test_members_that_are_killed_cost_no_step(tmp_path, uninterrupted, first, se
         code, output = harness.finish(process)
     assert code == 0, output
     assert "step  5/" not in output
+    (last,) = harness.status(directory)
+    names = ("generation", "members", "takeovers")
+    assert [last[name] for name in names] == [3, 1, 2]
+    trained = [row for row in rows.read(directory) if "perf/members" in row]
+    assert len(trained) == _STEPS
+    assert [trained[0][f"perf/{name}"] for name in names] == [1, 3, 0]
+    assert [trained[-1][f"perf/{name}"] for name in names] == [3, 1, 2]
+    assert not any("perf/members" in row for row in rows.read(uninterrupted))
     harness.assert_same_end(directory, uninterrupted, _STEPS)
 
 

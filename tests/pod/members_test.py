@@ -114,6 +114,30 @@ def test_who_comes_to_lead_opens_what_a_leader_has_open_in_the_same_order():
     ]
 
 
+def test_each_member_knows_how_many_were_taken_over_from():
+    crew = Crew(3)
+
+    def program(member):
+        stood = [dict(member.standing)]
+        for number in (1, 0):
+            member.gather(f"before {number}", None)
+            stood.append(dict(member.standing))
+            if member.number == number:
+                crew.lose(number)
+        member.gather("last", None)
+        return [*stood, dict(member.standing)]
+
+    def standing(generation, count, takeovers):
+        return {"generation": generation, "members": count, "takeovers": takeovers}
+
+    assert crew.run(program)[2] == [
+        {},
+        standing(1, 3, 0),
+        standing(2, 2, 1),
+        standing(3, 1, 2),
+    ]
+
+
 def test_an_error_of_the_leader_reaches_all():
     crew = Crew(2)
 
@@ -168,6 +192,7 @@ def test_a_member_that_has_noted_other_values_ends_and_the_others_go_on():
 def test_processes_that_jax_has_joined_act_by_themselves():
     alone = members.Members()
     assert alone.leads and alone.may_lead and not alone.is_outside
+    assert not alone.standing
     assert alone.by_leader("the rows", lambda: 3) == 3
     opened = []
     with alone.while_leading(lambda: contextlib.nullcontext(opened.append(1))):

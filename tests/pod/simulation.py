@@ -418,6 +418,8 @@ class Launcher(Host):
         super().__init__(simulation, MEETING)
         self.count = count
         self.meeting = meeting(count, START, SILENCE, self)
+        self.former = set()
+        self.takeovers = {}
         self.peers = {}
         self.put_out = {}
 
@@ -434,6 +436,8 @@ class Launcher(Host):
         self.simulation.after(seconds, MEETING, process.die)
 
     def begun(self, generation, members):
+        self.former |= set(members)
+        self.takeovers[generation] = len(self.former) - len(members)
         self.simulation.note(MEETING, f"generation {generation}: {members}")
 
     def receive(self, sender, link, message, payload):
@@ -687,6 +691,12 @@ class Simulation:
         if process.member.exchange != number + 1:
             raise ViolationError(
                 f"{process.number} returns from {number} at {process.member.exchange}"
+            )
+        takeovers = self.launcher.takeovers[process.member.generation]
+        if process.member.takeovers != takeovers:
+            raise ViolationError(
+                f"{process.number} knows of {process.member.takeovers} takeovers; "
+                f"there were {takeovers}"
             )
         value = (work.label, work.value)
         known, seen_by = self.results.get(number, (value, []))

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 import types
+import unittest.mock
 
 import jax
 import pytest
 
 from tests import standstill
 from tests.launch import harness
-from xshard.pod import exit_codes, heartbeat, signals, status, watchdog
+from xshard.pod import exit_codes, heartbeat, members, signals, status, watchdog
 from xshard.pod import request as request_lib
 
 
@@ -73,6 +74,22 @@ def test_repeated_signals_become_one_request(
             assert not watching._sync_point._requested and watching.poll() is None
     said = f"{signal.Signals(number).name}: saving after this step"
     assert capfd.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    "standing", [{}, {"generation": 3, "members": 2, "takeovers": 1}]
+)
+def test_the_status_says_how_the_members_stand(tmp_path, standing):
+    of_run = members.Members()
+    with (
+        unittest.mock.patch.object(members.Members, "standing", standing),
+        watchdog.Watchdog(tmp_path, members=of_run) as watching,
+    ):
+        watching.publish()
+        watching.end(status.DONE)
+    (row,) = status.read(tmp_path)
+    names = ("generation", "members", "takeovers")
+    assert {name: row[name] for name in names if name in row} == standing
 
 
 def test_a_signal_from_before_the_watch_is_handled(tmp_path):

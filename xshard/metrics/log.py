@@ -380,6 +380,8 @@ class Log(hooks.Hook):
         size = self._sizes.at(step)
         examples = size * experiment_lib.num_models(self._config, self._mesh)
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
+        # When members are lost must not show among what has the same bits.
+        row |= self._members.standing
         for wing in self._wings:
             row |= wing.speed(step, rate)
         total = sum(seconds.values())

@@ -314,6 +314,11 @@ class Exchange:
         return self._member.generation
 
     @property
+    def takeovers(self) -> int:
+        """How many members had been lost when the last call returned."""
+        return self._member.takeovers
+
+    @property
     def arrivals(self) -> bool:
         """Whether newcomers wait for whom there is room; only the leader knows."""
         return self._member.arrivals

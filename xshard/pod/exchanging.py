@@ -7,7 +7,7 @@ lost, another one leads from within the call that it would have answered.
 import collections
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class Exchanging(members.Members):
         self._exchange = exchange
         self._is_outside = is_outside
         self._leads = not is_outside and exchange.place.index == 0
+        self._standing: Mapping[str, int] = {}
         # A checksum of what has been noted.
         self._noted = 0
         # What the leader has open: how it is opened, and what closes it.
@@ -69,6 +70,13 @@ class Exchanging(members.Members):
         """Whether this process has no place yet in a run that is under way."""
         return self._is_outside
 
+    @property
+    def standing(self) -> Mapping[str, int]:
+        """The generation, the number of its members, and how many were lost so far and
+        taken over from; as of this process's last call.
+        """
+        return self._standing
+
     def enter(self) -> None:
         """Waits for a place in the run, with the state of its newest checkpoint."""
         word = self._exchange.enter()
@@ -82,7 +90,7 @@ class Exchanging(members.Members):
         self._exchange.admit(f"processes join after step {step}", {"step": step})
         # They have noted nothing yet.
         self._noted = 0
-        self._succeed()
+        self._take_place()
 
     def note(self, content: bytes) -> None:
         """Notes what must be equal on all members, who compare it at the next poll."""
@@ -152,7 +160,7 @@ class Exchanging(members.Members):
             return [word]
         with spans.Span(spans.AGREE):
             words = self._exchange.gather(what, word)
-        self._succeed()
+        self._take_place()
         return words
 
     def combine(
@@ -165,16 +173,25 @@ class Exchanging(members.Members):
     ) -> list[np.ndarray]:
         """Combines what members compute, as `logical.Exchange` says."""
         combined = self._exchange.combine(label, like, units, contribute, operations)
-        self._succeed()
+        self._take_place()
         return combined
 
     def close(self) -> None:
         """Ends the exchange, when all members have made their last call."""
         self._exchange.close()
 
-    def _succeed(self) -> None:
-        """Opens what a leader has open, once this process has come to lead."""
-        if self._leads or self._exchange.place.index:
+    def _take_place(self) -> None:
+        """Notes how this process stands after a call, and opens what a leader has open
+        once it has come to lead.
+        """
+        place = self._exchange.place
+        # Another thread reads it, so it is replaced at once.
+        self._standing = {
+            "generation": self._exchange.generation,
+            "members": place.count,
+            "takeovers": self._exchange.takeovers,
+        }
+        if self._leads or place.index:
             return
         self._leads = True
         self.has_succeeded = True

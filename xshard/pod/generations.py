@@ -132,11 +132,13 @@ class Begin(NamedTuple):
       generation: its number.
       exchange: its first exchange.
       members: its members, the leader first.
+      takeovers: how many members have been lost so far, whose part others took over.
     """
 
     generation: int
     exchange: int
     members: tuple[Peer, ...]
+    takeovers: int
 
 
 class Arrivals(NamedTuple):
@@ -280,6 +282,7 @@ class Member:
       generation: the generation in which its program's last call returned.
       place: its index in that generation.
       count: the number of members of that generation.
+      takeovers: how many members had been lost by then.
       arrivals: whether newcomers wait for whom there is room.
       prepared: the newest generation that the process is prepared for.
     """
@@ -296,6 +299,7 @@ class Member:
         self.generation = 0
         self.place = 0
         self.count = 0
+        self.takeovers = 0
         self.arrivals = False
         self._number = number
         self._silence_seconds = silence_seconds
@@ -303,6 +307,7 @@ class Member:
         self.prepared = 0
         # The generation that has begun.
         self._begun = 0
+        self._lost = 0
         self._members: tuple[Peer, ...] = ()
         self._first = 0
         self._is_connected = False
@@ -492,6 +497,7 @@ class Member:
 
     def _begin(self, begin: Begin) -> None:
         self._begun = begin.generation
+        self._lost = begin.takeovers
         self._members = begin.members
         self._first = begin.exchange
         if self._is_entering:
@@ -520,6 +526,7 @@ class Member:
         self.generation = self._begun
         self.place = numbers.index(self._number)
         self.count = len(numbers)
+        self.takeovers = self._lost
 
     # An exchange.
 
@@ -723,6 +730,7 @@ class Meeting:
     Attributes:
       generation: the generation that has begun, 0 before the first.
       members: its members, the leader first.
+      takeovers: how many members have been lost so far.
       is_done: whether all members have made their last exchange.
     """
 
@@ -744,6 +752,7 @@ class Meeting:
         """
         self.generation = 0
         self.members: list[int] = []
+        self.takeovers = 0
         self.is_done = False
         self._count = count
         self._start_seconds = start_seconds
@@ -934,9 +943,11 @@ class Meeting:
             process.restores = -1
         self._is_changing = False
         self.generation = self._proposed
+        self.takeovers += len(set(self.members) - set(numbers))
         self.members = numbers
+        begin = Begin(self.generation, exchange, tuple(peers), self.takeovers)
         for number in numbers:
-            self._port.send(number, Begin(self.generation, exchange, tuple(peers)))
+            self._port.send(number, begin)
         self._port.begun(self.generation, numbers)
         self._tell_arrivals()
 

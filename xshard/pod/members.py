@@ -12,7 +12,7 @@ steps, and agree on whatever one of them decides: see `xshard.pod.exchanging`.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xshard.base import places
@@ -51,6 +51,13 @@ class Members:
     def is_outside(self) -> bool:
         """Whether this process has no place yet in a run that is under way."""
         return False
+
+    @property
+    def standing(self) -> Mapping[str, int]:
+        """What the status and the rows say of the members, in a run that goes on
+        without those that it loses; empty in others.
+        """
+        return {}
 
     def enter(self) -> None:
         """Waits for a place in the run, with the state of its newest checkpoint."""

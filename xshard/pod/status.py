@@ -68,13 +68,24 @@ class _Row(NamedTuple):
     running: float | None = None
     boot: str = ""
     up: float = 0.0
+    # Only of a run that goes on without the members that it loses.
+    generation: int | None = None
+    members: int | None = None
+    takeovers: int | None = None
 
 
 class Status:
     """The status of one process."""
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, standing: Callable[[], Mapping[str, int]] = dict):
+        """Begins with the first phase.
+
+        Args:
+          host: the host's name.
+          standing: returns what `xshard.pod.members.Members.standing` has.
+        """
         self._host = host
+        self._standing = standing
         # The fields of `_Row` that the training changes. It replaces them all at once,
         # because another thread reads them meanwhile.
         self._changing: dict[str, Any] = {
@@ -153,6 +164,8 @@ class Status:
           recent_parts, recent_seconds: the same of the last minute, and its length.
           running: the seconds since the process began, whatever the wall clock says.
           boot, up: the ID of the machine's present boot, and the seconds since then.
+          generation, members, takeovers: only in a run that goes on without the members
+            that it loses: their generation, their number, and how many were lost.
         """
         changing = self._changing
         if changing["step"] is not None:
@@ -185,6 +198,7 @@ class Status:
             "running": round(clock.age(), 3),
             "boot": boot,
             "up": round(up, 3),
+            **self._standing(),
         }
 
 

@@ -106,7 +106,9 @@ class Watchdog:
             self._sync_point = sync_point.Polled(self._members)
         self._heartbeat = heartbeat.Heartbeat(self._count, timeouts, _TICK_SECONDS)
         self._stall = heartbeat.StallDetector(timeouts.step, _TICK_SECONDS)
-        self._status = status.Status(self._hosts[self._index])
+        self._status = status.Status(
+            self._hosts[self._index], lambda: self._members.standing
+        )
         # Whether the directory belongs to this run, so that the status may be written.
         self._is_published = False
         # What exists for as long as the directory belongs to this process.
