@@ -5,6 +5,7 @@ Each member runs the whole program, with a JAX of its own. What they share out i
 up here: see `xshard.pod.generations` for the protocol.
 """
 
+import dataclasses
 import functools
 import os
 import queue
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard import errors
-from xshard.base import places
 from xshard.files import jsonfile
 from xshard.pod import generations, links, rendezvous
 
@@ -219,6 +219,23 @@ def _divided(arrays: Sequence[np.ndarray]) -> list[list[tuple[int, int, int]]]:
     return parts
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process's place among the members.
+
+    Attributes:
+      index: its index; 0 is the leader's.
+      count: the number of members.
+      generation: their generation.
+      takeovers: how many had been lost by then.
+    """
+
+    index: int
+    count: int
+    generation: int
+    takeovers: int
+
+
 class _Event(NamedTuple):
     """What the training thread is to do: compute units of work, or return."""
 
@@ -304,19 +321,10 @@ class Exchange:
     # For the training thread.
 
     @property
-    def place(self) -> places.Place:
-        """This process's place when the last call returned; index 0 is the leader."""
-        return places.Place(self._member.place, self._member.count)
-
-    @property
-    def generation(self) -> int:
-        """The generation in which the last call returned."""
-        return self._member.generation
-
-    @property
-    def takeovers(self) -> int:
-        """How many members had been lost when the last call returned."""
-        return self._member.takeovers
+    def place(self) -> Place:
+        """This process's place when the last call returned."""
+        member = self._member
+        return Place(member.place, member.count, member.generation, member.takeovers)
 
     @property
     def arrivals(self) -> bool:

@@ -187,9 +187,9 @@ class Exchanging(members.Members):
         place = self._exchange.place
         # Another thread reads it, so it is replaced at once.
         self._standing = {
-            "generation": self._exchange.generation,
+            "generation": place.generation,
             "members": place.count,
-            "takeovers": self._exchange.takeovers,
+            "takeovers": place.takeovers,
         }
         if self._leads or place.index:
             return
