@@ -21,7 +21,7 @@ from typing import IO, ClassVar
 from launch import engine, meeting
 from xshard import cli
 from xshard.files import standard_streams, workdir
-from xshard.pod import exit_codes, rendezvous, signals, startup, status
+from xshard.pod import exit_codes, rendezvous, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -423,7 +423,7 @@ class _Lasting(_Pod):
 
     def _start_all(self, job: engine.Job, token: str) -> None:
         self._token = token
-        defaults = startup.Timeouts()
+        defaults = rendezvous.Timeouts()
         seconds = {}
         for name in ("start", "heartbeat"):
             given = cli.flag_value(job.command, f"{name}_timeout_seconds")

@@ -3081,7 +3081,7 @@ def test_19_process_0_parses_no_status_of_a_thousand_processes(tmp_path, monkeyp
     monkeypatch.setattr(watching, "_count", 1024)
     monkeypatch.setattr(watching, "_board", board)
     monkeypatch.setattr(
-        watching, "_heartbeat", heartbeat.Heartbeat(1024, startup.Timeouts(), 0.5)
+        watching, "_heartbeat", heartbeat.Heartbeat(1024, rendezvous.Timeouts(), 0.5)
     )
     clock = [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
@@ -3104,7 +3104,7 @@ def test_19_process_0_parses_no_status_of_a_thousand_processes(tmp_path, monkeyp
 
 
 def test_19_who_is_silent_is_known_within_the_promised_time():
-    timeouts = startup.Timeouts()
+    timeouts = rendezvous.Timeouts()
     beat = heartbeat.Heartbeat(1024, timeouts, 0.5)
     row = status.Status("a host").row() | {"doing": status.TRAINING}
     texts = {index: json.dumps(row | {"pid": 0}) for index in range(1024)}

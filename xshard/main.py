@@ -155,7 +155,7 @@ _JOINS = flags.DEFINE_bool(
     False,
     "With --meeting_address: the run is under way. Wait for a place in it.",
 )
-_DEFAULTS = startup.Timeouts()
+_DEFAULTS = rendezvous.Timeouts()
 _START = flags.DEFINE_integer(
     "start_timeout_seconds",
     _DEFAULTS.start,
@@ -218,7 +218,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         )
     if _INIT_MAP.value and _INIT_FROM.value is None:
         raise errors.UserError("--init_map is for --init_from, whose arrays it maps.")
-    timeouts = startup.Timeouts(
+    timeouts = rendezvous.Timeouts(
         start=_START.value,
         heartbeat=_HEARTBEAT.value,
         shutdown=_SHUTDOWN.value,
@@ -236,7 +236,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     return code
 
 
-def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) -> int:
+def _run_process(config: Any, run_directory: str, timeouts: rendezvous.Timeouts) -> int:
     """Joins the other processes, if there are any, and runs with them.
 
     Returns:
@@ -274,7 +274,7 @@ def _run_process(config: Any, run_directory: str, timeouts: startup.Timeouts) ->
                 raise
 
 
-def _run_member(config: Any, directory: str, timeouts: startup.Timeouts) -> int:
+def _run_member(config: Any, directory: str, timeouts: rendezvous.Timeouts) -> int:
     """Runs as a member of a run that goes on without those it loses.
 
     Returns:
@@ -423,7 +423,7 @@ def _profile_mode(wings: Sequence[type[hooks.Wing]]) -> Callable[..., int]:
 
 def _join(
     spec: rendezvous.ProcessSpec | None,
-    timeouts: startup.Timeouts,
+    timeouts: rendezvous.Timeouts,
     config: Any,
     directory: str,
     signal_receiver: signals.SignalReceiver,

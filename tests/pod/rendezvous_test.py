@@ -102,7 +102,7 @@ def test_jax_binds_the_address_at_which_the_processes_met(monkeypatch, address, 
         lambda *args, **kwargs: captured.update(kwargs),
     )
     spec = rendezvous.ProcessSpec(address, 2, 0)
-    startup.join(spec, startup.Timeouts(), FACTS, "", SignalReceiver())
+    startup.join(spec, rendezvous.Timeouts(), FACTS, "", SignalReceiver())
     assert captured["coordinator_bind_address"] == bound
 
 
@@ -141,7 +141,7 @@ def test_the_coordinator_is_reached_without_a_proxy(monkeypatch, given, exempt):
         lambda *args, **kwargs: seen.append(dict(os.environ).get("no_grpc_proxy")),
     )
     spec = rendezvous.ProcessSpec("10.0.0.1:8476", 2, 0)
-    startup.join(spec, startup.Timeouts(), FACTS, "", SignalReceiver())
+    startup.join(spec, rendezvous.Timeouts(), FACTS, "", SignalReceiver())
     assert seen == [exempt]
 
 

@@ -417,9 +417,9 @@ def test_a_signal_ends_the_wait_for_a_cause(tmp_path, is_early):
     program = f"""
 import os, signal
 from tests.launch import harness
-from xshard.pod import startup, watchdog
+from xshard.pod import rendezvous, watchdog
 
-timeouts = startup.Timeouts(heartbeat=harness.FOREVER)
+timeouts = rendezvous.Timeouts(heartbeat=harness.FOREVER)
 with watchdog.Watchdog({str(tmp_path)!r}, timeouts=timeouts) as watching:
     # Later than the first step, before which a stop ends a run.
     watching.poll()

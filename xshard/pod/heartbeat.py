@@ -5,7 +5,7 @@ progress.
 import json
 from collections.abc import Mapping
 
-from xshard.pod import startup, status
+from xshard.pod import rendezvous, status
 
 
 class Heartbeat:
@@ -18,7 +18,7 @@ class Heartbeat:
       lost: the processes that have been silent for too long.
     """
 
-    def __init__(self, count: int, timeouts: startup.Timeouts, tick_seconds: float):
+    def __init__(self, count: int, timeouts: rendezvous.Timeouts, tick_seconds: float):
         """Starts to count.
 
         Args:

@@ -51,6 +51,24 @@ _MAX_SHOWN = 5
 _MAX_SHOWN_CHARACTERS = 300
 
 
+class Timeouts(NamedTuple):
+    """The times that processes wait for one another, in seconds.
+
+    Attributes:
+      start: the time until all processes have connected.
+      heartbeat: the time after which a silent process is treated as lost; a run
+        survives a shorter outage.
+      shutdown: the time until all processes have reached the end of the run.
+      step: the time without progress in training or evaluation after which a process
+        ends the run; 0 for no limit.
+    """
+
+    start: int = 300
+    heartbeat: int = 30
+    shutdown: int = 60
+    step: int = 0
+
+
 class StartError(errors.UserError):
     """The processes cannot start together. The message names the process at fault, and
     what to do.

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 
@@ -22,24 +21,6 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 # set; other programs read the second.
 _EXEMPT = "no_grpc_proxy"
 _EXEMPT_FOR_ALL = "no_proxy"
-
-
-class Timeouts(NamedTuple):
-    """The times that processes wait for one another, in seconds.
-
-    Attributes:
-      start: the time until all processes have connected.
-      heartbeat: the time after which a silent process is treated as lost; a run
-        survives a shorter outage.
-      shutdown: the time until all processes have reached the end of the run.
-      step: the time without progress in training or evaluation after which a process
-        ends the run; 0 for no limit.
-    """
-
-    start: int = 300
-    heartbeat: int = 30
-    shutdown: int = 60
-    step: int = 0
 
 
 def resolve_process(
@@ -151,7 +132,7 @@ def _check_address(address: str) -> None:
 
 def join(
     spec: rendezvous.ProcessSpec,
-    timeouts: Timeouts,
+    timeouts: rendezvous.Timeouts,
     facts: Mapping[str, str],
     token: str,
     signal_receiver: signals.SignalReceiver,

@@ -29,8 +29,8 @@ from xshard.pod import (
     exits,
     heartbeat,
     host_collectives,
+    rendezvous,
     signals,
-    startup,
     status,
     sync_point,
 )
@@ -47,7 +47,7 @@ _FAILED = "failed"
 _GONE = "gone"
 _NO_PROGRESS = "no progress for"
 _GO_ON = "The same command resumes from the last checkpoint."
-_TIMEOUTS = startup.Timeouts()
+_TIMEOUTS = rendezvous.Timeouts()
 
 
 class _EndedError(Exception):
@@ -68,7 +68,7 @@ class Watchdog:
         hosts: Sequence[str] = (),
         *,
         stop_after_seconds: float = 0,
-        timeouts: startup.Timeouts = _TIMEOUTS,
+        timeouts: rendezvous.Timeouts = _TIMEOUTS,
         console: TextIO | None = None,
         signal_receiver: signals.SignalReceiver | None = None,
         members: members_lib.Members | None = None,
