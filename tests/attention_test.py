@@ -20,9 +20,9 @@ from experiments.lm import attention, experiment, model
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.data import batches
-from xshard.metrics import flops
 from xshard.training import state as state_lib
 from xshard.training import step
+from xshard.wings.utilisation import model_flops
 
 # The TPU's kernel in interpret mode, which runs on any machine, but slowly.
 INTERPRETED = {"cpu": functools.partial(attention._splash, interpret=True)}
@@ -207,7 +207,8 @@ def test_model_flops_do_not_depend_on_the_kind(folder):
     batch = {"text": jax.ShapeDtypeStruct((8, 129), np.uint8)}
     for kind in attention.KINDS:
         config = config_of(folder, kind, **{"model.width": 128, "model_parallel": 2})
-        counts.append(flops.step(experiment.LanguageModel(config), mesh, batch))
+        model = experiment.LanguageModel(config)
+        counts.append(model_flops.of_step(model, mesh, batch))
     assert counts[0] == counts[1] > 3 * 2 * 8 * 2 * 2 * 128 * 128 * 128
 
 

@@ -122,6 +122,8 @@ def test_each_member_knows_how_many_were_taken_over_from():
         for number in (1, 0):
             member.gather(f"before {number}", None)
             stood.append(dict(member.standing))
+            # No member is lost before all of them have looked.
+            member.gather(f"noted {number}", None)
             if member.number == number:
                 crew.lose(number)
         member.gather("last", None)

@@ -122,7 +122,9 @@ def _check_address(address: str) -> None:
     if is_host and is_port:
         return
     hint = ""
-    if any(rendezvous.is_number(x, socket.AF_INET6) for x in (host, address)):
+    has_brackets = "[" in address or "]" in address
+    numbers = [rendezvous.is_number(x, socket.AF_INET6) for x in (host, address)]
+    if any(numbers) and not has_brackets:
         hint = " An IPv6 address stands in brackets, as in [fd00::1]:8476."
     raise rendezvous.StartError(
         f"--coordinator_address={address} must be HOST:PORT, as in h0:8476.{hint} A "
