@@ -11,9 +11,11 @@ import pytest
 from tests import pace, rows
 from tests.launch import harness
 
-_STEPS = 12
+# So many that slow ones outlast what a busy machine takes to notice a kill.
+_STEPS = 30
 _EXACT = [
     *harness.TOY,
+    f"--config.steps={_STEPS}",
     "--config.logical_replicas=6",
     "--config.reduction.arithmetic=exact",
     "--config.log_every_steps=1",
