@@ -356,9 +356,7 @@ class Exchange:
           label: what the exchange is for; equal on all members.
           word: what this process says, as JSON.
         """
-        words = _Words(label, self._number, word)
-        self._exchange(words)
-        return words.words
+        return self._exchange_words(_Words(label, self._number, word))
 
     def admit(self, label: str, word: Any) -> list[Any]:
         """Lets in the newcomers that wait, and returns the words of all members.
@@ -367,9 +365,7 @@ class Exchange:
           label: what the exchange is for; equal on all members.
           word: what newcomers need to know to restore the state, as JSON.
         """
-        words = _Words(label, self._number, word, admits=word)
-        self._exchange(words)
-        return words.words
+        return self._exchange_words(_Words(label, self._number, word, admits=word))
 
     def combine(
         self,
@@ -400,12 +396,6 @@ class Exchange:
             array.setflags(write=False)
         return sums.arrays
 
-    def put_out(self, index: int, why: str) -> None:
-        """Ends a member that computes other values than the rest; only the leader's
-        word counts.
-        """
-        self._loop.call(lambda: self._member.put_out(index, why))
-
     def close(self) -> None:
         """Waits until all members have made their last exchange, and ends all
         connections.
@@ -413,6 +403,10 @@ class Exchange:
         self._loop.call(self._member.leave)
         self._wait()
         self._loop.end()
+
+    def _exchange_words(self, words: _Words) -> list[Any]:
+        self._exchange(words)
+        return words.words
 
     def _exchange(
         self,

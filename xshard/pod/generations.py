@@ -375,11 +375,6 @@ class Member:
         self._computing -= set(units)
         self._proceed()
 
-    def put_out(self, index: int, why: str) -> None:
-        """Asks the meeting to end the member at an index."""
-        if index < len(self._members):
-            self._port.send(MEETING, Odd(self._members[index].number, why))
-
     def leave(self) -> None:
         """Notes that the program has made its last exchange; the call returns when that
         holds for all members.
