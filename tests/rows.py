@@ -14,6 +14,23 @@ class Killed(BaseException):
     """Ends a run at an instant that a test chooses, as if its process were killed."""
 
 
+def kill_after(run, step):
+    """Lets an opened run be killed where it would train beyond a step.
+
+    Args:
+      run: an `xshard.loop.Run` with one step a dispatch.
+      step: the last step that it makes.
+    """
+    step_of_run = run.train_step
+
+    def train_step(state, *rest):
+        if int(state.step) == step:
+            raise Killed
+        return step_of_run(state, *rest)
+
+    run.train_step = train_step
+
+
 class ScriptedWatch:
     """A stand-in for a run's watch, with one request at the poll of a given number."""
 

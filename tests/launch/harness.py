@@ -37,6 +37,23 @@ TOY = [
     *PATIENT,
 ]
 
+# Six logical replicas do not divide evenly among 8 devices or 4.
+EXACT = [
+    *TOY,
+    "--config.logical_replicas=6",
+    "--config.reduction.arithmetic=exact",
+    "--config.log_every_steps=1",
+]
+
+
+def whole_run(tmp_path_factory, command):
+    """Returns the work directory of a run of one process without interruptions."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    words = [*command, f"--workdir={directory}", "--cpu_devices=1"]
+    code, output = finish(start(words))
+    assert code == 0, output
+    return directory
+
 
 def start(command, env=None, **options):
     """Starts a program with its output in a pipe."""

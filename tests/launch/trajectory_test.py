@@ -13,30 +13,19 @@ from tests import pace
 from tests.launch import harness
 
 _STEPS = 12
-# Six logical replicas do not divide evenly among 8 devices or 4.
-_EXACT = [
-    *harness.TOY,
-    "--config.logical_replicas=6",
-    "--config.reduction.arithmetic=exact",
-    "--config.log_every_steps=1",
-]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The work directory of a run without interruptions."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
-    code, output = harness.finish(harness.start(command))
-    assert code == 0, output
-    return directory
+    return harness.whole_run(tmp_path_factory, harness.EXACT)
 
 
 @pytest.mark.sample(1, of="moves")
 def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(
     tmp_path, uninterrupted
 ):
-    moved = [*_EXACT, f"--workdir={tmp_path / 'moved'}"]
+    moved = [*harness.EXACT, f"--workdir={tmp_path / 'moved'}"]
     start_on_8_devices = functools.partial(harness.start, [*moved, "--cpu_devices=8"])
     three_processes = ["--num_processes=3", "--cpu_devices=1"]
     harness.kill_at(7, _STEPS, tmp_path, start_on_8_devices)
@@ -52,7 +41,7 @@ def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(
 @pytest.mark.sample(0.4)
 def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
     directory = tmp_path / "run"
-    command = [*_EXACT, f"--workdir={directory}"]
+    command = [*harness.EXACT, f"--workdir={directory}"]
     with contextlib.ExitStack() as stack:
         with pace.slow(tmp_path / "slow", 7) as variables:
             env = harness.environment(**variables)
@@ -75,7 +64,7 @@ def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
 def test_state_that_begins_with_an_example_is_equal_on_all_processes(tmp_path):
     """Each process has other examples, and a batch norm begins with their averages."""
     normalized = [
-        *_EXACT,
+        *harness.EXACT,
         "--config.experiment=tests.toy.Normalized",
         "--config.steps=2",
     ]

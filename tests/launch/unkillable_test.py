@@ -14,11 +14,8 @@ from tests.launch import harness
 # So many that slow ones outlast what a busy machine takes to notice a kill.
 _STEPS = 30
 _EXACT = [
-    *harness.TOY,
+    *harness.EXACT,
     f"--config.steps={_STEPS}",
-    "--config.logical_replicas=6",
-    "--config.reduction.arithmetic=exact",
-    "--config.log_every_steps=1",
     "--config.eval_every_steps=4",
     "--config.checkpoint.every_steps=3",
 ]
@@ -27,23 +24,34 @@ _EXACT = [
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     """The work directory of a run of one process."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    command = [*_EXACT, f"--workdir={directory}", "--cpu_devices=1"]
-    code, output = harness.finish(harness.start(command))
-    assert code == 0, output
-    return directory
+    return harness.whole_run(tmp_path_factory, _EXACT)
 
 
-def start(directory, variables, *options):
-    """Starts a run of three members."""
-    command = [*_EXACT, f"--workdir={directory}"]
-    return harness.launch(
-        "--num_processes=3",
-        "--cpu_devices=1",
-        *options,
-        command=command,
-        env=harness.environment(**variables),
-    )
+def run_disturbed(tmp_path, spares, disturb):
+    """Runs three members, which are slow from step 5 until they have been disturbed.
+
+    Args:
+      tmp_path: the folder, in which the work directory is `run`.
+      spares: the number of processes that wait to join.
+      disturb: called with the launcher after step 5.
+
+    Returns:
+      The exit code, and the output from where `disturb` has read it.
+    """
+    command = [*_EXACT, f"--workdir={tmp_path / 'run'}"]
+    with contextlib.ExitStack() as stack:
+        with pace.slow(tmp_path / "slow", 5) as variables:
+            process = harness.launch(
+                "--num_processes=3",
+                "--cpu_devices=1",
+                f"--spares={spares}",
+                command=command,
+                env=harness.environment(**variables),
+            )
+            stack.enter_context(harness.running(process))
+            harness.read_until(process, f"step  5/{_STEPS}")
+            disturb(process)
+        return harness.finish(process)
 
 
 def leader(directory):
@@ -66,18 +74,16 @@ def end(process, directory, who, number=signal.SIGKILL):
 @pytest.mark.parametrize("first, second", [("leader", "leader"), ("other", "leader")])
 def test_members_that_are_killed_cost_no_step(tmp_path, uninterrupted, first, second):
     directory = tmp_path / "run"
-    with contextlib.ExitStack() as stack:
-        with pace.slow(tmp_path / "slow", 5) as variables:
-            process = start(directory, variables, "--spares=0")
-            stack.enter_context(harness.running(process))
-            harness.read_until(process, f"step  5/{_STEPS}")
-            lost = end(process, directory, first)
-            harness.read_until(process, "generation 2")
-            if first == "leader":
-                harness.wait_until(lambda: leader(directory) != lost)
-            end(process, directory, second)
-            harness.read_until(process, "generation 3")
-        code, output = harness.finish(process)
+
+    def disturb(process):
+        lost = end(process, directory, first)
+        harness.read_until(process, "generation 2")
+        if first == "leader":
+            harness.wait_until(lambda: leader(directory) != lost)
+        end(process, directory, second)
+        harness.read_until(process, "generation 3")
+
+    code, output = run_disturbed(tmp_path, 0, disturb)
     assert code == 0, output
     assert "step  5/" not in output
     (last,) = harness.status(directory)
@@ -93,32 +99,28 @@ def test_members_that_are_killed_cost_no_step(tmp_path, uninterrupted, first, se
 
 def test_a_process_joins_for_one_that_is_killed(tmp_path, uninterrupted):
     directory = tmp_path / "run"
-    with contextlib.ExitStack() as stack:
-        with pace.slow(tmp_path / "slow", 5) as variables:
-            process = start(directory, variables, "--spares=1")
-            stack.enter_context(harness.running(process))
-            harness.read_until(process, f"step  5/{_STEPS}")
-            before = set(harness.members(process).values())
-            lost = end(process, directory, "leader")
-            # First without it, then with the spare.
-            harness.read_until(process, "generation 3")
-            harness.read_until(process, "resumed from the checkpoint of step")
-        code, output = harness.finish(process)
+
+    def disturb(process):
+        before = set(harness.members(process).values())
+        lost = end(process, directory, "leader")
+        assert lost in before
+        # First without it, then with the spare.
+        harness.read_until(process, "generation 3")
+        harness.read_until(process, "resumed from the checkpoint of step")
+
+    code, output = run_disturbed(tmp_path, 1, disturb)
     assert code == 0, output
-    assert lost in before
     harness.assert_same_end(directory, uninterrupted, _STEPS)
 
 
 def test_a_signal_to_one_member_stops_all_at_one_step(tmp_path, uninterrupted):
     directory = tmp_path / "run"
-    with contextlib.ExitStack() as stack:
-        with pace.slow(tmp_path / "slow", 5) as variables:
-            process = start(directory, variables, "--spares=0")
-            stack.enter_context(harness.running(process))
-            harness.read_until(process, f"step  5/{_STEPS}")
-            end(process, directory, "other", signal.SIGTERM)
-            # All have left with their state saved. They are no longer slow.
-            harness.read_until(process, "starting it again")
-        code, output = harness.finish(process)
+
+    def disturb(process):
+        end(process, directory, "other", signal.SIGTERM)
+        # All have left with their state saved. They are no longer slow.
+        harness.read_until(process, "starting it again")
+
+    code, output = run_disturbed(tmp_path, 0, disturb)
     assert code == 0 and "resumed from the checkpoint of step" in output, output
     harness.assert_same_end(directory, uninterrupted, _STEPS)

@@ -448,14 +448,7 @@ def test_it_resumes_to_the_same_bits(tmp_path, shared_programs):
     config = config_of(steps=12, log_every_steps=2, steps_per_dispatch=1)
     assert winged.run(config, str(tmp_path / "whole"), "") == 0
     run = loop.Run(config, str(tmp_path / "parts"))
-    step_of_run = run.train_step
-
-    def train_step(state, *rest):
-        if int(state.step) == 9:
-            raise rows.Killed
-        return step_of_run(state, *rest)
-
-    run.train_step = train_step
+    rows.kill_after(run, 9)
     with pytest.raises(rows.Killed), run.opened():
         run.train()
     assert winged.run(config, str(tmp_path / "parts"), "") == 0
