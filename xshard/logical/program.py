@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from xshard import errors
-from xshard import mesh as mesh_lib
 from xshard.logical import comparison, host_sums, sums
 from xshard.logical.replicas import Replicas
 from xshard.logical.segments import (
@@ -520,12 +519,15 @@ class _SharedPrograms(_SeparatePrograms):
                 out_specs=segments.equal_spec,
             )
             self.magnitude_programs.append(jax.jit(magnitudes.on(segments.mesh)))
+            equal = segments.equal_spec
             terms = Mapped(
                 functools.partial(segments.terms, index),
-                in_specs=(PER_REPLICA, PER_REPLICA, segments.equal_spec),
-                out_specs=segments.equal_spec,
+                in_specs=(equal, PER_REPLICA, PER_REPLICA, equal),
+                out_specs=equal,
             )
-            self.term_programs.append(jax.jit(terms.on(segments.mesh)))
+            # The total's own memory takes the sum.
+            program = jax.jit(terms.on(segments.mesh), donate_argnums=0)
+            self.term_programs.append(program)
             results = Mapped(
                 functools.partial(segments.results, index),
                 in_specs=(segments.equal_spec, segments.equal_spec, PER_REPLICA),
@@ -581,9 +583,10 @@ class _SharedPrograms(_SeparatePrograms):
 
         def terms(rounds: Sequence[int]) -> list[np.ndarray]:
             send(rounds)
-            program = self.term_programs[index]
-            made = [program(sent[i], numbers[i], largest) for i in rounds]
-            return host.added(rounds, made)
+            total = None
+            for i in rounds:
+                total = self.term_programs[index](total, sent[i], numbers[i], largest)
+            return host.arrays(total)
 
         combined = self._exchange.combine(
             f"{name}: terms", host.like, len(replicas), terms, host.operations
@@ -604,18 +607,16 @@ class _SharedPrograms(_SeparatePrograms):
             magnitudes = self.magnitude_programs[index].lower(sent[0], numbers[0])
             lowered.append((magnitudes, len(sent)))
             largest = magnitudes.out_info
-        terms = self.term_programs[index].lower(sent[0], numbers[0], largest)
-        lowered.append((terms, len(sent)))
-        host = host_sums.HostSums(
-            kinds,
-            terms.out_info,
-            largest,
-            rounds=len(sent),
-            devices=mesh_lib.num_replicas(segments.mesh),
-            leading=len(mesh_lib.group_axes(segments.mesh)),
-        )
+        program = self.term_programs[index]
+        terms = program.lower(None, sent[0], numbers[0], largest)
+        lowered.append((terms, 1))
+        total = with_shardings(segments.mesh, terms.out_info, segments.equal_spec)
+        if len(sent) > 1:
+            more = program.lower(total, sent[0], numbers[0], largest)
+            lowered.append((more, len(sent) - 1))
+        host = host_sums.HostSums(kinds, total, largest)
         self._host_sums[index] = host
-        results = self.result_programs[index].lower(host.shapes, largest, numbers)
+        results = self.result_programs[index].lower(total, largest, numbers)
         return [*lowered, (results, 1)]
 
 

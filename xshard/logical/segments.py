@@ -342,13 +342,28 @@ class SegmentedProgram:
     def terms(
         self,
         index: int,
+        total: Sequence[Sequence[jax.Array]] | None,
         sent: Sequence[jax.Array],
         number: jax.Array,
         largest: jax.Array | None,
     ) -> list[list[jax.Array]]:
-        """Runs `sums.terms` for one replica of each device."""
+        """Runs `sums.terms` for one replica of each device.
+
+        Args:
+          index: the index of the collective.
+          total: the result for other replicas of the devices, to which this one is
+            added; None if there are none.
+          sent: what the replica sends.
+          number: its number.
+          largest: the result of `magnitudes`, of all replicas.
+
+        Returns:
+          The terms. A gathered array has all replicas, with zeros for those that have
+          not been added.
+        """
+        kinds = self.whole_kinds(index)
         combined = sums.terms(
-            self.whole_kinds(index),
+            kinds,
             [[array[0] for array in sent]],
             self._has_replica([number]),
             self._in_group(largest),
@@ -356,7 +371,48 @@ class SegmentedProgram:
             num_words=self._replicas.num_words,
             gather_steps=self._replicas.gather_steps,
         )
-        return jax.tree.map(self._of_group, combined)
+        if total is None:
+            totals: Any = [[None] * len(words) for words in combined]
+        else:
+            totals = jax.tree.map(self._in_group, total)
+        added = []
+        for kind, *terms_of_array in zip(kinds, totals, combined, strict=True):
+            words = []
+            for so_far, x in zip(*terms_of_array, strict=True):
+                words.append(self._of_group(self._added(kind, so_far, x, number)))
+            added.append(words)
+        return added
+
+    def _added(
+        self,
+        kind: split_lib.Kind,
+        total: jax.Array | None,
+        x: jax.Array,
+        number: jax.Array,
+    ) -> jax.Array:
+        """Adds the term of one replica of each device to the total of others."""
+        if kind.name == split_lib.GATHER:
+            return self._gathered(kind.dim, total, x, number)
+        if total is None:
+            return x
+        if kind.name in (split_lib.MAX, split_lib.MIN):
+            return jnp.maximum(total, x)
+        return total + x
+
+    def _gathered(
+        self, dim: int, total: jax.Array | None, x: jax.Array, number: jax.Array
+    ) -> jax.Array:
+        """Puts the arrays of one replica of each device among those of all."""
+        devices = mesh_lib.num_replicas(self.mesh)
+        # The replicas of a device are consecutive.
+        before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+        of_device = size // devices
+        places = x.reshape(*before, devices, 1, of_device, *after)
+        shape = (*before, devices, self.rounds, of_device, *after)
+        whole = jnp.zeros(shape, x.dtype) if total is None else total.reshape(shape)
+        place = number[0] % self.rounds
+        whole = lax.dynamic_update_slice_in_dim(whole, places, place, dim + 1)
+        return whole.reshape(*before, size * self.rounds, *after)
 
     def results(
         self,
