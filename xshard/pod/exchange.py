@@ -7,6 +7,7 @@ up here: see `xshard.pod.generations` for the protocol.
 
 import dataclasses
 import functools
+import math
 import os
 import queue
 import socket
@@ -23,6 +24,8 @@ from xshard.pod import generations, links, rendezvous
 
 _RETRY_SECONDS = 0.05
 _ALIVE_SECONDS = 1.0
+# Arrays of JAX on CPUs begin at a multiple of so many bytes.
+_ALIGNMENT = 64
 _MESSAGES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -129,7 +132,7 @@ class _Sums:
     ):
         self.label = label
         self.units = units
-        self.arrays = [np.empty(each.shape, each.dtype) for each in like]
+        self.arrays = [_empty(each.shape, each.dtype) for each in like]
         self._own: list[np.ndarray] = []
         self._operations = operations
         self._parts = _divided(self.arrays)
@@ -195,6 +198,14 @@ class _Sums:
     def result(self, part: int) -> list[np.ndarray]:
         """Returns a part of the result."""
         return self._results[part]
+
+
+def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array that JAX uses on CPUs without copying it."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _divided(arrays: Sequence[np.ndarray]) -> list[list[tuple[int, int, int]]]:
