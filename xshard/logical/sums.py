@@ -10,7 +10,7 @@ to float32.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ def magnitudes(
     of_device = jnp.stack(largest)
     # NaN becomes infinity, so that pmax propagates it on every backend.
     of_device = jnp.where(jnp.isfinite(of_device), of_device, jnp.inf)
-    return lax.pmax(of_device, mesh_lib.REPLICAS)
+    return _over_devices(lax.pmax, of_device)
 
 
 def terms(
@@ -117,7 +117,7 @@ def terms(
         elif i not in indices:
             local_sum = _added(_where(has_replica, arrays))
             if kind.name == split.SUM:
-                combined[i] = [lax.psum(local_sum, mesh_lib.REPLICAS)]
+                combined[i] = [_over_devices(lax.psum, local_sum)]
             else:
                 combined[i] = [_scattered(local_sum, kind.dim, count, places)]
     if largest is None:
@@ -132,7 +132,7 @@ def terms(
         combined[i] = [_added(word) for word in zip(*words, strict=True)]
     # One psum of the whole list, so that all sums share one collective.
     summed = [i for i in indices if kinds[i].name == split.SUM]
-    sums = lax.psum([combined[i] for i in summed], mesh_lib.REPLICAS)
+    sums = _over_devices(lax.psum, [combined[i] for i in summed])
     for i, sums_of_words in zip(summed, sums, strict=True):
         combined[i] = sums_of_words
     for i in indices:
@@ -211,6 +211,14 @@ def _exponents(largest: jax.Array, bits: int, num_words: int) -> jax.Array:
     """Returns the exponents of the units of exact sums."""
     # The units of all words must be normal numbers.
     return _exponent(largest, _LEAST_EXPONENT + num_words * bits)
+
+
+def _over_devices(combine: Callable[..., Any], x: Any) -> Any:
+    """Combines arrays of all devices."""
+    # XLA on CPUs would copy the arrays of the only device.
+    if lax.axis_size(mesh_lib.REPLICAS) == 1:
+        return x
+    return combine(x, mesh_lib.REPLICAS)
 
 
 def _scattered(x: jax.Array, dim: int, count: int, places: int) -> jax.Array:
@@ -297,7 +305,7 @@ def _extreme(
     ordered = [_in_order(kind, x) for x in arrays]
     least = jnp.iinfo(ordered[0].dtype).min
     largest = functools.reduce(jnp.maximum, _where(has_replica, ordered, least))
-    return lax.pmax(largest, mesh_lib.REPLICAS)
+    return _over_devices(lax.pmax, largest)
 
 
 def _in_order(kind: str, x: jax.Array) -> jax.Array:
