@@ -45,6 +45,9 @@ _SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
 # A long sum becomes a fusion by YNNPACK, or is divided into two sums, depending on the
 # order of the instructions.
 _SAME_ROUNDING_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# To find a maximum on CPUs, XLA would first write what it is of to memory. The order
+# does not matter for a maximum of integers.
+_WITHOUT_COPIES = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 
 
 class Stage(NamedTuple):
@@ -518,7 +521,9 @@ class _SharedPrograms(_SeparatePrograms):
                 in_specs=(PER_REPLICA, PER_REPLICA),
                 out_specs=segments.equal_spec,
             )
-            self.magnitude_programs.append(jax.jit(magnitudes.on(segments.mesh)))
+            self.magnitude_programs.append(
+                jax.jit(magnitudes.on(segments.mesh), compiler_options=_WITHOUT_COPIES)
+            )
             equal = segments.equal_spec
             terms = Mapped(
                 functools.partial(segments.terms, index),
