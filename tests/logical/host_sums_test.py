@@ -56,7 +56,7 @@ def test_members_get_the_bits_of_one_process(name, dtype):
     check(combine, values(dtype))
 
 
-@pytest.mark.parametrize("name", ["pmax", "pmin"])
+@pytest.mark.parametrize("name", ["pmax", "pmin", "all_gather"])
 @pytest.mark.parametrize("signs", [(0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0)])
 def test_the_sign_of_zero_does_not_depend_on_the_members(name, signs):
     rows = np.float32([[signs[0], 1.0], [signs[1], -1.0], [signs[0], 0.5]])

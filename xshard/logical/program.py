@@ -45,9 +45,9 @@ _SAME_ROUNDING = {"xla_disable_hlo_passes": "cse"}
 # A long sum becomes a fusion by YNNPACK, or is divided into two sums, depending on the
 # order of the instructions.
 _SAME_ROUNDING_ON_CPUS = {"xla_cpu_experimental_ynn_fusion_type": ""}
-# To find a maximum on CPUs, XLA would first write what it is of to memory. The order
-# does not matter for a maximum of integers.
-_WITHOUT_COPIES = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
+# XLA divides a long maximum on CPUs into two, and writes the array to memory for the
+# first. No division changes a maximum of integers.
+_UNDIVIDED = {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
 
 
 class Stage(NamedTuple):
@@ -522,7 +522,7 @@ class _SharedPrograms(_SeparatePrograms):
                 out_specs=segments.equal_spec,
             )
             self.magnitude_programs.append(
-                jax.jit(magnitudes.on(segments.mesh), compiler_options=_WITHOUT_COPIES)
+                jax.jit(magnitudes.on(segments.mesh), compiler_options=_UNDIVIDED)
             )
             equal = segments.equal_spec
             terms = Mapped(
@@ -531,8 +531,9 @@ class _SharedPrograms(_SeparatePrograms):
                 out_specs=equal,
             )
             # The total's own memory takes the sum.
-            program = jax.jit(terms.on(segments.mesh), donate_argnums=0)
-            self.term_programs.append(program)
+            self.term_programs.append(
+                jax.jit(terms.on(segments.mesh), donate_argnums=0)
+            )
             results = Mapped(
                 functools.partial(segments.results, index),
                 in_specs=(segments.equal_spec, segments.equal_spec, PER_REPLICA),

@@ -342,7 +342,7 @@ class SegmentedProgram:
     def terms(
         self,
         index: int,
-        total: Sequence[Sequence[jax.Array]] | None,
+        total: Sequence[Sequence[Any]] | None,
         sent: Sequence[jax.Array],
         number: jax.Array,
         largest: jax.Array | None,
@@ -372,47 +372,39 @@ class SegmentedProgram:
             gather_steps=self._replicas.gather_steps,
         )
         if total is None:
-            totals: Any = [[None] * len(words) for words in combined]
-        else:
-            totals = jax.tree.map(self._in_group, total)
+            total = [[None] * len(words) for words in combined]
         added = []
-        for kind, *terms_of_array in zip(kinds, totals, combined, strict=True):
-            words = []
-            for so_far, x in zip(*terms_of_array, strict=True):
-                words.append(self._of_group(self._added(kind, so_far, x, number)))
-            added.append(words)
+        for kind, *of_array in zip(kinds, combined, total, strict=True):
+            add = functools.partial(self._added, kind, number)
+            added.append(jax.tree.map(add, *of_array))
         return added
 
     def _added(
         self,
         kind: split_lib.Kind,
-        total: jax.Array | None,
-        x: jax.Array,
         number: jax.Array,
+        x: jax.Array,
+        total: jax.Array | None,
     ) -> jax.Array:
         """Adds the term of one replica of each device to the total of others."""
+        total = self._in_group(total)
         if kind.name == split_lib.GATHER:
-            return self._gathered(kind.dim, total, x, number)
-        if total is None:
-            return x
-        if kind.name in (split_lib.MAX, split_lib.MIN):
-            return jnp.maximum(total, x)
-        return total + x
-
-    def _gathered(
-        self, dim: int, total: jax.Array | None, x: jax.Array, number: jax.Array
-    ) -> jax.Array:
-        """Puts the arrays of one replica of each device among those of all."""
-        devices = mesh_lib.num_replicas(self.mesh)
-        # The replicas of a device are consecutive.
-        before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
-        of_device = size // devices
-        places = x.reshape(*before, devices, 1, of_device, *after)
-        shape = (*before, devices, self.rounds, of_device, *after)
-        whole = jnp.zeros(shape, x.dtype) if total is None else total.reshape(shape)
-        place = number[0] % self.rounds
-        whole = lax.dynamic_update_slice_in_dim(whole, places, place, dim + 1)
-        return whole.reshape(*before, size * self.rounds, *after)
+            devices = mesh_lib.num_replicas(self.mesh)
+            dim = kind.dim
+            before = x.shape[:dim]
+            size = x.shape[dim]
+            after = x.shape[dim + 1 :]
+            # The replicas of a device are consecutive.
+            x = x.reshape(*before, devices, 1, size // devices, *after)
+            shape = (*before, devices, self.rounds, size // devices, *after)
+            whole = jnp.zeros(shape, x.dtype) if total is None else total.reshape(shape)
+            place = number[0] % self.rounds
+            x = lax.dynamic_update_slice_in_dim(whole, x, place, dim + 1)
+            x = x.reshape(*before, size * self.rounds, *after)
+        elif total is not None:
+            is_extreme = kind.name in (split_lib.MAX, split_lib.MIN)
+            x = jnp.maximum(total, x) if is_extreme else total + x
+        return self._of_group(x)
 
     def results(
         self,
