@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.logical import members
+from tests.optimizers import harness
 from xshard import errors, logical
 from xshard import mesh as mesh_lib
 
@@ -87,6 +88,22 @@ def test_one_collective_of_all_kinds_and_one_that_depends_on_it():
         return mean + whole.astype(x.dtype) + rows.sum(axis=0)
 
     check(combine, values(np.float32, count=8))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_nothing_is_compiled_once_members_wait_for_one_another(devices):
+    counts = []
+
+    class Counting(members.Members):
+        def combine(self, *args):
+            counts.append(harness.compile_count())
+            return super().combine(*args)
+
+    def combine(x):
+        return jax.lax.psum(x, _NAMES) + jax.lax.all_gather(x, _NAMES).sum(axis=0)
+
+    collective(combine, values(np.float32, count=8), devices, Counting(2))
+    assert counts == [harness.compile_count()] * 2
 
 
 def test_each_group_is_combined_by_itself():

@@ -620,9 +620,9 @@ class _SharedPrograms(_SeparatePrograms):
         if len(sent) > 1:
             more = program.lower(total, sent[0], numbers[0], largest)
             lowered.append((more, len(sent) - 1))
-        host = host_sums.HostSums(kinds, total, largest)
+        host = host_sums.HostSums(kinds, terms.out_info, largest)
         self._host_sums[index] = host
-        results = self.result_programs[index].lower(total, largest, numbers)
+        results = self.result_programs[index].lower(terms.out_info, largest, numbers)
         return [*lowered, (results, 1)]
 
 
