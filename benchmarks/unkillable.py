@@ -1,17 +1,22 @@
-"""Kills members of a run at random instants, and compares it with one that is left
-alone.
+"""Kills members of a run at many instants, and compares it with one that is left alone.
 
-    python -m benchmarks.unkillable --kills=6 --every=15 --seed=0 [--gates]
+    python -m benchmarks.unkillable --kills=12 --every=2 --seed=0 [--gates]
 
-Each round trains digits twice with `python -m launch --spares`: undisturbed, and with
-kills drawn from the seed: of the member that leads, of another, or of two at once. A
-third run, of processes that JAX joins, is killed once, for comparison. Then a step of
-members is compared with one of such processes, for two sizes of network. Printed are
-the steps a second, the seconds without steps after each kill, and the steps that were
-made again. With --gates it prints a table of what must hold, and exits with 1 if
-anything does not. The seconds mean something on a machine that does nothing else.
+Digits is trained with `python -m launch --spares`: undisturbed, and once a round with
+kills. The first one of a round is in the first step. The kinds of the others are drawn
+from the seed: whom, and whether at any instant, while a checkpoint is half written,
+while an evaluation is due, just after a takeover, or by suspending instead of killing.
+The last member is never killed: that would end any run.
+
+For comparison, a run of processes that JAX joins is killed as well, and starts again.
+Then a step of members is compared with one of such processes, for two sizes of network.
+Printed are a table of the seconds without steps after the kills of each kind, and the
+steps that were made again. With --gates it prints a table of what must hold, and exits
+with 1 if anything does not. The seconds mean something on a machine that does nothing
+else.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -19,6 +24,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -26,15 +32,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from absl import app, flags
 
 from tests.launch import harness
 
-_KILLS = flags.DEFINE_integer("kills", 6, "How many kills in each disturbed run.", 1)
-_EVERY = flags.DEFINE_float("every", 15.0, "The mean seconds between two kills.", 0.1)
+_KILLS = flags.DEFINE_integer("kills", 12, "How many kills in each round.", 1)
+_EVERY = flags.DEFINE_float("every", 2.0, "The mean seconds between two kills.", 0.1)
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How many rounds.", 1)
 _MEMBERS = flags.DEFINE_integer("members", 3, "The number of members.", 2)
 _SPARES = flags.DEFINE_integer("spares", 1, "The number of spares.", 0)
@@ -53,7 +59,49 @@ _MOST_SECONDS_WITHOUT_STEPS = 0.5
 _LEAST_SHARE_OF_STEPS = 0.8
 _MOST_STEP_RATIO = 1.1
 _COMPARED_STEPS = 150
-_LIMIT_SECONDS = 3600.0
+_SAVE_STEPS = 20
+_EVALUATION_STEPS = 30
+# A suspended process is found in this time, and busy ones are not taken for one.
+_HEARTBEAT_SECONDS = 5
+# A run that makes no step for so long hangs.
+_HANG_SECONDS = 300.0
+_ROWS_BEFORE_KILLS = 50
+_POLL_SECONDS = 0.002
+_RESTARTS = 3
+
+
+class Kind(NamedTuple):
+    """A kind of kill.
+
+    Attributes:
+      who: whom it is to end: a key of `_COUNTS`.
+      when: returns whether it is time, from the work directory.
+      number: the signal.
+      then: whether the one that leads next is killed, too.
+    """
+
+    who: str
+    when: Callable[[pathlib.Path], bool] = lambda _: True
+    number: int = signal.SIGKILL
+    then: bool = False
+
+
+# How many members each needs, one of which is left.
+_COUNTS = {"leader": 2, "other": 2, "two": 3, "joiner": 1}
+
+
+class Killed(NamedTuple):
+    """A kill that was made.
+
+    Attributes:
+      name: the kind.
+      time: when, in seconds since 1970.
+      processes: how many processes were killed.
+    """
+
+    name: str
+    time: float
+    processes: int
 
 
 class Trained(NamedTuple):
@@ -62,14 +110,15 @@ class Trained(NamedTuple):
     Attributes:
       code: the exit code.
       rate: the steps a second, from the first row to the last.
-      gaps: the seconds without steps after each kill.
+      kills: the kills, and the seconds without steps after each; None if it made no
+        step after it.
       repeated: how many steps were made again.
       kept: whether the run lost no other processes than those that were killed.
     """
 
     code: int
     rate: float
-    gaps: list[float]
+    kills: list[tuple[Killed, float | None]]
     repeated: int
     kept: bool
 
@@ -91,50 +140,83 @@ class Gate(NamedTuple):
 def main(argv: list[str]) -> int:
     """Runs the rounds; returns the exit code."""
     del argv
+    scratch = pathlib.Path(tempfile.mkdtemp())
     gates: list[Gate] = []
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = pathlib.Path(folder)
-        for number in range(_ROUNDS.value):
-            gates += play_round(scratch / str(number), _SEED.value + number)
-        if _RESTART.value:
-            restarted = train(scratch / "restart", ["--num_processes=2"], kills=[5.0])
-            say("restart of all", restarted)
-        for hidden in map(int, _HIDDEN.value):
-            gates.append(compare_steps(scratch / f"hidden_{hidden}", hidden))
+    kills: list[tuple[Killed, float | None]] = []
+    options = [f"--num_processes={_MEMBERS.value}", f"--spares={_SPARES.value}"]
+    undisturbed = train(scratch / "undisturbed", options)
+    say("undisturbed", undisturbed)
+    for number in range(_ROUNDS.value):
+        seed = _SEED.value + number
+        disturbed = train(scratch / f"seed_{seed}", options, plan(seed))
+        say(f"seed {seed}", disturbed)
+        kills += disturbed.kills
+        gates += round_gates(scratch, seed, disturbed, undisturbed)
+    if _RESTART.value:
+        again = [(_RESTART_KIND, 0.0)] * _RESTARTS
+        restarted = train(
+            scratch / "restart", ["--num_processes=2"], (random.Random(0), again)
+        )
+        say("restart", restarted)
+        kills += restarted.kills
+    for hidden in map(int, _HIDDEN.value):
+        gates.append(compare_steps(scratch / f"hidden_{hidden}", hidden))
+    print_table(kills)
+    failed = [gate for gate in gates if not gate.holds]
+    if failed:
+        print(f"{scratch} has the runs")
+    else:
+        shutil.rmtree(scratch)
     if not _GATES.value:
         return 0
     for gate in gates:
         print(f"{'ok  ' if gate.holds else 'FAIL'} {gate.what}: {gate.measured}")
-    return 0 if all(gate.holds for gate in gates) else 1
+    return 1 if failed else 0
 
 
-def play_round(scratch: pathlib.Path, seed: int) -> list[Gate]:
-    """Trains undisturbed and disturbed; returns what must hold of that."""
-    options = [f"--num_processes={_MEMBERS.value}", f"--spares={_SPARES.value}"]
-    undisturbed = train(scratch / "undisturbed", options)
-    say("undisturbed", undisturbed)
+def plan(seed: int) -> tuple[random.Random, list[tuple[str, float]]]:
+    """Returns the draws of a round, and the kind of each kill with the seconds before
+    it.
+    """
     draw = random.Random(seed)
-    kills = [draw.uniform(0.5, 1.5) * _EVERY.value for _ in range(_KILLS.value)]
-    disturbed = train(scratch / "disturbed", options, kills, draw)
-    say(f"seed {seed}", disturbed)
+    kills = [(_FIRST_KIND, draw.uniform(0, 4))]
+    for _ in range(_KILLS.value - 1):
+        kind = draw.choice(sorted(_KINDS))
+        kills.append((kind, draw.uniform(0.5, 1.5) * _EVERY.value))
+    return draw, kills
+
+
+def round_gates(
+    scratch: pathlib.Path, seed: int, disturbed: Trained, undisturbed: Trained
+) -> list[Gate]:
+    """Returns what must hold of a disturbed run."""
     is_same = True
     try:
         harness.assert_same_end(
-            scratch / "disturbed", scratch / "undisturbed", _STEPS.value
+            scratch / f"seed_{seed}", scratch / "undisturbed", _STEPS.value
         )
-    except AssertionError as e:
-        print(e)
+    except (AssertionError, OSError) as e:
+        print(f"seed {seed}: {e}")
         is_same = False
+    late = []
+    for kill, gap in disturbed.kills:
+        kind = _KINDS.get(kill.name, Kind("leader"))
+        most = _MOST_SECONDS_WITHOUT_STEPS * (1 + kind.then)
+        if kind.number == signal.SIGSTOP:
+            most += _HEARTBEAT_SECONDS
+        # The first step compiles.
+        if gap is not None and gap > most and kill.name != _FIRST_KIND:
+            late.append(f"{kill.name} {gap:.2f} s")
     share = disturbed.rate / undisturbed.rate
-    worst = max(disturbed.gaps, default=0.0)
     return [
         Gate("it ends by itself", f"exit code {disturbed.code}", disturbed.code == 0),
         Gate("bits, rows, results", f"equal: {is_same}", is_same),
         Gate("steps made again", f"{disturbed.repeated}", disturbed.repeated == 0),
         Gate(
-            f"at most {_MOST_SECONDS_WITHOUT_STEPS} s without steps after each kill",
-            f"{worst:.2f} s",
-            worst <= _MOST_SECONDS_WITHOUT_STEPS,
+            f"at most {_MOST_SECONDS_WITHOUT_STEPS} s without steps after each kill, "
+            "once a suspended process is found",
+            ", ".join(late) or "all",
+            not late,
         ),
         Gate("survivors stay", f"{disturbed.kept}", disturbed.kept),
         Gate(
@@ -148,8 +230,7 @@ def play_round(scratch: pathlib.Path, seed: int) -> list[Gate]:
 def train(
     directory: pathlib.Path,
     options: Sequence[str],
-    kills: Sequence[float] = (),
-    draw: random.Random | None = None,
+    kills: tuple[random.Random, Sequence[tuple[str, float]]] = (random.Random(0), ()),
     steps: int = 0,
     config: Sequence[str] = (),
 ) -> Trained:
@@ -158,8 +239,7 @@ def train(
     Args:
       directory: the work directory.
       options: the launcher's options.
-      kills: the seconds before each kill.
-      draw: draws whom to kill; None: the process that leads.
+      kills: the draws, and the kind of each kill with the seconds before it.
       steps: the number of steps; 0: that of the flag.
       config: further arguments of the run.
     """
@@ -169,9 +249,12 @@ def train(
         "xshard.main",
         "--config=configs/digits.py",
         f"--workdir={directory}",
+        f"--heartbeat_timeout_seconds={_HEARTBEAT_SECONDS}",
         "--config.logical_replicas=8",
         "--config.reduction.arithmetic=exact",
         "--config.log_every_steps=1",
+        f"--config.eval_every_steps={_EVALUATION_STEPS}",
+        f"--config.checkpoint.every_steps={_SAVE_STEPS}",
         f"--config.steps={steps or _STEPS.value}",
         *config,
     ]
@@ -185,35 +268,171 @@ def train(
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
     reader.start()
-    times: list[float] = []
-    killed: set[int] = set()
+    killer = Killer(process, directory, lines, kills[0])
     try:
-        wait_for_rows(process, directory, 10)
-        for seconds in kills:
-            time.sleep(seconds)
-            victims = choose(process, directory, draw)
-            if process.poll() is not None or not victims:
-                break
-            times.append(time.time())
-            for number, pid in victims.items():
-                os.kill(pid, signal.SIGKILL)
-                killed.add(number)
-            wait_for_rows(process, directory, len(rows(directory)) + 10)
-        process.wait(_LIMIT_SECONDS)
+        for name, seconds in kills[1]:
+            killer.kill(name, seconds)
+        wait_for_rows(process, directory, steps or _STEPS.value)
+        process.wait(_HANG_SECONDS)
     finally:
         process.kill()
         reader.join(10)
+        directory.with_suffix(".log").write_text("".join(lines))
     logged = rows(directory)
+    if len(logged) < 2:
+        raise RuntimeError(f"{directory} made no steps: {''.join(lines)}")
     stamps = [row["perf/time"] for row in logged]
     span = max(stamps[-1] - stamps[0], 1e-9)
     lost = set(re.findall(r"launch: process (\d+) .*goes on without", "".join(lines)))
     return Trained(
         code=process.returncode,
         rate=(logged[-1]["step"] - logged[0]["step"]) / span,
-        gaps=[gap_after(stamps, at) for at in times],
+        kills=[(kill, gap_after(stamps, kill.time)) for kill in killer.kills],
         repeated=repeated(lines),
-        kept=set(map(int, lost)) <= killed,
+        kept=set(map(int, lost)) <= killer.numbers,
     )
+
+
+class Killer:
+    """Kills members of a run.
+
+    Attributes:
+      kills: the kills so far.
+      numbers: the processes that were killed.
+    """
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[str]",
+        directory: pathlib.Path,
+        lines: Sequence[str],
+        draw: random.Random,
+    ):
+        """Kills nothing yet.
+
+        Args:
+          process: the launcher.
+          directory: the work directory.
+          lines: the output so far; another thread appends to it.
+          draw: draws whom to kill.
+        """
+        self.kills: list[Killed] = []
+        self.numbers: set[int] = set()
+        self._process = process
+        self._directory = directory
+        self._lines = lines
+        self._draw = draw
+
+    def kill(self, name: str, seconds: float) -> None:
+        """Kills when it is time for it, and waits until the run has made more steps; or
+        until it has ended.
+
+        Args:
+          name: the kind.
+          seconds: how long to wait before.
+        """
+        is_first = name == _FIRST_KIND
+        if is_first:
+            kind = Kind(self._draw.choice(("leader", "other", "two")))
+            self._wait(lambda: bool(self._members()))
+        else:
+            kind = _KINDS.get(name, Kind("leader"))
+            wait_for_rows(self._process, self._directory, _ROWS_BEFORE_KILLS)
+        time.sleep(seconds)
+        self._wait(lambda: self._has_victims(kind) and kind.when(self._directory))
+        if self._process.poll() is not None:
+            return
+        count = count_rows(self._directory)
+        victims = self._victims(kind)
+        self.kills.append(Killed(name, time.time(), len(victims) + kind.then))
+        self._send(kind.number, victims)
+        if kind.then:
+            self._wait(lambda: self._members()[:1] != victims)
+            time.sleep(self._draw.uniform(0, 0.05))
+            self._send(kind.number, self._members()[:1])
+        if is_first and count:
+            # It was too late for that.
+            self.kills[-1] = self.kills[-1]._replace(name=kind.who)
+        wait_for_rows(self._process, self._directory, count + 10)
+
+    def _send(self, number: int, victims: Sequence[int]) -> None:
+        pids = harness.members(self._process)
+        for victim in victims:
+            self.numbers.add(victim)
+            with contextlib.suppress(ProcessLookupError, KeyError):
+                os.kill(pids[victim], number)
+
+    def _members(self) -> list[int]:
+        """Returns the members' numbers, the leader's first."""
+        for line in reversed(list(self._lines)):
+            found = re.match(r"launch: generation \d+: processes ([\d, ]+);", line)
+            if found:
+                return [int(number) for number in found[1].split(", ")]
+        # Of processes that JAX joins all are members.
+        return sorted(harness.members(self._process))
+
+    def _outside(self) -> list[int]:
+        return sorted(set(harness.members(self._process)) - set(self._members()))
+
+    def _has_victims(self, kind: Kind) -> bool:
+        if kind.who == "joiner" and not self._outside():
+            return False
+        return len(self._members()) >= _COUNTS[kind.who] + kind.then
+
+    def _victims(self, kind: Kind) -> list[int]:
+        members = self._members()
+        if kind.who == "leader":
+            return members[:1]
+        if kind.who == "other":
+            return [self._draw.choice(members[1:])]
+        if kind.who == "two":
+            return self._draw.sample(members, 2)
+        return [self._draw.choice(self._outside())]
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds, or the run has ended."""
+        deadline = time.monotonic() + _HANG_SECONDS
+        while self._process.poll() is None and not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._directory}: nobody to kill")
+            time.sleep(_POLL_SECONDS)
+
+
+def is_saving(directory: pathlib.Path) -> bool:
+    """Returns whether there is half a checkpoint that is newer than all whole ones."""
+    newest = {True: "", False: ""}
+    for path in (directory / "checkpoints").glob("step_*"):
+        is_whole = (path / "COMMIT").exists()
+        newest[is_whole] = max(newest[is_whole], path.name.partition(".")[0])
+    return newest[False] > newest[True]
+
+
+def is_evaluating(directory: pathlib.Path) -> bool:
+    """Returns whether the newest row is of a step that is evaluated, and no row of the
+    evaluation stands.
+    """
+    with (directory / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        found = re.search(rb'\{"step": (\d+), "kind": "train"[^\n]*\n$', file.read())
+    return found is not None and int(found[1]) % _EVALUATION_STEPS == 0
+
+
+_FIRST_KIND = "any in the first step"
+_RESTART_KIND = "a process without spares"
+_KINDS = {
+    "leader": Kind("leader"),
+    "other": Kind("other"),
+    "two at once": Kind("two"),
+    "one that joins": Kind("joiner"),
+    "leader in a save": Kind("leader", is_saving),
+    "other in a save": Kind("other", is_saving),
+    "one that joins in a save": Kind("joiner", is_saving),
+    "leader in an evaluation": Kind("leader", is_evaluating),
+    "other in an evaluation": Kind("other", is_evaluating),
+    "leader and its successor": Kind("leader", then=True),
+    "leader suspended": Kind("leader", number=signal.SIGSTOP),
+    "other suspended": Kind("other", number=signal.SIGSTOP),
+}
 
 
 def compare_steps(scratch: pathlib.Path, hidden: int) -> Gate:
@@ -246,28 +465,6 @@ def compare_steps(scratch: pathlib.Path, hidden: int) -> Gate:
     return Gate(what, f"{ratio:.2f}", ratio <= _MOST_STEP_RATIO)
 
 
-def choose(
-    process: "subprocess.Popen[str]",
-    directory: pathlib.Path,
-    draw: random.Random | None,
-) -> dict[int, int]:
-    """Returns the process IDs of the members to kill next, by number; at least one is
-    left.
-    """
-    numbers = {pid: number for number, pid in harness.members(process).items()}
-    with contextlib.suppress(OSError, ValueError):
-        leader = harness.status(directory)[0]["pid"]
-        others = sorted(pid for pid in numbers if pid != leader)
-        kind = draw.choice(("leader", "other", "two")) if draw else "leader"
-        chosen = []
-        if kind != "other" or not others:
-            chosen.append(leader)
-        if draw and len(others) > (kind == "two") and kind != "leader":
-            chosen.append(draw.choice(others))
-        return {numbers[pid]: pid for pid in chosen if pid in numbers}
-    return {}
-
-
 def rows(directory: pathlib.Path) -> list[dict[str, float]]:
     """Returns the rows of steps so far."""
     path = directory / "metrics.jsonl"
@@ -282,28 +479,38 @@ def rows(directory: pathlib.Path) -> list[dict[str, float]]:
     return whole
 
 
+def count_rows(directory: pathlib.Path) -> int:
+    """Returns the number of rows of steps so far."""
+    with contextlib.suppress(FileNotFoundError):
+        return (directory / "metrics.jsonl").read_bytes().count(b'"kind": "train"')
+    return 0
+
+
 def wait_for_rows(
     process: "subprocess.Popen[str]", directory: pathlib.Path, count: int
 ) -> None:
     """Waits until a run has written so many rows, or has ended."""
-    deadline = time.monotonic() + _LIMIT_SECONDS
-    while len(rows(directory)) < count and process.poll() is None:
+    last = -1
+    deadline = 0.0
+    while (now := count_rows(directory)) < count and process.poll() is None:
+        if now != last:
+            last = now
+            deadline = time.monotonic() + _HANG_SECONDS
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{directory} has no {count} rows")
-        time.sleep(0.2)
+            raise TimeoutError(f"{directory} hangs after {now} rows")
+        time.sleep(0.1)
 
 
-def gap_after(stamps: Sequence[float], at: float) -> float:
+def gap_after(stamps: Sequence[float], at: float) -> float | None:
     """Returns the longest time between two rows just after an instant, less the usual
-    one.
+    one; None if there is no row after it.
     """
     gaps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
-    near = [
-        gap
-        for gap, later in zip(gaps, stamps[1:], strict=True)
-        if at - 0.1 <= later <= at + 60 and later - gap <= at + 1
-    ]
-    return max(near, default=0.0) - statistics.median(gaps)
+    near = []
+    for gap, later in zip(gaps, stamps[1:], strict=True):
+        if later >= at and later - gap <= at + 1:
+            near.append(gap)
+    return max(near) - statistics.median(gaps) if near else None
 
 
 def repeated(lines: Sequence[str]) -> int:
@@ -313,28 +520,46 @@ def repeated(lines: Sequence[str]) -> int:
     last = 0
     total = 0
     for line in lines:
-        for prefix in ("step ", "resumed from the checkpoint of step "):
-            text = line.partition("] ")[2] or line
-            if not text.startswith(prefix):
-                continue
-            number = text.removeprefix(prefix).split("/")[0].split()[0].strip(":;,.")
-            if not number.isdecimal():
-                continue
-            if prefix != "step ":
-                total += max(0, last - int(number))
-            last = int(number)
+        text = line.partition("] ")[2] or line
+        made = re.match(r"step +(\d+)/", text)
+        restored = re.match(r"resumed from the checkpoint of step ([\d,]+)", text)
+        if made:
+            last = int(made[1])
+        if restored:
+            step = int(restored[1].replace(",", ""))
+            total += max(0, last - step)
+            last = step
     return total
 
 
 def say(name: str, trained: Trained) -> None:
     """Prints what was measured of a run."""
-    gaps = " ".join(f"{gap:.2f}" for gap in trained.gaps) or "-"
     print(
-        f"{name}: exit code {trained.code}, {trained.rate:.1f} steps/s, seconds "
-        f"without steps {gaps}, steps made again {trained.repeated}; load "
-        f"{os.getloadavg()[0]:.1f}",
+        f"{name}: exit code {trained.code}, {trained.rate:.1f} steps/s, "
+        f"{sum(kill.processes for kill, _ in trained.kills)} processes killed, steps "
+        f"made again {trained.repeated}; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
+    for kill, gap in trained.kills:
+        seconds = "-" if gap is None else f"{gap:.2f}"
+        print(f"  {kill.name}: {seconds} s without steps", flush=True)
+
+
+def print_table(kills: Sequence[tuple[Killed, float | None]]) -> None:
+    """Prints the kills of each kind, and the seconds without steps after them."""
+    print(f"{'killed':28}{'processes':>10}{'median s':>10}{'worst s':>10}")
+    counts: collections.Counter[str] = collections.Counter()
+    seconds = collections.defaultdict(list)
+    for kill, gap in kills:
+        counts[kill.name] += kill.processes
+        if gap is not None:
+            seconds[kill.name].append(gap)
+    for name in sorted(counts):
+        measured = seconds[name] or [float("nan")]
+        print(
+            f"{name:28}{counts[name]:10}{statistics.median(measured):10.2f}"
+            f"{max(measured):10.2f}"
+        )
 
 
 if __name__ == "__main__":
