@@ -1,6 +1,6 @@
 """Kills members of a run at many instants, and compares it with one that is left alone.
 
-    python -m benchmarks.unkillable --kills=12 --every=2 --seed=0 [--gates]
+    python -m benchmarks.unkillable --kills=8 --every=15 --seed=0 [--gates]
 
 Digits is trained with `python -m launch --spares`: undisturbed, and once a round with
 kills. The first one of a round is in the first step. The kinds of the others are drawn
@@ -39,8 +39,8 @@ from absl import app, flags
 
 from tests.launch import harness
 
-_KILLS = flags.DEFINE_integer("kills", 12, "How many kills in each round.", 1)
-_EVERY = flags.DEFINE_float("every", 2.0, "The mean seconds between two kills.", 0.1)
+_KILLS = flags.DEFINE_integer("kills", 8, "How many kills in each round.", 1)
+_EVERY = flags.DEFINE_float("every", 15.0, "The mean seconds between two kills.", 0.1)
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How many rounds.", 1)
 _MEMBERS = flags.DEFINE_integer("members", 3, "The number of members.", 2)
 _SPARES = flags.DEFINE_integer("spares", 1, "The number of spares.", 0)
@@ -112,6 +112,7 @@ class Trained(NamedTuple):
       rate: the steps a second, from the first row to the last.
       kills: the kills, and the seconds without steps after each; None if it made no
         step after it.
+      joins: the seconds without steps when processes joined.
       repeated: how many steps were made again.
       kept: whether the run lost no other processes than those that were killed.
     """
@@ -119,6 +120,7 @@ class Trained(NamedTuple):
     code: int
     rate: float
     kills: list[tuple[Killed, float | None]]
+    joins: list[float]
     repeated: int
     kept: bool
 
@@ -142,7 +144,7 @@ def main(argv: list[str]) -> int:
     del argv
     scratch = pathlib.Path(tempfile.mkdtemp())
     gates: list[Gate] = []
-    kills: list[tuple[Killed, float | None]] = []
+    runs: list[Trained] = []
     options = [f"--num_processes={_MEMBERS.value}", f"--spares={_SPARES.value}"]
     undisturbed = train(scratch / "undisturbed", options)
     say("undisturbed", undisturbed)
@@ -150,7 +152,7 @@ def main(argv: list[str]) -> int:
         seed = _SEED.value + number
         disturbed = train(scratch / f"seed_{seed}", options, plan(seed))
         say(f"seed {seed}", disturbed)
-        kills += disturbed.kills
+        runs.append(disturbed)
         gates += round_gates(scratch, seed, disturbed, undisturbed)
     if _RESTART.value:
         again = [(_RESTART_KIND, 0.0)] * _RESTARTS
@@ -158,10 +160,10 @@ def main(argv: list[str]) -> int:
             scratch / "restart", ["--num_processes=2"], (random.Random(0), again)
         )
         say("restart", restarted)
-        kills += restarted.kills
+        runs.append(restarted)
     for hidden in map(int, _HIDDEN.value):
         gates.append(compare_steps(scratch / f"hidden_{hidden}", hidden))
-    print_table(kills)
+    print_table(runs)
     failed = [gate for gate in gates if not gate.holds]
     if failed:
         print(f"{scratch} has the runs")
@@ -283,11 +285,13 @@ def train(
         raise RuntimeError(f"{directory} made no steps: {''.join(lines)}")
     stamps = [row["perf/time"] for row in logged]
     span = max(stamps[-1] - stamps[0], 1e-9)
+    gaps = gaps_of(logged)
     lost = set(re.findall(r"launch: process (\d+) .*goes on without", "".join(lines)))
     return Trained(
         code=process.returncode,
         rate=(logged[-1]["step"] - logged[0]["step"]) / span,
-        kills=[(kill, gap_after(stamps, kill.time)) for kill in killer.kills],
+        kills=[(kill, gap_after(gaps, kill.time)) for kill in killer.kills],
+        joins=[gap for _, gap, has_joined in gaps if has_joined],
         repeated=repeated(lines),
         kept=set(map(int, lost)) <= killer.numbers,
     )
@@ -418,7 +422,8 @@ def is_evaluating(directory: pathlib.Path) -> bool:
 
 
 _FIRST_KIND = "any in the first step"
-_RESTART_KIND = "a process without spares"
+_RESTART_KIND = "one of a run that restarts"
+_JOINED = "(not killed: it joined)"
 _KINDS = {
     "leader": Kind("leader"),
     "other": Kind("other"),
@@ -501,16 +506,31 @@ def wait_for_rows(
         time.sleep(0.1)
 
 
-def gap_after(stamps: Sequence[float], at: float) -> float | None:
-    """Returns the longest time between two rows just after an instant, less the usual
-    one; None if there is no row after it.
+def gaps_of(logged: Sequence[dict[str, float]]) -> list[tuple[float, float, bool]]:
+    """Returns for each row but the first its time, the seconds since the one before,
+    less the usual ones, and whether all that happened between them is that processes
+    joined.
     """
-    gaps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
+    gaps = []
+    for earlier, later in itertools.pairwise(logged):
+        has_joined = False
+        if later.get("perf/generation") != earlier.get("perf/generation"):
+            has_joined = later["perf/takeovers"] == earlier["perf/takeovers"]
+        gap = later["perf/time"] - earlier["perf/time"]
+        gaps.append((later["perf/time"], gap, has_joined))
+    usual = statistics.median(gap for _, gap, _ in gaps)
+    return [(time, gap - usual, has_joined) for time, gap, has_joined in gaps]
+
+
+def gap_after(gaps: Sequence[tuple[float, float, bool]], at: float) -> float | None:
+    """Returns the longest of the gaps just after an instant in which not only processes
+    joined; None if there is no row after it.
+    """
     near = []
-    for gap, later in zip(gaps, stamps[1:], strict=True):
-        if later >= at and later - gap <= at + 1:
+    for end, gap, has_joined in gaps:
+        if end >= at and end - gap <= at + 1 and not has_joined:
             near.append(gap)
-    return max(near) - statistics.median(gaps) if near else None
+    return max(near, default=None)
 
 
 def repeated(lines: Sequence[str]) -> int:
@@ -545,21 +565,27 @@ def say(name: str, trained: Trained) -> None:
         print(f"  {kill.name}: {seconds} s without steps", flush=True)
 
 
-def print_table(kills: Sequence[tuple[Killed, float | None]]) -> None:
-    """Prints the kills of each kind, and the seconds without steps after them."""
-    print(f"{'killed':28}{'processes':>10}{'median s':>10}{'worst s':>10}")
+def print_table(runs: Sequence[Trained]) -> None:
+    """Prints how many processes were killed in each way, and the seconds without steps
+    after that, and when others joined.
+    """
     counts: collections.Counter[str] = collections.Counter()
-    seconds = collections.defaultdict(list)
-    for kill, gap in kills:
-        counts[kill.name] += kill.processes
-        if gap is not None:
-            seconds[kill.name].append(gap)
+    seconds: dict[str, list[float]] = collections.defaultdict(list)
+    for trained in runs:
+        counts[_JOINED] += len(trained.joins)
+        seconds[_JOINED] += trained.joins
+        for kill, gap in trained.kills:
+            counts[kill.name] += kill.processes
+            if gap is not None:
+                seconds[kill.name].append(gap)
+    print(f"{'killed':28}{'processes':>10}{'median s':>10}{'worst s':>10}")
     for name in sorted(counts):
-        measured = seconds[name] or [float("nan")]
-        print(
-            f"{name:28}{counts[name]:10}{statistics.median(measured):10.2f}"
-            f"{max(measured):10.2f}"
-        )
+        text = f"{name:28}{counts[name]:10}"
+        if seconds[name]:
+            text += (
+                f"{statistics.median(seconds[name]):10.2f}{max(seconds[name]):10.2f}"
+            )
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
