@@ -5,9 +5,7 @@ import types
 
 import jax
 
-from xshard import loop
-from xshard.base import places
-from xshard.files import disk, workdir
+from xshard.files import disk
 from xshard.wings.profiles import mode, tracer
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -19,30 +17,25 @@ class Profiles(tracer.Tracer):
     name = "profiles"
     modes = types.MappingProxyType({"profile": mode.run})
 
-    def __init__(self, run: loop.Run):
-        """Prepares traces; writes nothing."""
-        super().__init__(run)
-        self._directory = run.workdir.path
-
     def note(self, error: Exception) -> None:
         """Writes the memory of the devices, if they ran out of it."""
-        note_memory(self._directory, error)
+        # Members that JAX has not joined all have the same index there.
+        note_memory(self._folder / f"memory_process_{self._index}.prof", error)
 
 
-def note_memory(directory: pathlib.Path, e: Exception) -> None:
+def note_memory(path: pathlib.Path, e: Exception) -> None:
     """Writes the memory of this process's devices after an error, if it ran out.
 
     A note on the error, which its traceback shows, says where it is. No error of
     writing replaces the one that ended the run.
 
     Args:
-      directory: the work directory.
+      path: the file to write.
       e: the error that ends the run.
     """
     is_jax = isinstance(e, jax.errors.JaxRuntimeError)
     if not is_jax or not str(e).startswith(_OUT_OF_MEMORY):
         return
-    path = directory / workdir.PROFILES / f"memory_process_{places.own().index}.prof"
     try:
         # The error keeps the arrays alive that were in use.
         content = jax.profiler.device_memory_profile()
