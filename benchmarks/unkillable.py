@@ -338,7 +338,8 @@ class Killer:
         is_first = name == _FIRST_KIND
         if is_first:
             kind = Kind(self._draw.choice(("leader", "other", "two")))
-            self._wait(lambda: bool(self._members()))
+            # From then on they are members.
+            self._wait(lambda: any("generation 1:" in line for line in self._lines))
         else:
             kind = _KINDS.get(name, Kind("leader"))
             wait_for_rows(self._process, self._directory, _ROWS_BEFORE_KILLS)
@@ -357,7 +358,8 @@ class Killer:
         if is_first and count:
             # It was too late for that.
             self.kills[-1] = self.kills[-1]._replace(name=kind.who)
-        wait_for_rows(self._process, self._directory, count + 10)
+        # A run that restarts has another checkpoint by then, and each kill its own gap.
+        wait_for_rows(self._process, self._directory, count + _SAVE_STEPS + 10)
 
     def _send(self, number: int, victims: Sequence[int]) -> None:
         pids = harness.members(self._process)
