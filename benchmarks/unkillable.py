@@ -181,7 +181,7 @@ def plan(seed: int) -> tuple[random.Random, list[tuple[str, float]]]:
     it.
     """
     draw = random.Random(seed)
-    kills = [(_FIRST_KIND, draw.uniform(0, 4))]
+    kills = [(_FIRST_KIND, draw.uniform(0, 2))]
     for _ in range(_KILLS.value - 1):
         kind = draw.choice(sorted(_KINDS))
         kills.append((kind, draw.uniform(0.5, 1.5) * _EVERY.value))
