@@ -65,8 +65,8 @@ def make_flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "spares",
         None,
-        "local: go on without processes that end, and fill their places up; keep this "
-        "many more ready for that. For runs with exact sums.",
+        "local, slurm, mpi: go on without processes that end, and fill their places "
+        "up; keep this many more ready for that. For runs with exact sums.",
         0,
         flag_values=values,
     )
@@ -169,6 +169,11 @@ def main(argv: Sequence[str]) -> int:
         elastic.check(jobs)
     if job.spares is not None:
         elastic.check_spares(jobs, chosen)
+    elif isinstance(chosen, local.Local) and chosen.through:
+        raise engine.LaunchError(
+            f"--through={chosen.through} is for --spares=K, with which a run goes on "
+            "without hosts that it loses: add it, or leave --through out."
+        )
     # The plan comes before the claim, so that a sweep that the engine refuses claims no
     # directory.
     plan = chosen.launch(jobs)

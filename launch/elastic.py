@@ -55,10 +55,10 @@ def check_spares(jobs: Sequence[engine.Job], chosen: engine.Engine) -> None:
 
 def _check_spares(job: engine.Job, chosen: engine.Engine) -> None:
     flag = f"--spares={job.spares}"
-    if chosen.name != "local":
+    if not chosen.has_spares:
         raise engine.LaunchError(
-            f"{flag} is for --engine=local, not for {chosen.name}, whose own system "
-            "starts a run again: leave it out."
+            f"{flag} is for --engine=local, slurm and mpi, not for {chosen.name}, "
+            "whose own system starts a run again: leave it out."
         )
     if job.least:
         raise engine.LaunchError(

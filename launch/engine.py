@@ -219,10 +219,12 @@ class Engine:
       name: the engine's name, for --engine.
       why_not_elastic: why the engine cannot start a run again on other hosts; empty if
         it can.
+      has_spares: whether it can go on without processes that it loses.
     """
 
     name: ClassVar[str]
     why_not_elastic: ClassVar[str] = ""
+    has_spares: ClassVar[bool] = False
 
     def launch(self, jobs: Sequence[Job]) -> Plan:
         """Returns the plan that starts jobs, several for a sweep; raises LaunchError if

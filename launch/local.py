@@ -6,22 +6,20 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import os
 import random
-import shutil
+import shlex
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, ClassVar
 
-from launch import engine, meeting
+from launch import engine, hosts, meeting, processes
 from xshard import cli
 from xshard.files import standard_streams, workdir
-from xshard.pod import exit_codes, rendezvous, signals, status
+from xshard.pod import exchange, exit_codes, rendezvous, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -30,9 +28,6 @@ _EXIT_SECONDS = 15.0
 # How long to wait after SIGTERM: a process leaves, unless it is within a computation
 # that needs a peer which was killed.
 _SIGTERM_SECONDS = 3.0
-# How long to read on after the processes have ended. A reader ends with its pipe, but a
-# child may keep that open.
-_READ_SECONDS = 15.0
 _MAX_BACKOFF_SECONDS = 60.0
 # The exit codes that a run ends with as it should: one such process ends it for all.
 _ENDS = {
@@ -48,6 +43,7 @@ class Local(engine.Engine):
     """The local engine."""
 
     name: ClassVar[str] = "local"
+    has_spares: ClassVar[bool] = True
 
     max_failures: int = engine.option(
         3, "give up after this many failures in a row without a new step"
@@ -56,12 +52,19 @@ class Local(engine.Engine):
         120, "how long a pod that is told to stop may take to save before it is ended"
     )
     parallel: int = engine.option(1, "how many jobs of a sweep run at a time")
+    through: str | None = engine.option(
+        None,
+        "with --spares: a command that starts the processes on other hosts, as many as "
+        "there are with the spares, such as 'srun --ntasks=4' or 'mpirun -n 4'",
+    )
 
     def launch(self, jobs: Sequence[engine.Job]) -> engine.Plan:
         """Returns the commands of one start, which run in parallel. Each start replaces
         PORT by a free port.
         """
         all_commands = []
+        if self.through:
+            all_commands.append([*shlex.split(self.through), *hosts.COMMAND, "ADDRESS"])
         for job in jobs:
             all_commands += commands(job, "PORT")
         return engine.Plan(all_commands)
@@ -156,7 +159,7 @@ class Supervisor:
             if self._job.spares is None:
                 pod = _Pod(self._job, self._out, self._options.grace_seconds)
             else:
-                pod = _Lasting(self._job, self._out, self._options)
+                pod = _Lasting(self._job, self._out, self._options, self.signal)
             code = pod.wait(self._signals)
             self.cause = pod.cause
             if code in (exit_codes.DONE, exit_codes.INTERRUPTED) or self._stopped:
@@ -261,11 +264,8 @@ class _Pod:
         self._out = out
         self._grace_seconds = grace_seconds
         self._has_killed = False
-        # The last line of each process that reports an error, by its index.
-        self._errors: dict[int, str] = {}
         # By the index that the output is marked with.
-        self._processes: dict[int, subprocess.Popen[str]] = {}
-        self._readers: list[threading.Thread] = []
+        self._processes: dict[int, processes.Process | hosts.Process] = {}
         self._start_all(job, engine.make_token())
 
     def _start_all(self, job: engine.Job, token: str) -> None:
@@ -275,20 +275,22 @@ class _Pod:
 
     def _start(self, index: int, command: Sequence[str], token: str) -> None:
         try:
-            process = _start(command, token)
+            self._processes[index] = self._make_process(index, command, token)
         except OSError as e:
             self.num_lost += 1
             self.cause = (
                 f"process {index} of {self._job.processes} cannot be started: "
                 f"{e.strerror}"
             )
-            return
-        self._processes[index] = process
-        reader = threading.Thread(
-            target=self._forward_output, args=(index, process.stdout), daemon=True
-        )
-        self._readers.append(reader)
-        reader.start()
+
+    def _make_process(
+        self, index: int, command: Sequence[str], token: str
+    ) -> processes.Process | hosts.Process:
+        """Starts a process; raises OSError if the system starts none now."""
+        prefix = ""
+        if self._job.processes > 1 or self._job.spares is not None:
+            prefix = f"[{index}] "
+        return processes.Process(command, token, self._out, prefix)
 
     def wait(self, signal_queue: "collections.deque[int]") -> int:
         """Waits until all processes have ended; returns the exit code of the pod.
@@ -324,8 +326,8 @@ class _Pod:
                 deadline = now + _SIGTERM_SECONDS
             time.sleep(_STEP_SECONDS)
             codes = self._codes()
-        for reader in self._readers:
-            reader.join(_READ_SECONDS)
+        for process in self._processes.values():
+            process.read_to_end()
         # No process runs any more, so each has a code.
         ends = {}
         for index, code in codes.items():
@@ -370,9 +372,9 @@ class _Pod:
             with contextlib.suppress(ValueError):
                 how = f"was ended by {signal.Signals(code - 128).name}"
         # Process 0 also prints the failures that other processes report.
-        error = self._errors.get(index) or self._errors.get(0)
-        if error:
-            return f"{who} {how}: {error}"
+        for each in (index, 0):
+            if each in self._processes and self._processes[each].error:
+                return f"{who} {how}: {self._processes[each].error}"
         return f"{who} {how}"
 
     def _name(self, index: int) -> str:
@@ -384,22 +386,7 @@ class _Pod:
         if number == signal.SIGKILL:
             self._has_killed = True
         for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                if number == signal.SIGKILL:
-                    _kill(process)
-                elif process.poll() is None:
-                    process.send_signal(number)
-
-    def _forward_output(self, index: int, lines: IO[str]) -> None:
-        prefix = ""
-        if self._job.processes > 1 or self._job.spares is not None:
-            prefix = f"[{index}] "
-        with lines:
-            for line in lines:
-                if line.startswith("error: "):
-                    self._errors[index] = line.strip()
-                self._out.write(prefix + line)
-                self._out.flush()
+            process.send_signal(number)
 
 
 class _Lasting(_Pod):
@@ -409,7 +396,21 @@ class _Lasting(_Pod):
     members.
     """
 
-    def __init__(self, job: engine.Job, out: IO[str], options: Local):
+    def __init__(
+        self,
+        job: engine.Job,
+        out: IO[str],
+        options: Local,
+        told: Callable[[int], None],
+    ):
+        """Starts them.
+
+        Args:
+          job: the job.
+          out: the stream for their output.
+          options: the limits, and how processes are started.
+          told: called with a signal that a process on another host has received there.
+        """
         self._max_failures = options.max_failures
         # Why the meeting has ended processes, by their number.
         self._reasons: dict[int, str] = {}
@@ -419,6 +420,9 @@ class _Lasting(_Pod):
         self._num_missing = 0
         self._next_start = 0.0
         self._has_begun = False
+        self._through = shlex.split(options.through or "")
+        self._told = told
+        self._hosts: hosts.Hosts | None = None
         super().__init__(job, out, options.grace_seconds)
 
     def _start_all(self, job: engine.Job, token: str) -> None:
@@ -435,7 +439,18 @@ class _Lasting(_Pod):
             self._log,
             start_seconds=seconds["start"],
             silence_seconds=seconds["heartbeat"],
+            answers=bool(self._through),
         )
+        if self._through:
+            self._hosts = hosts.Hosts(
+                self._through,
+                job.processes + (job.spares or 0),
+                token,
+                exchange.lease_seconds(seconds["heartbeat"]),
+                self._told,
+                self._meeting.last_answer,
+                self._out,
+            )
         self._numbers = itertools.count()
         for _ in range(job.processes + (job.spares or 0)):
             self._start_next()
@@ -465,13 +480,23 @@ class _Lasting(_Pod):
         try:
             return super().wait(signal_queue)
         finally:
+            if self._hosts is not None:
+                self._hosts.close()
             self._meeting.close()
+
+    def _make_process(
+        self, index: int, command: Sequence[str], token: str
+    ) -> processes.Process | hosts.Process:
+        """Starts a process, here or on another host."""
+        if self._hosts is None:
+            return super()._make_process(index, command, token)
+        return self._hosts.start(index, command)
 
     def _put_out(self, number: int, why: str) -> None:
         self._reasons[number] = why
         process = self._processes.get(number)
         if process is not None:
-            _kill(process)
+            process.send_signal(signal.SIGKILL)
 
     def _describe(self, index: int, code: int) -> str:
         if index in self._reasons:
@@ -547,36 +572,6 @@ def _free_port() -> int:
         port = random.SystemRandom().randrange(20000, 32000)
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
-
-
-def _start(command: Sequence[str], token: str) -> "subprocess.Popen[str]":
-    if not shutil.which(command[0]):
-        raise engine.LaunchError(
-            f"{command[0]} cannot be started: there is no such program."
-        )
-    # If this process ends for any reason, the pod must not go on unsupervised. A
-    # program of util-linux sets this up, because subprocess's preexec_fn is not safe in
-    # a process with threads.
-    guard = []
-    if shutil.which("setpriv"):
-        guard = ["setpriv", "--pdeathsig=TERM", "--"]
-    variables = {"PYTHONUNBUFFERED": "1", rendezvous.TOKEN_VARIABLE: token}
-    return subprocess.Popen(
-        [*guard, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        # A terminal sends Ctrl-C to this process only, which passes it on.
-        start_new_session=True,
-        env={**os.environ, **variables},
-    )
-
-
-def _kill(process: "subprocess.Popen[str]") -> None:
-    """Kills a process, with its children, which are of its process group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _failed(codes: Mapping[int, int | None]) -> list[int]:

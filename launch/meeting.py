@@ -10,12 +10,16 @@ from typing import Any
 
 from xshard.pod import exchange, generations, links, rendezvous
 
+# What stands in an address for the launcher's host, which has several names.
+HOST = "HOST-OF-THE-LAUNCHER"
+
 
 class Meeting:
     """Gives the processes of a run their places until the run ends.
 
     Attributes:
-      address: where processes connect, as HOST:PORT.
+      address: where processes connect, as HOST:PORT; if they are on other hosts, `HOST`
+        stands for this one.
       former: the processes that are or were members.
     """
 
@@ -28,6 +32,7 @@ class Meeting:
         *,
         start_seconds: float = 300.0,
         silence_seconds: float = 30.0,
+        answers: bool = False,
     ):
         """Begins to accept connections.
 
@@ -38,6 +43,8 @@ class Meeting:
           log: called with a line about each generation.
           start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
+          answers: whether processes are on other hosts and hold leases, for which their
+            messages are answered.
         """
         self.former: set[int] = set()
         self._kill = kill
@@ -48,8 +55,13 @@ class Meeting:
         self._first: links.Hello | None = None
         self._expected: set[int] = set()
         self._machine = generations.Meeting(count, start_seconds, silence_seconds, self)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._answers = answers
+        # When a process was last answered; and those that are to end, which are not.
+        self._answered: dict[int, float] = {}
+        self._killed: set[int] = set()
+        self._listener = links.open_listener("" if answers else "127.0.0.1")
+        port = self._listener.getsockname()[1]
+        self.address = f"{HOST if answers else '127.0.0.1'}:{port}"
         self._loop = links.Loop(self._receive, self._lost, self._tick, log)
         self._loop.listen(
             self._listener,
@@ -84,6 +96,12 @@ class Meeting:
         self._loop.end()
         self._listener.close()
 
+    def last_answer(self, number: int) -> float:
+        """Returns when a process was last answered, in `time.monotonic`'s seconds; 0 if
+        never.
+        """
+        return self._answered.get(number, 0.0)
+
     @property
     def members(self) -> Sequence[int]:
         """The processes that are members, the leader first."""
@@ -108,6 +126,7 @@ class Meeting:
 
     def kill(self, number: int, why: str) -> None:
         """Ends a process, as `MeetingPort` describes."""
+        self._killed.add(number)
         self._kill(number, why)
 
     def begun(self, generation: int, members: Sequence[int]) -> None:
@@ -136,12 +155,21 @@ class Meeting:
     def _accepted(self, hello: links.Hello, sock: socket.socket) -> None:
         self._links[hello.number] = self._loop.add(hello.number, sock)
         self._machine.connected(hello.number)
+        self._answer(hello.number)
+
+    def _answer(self, number: int) -> None:
+        """Lets a process on another host go on for another while."""
+        if self._answers and number not in self._killed:
+            self._answered[number] = time.monotonic()
+            self.send(number, generations.Alive(0))
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         message = exchange.from_header(header)
         # A process may have connected again.
         if self._links.get(link.number) is link:
             self._machine.receive(link.number, message)
+            if isinstance(message, generations.Alive):
+                self._answer(link.number)
 
     def _lost(self, link: links.Link) -> None:
         if self._links.get(link.number) is link:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ class Mpi(engine.Engine):
     """The Open MPI engine."""
 
     name: ClassVar[str] = "mpi"
+    has_spares: ClassVar[bool] = True
     why_not_elastic: ClassVar[str] = (
         "mpirun does not start a run again; give the same command with another "
         "--num_processes"
@@ -33,5 +35,12 @@ class Mpi(engine.Engine):
             options += shlex.split(option)
         # Only the variable's name is on the command line, which other users can read.
         token = ["-x", rendezvous.TOKEN_VARIABLE]
-        command = ["mpirun", "-n", str(job.processes)]
-        return engine.Plan([[*command, *options, *token, *job.arguments]])
+        count = job.processes + (job.spares or 0)
+        mpirun = ["mpirun", "-n", str(count), *options, *token]
+        if job.spares is None:
+            return engine.Plan([[*mpirun, *job.arguments]])
+        # The launcher goes on without the processes that it loses.
+        words = [f"--num_processes={job.processes}", f"--spares={job.spares}"]
+        launcher = [sys.executable, "-m", "launch", *words]
+        through = f"--through={shlex.join(mpirun)}"
+        return engine.Plan([[*launcher, through, "--", *job.arguments]])

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -22,11 +23,7 @@ export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 {choice}# The time limit itself ends what has not saved by then, and this script.
 late=
 trap 'late=yes' TERM
-# All variables, also of a job with --export=NONE; and srun does not ask for the
-# processors of a task by itself.
-srun --export=ALL ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
-  {hosts}--kill-on-bad-exit=1 --output={log} --open-mode=append -- "${{command[@]}}" &
-wait $!
+{start}wait $!
 code=$?
 # Other ends of the job, such as scancel, send the signal as well.
 if [ "$late" ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %r)" != TimeLimit ]; then
@@ -58,12 +55,17 @@ fi
 exit "$code"
 """
 
+# All variables, also of a job with --export=NONE; and srun does not ask for the
+# processors of a task by itself.
+_SRUN = "srun --export=ALL ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Slurm(engine.Engine):
     """The Slurm engine."""
 
     name: ClassVar[str] = "slurm"
+    has_spares: ClassVar[bool] = True
 
     slurm_time: str | None = engine.option(
         None, "the time limit, in sbatch's format; by default the cluster's own"
@@ -130,6 +132,9 @@ class Slurm(engine.Engine):
         if len(jobs) > 1:
             options["array"] = f"0-{len(jobs) - 1}%{self.parallel}"
         lines = ["--requeue"]
+        if jobs[0].spares is not None:
+            # The job keeps the nodes that are left.
+            lines.append("--no-kill")
         lines += [f"--{option}={value}" for option, value in options.items()]
         lines += self.sbatch
         for line in lines:
@@ -139,19 +144,34 @@ class Slurm(engine.Engine):
                     "--name=value without spaces, quotes and '#'. Give a work "
                     "directory without them, or --sbatch=--name=value."
                 )
-        hosts = ""
-        if jobs[0].least:
-            # An elastic job runs one process on each node that it got, which may be
-            # fewer after a requeue.
-            hosts = '--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
         return _SCRIPT.format(
             options="\n".join(f"#SBATCH {line}" for line in lines),
             directory=shlex.quote(os.getcwd()),
             choice=_choice(jobs),
-            hosts=hosts,
-            log='"$log"',
+            start=self._start(jobs[0]),
             token=rendezvous.TOKEN_VARIABLE,
         )
+
+    def _start(self, job: engine.Job) -> str:
+        """Returns the part of the script that starts the processes."""
+        if job.spares is not None:
+            # The launcher goes on without the processes and nodes that it loses.
+            through = f"{_SRUN} --kill-on-bad-exit=0 --no-kill"
+            lines = [
+                f"{shlex.quote(sys.executable)} -m launch",
+                f"--num_processes={job.processes} --spares={job.spares}",
+                f'--grace_seconds={self.grace_seconds} --through="{through}"',
+                '-- "${command[@]}" >>"$log_file" 2>&1 &',
+            ]
+            return " \\\n  ".join(lines) + "\n"
+        hosts = ""
+        if job.least:
+            # An elastic job runs one process on each node that it got, which may be
+            # fewer after a requeue.
+            hosts = '--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
+        output = '--output="$log" --open-mode=append'
+        rest = f'{hosts}--kill-on-bad-exit=1 {output} -- "${{command[@]}}" &'
+        return f"{_SRUN} \\\n  {rest}\n"
 
     def _check_time(self, time: str) -> None:
         limit = _seconds(time)
@@ -168,7 +188,7 @@ class Slurm(engine.Engine):
         sets the size of an elastic job.
         """
         if not job.least:
-            return {"ntasks": job.processes}
+            return {"ntasks": job.processes + (job.spares or 0)}
         nodes = f"{job.least}-{job.processes}"
         for option in self.sbatch:
             if re.match("--(nodes|ntasks)", option):

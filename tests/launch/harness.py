@@ -121,6 +121,27 @@ def running(process):
         process.communicate()
 
 
+def run_disturbed(folder, start, steps, disturb):
+    """Runs a run, which is slow from step 5 until it has been disturbed.
+
+    Args:
+      folder: a folder.
+      start: starts the run, given the environment variables that it needs for that.
+      steps: how many steps it makes.
+      disturb: called with the process after step 5.
+
+    Returns:
+      The exit code, and the output from where `disturb` has read it.
+    """
+    with contextlib.ExitStack() as stack:
+        with pace.slow(folder / "slow", 5) as variables:
+            process = start(variables)
+            stack.enter_context(running(process))
+            read_until(process, f"step  5/{steps}")
+            disturb(process)
+        return finish(process)
+
+
 def final_state(directory, step):
     """Returns the arrays of a checkpoint by name."""
     file = pathlib.Path(directory) / "final.npz"

@@ -5,6 +5,7 @@ Debian's iproute2.
 import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 
@@ -71,16 +72,43 @@ class Hosts:
         """Starts a command on a host, with its network, hostname and hosts file, and
         with environment variables.
         """
-        # gloo listens on the address that the hostname resolves to.
-        inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
-        network = f"--net=/var/run/netns/{self._tag}h{index}"
         return subprocess.Popen(
-            ["nsenter", network, *_PRIVATE, "bash", "-c", inside, "--", *command],
+            [*self._command(index), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=harness.environment(PYTHONUNBUFFERED="1", **variables),
         )
+
+    def _command(self, index):
+        """Returns what runs the words that follow it on a host."""
+        # gloo listens on the address that the hostname resolves to.
+        inside = f'hostname h{index}; mount --bind {self._hosts} /etc/hosts; exec "$@"'
+        network = f"--net=/var/run/netns/{self._tag}h{index}"
+        return ["nsenter", network, *_PRIVATE, "bash", "-c", inside, "--"]
+
+    def starter(self, path, indices):
+        """Writes a program that starts its arguments on hosts, as srun does.
+
+        Args:
+          path: the path of the program.
+          indices: the hosts, on each of which the arguments run once.
+
+        Returns:
+          The command that runs it.
+        """
+        lines = ["#!/bin/bash"]
+        for index in indices:
+            words = shlex.join(self._command(index))
+            lines.append(f'{words} "$@" &')
+        path.write_text("\n".join([*lines, "wait", ""]))
+        path.chmod(0o755)
+        return str(path)
+
+    def deafen(self, index, other):
+        """Lets what a host sends to another be lost, but not what it receives."""
+        host = f"{self._tag}h{index}"
+        self._ip(host, f"route add blackhole {self.addresses[other]}")
 
     def limit(self, index, rate):
         """Limits the rate at which a host sends, as tc has it, such as 1gbit."""

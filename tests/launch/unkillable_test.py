@@ -2,13 +2,12 @@
 bits.
 """
 
-import contextlib
 import os
 import signal
 
 import pytest
 
-from tests import pace, rows
+from tests import rows
 from tests.launch import harness
 
 # So many that slow ones outlast what a busy machine takes to notice a kill.
@@ -38,20 +37,17 @@ def run_disturbed(tmp_path, spares, disturb):
     Returns:
       The exit code, and the output from where `disturb` has read it.
     """
-    command = [*_EXACT, f"--workdir={tmp_path / 'run'}"]
-    with contextlib.ExitStack() as stack:
-        with pace.slow(tmp_path / "slow", 5) as variables:
-            process = harness.launch(
-                "--num_processes=3",
-                "--cpu_devices=1",
-                f"--spares={spares}",
-                command=command,
-                env=harness.environment(**variables),
-            )
-            stack.enter_context(harness.running(process))
-            harness.read_until(process, f"step  5/{_STEPS}")
-            disturb(process)
-        return harness.finish(process)
+
+    def start(variables):
+        return harness.launch(
+            "--num_processes=3",
+            "--cpu_devices=1",
+            f"--spares={spares}",
+            command=[*_EXACT, f"--workdir={tmp_path / 'run'}"],
+            env=harness.environment(**variables),
+        )
+
+    return harness.run_disturbed(tmp_path, start, _STEPS, disturb)
 
 
 def leader(directory):

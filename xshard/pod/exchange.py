@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -56,6 +57,13 @@ _WORDS = "words"
 
 class LostError(errors.UserError):
     """The run cannot go on. The message says what is lost."""
+
+
+def lease_seconds(heartbeat_seconds: float) -> float:
+    """Returns how long a process on another host goes on without an answer of the
+    launcher, which replaces it after `heartbeat_seconds` without a message.
+    """
+    return heartbeat_seconds / 2
 
 
 def to_header(message: Any) -> dict[str, Any]:
@@ -289,6 +297,7 @@ class Exchange:
         self._number = number
         self._key = token.encode(errors="surrogateescape")
         self._silence_seconds = heartbeat_seconds
+        self._lease_seconds = lease_seconds(heartbeat_seconds)
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._member = generations.Member(number, heartbeat_seconds, self)
         self._hello = links.Hello(number, socket.gethostname(), os.getpid(), {})
@@ -306,6 +315,8 @@ class Exchange:
         self._meeting = self._loop.add(generations.MEETING, sock)
         self._peers: dict[int, links.Link] = {}
         self._next_alive = 0.0
+        # When the meeting last answered, if it does.
+        self._answered: float | None = None
         # Counts how often the links were cut: a connection that was begun before is
         # not used.
         self._num_cuts = 0
@@ -509,6 +520,9 @@ class Exchange:
     ) -> None:
         words = header.pop(_WORDS, None)
         message = from_header(header)
+        if isinstance(message, generations.Alive):
+            self._answered = time.monotonic()
+            return
         if isinstance(message, generations.Joined):
             # What was connected for an earlier generation is of no use.
             if message.generation < self._member.prepared:
@@ -527,6 +541,10 @@ class Exchange:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._answered is not None and now > self._answered + self._lease_seconds:
+            # The launcher may have given this process's place away, so it must do
+            # nothing any more, not even report this.
+            os.kill(os.getpid(), signal.SIGKILL)
         self._member.tick(now)
         if now >= self._next_alive:
             self._next_alive = now + _ALIVE_SECONDS

@@ -184,6 +184,19 @@ def connect(
     return connection.detach(silence_seconds)
 
 
+def open_listener(host: str) -> socket.socket:
+    """Returns a listening socket at a free port.
+
+    Args:
+      host: the address; empty for all of this machine, IPv4 and IPv6.
+    """
+    is_both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_both else socket.AF_INET
+    return socket.create_server(
+        (host, 0), family=family, dualstack_ipv6=is_both, backlog=128
+    )
+
+
 def _accept(
     sock: socket.socket,
     key: bytes,
@@ -215,10 +228,12 @@ class Link:
 
     Attributes:
       number: the number of the process at the other end.
+      is_ended_by_peer: whether that process has ended it, and not the network.
     """
 
     def __init__(self, number: int, sock: socket.socket):
         self.number = number
+        self.is_ended_by_peer = False
         self.socket = sock
         self.outgoing: collections.deque[memoryview] = collections.deque()
         self.reader = self._read()
@@ -451,7 +466,8 @@ class Loop:
                     link.filled = 0
         except BlockingIOError:
             return
-        except BROKEN:
+        except BROKEN as e:
+            link.is_ended_by_peer = isinstance(e, EOFError | ConnectionResetError)
             self._break(link)
             return
         header, arrays = link.message

@@ -1,0 +1,114 @@
+"""Tests of a run on several hosts that goes on without those it loses."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.launch import harness, network
+
+# So many that slow ones outlast what a busy machine takes to notice a lost host.
+_STEPS = 60
+# Seconds. It is short because a test waits for it to expire, and long enough for
+# connected processes to be heard.
+_HEARTBEAT = 20
+_EXACT = [
+    *harness.EXACT,
+    f"--config.steps={_STEPS}",
+    "--config.eval_every_steps=4",
+    "--config.checkpoint.every_steps=3",
+    f"--heartbeat_timeout_seconds={_HEARTBEAT}",
+]
+# The hosts run it by its name.
+assert importlib.util.find_spec("launch.hosts")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The work directory of a run of one process."""
+    return harness.whole_run(tmp_path_factory, _EXACT)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Four hosts. The launcher is on the first."""
+    if not network.is_allowed():
+        pytest.skip(network.NEEDED)
+    with contextlib.ExitStack() as stack:
+        yield network.Hosts(stack, tmp_path, 4)
+
+
+def run_disturbed(hosts, tmp_path, disturb):
+    """Runs three members and a spare on the hosts but the first; returns as
+    `harness.run_disturbed` does.
+    """
+    starter = hosts.starter(tmp_path / "starter", [1, 2, 3, 3])
+
+    def start(variables):
+        return hosts.start(
+            0,
+            *[sys.executable, "-m", "launch", "--num_processes=3", "--spares=1"],
+            *["--cpu_devices=1", f"--through={starter}", "--"],
+            *[*_EXACT, f"--workdir={tmp_path / 'run'}"],
+            **variables,
+        )
+
+    return harness.run_disturbed(tmp_path, start, _STEPS, disturb)
+
+
+def leader(directory):
+    """Returns the host and the process ID of the member that leads."""
+    (row,) = harness.status(directory)
+    return int(row["host"].removeprefix("h")), row["pid"]
+
+
+def exists(pid):
+    """Returns whether a process exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_a_run_goes_on_without_a_process_and_then_without_a_host(
+    tmp_path, hosts, uninterrupted
+):
+    directory = tmp_path / "run"
+
+    def disturb(process):
+        _, pid = leader(directory)
+        os.kill(pid, signal.SIGKILL)
+        # First without it, then with the spare.
+        harness.read_until(process, "generation 2: ")
+        harness.read_until(process, "generation 3: ")
+        harness.wait_until(lambda: leader(directory)[1] != pid)
+        host, pid = leader(directory)
+        hosts.cut(host)
+        # Nobody can tell the process there to end.
+        harness.wait_until(lambda: not exists(pid))
+        harness.read_until(process, "it was silent for 20 s")
+
+    code, output = run_disturbed(hosts, tmp_path, disturb)
+    assert code == 0, output
+    harness.assert_same_end(directory, uninterrupted, _STEPS)
+
+
+@pytest.mark.sample(0.5)
+@pytest.mark.parametrize("other", ["launcher", "leader"])
+def test_a_host_whose_words_are_lost_is_left_behind(
+    tmp_path, hosts, uninterrupted, other
+):
+    directory = tmp_path / "run"
+
+    def disturb(process):
+        host, _ = leader(directory)
+        deaf = min({1, 2, 3} - {host})
+        hosts.deafen(deaf, 0 if other == "launcher" else host)
+        harness.read_until(process, "the run goes on without it")
+
+    code, output = run_disturbed(hosts, tmp_path, disturb)
+    assert code == 0, output
+    harness.assert_same_end(directory, uninterrupted, _STEPS)
