@@ -63,23 +63,25 @@ class Local(engine.Engine):
         PORT by a free port.
         """
         all_commands = []
+        host = meeting.HOST if self.through else "127.0.0.1"
         if self.through:
             all_commands.append([*shlex.split(self.through), *hosts.COMMAND, "ADDRESS"])
         for job in jobs:
-            all_commands += commands(job, "PORT")
+            all_commands += commands(job, "PORT", host)
         return engine.Plan(all_commands)
 
 
-def commands(job: engine.Job, port: object) -> list[list[str]]:
+def commands(job: engine.Job, port: object, host: str = "127.0.0.1") -> list[list[str]]:
     """Returns the command of each process with which a job starts.
 
     Args:
       job: the job.
       port: the port at which the processes meet each other, or their launcher.
+      host: the launcher's host.
     """
     if job.spares is not None:
         return [
-            member_command(job, f"127.0.0.1:{port}", number)
+            member_command(job, f"{host}:{port}", number)
             for number in range(job.processes + job.spares)
         ]
     if job.processes == 1:

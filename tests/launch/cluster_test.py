@@ -3,7 +3,9 @@ node on loopback.
 """
 
 import contextlib
+import os
 import pathlib
+import signal
 import sys
 
 import numpy as np
@@ -86,6 +88,36 @@ def test_mpirun_ends_in_the_same_bits(tmp_path, reference):
     code, output = harness.finish(process)
     assert code == 0, output
     harness.assert_same_end(tmp_path / "run", reference, 160)
+
+
+@pytest.mark.sample(0.4)
+def test_a_run_under_mpirun_goes_on_without_a_process(tmp_path):
+    cluster.need("mpirun")
+    options = [*harness.EXACT, "--config.steps=60", "--config.checkpoint.every_steps=3"]
+    directory = tmp_path / "run"
+
+    def start(variables):
+        return harness.launch(
+            "--engine=mpi",
+            "--num_processes=2",
+            "--spares=1",
+            "--cpu_devices=1",
+            f"--mpirun={MPIRUN}",
+            command=[*options, f"--workdir={directory}"],
+            env=harness.environment(**variables),
+        )
+
+    def disturb(process):
+        os.kill(harness.status(directory)[0]["pid"], signal.SIGKILL)
+        # First without it, then with the spare.
+        harness.read_until(process, "generation 3: ")
+
+    code, output = harness.run_disturbed(tmp_path, start, 60, disturb)
+    assert code == 0, output
+    words = [*options, f"--workdir={tmp_path / 'whole'}", "--cpu_devices=1"]
+    code, output = harness.finish(harness.start(words))
+    assert code == 0, output
+    harness.assert_same_end(directory, tmp_path / "whole", 60)
 
 
 @pytest.mark.sample(2, of="Slurm")

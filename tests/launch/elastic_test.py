@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 
-from launch import elastic, engine, local, slurm, sweep
+from launch import elastic, engine, gke, local, mpi, processes, slurm, sweep
 from tests.launch import harness
 
 # ml_collections emits this warning when it reads the config of a job.
@@ -99,11 +99,29 @@ def test_spares_that_do_not_fit_are_refused(tmp_path, changes, options, message)
         elastic.check_spares([dataclasses.replace(job, **changes)], local.Local())
 
 
-def test_spares_are_for_the_local_engine(tmp_path):
+def test_spares_are_refused_where_the_system_starts_a_run_again(tmp_path):
     job = dataclasses.replace(toy(tmp_path, LOGICAL, EXACT), least=0, spares=0)
-    elastic.check_spares([job], local.Local())
-    with pytest.raises(engine.LaunchError, match="--spares=0 is for --engine=local"):
-        elastic.check_spares([job], slurm.Slurm())
+    for chosen in (local.Local(), slurm.Slurm(), mpi.Mpi()):
+        elastic.check_spares([job], chosen)
+    with pytest.raises(engine.LaunchError, match="for --engine=local, slurm and mpi"):
+        elastic.check_spares([job], gke.Gke())
+
+
+def test_a_way_to_other_hosts_without_spares_is_refused(tmp_path):
+    code, output = harness.finish(
+        harness.launch("--through=srun", command=toy(tmp_path).command)
+    )
+    assert code == 1 and "error: --through=srun is for --spares=K" in output
+
+
+def test_a_plan_shows_how_processes_come_to_other_hosts(tmp_path):
+    job = dataclasses.replace(toy(tmp_path, LOGICAL, EXACT), least=0, spares=1)
+    first, *others = local.Local(through="srun --ntasks=5").launch([job]).commands
+    assert first[:2] == ["srun", "--ntasks=5"] and first[-2:] == [
+        "launch.hosts",
+        "ADDRESS",
+    ]
+    assert len(others) == 5
 
 
 def test_a_plan_shows_the_members_and_who_joins(tmp_path):
@@ -204,15 +222,15 @@ def test_a_killed_process_is_a_failure_if_the_pod_is_not_elastic(tmp_path, monke
 def test_a_process_that_cannot_be_started_counts_as_a_lost_host(
     tmp_path, monkeypatch, least
 ):
-    start, started = local._start, []
+    start, started = processes._start, []
 
-    def limited(command, token):
+    def limited(command, token, at_end):
         if "--num_processes=3" in command and len(started) == 2:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        started.append(start(command, token))
+        started.append(start(command, token, at_end))
         return started[-1]
 
-    monkeypatch.setattr(local, "_start", limited)
+    monkeypatch.setattr(processes, "_start", limited)
     code, output = run(tmp_path, monkeypatch, {3: {0: 0}}, 3, least)
     cause = "process 2 of 3 cannot be started: Resource temporarily unavailable"
     if least:

@@ -281,3 +281,40 @@ def test_an_elastic_job_goes_on_without_a_lost_node(tmp_path, nodes):
     nodes.ask("scontrol", "update", "NodeName=h3", "State=RESUME")
     nodes.wait_for_nodes()
     harness.assert_same_end(directory, reference(tmp_path, 1, 6, *options), 60)
+
+
+@pytest.mark.sample(0.4)
+def test_a_job_with_spares_goes_on_without_a_lost_node_and_is_told_to_stop(
+    tmp_path, nodes
+):
+    options = [
+        "--config.steps=120",
+        "--config.logical_replicas=12",
+        "--config.reduction.arithmetic=exact",
+        "--config.log_every_steps=1",
+        "--config.checkpoint.every_steps=6",
+        # Half of it after the node is lost, the others go on.
+        "--heartbeat_timeout_seconds=40",
+    ]
+    directory = tmp_path / "run"
+    log = directory / "launch.log"
+    with pace.slow(tmp_path / "slow", 12) as variables:
+        job = nodes.submit(
+            "--num_processes=2",
+            "--spares=1",
+            "--cpu_devices=2",
+            "--sbatch=--nodes=3",
+            "--sbatch=--exclude=h4,h5",
+            command=toy(directory, *options),
+            **variables,
+        )
+        harness.wait_until(lambda: log.exists() and "step  12/120" in log.read_text())
+        # The script is on the first node.
+        nodes.ask("scontrol", "update", "NodeName=h2", "State=DOWN", "Reason=lost")
+        harness.wait_until(lambda: "goes on without it" in log.read_text())
+        nodes.ask("scancel", "--signal=TERM", job)
+        nodes.wait_for_requeue(job, nodes=4)
+        nodes.ask("scontrol", "update", "NodeName=h2", "State=RESUME")
+    nodes.wait_for(job)
+    nodes.wait_for_nodes()
+    harness.assert_same_end(directory, reference(tmp_path, 1, 4, *options), 120)
