@@ -58,8 +58,8 @@ def make_flags() -> flags.FlagValues:
         "elastic",
         None,
         "local, slurm: MIN:MAX, instead of --num_processes: start on up to MAX hosts; "
-        "after losing hosts, start again on the remaining ones if there are at least "
-        "MIN.",
+        "after losing hosts, go on with the remaining ones if there are at least MIN. "
+        "Runs without exact sums start again for that.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -165,11 +165,13 @@ def main(argv: Sequence[str]) -> int:
     if values.sweep:
         points = sweep.read(pathlib.Path(values.sweep))
         jobs = sweep.jobs(job, points)
-    if job.least:
-        elastic.check(jobs)
     if job.spares is not None:
         elastic.check_spares(jobs, chosen)
-    elif isinstance(chosen, local.Local) and chosen.through:
+    elif job.least:
+        elastic.check(jobs)
+        jobs = elastic.going_on(jobs)
+    is_lasting = all(each.spares is not None for each in jobs)
+    if isinstance(chosen, local.Local) and chosen.through and not is_lasting:
         raise engine.LaunchError(
             f"--through={chosen.through} is for --spares=K, with which a run goes on "
             "without hosts that it loses: add it, or leave --through out."
@@ -185,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         return _execute(plan, dry_run=values.dry_run)
     if points:
         return sweep.run(jobs, chosen)
-    return local.run(job, chosen)
+    return local.run(jobs[0], chosen)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,12 +2,14 @@
 their configs.
 """
 
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from launch import engine, sweep
+from xshard import cli
 
 
 class Hosts(NamedTuple):
@@ -74,16 +76,38 @@ def _check_spares(job: engine.Job, chosen: engine.Engine) -> None:
     if config is None:
         # The program itself refuses what does not fit.
         return
-    reduction = config.get("reduction")
-    arithmetic = "float"
-    if isinstance(reduction, dict):
-        arithmetic = reduction.get("arithmetic") or "float"
-    if arithmetic == "float" or not config.get("logical_replicas"):
+    if not _is_exact(config) or not config.get("logical_replicas"):
         raise engine.LaunchError(
             f"{flag} is for runs whose bits do not depend on the number of processes: "
             f"the config of {job.name} needs --config.logical_replicas=N "
             "--config.reduction.arithmetic=exact (docs/one_trajectory.md)."
         )
+
+
+def _is_exact(config: dict[str, Any]) -> bool:
+    """Returns whether a run has exact sums."""
+    # The program may have a config of its own form.
+    reduction = config.get("reduction")
+    if not isinstance(reduction, dict):
+        return False
+    return (reduction.get("arithmetic") or "float") != "float"
+
+
+def going_on(jobs: Sequence[engine.Job]) -> list[engine.Job]:
+    """Returns elastic jobs, which go on without the hosts that they lose if the bits of
+    none depend on them; otherwise they start again.
+    """
+    if not all(_can_go_on(job) for job in jobs):
+        return list(jobs)
+    return [dataclasses.replace(job, spares=0) for job in jobs]
+
+
+def _can_go_on(job: engine.Job) -> bool:
+    config = sweep.requested_config(job) or {}
+    outer = config.get("outer")
+    has_slices = isinstance(outer, dict) and bool(outer.get("every_steps"))
+    mode = cli.flag_value(job.command, "mode") or "train"
+    return mode == "train" and _is_exact(config) and not has_slices
 
 
 def check(jobs: Sequence[engine.Job]) -> None:
@@ -121,12 +145,7 @@ def _warning(job: engine.Job) -> str:
             "--config.reduction.arithmetic=exact (docs/one_trajectory.md), or give "
             "--num_processes instead of --elastic."
         )
-    # The program may have a config of its own form.
-    reduction = config.get("reduction")
-    arithmetic = "float"
-    if isinstance(reduction, dict):
-        arithmetic = reduction.get("arithmetic") or "float"
-    if arithmetic == "float":
+    if not _is_exact(config):
         return (
             "--elastic: without --config.reduction.arithmetic=exact, rounding depends "
             "on the number of hosts, so a run that loses hosts ends with other bits "

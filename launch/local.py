@@ -540,6 +540,10 @@ class _Lasting(_Pod):
         del self._processes[number]
         if not is_left:
             return
+        if self._job.least and code == -signal.SIGKILL:
+            # The program did not fail, and the host is gone.
+            self._go_on_with_less(cause)
+            return
         self._num_missing += 1
         if number in self._meeting.former:
             self._num_failures = 0
@@ -553,6 +557,19 @@ class _Lasting(_Pod):
             seconds = min(2.0 ** (self._num_failures - 1), _MAX_BACKOFF_SECONDS)
             self._next_start = time.monotonic() + seconds
         self._log(f"{cause}; the run goes on without it")
+
+    def _go_on_with_less(self, cause: str) -> None:
+        """Stops an elastic run, with its state saved, if too few hosts are left."""
+        left = len(self._processes)
+        of_all = f"{left} of {self._job.processes} hosts are left"
+        if left >= self._job.least:
+            self._log(f"{cause}; {of_all}, with which the run goes on")
+            return
+        self._log(
+            f"{cause}; {of_all}, but --elastic requires at least {self._job.least}: "
+            "the run saves and stops. The same command resumes when the hosts are back"
+        )
+        self._told(signal.SIGTERM)
 
     def _replace(self) -> None:
         """Starts a process for each that is missing, when it is time."""

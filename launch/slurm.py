@@ -58,6 +58,9 @@ exit "$code"
 # All variables, also of a job with --export=NONE; and srun does not ask for the
 # processors of a task by itself.
 _SRUN = "srun --export=ALL ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
+# An elastic job runs one process on each node that it got, which may be fewer after a
+# requeue.
+_EACH_NODE = "--ntasks=$SLURM_NNODES --ntasks-per-node=1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,18 +160,19 @@ class Slurm(engine.Engine):
         if job.spares is not None:
             # The launcher goes on without the processes and nodes that it loses.
             through = f"{_SRUN} --kill-on-bad-exit=0 --no-kill"
+            size = f"--num_processes={job.processes} --spares={job.spares}"
+            if job.least:
+                through += f" {_EACH_NODE}"
+                size = f'--elastic="{job.least}:$SLURM_NNODES"'
             lines = [
-                f"{shlex.quote(sys.executable)} -m launch",
-                f"--num_processes={job.processes} --spares={job.spares}",
+                f"{shlex.quote(sys.executable)} -m launch {size}",
                 f'--grace_seconds={self.grace_seconds} --through="{through}"',
                 '-- "${command[@]}" >>"$log_file" 2>&1 &',
             ]
             return " \\\n  ".join(lines) + "\n"
         hosts = ""
         if job.least:
-            # An elastic job runs one process on each node that it got, which may be
-            # fewer after a requeue.
-            hosts = '--ntasks="$SLURM_NNODES" --ntasks-per-node=1 '
+            hosts = f"{_EACH_NODE} "
         output = '--output="$log" --open-mode=append'
         rest = f'{hosts}--kill-on-bad-exit=1 {output} -- "${{command[@]}}" &'
         return f"{_SRUN} \\\n  {rest}\n"

@@ -2,14 +2,12 @@
 after a kill or a lost host.
 """
 
-import contextlib
 import functools
 import os
 import signal
 
 import pytest
 
-from tests import pace
 from tests.launch import harness
 
 _STEPS = 12
@@ -38,27 +36,44 @@ def test_a_run_ends_in_the_same_bits_on_other_processes_and_devices(
     harness.assert_same_end(tmp_path / "moved", uninterrupted, _STEPS)
 
 
-@pytest.mark.sample(0.4)
-def test_a_run_that_loses_a_host_ends_in_the_same_bits(tmp_path, uninterrupted):
+def lose_the_leader(tmp_path, hosts):
+    """Runs an elastic run, whose leader is killed; returns the exit code, and the
+    output after that.
+    """
     directory = tmp_path / "run"
-    command = [*harness.EXACT, f"--workdir={directory}"]
-    with contextlib.ExitStack() as stack:
-        with pace.slow(tmp_path / "slow", 7) as variables:
-            env = harness.environment(**variables)
-            process = harness.launch(
-                "--elastic=2:3", "--cpu_devices=1", command=command, env=env
-            )
-            stack.enter_context(harness.running(process))
-            harness.read_until(process, f"step  7/{_STEPS}")
-            os.kill(harness.status(directory)[1]["pid"], signal.SIGKILL)
-            harness.read_until(
-                process, "2 of 3 hosts are left: starting it again on these"
-            )
-        code, output = harness.finish(process)
-    assert code == 0, output
-    assert "resumed from the checkpoint of step" in output and "[2]" not in output
-    assert len(harness.status(directory)) == 2
-    harness.assert_same_end(directory, uninterrupted, _STEPS)
+
+    def start(variables):
+        return harness.launch(
+            f"--elastic={hosts}",
+            "--cpu_devices=1",
+            command=[*harness.EXACT, f"--workdir={directory}"],
+            env=harness.environment(**variables),
+        )
+
+    def disturb(process):
+        os.kill(harness.status(directory)[0]["pid"], signal.SIGKILL)
+        harness.read_until(process, "hosts are left, ")
+
+    return harness.run_disturbed(tmp_path, start, _STEPS, disturb)
+
+
+@pytest.mark.sample(0.4)
+def test_a_run_that_loses_a_host_goes_on_to_the_same_bits(tmp_path, uninterrupted):
+    code, output = lose_the_leader(tmp_path, "2:3")
+    assert code == 0 and "resumed from the checkpoint of step" not in output, output
+    assert harness.status(tmp_path / "run")[0]["members"] == 2
+    harness.assert_same_end(tmp_path / "run", uninterrupted, _STEPS)
+
+
+@pytest.mark.sample(0.4)
+def test_a_run_that_loses_too_many_hosts_saves_and_stops(tmp_path, uninterrupted):
+    code, output = lose_the_leader(tmp_path, "2:2")
+    assert code == 42, output
+    command = [*harness.EXACT, f"--workdir={tmp_path / 'run'}"]
+    process = harness.launch("--elastic=2:2", "--cpu_devices=1", command=command)
+    code, output = harness.finish(process)
+    assert code == 0 and "resumed from the checkpoint of step" in output, output
+    harness.assert_same_end(tmp_path / "run", uninterrupted, _STEPS)
 
 
 def test_state_that_begins_with_an_example_is_equal_on_all_processes(tmp_path):

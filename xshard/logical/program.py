@@ -632,7 +632,8 @@ def _check_is_shared(segments: SegmentedProgram, what: str) -> None:
         raise errors.UserError(
             f"{what} returns {len(segments.outputs.dims)} arrays of which each replica "
             "has its own (xshard.PerReplica, xshard.PerExample). They would be lost "
-            "with the member of the run that computes them: leave --elastic out."
+            "with the member of the run that computes them: leave --spares and "
+            "--elastic out."
         )
     for collective in segments.split.collectives:
         for shape in collective.shapes:
@@ -640,7 +641,7 @@ def _check_is_shared(segments: SegmentedProgram, what: str) -> None:
                 raise errors.UserError(
                     f"{what} sums {shape.dtype} over its replicas, whose bits depend "
                     "on the order: sum the real and the imaginary part, or leave "
-                    "--elastic out."
+                    "--spares and --elastic out."
                 )
 
 
