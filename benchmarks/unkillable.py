@@ -1,6 +1,6 @@
 """Kills members of a run at many instants, and compares it with one that is left alone.
 
-    python -m benchmarks.unkillable --kills=8 --every=15 --seed=0 [--gates]
+    python -m benchmarks.unkillable --kills=8 --every=15 --seed=0 [--hosts] [--gates]
 
 Digits is trained with `python -m launch --spares`: undisturbed, and once a round with
 kills. The first one of a round is in the first step. The kinds of the others are drawn
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from tests.launch import harness
+from tests.launch import harness, network
 
 _KILLS = flags.DEFINE_integer("kills", 8, "How many kills in each round.", 1)
 _EVERY = flags.DEFINE_float("every", 15.0, "The mean seconds between two kills.", 0.1)
@@ -52,6 +52,12 @@ _HIDDEN = flags.DEFINE_list(
     ["96", "4096"],
     "The sizes of the layer with which members are compared with processes that JAX "
     "joins: 0.3 MB and 13 MB of gradients.",
+)
+_HOSTS = flags.DEFINE_bool(
+    "hosts",
+    False,
+    "Whether each member and spare is on a host of its own: a network namespace, which "
+    "needs root. The launcher is on another one.",
 )
 _GATES = flags.DEFINE_bool("gates", False, "Whether to check what must hold.")
 
@@ -146,14 +152,22 @@ def main(argv: list[str]) -> int:
     gates: list[Gate] = []
     runs: list[Trained] = []
     options = [f"--num_processes={_MEMBERS.value}", f"--spares={_SPARES.value}"]
-    undisturbed = train(scratch / "undisturbed", options)
-    say("undisturbed", undisturbed)
-    for number in range(_ROUNDS.value):
-        seed = _SEED.value + number
-        disturbed = train(scratch / f"seed_{seed}", options, plan(seed))
-        say(f"seed {seed}", disturbed)
-        runs.append(disturbed)
-        gates += round_gates(scratch, seed, disturbed, undisturbed)
+    with contextlib.ExitStack() as stack:
+        hosts = None
+        if _HOSTS.value:
+            count = _MEMBERS.value + _SPARES.value
+            hosts = network.Hosts(stack, scratch, 1 + count)
+            starter = hosts.starter(scratch / "starter", range(1, 1 + count))
+            options.append(f"--through={starter}")
+        undisturbed = train(scratch / "undisturbed", options, hosts=hosts)
+        say("undisturbed", undisturbed)
+        for number in range(_ROUNDS.value):
+            seed = _SEED.value + number
+            directory = scratch / f"seed_{seed}"
+            disturbed = train(directory, options, plan(seed), hosts=hosts)
+            say(f"seed {seed}", disturbed)
+            runs.append(disturbed)
+            gates += round_gates(scratch, seed, disturbed, undisturbed)
     if _RESTART.value:
         again = [(_RESTART_KIND, 0.0)] * _RESTARTS
         restarted = train(
@@ -235,6 +249,7 @@ def train(
     kills: tuple[random.Random, Sequence[tuple[str, float]]] = (random.Random(0), ()),
     steps: int = 0,
     config: Sequence[str] = (),
+    hosts: network.Hosts | None = None,
 ) -> Trained:
     """Trains a run, and kills members of it.
 
@@ -244,6 +259,7 @@ def train(
       kills: the draws, and the kind of each kill with the seconds before it.
       steps: the number of steps; 0: that of the flag.
       config: further arguments of the run.
+      hosts: the hosts, of which the first has the launcher; None: this one.
     """
     command = [
         sys.executable,
@@ -260,13 +276,11 @@ def train(
         f"--config.steps={steps or _STEPS.value}",
         *config,
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch", *options, "--cpu_devices=1", "--", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=harness.environment(),
-    )
+    words = [sys.executable, "-m", "launch", *options, "--cpu_devices=1", "--"]
+    if hosts is None:
+        process = harness.start([*words, *command])
+    else:
+        process = hosts.start(0, *words, *command)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
     reader.start()

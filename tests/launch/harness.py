@@ -193,17 +193,22 @@ def status(directory):
 
 
 def members(launcher):
-    """Returns the process IDs of the processes that a launcher has started, by their
-    number, and runs now; as Linux lists them.
+    """Returns the process IDs of the processes that a launcher has started, itself or
+    through other programs, by their number, and runs now; as Linux lists them.
     """
     pids = {}
-    for task in pathlib.Path(f"/proc/{launcher.pid}/task").glob("*/children"):
-        for pid in task.read_text().split():
+    waiting = [launcher.pid]
+    while waiting:
+        children = pathlib.Path(f"/proc/{waiting.pop()}/task").glob("*/children")
+        for file in children:
+            with contextlib.suppress(OSError):
+                waiting += map(int, file.read_text().split())
+        for pid in waiting:
             with contextlib.suppress(OSError):
                 words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 for word in words:
                     if word.startswith("--process_id="):
-                        pids[int(word.partition("=")[2])] = int(pid)
+                        pids[int(word.partition("=")[2])] = pid
     return pids
 
 
