@@ -514,8 +514,10 @@ class _Lasting(_Pod):
         """
         codes = {i: process.poll() for i, process in self._processes.items()}
         self._has_begun = self._has_begun or bool(self._meeting.generation)
-        if not self._has_begun or self._has_killed:
+        if self._has_killed:
             return codes
+        if not self._has_begun:
+            return self._codes_before(codes)
         members = self._meeting.members
         is_left = any(codes.get(number, 0) is None for number in members)
         is_ending = self._meeting.is_done
@@ -530,6 +532,19 @@ class _Lasting(_Pod):
                 self._drop(number, code, is_left=is_left and not is_ending)
                 del codes[number]
         if self._num_missing and is_left and not is_ending:
+            self._replace()
+        self.num_lost = list(codes.values()).count(-signal.SIGKILL)
+        return codes
+
+    def _codes_before(self, codes: dict[int, int | None]) -> dict[int, int | None]:
+        """Returns the exit codes that count before the run has begun: of all but spares
+        that were killed, which it does not need for that.
+        """
+        for number, code in list(codes.items()):
+            if number >= self._job.processes and code is not None and _is_signal(code):
+                self._drop(number, code, is_left=True)
+                del codes[number]
+        if self._num_missing:
             self._replace()
         self.num_lost = list(codes.values()).count(-signal.SIGKILL)
         return codes

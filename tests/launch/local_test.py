@@ -358,13 +358,18 @@ def test_a_missing_program_is_reported(tmp_path):
 # process whose number is among the keys of the second argument ends as the value says,
 # after the first exchange that it makes as a member.
 MEMBER = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, time
 from xshard.pod import exchange
 flags = dict(a[2:].split("=", 1) for a in sys.argv[3:])
 place, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 number = int(flags["process_id"])
 if ends.get(str(number)) == "early":
     sys.exit(1)
+if ends.get(str(number)) == "killed early":
+    (place / "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+while "killed early" in ends.values() and not (place / "killed").exists():
+    time.sleep(0.01)
 made = exchange.Exchange(
     flags["meeting_address"],
     number,
@@ -462,6 +467,13 @@ def test_a_spare_takes_the_place_of_a_lost_process(lasting):
     assert "[2] enters at" in output and output.count("done Place(") == 2
     # The one that was started for the spare is not needed any more.
     assert "[3] done" not in output
+
+
+def test_a_spare_that_is_killed_before_the_run_begins_is_replaced(lasting):
+    code, output = lasting({"2": "killed early"}, spares=1)
+    assert code == 0, output
+    assert "process 2 was ended by SIGKILL; the run goes on without it" in output
+    assert "starting again" not in output and output.count("done Place(") == 2
 
 
 def test_all_processes_lost_are_a_failure_of_the_run(lasting):
