@@ -187,8 +187,8 @@ class Hosts:
         self._links: dict[int, links.Link] = {}
         self._heard: dict[int, float] = {}
         self._names: dict[int, str] = {}
+        # The loop's thread changes what follows, and the links; others read them.
         self._lock = threading.Lock()
-        # All that has happened since is in the loop's thread, but for this.
         self._processes: list[Process] = []
         self._waiting: list[Process] = []
         self._has_failed = False
@@ -247,9 +247,10 @@ class Hosts:
     # In the loop's thread.
 
     def _accepted(self, hello: links.Hello, sock: socket.socket) -> None:
-        self._links[hello.number] = self._loop.add(hello.number, sock)
-        self._heard[hello.number] = time.monotonic()
-        self._names[hello.number] = hello.host
+        with self._lock:
+            self._links[hello.number] = self._loop.add(hello.number, sock)
+            self._heard[hello.number] = time.monotonic()
+            self._names[hello.number] = hello.host
         self._assign()
 
     def _free(self) -> list[int]:
@@ -306,8 +307,9 @@ class Hosts:
                 self._assign()
 
     def _lost(self, link: links.Link) -> None:
-        if self._links.get(link.number) is link:
-            del self._links[link.number]
+        with self._lock:
+            if self._links.get(link.number) is link:
+                del self._links[link.number]
 
     def _tick(self) -> None:
         """Takes processes for ended that were killed and whose leases are over."""

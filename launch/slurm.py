@@ -23,6 +23,8 @@ export {token}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 {choice}# The time limit itself ends what has not saved by then, and this script.
 late=
 trap 'late=yes' TERM
+# All variables, also of a job with --export=NONE; and srun does not ask for the
+# processors of a task by itself.
 {start}wait $!
 code=$?
 # Other ends of the job, such as scancel, send the signal as well.
@@ -55,8 +57,6 @@ fi
 exit "$code"
 """
 
-# All variables, also of a job with --export=NONE; and srun does not ask for the
-# processors of a task by itself.
 _SRUN = "srun --export=ALL ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
 # An elastic job runs one process on each node that it got, which may be fewer after a
 # requeue.

@@ -59,6 +59,16 @@ def run_disturbed(hosts, tmp_path, disturb):
     return harness.run_disturbed(tmp_path, start, _STEPS, disturb)
 
 
+def test_a_command_that_starts_nothing_is_named(tmp_path):
+    process = harness.launch(
+        *["--num_processes=2", "--spares=0", "--max_failures=1", "--through=false"],
+        command=[*_EXACT, f"--workdir={tmp_path / 'run'}"],
+    )
+    code, output = harness.finish(process)
+    assert code == 1
+    assert "the command that starts processes ended with exit code 1" in output
+
+
 def leader(directory):
     """Returns the host and the process ID of the member that leads."""
     (row,) = harness.status(directory)
