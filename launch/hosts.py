@@ -191,7 +191,8 @@ class Hosts:
         self._lock = threading.Lock()
         self._processes: list[Process] = []
         self._waiting: list[Process] = []
-        self._has_failed = False
+        # Why no process can be started any more; empty if one can.
+        self._failure = ""
         listener = links.open_listener("")
         port = listener.getsockname()[1]
         self._loop = links.Loop(self._receive, self._lost, self._tick, self._fail)
@@ -218,8 +219,8 @@ class Hosts:
         """
         process = Process(number, command, self._signal)
         with self._lock:
-            if self._has_failed:
-                raise OSError(0, "the command that starts processes has ended")
+            if self._failure:
+                raise OSError(0, self._failure)
             num_used = sum(each.poll() is None for each in self._processes)
             if num_used >= self._count and not self._free():
                 raise OSError(0, "no host is free")
@@ -324,21 +325,21 @@ class Hosts:
 
     def _fail(self, why: str) -> None:
         with self._lock:
-            self._has_failed = True
+            self._failure = why
         for process in self._processes:
             process.end(1, f"error: {why}")
 
     def _watch_starter(self) -> None:
         """Ends what has no agent when the command ends."""
-        code = self._starter.wait()
+        code = engine.shell_code(self._starter.wait())
+        why = f"the command that starts processes ended with exit code {code}"
 
         def end() -> None:
             with self._lock:
-                self._has_failed = True
+                self._failure = why
             for process in self._processes:
                 if process.agent is None:
-                    how = f"ended with exit code {engine.shell_code(code)}"
-                    process.end(1, f"error: the command that starts processes {how}")
+                    process.end(1, f"error: {why}")
 
         self._loop.call(end)
 
