@@ -22,6 +22,7 @@ import pytest
 
 from tests import standstill
 from tests.launch import harness
+from xshard.files import claim
 from xshard.pod import exit_codes, heartbeat, members, signals, status, watchdog
 from xshard.pod import request as request_lib
 
@@ -310,6 +311,22 @@ def test_the_status_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
         assert json.loads((tmp_path / "status.json").read_bytes())[0]["doing"] == "done"
 
 
+def test_a_successor_replaces_the_status_of_its_predecessor_at_once(tmp_path):
+    predecessor = status.Status("another host")
+    status.write_texts(tmp_path, [json.dumps(predecessor.row())])
+    held = claim.Claim(tmp_path, renew_seconds=60, watch_seconds=60)
+    of_run = members.Members()
+    of_run.has_succeeded = True
+    watching = watchdog.Watchdog(tmp_path, members=of_run)
+    # Its context is not entered, so that no thread writes the status later.
+    watching.publish()
+    held.release()
+    watching.end("done")
+    (row,) = status.read(tmp_path)
+    assert (row["doing"], row["pid"]) == ("done", os.getpid())
+    assert row["host"] != "another host"
+
+
 def test_a_disk_that_is_away_does_not_end_the_watch(tmp_path, monkeypatch):
     # The system answers a question for such a name by an error, as for all names on a
     # disk whose server is away.
@@ -417,6 +434,7 @@ def test_a_signal_ends_the_wait_for_a_cause(tmp_path, is_early):
     program = f"""
 import os, signal
 from tests.launch import harness
+from xshard.files import claim
 from xshard.pod import rendezvous, watchdog
 
 timeouts = rendezvous.Timeouts(heartbeat=harness.FOREVER)

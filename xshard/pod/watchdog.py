@@ -192,6 +192,10 @@ class Watchdog:
                 attempts.preserve_previous(self._directory)
             self._holder = claim.holder_folder(self._directory)
         self._is_published = True
+        if self._members.has_succeeded:
+            # While the directory is known to be this process's. It may end before the
+            # next write is due, and the predecessor's status would stay.
+            self._write_status()
 
     def end(self, phase: str) -> None:
         """Meets all processes for the last time; raises UserError if one of them does
