@@ -11,6 +11,7 @@ end unless the launcher answers them. The launcher takes a process for ended if 
 knows that it is, or once the leases of both are over.
 """
 
+import contextlib
 import itertools
 import os
 import secrets
@@ -25,8 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from launch import engine, meeting, processes
 from xshard import cli
-from xshard.files import jsonfile
-from xshard.pod import links, rendezvous, signals
+from xshard.pod import exchange, links, rendezvous, signals
 
 # The program that the user's command runs.
 COMMAND = (sys.executable, "-m", "launch.hosts")
@@ -36,7 +36,6 @@ _ALIVE_SECONDS = 1.0
 _RETRY_SECONDS = 0.1
 # How long the command may take to end after the agents were told to.
 _END_SECONDS = 15.0
-_KIND = "message"
 
 
 class Alive(NamedTuple):
@@ -97,19 +96,6 @@ class End(NamedTuple):
 _MESSAGES = {kind.__name__: kind for kind in (Alive, Start, Signal, Ended, Told, End)}
 
 
-def _to_header(message: Any) -> dict[str, Any]:
-    return {_KIND: type(message).__name__, **message._asdict()}
-
-
-def _from_header(header: dict[str, Any]) -> Any:
-    """Returns the message of a header; raises ValueError if there is none."""
-    values = dict(header)
-    kind = _MESSAGES.get(values.pop(_KIND, ""))
-    if kind is None:
-        raise ValueError("it is no message of an agent")
-    return jsonfile.parse(values, kind)
-
-
 class Process:
     """A process on another host, as `processes.Process`.
 
@@ -123,8 +109,8 @@ class Process:
         self.error = ""
         # The agent's number, once it has one.
         self.agent: int | None = None
-        # When it was first told to end at once.
-        self.killed: float | None = None
+        # Whether it was told to end at once.
+        self.is_killed = False
         self._send = send
         self._code: int | None = None
         self._has_ended = threading.Event()
@@ -221,8 +207,7 @@ class Hosts:
         with self._lock:
             if self._failure:
                 raise OSError(0, self._failure)
-            num_used = sum(each.poll() is None for each in self._processes)
-            if num_used >= self._count and not self._free():
+            if len(self._names) >= self._count and not self._free():
                 raise OSError(0, "no host is free")
             self._processes.append(process)
             self._waiting.append(process)
@@ -234,7 +219,7 @@ class Hosts:
 
         def end() -> None:
             for link in self._links.values():
-                self._loop.send(link, _to_header(End()))
+                self._loop.send(link, exchange.to_header(End()))
 
         self._loop.call(end)
         deadline = time.monotonic() + _END_SECONDS
@@ -276,7 +261,7 @@ class Hosts:
 
     def _send(self, agent: int, message: Any) -> None:
         if agent in self._links:
-            self._loop.send(self._links[agent], _to_header(message))
+            self._loop.send(self._links[agent], exchange.to_header(message))
 
     def _signal(self, process: Process, number: int) -> None:
         def send() -> None:
@@ -284,21 +269,21 @@ class Hosts:
                 # It was not started.
                 process.end(-number)
                 return
-            if number == signal.SIGKILL and process.killed is None:
-                process.killed = time.monotonic()
+            if number == signal.SIGKILL:
+                process.is_killed = True
             self._send(process.agent, Signal(process.number, number))
 
         self._loop.call(send)
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         del arrays
-        message = _from_header(header)
+        message = exchange.from_header(header, _MESSAGES)
         if self._links.get(link.number) is not link:
             return
         self._heard[link.number] = time.monotonic()
         match message:
             case Alive():
-                self._loop.send(link, _to_header(message))
+                self._loop.send(link, exchange.to_header(message))
             case Told():
                 self._told(message.signal)
             case Ended():
@@ -316,7 +301,7 @@ class Hosts:
         """Takes processes for ended that were killed and whose leases are over."""
         now = time.monotonic()
         for process in self._processes:
-            if process.killed is None or process.poll() is not None:
+            if not process.is_killed or process.poll() is not None:
                 continue
             assert process.agent is not None
             last = max(self._heard[process.agent], self._answered(process.number))
@@ -350,10 +335,12 @@ def own_hosts() -> list[str]:
     hosts = []
     for *_, place in rendezvous.resolved(name):
         hosts.append(str(place[0]))
-    listed = subprocess.run(
-        ["hostname", "-I"], capture_output=True, text=True, check=False
-    )
-    hosts += listed.stdout.split()
+    # Without that program, the numbers of this host's name must do.
+    with contextlib.suppress(OSError):
+        listed = subprocess.run(
+            ["hostname", "-I"], capture_output=True, text=True, check=False
+        )
+        hosts += listed.stdout.split()
     # Loopback comes last, for agents on this host.
     hosts.sort(key=lambda host: host.startswith("127.") or host == "::1")
     return list(dict.fromkeys([*hosts, name, "127.0.0.1"]))
@@ -396,7 +383,7 @@ class _Agent:
         """
 
         def tell() -> None:
-            self._loop.send(self._link, _to_header(Told(number)))
+            self._loop.send(self._link, exchange.to_header(Told(number)))
             if self._process is not None:
                 self._process.send_signal(number)
 
@@ -404,7 +391,7 @@ class _Agent:
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         del link, arrays
-        message = _from_header(header)
+        message = exchange.from_header(header, _MESSAGES)
         match message:
             case Alive():
                 self._answered = message.time
@@ -428,7 +415,7 @@ class _Agent:
             )
         except (OSError, engine.LaunchError) as e:
             ended = Ended(message.number, 1, f"error: {e}")
-            self._loop.send(self._link, _to_header(ended))
+            self._loop.send(self._link, exchange.to_header(ended))
             return
         self._process = process
 
@@ -436,7 +423,9 @@ class _Agent:
             code = process.wait()
             process.read_to_end()
             ended = Ended(message.number, code, process.error)
-            self._loop.call(lambda: self._loop.send(self._link, _to_header(ended)))
+            self._loop.call(
+                lambda: self._loop.send(self._link, exchange.to_header(ended))
+            )
 
         threading.Thread(target=watch, daemon=True).start()
 
@@ -464,7 +453,7 @@ class _Agent:
             return
         if now >= self._next_alive:
             self._next_alive = now + _ALIVE_SECONDS
-            self._loop.send(self._link, _to_header(Alive(now)))
+            self._loop.send(self._link, exchange.to_header(Alive(now)))
         if now > self._answered + self._lease_seconds:
             self._give_up(
                 f"has had no answer of the launcher for {self._lease_seconds:g} s"

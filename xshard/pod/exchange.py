@@ -71,10 +71,17 @@ def to_header(message: Any) -> dict[str, Any]:
     return {_KIND: type(message).__name__, **_as_json(message)}
 
 
-def from_header(header: dict[str, Any]) -> Any:
-    """Returns the message of a header; raises ValueError if there is none."""
+def from_header(
+    header: dict[str, Any], messages: Mapping[str, type[Any]] = _MESSAGES
+) -> Any:
+    """Returns the message of a header; raises ValueError if there is none.
+
+    Args:
+      header: the header.
+      messages: the messages that there are, by their names.
+    """
     values = dict(header)
-    kind = _MESSAGES.get(values.pop(_KIND, ""))
+    kind = messages.get(values.pop(_KIND, ""))
     if kind is None:
         raise ValueError("it is no message of this protocol")
     return jsonfile.parse(values, kind)
