@@ -469,6 +469,9 @@ class _Lasting(_Pod):
             self._next_start = time.monotonic() + _MAX_BACKOFF_SECONDS
             return
         process = self._processes[number]
+        if number in self._reasons:
+            # The meeting has put it out while it was being started.
+            process.send_signal(signal.SIGKILL)
 
         def watch() -> None:
             """Tells the meeting of the end of the process at once."""

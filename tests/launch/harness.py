@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -91,10 +92,16 @@ def read_until(process, text):
     line.
     """
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return line
+    # The output ends with the process.
+    timer = threading.Timer(FOREVER, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if text in line:
+                return line
+    finally:
+        timer.cancel()
     raise AssertionError(
         f"{text!r} was not printed; exit code {process.wait()}: {''.join(lines)}"
     )

@@ -446,7 +446,18 @@ def lasting(tmp_path, monkeypatch):
         job = engine.Job("job", command, processes, spares=spares)
         supervisor = local.Supervisor(job, local.Local(max_failures), out)
         supervisor._back_off = lambda *args: None
-        return supervisor.run(), out.getvalue()
+        is_late = threading.Event()
+
+        def end():
+            is_late.set()
+            supervisor.signal(signal.SIGTERM)
+
+        timer = threading.Timer(harness.FOREVER, end)
+        timer.start()
+        code = supervisor.run()
+        timer.cancel()
+        assert not is_late.is_set(), f"it did not end: {out.getvalue()}"
+        return code, out.getvalue()
 
     return run
 
@@ -474,6 +485,30 @@ def test_a_spare_that_is_killed_before_the_run_begins_is_replaced(lasting):
     assert code == 0, output
     assert "process 2 was ended by SIGKILL; the run goes on without it" in output
     assert "starting again" not in output and output.count("done Place(") == 2
+
+
+@pytest.mark.parametrize("has_process", [True, False])
+def test_a_process_that_is_started_while_the_run_ends_is_ended(
+    tmp_path, lasting, monkeypatch, has_process
+):
+    """The meeting puts it out once it has a process, or before."""
+    replace, start = local._Lasting._replace, local._Lasting._start
+
+    def replace_late(pod):
+        (tmp_path / "END").touch()
+        harness.wait_until(lambda: pod._meeting.is_done)
+        replace(pod)
+
+    def start_late(pod, index, *args):
+        if not has_process:
+            harness.wait_until(lambda: index < 2 or index in pod._reasons)
+        start(pod, index, *args)
+
+    monkeypatch.setattr(local._Lasting, "_replace", replace_late)
+    monkeypatch.setattr(local._Lasting, "_start", start_late)
+    code, output = lasting({"1": "killed"}, until=0)
+    assert code == 0, output
+    assert output.count("done Place(") == 1 and "[2]" not in output
 
 
 def test_all_processes_lost_are_a_failure_of_the_run(lasting):

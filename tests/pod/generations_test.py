@@ -98,6 +98,13 @@ class WithoutHeartbeats(generations.Meeting):
         super().tick(now)
 
 
+class WithoutEndForTheLate(generations.Meeting):
+    """A process that is started after the end of the run is not put out."""
+
+    def started(self, number, *, joins):
+        self._processes[number] = generations._Process(self._now, joins)
+
+
 def test_runs_that_lose_members_end_as_they_should():
     for seed in range(400):
         simulation.run(seed)
@@ -122,6 +129,7 @@ def test_a_seed_always_gives_the_same_schedule():
         WithAnyLeader,
         WithoutRepairs,
         WithoutHeartbeats,
+        WithoutEndForTheLate,
     ],
 )
 def test_the_simulation_finds_a_protocol_without(broken):

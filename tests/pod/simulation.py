@@ -663,9 +663,7 @@ class Simulation:
         return [host for number, host in self.hosts.items() if number != MEETING]
 
     def start_process(self, *, joins=False):
-        """Starts a process."""
-        if self.launcher.meeting.is_done:
-            return
+        """Starts a process, also if the run has ended since that was decided."""
         number = next(self._numbers)
         self.hosts[number] = Process(self, number, self.member)
         meeting = self.launcher.meeting

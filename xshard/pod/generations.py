@@ -31,6 +31,9 @@ LINK_SECONDS = 1.0
 _LONGEST_TICK = 1.0
 # The part of a contribution that says that there is none.
 _NO_PART = -1
+# Why a process is put out that has come too late.
+_RUN_HAS_ENDED = "the run has ended"
+_ALL_ARE_LOST = "all members are lost"
 
 
 # Messages to the meeting.
@@ -769,11 +772,22 @@ class Meeting:
         self._admitting = -1
         self._admit_until = 0.0
 
+    @property
+    def _has_members(self) -> bool:
+        return any(number in self._processes for number in self.members)
+
     # What happens.
 
     def started(self, number: int, *, joins: bool) -> None:
-        """Notes that a process has been started, to begin the run or to join it."""
+        """Notes that a process has been started, to begin the run or to join it.
+
+        Whoever starts it may not know yet that the run has ended.
+        """
         self._processes[number] = _Process(self._now, joins)
+        if self.is_done:
+            self.put_out(number, _RUN_HAS_ENDED)
+        elif self.generation and not self._has_members:
+            self.put_out(number, _ALL_ARE_LOST)
 
     def connected(self, number: int) -> None:
         """Notes that a process has connected."""
@@ -799,11 +813,11 @@ class Meeting:
             self.members = []
             self._is_changing = False
             self._start_if_all_ready()
-        elif not any(n in self._processes for n in self.members):
+        elif not self._has_members:
             # Newcomers do not know how far the run has come.
             self._is_changing = False
             for other in list(self._processes):
-                self.put_out(other, "all members are lost")
+                self.put_out(other, _ALL_ARE_LOST)
         elif number in self.members or self._is_changing:
             self._change()
         self._admit_if_all_restored()
@@ -1024,4 +1038,4 @@ class Meeting:
                 if number in left:
                     self._port.send(number, Bye())
                 else:
-                    self.put_out(number, "the run has ended")
+                    self.put_out(number, _RUN_HAS_ENDED)
