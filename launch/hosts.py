@@ -298,14 +298,21 @@ class Hosts:
                 del self._links[link.number]
 
     def _tick(self) -> None:
-        """Takes processes for ended that were killed and whose leases are over."""
+        """Takes processes for ended that were killed, or whose agents are lost, and
+        whose leases are over.
+        """
         now = time.monotonic()
         for process in self._processes:
-            if not process.is_killed or process.poll() is not None:
+            if process.agent is None or process.poll() is not None:
                 continue
-            assert process.agent is not None
+            seconds = self._lease_seconds + _MARGIN_SECONDS
+            if not process.is_killed:
+                if process.agent in self._links:
+                    continue
+                # The meeting kills it earlier, unless the run has ended.
+                seconds += self._lease_seconds
             last = max(self._heard[process.agent], self._answered(process.number))
-            if now > last + self._lease_seconds + _MARGIN_SECONDS:
+            if now > last + seconds:
                 process.end(-signal.SIGKILL)
 
     def _fail(self, why: str) -> None:

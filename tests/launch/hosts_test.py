@@ -1,13 +1,16 @@
 """Tests of a run on several hosts that goes on without those it loses."""
 
 import contextlib
-import importlib.util
+import io
 import os
+import pathlib
 import signal
 import sys
 
 import pytest
 
+from launch import engine
+from launch import hosts as hosts_lib
 from tests.launch import harness, network
 
 # So many that slow ones outlast what a busy machine takes to notice a lost host.
@@ -22,8 +25,6 @@ _EXACT = [
     "--config.checkpoint.every_steps=3",
     f"--heartbeat_timeout_seconds={_HEARTBEAT}",
 ]
-# The hosts run it by its name.
-assert importlib.util.find_spec("launch.hosts")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,31 @@ def test_a_command_that_starts_nothing_is_named(tmp_path):
     assert "the command that starts processes ended with exit code 1" in output
 
 
+# A process that ends its agent, and is then ended by the system.
+_ENDS_ITS_AGENT = """
+import os, signal, time
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_a_process_whose_agent_is_lost_counts_as_ended():
+    """Also one that nobody has told to end."""
+    connections = hosts_lib.Hosts(
+        ["env"],
+        1,
+        engine.make_token(),
+        lease_seconds=1.0,
+        told=lambda number: None,
+        answered=lambda number: 0.0,
+        out=io.StringIO(),
+    )
+    process = connections.start(0, [sys.executable, "-c", _ENDS_ITS_AGENT])
+    harness.wait_until(lambda: process.poll() is not None)
+    assert process.poll() == -signal.SIGKILL
+    connections.close()
+
+
 def leader(directory):
     """Returns the host and the process ID of the member that leads."""
     (row,) = harness.status(directory)
@@ -76,10 +102,12 @@ def leader(directory):
 
 
 def exists(pid):
-    """Returns whether a process exists."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
+    """Returns whether a process exists. One that has ended and that its parent has not
+    asked about does not.
+    """
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] != "Z"
     return False
 
 
