@@ -2,6 +2,8 @@
 finds what is wrong with a protocol that leaves something out.
 """
 
+import unittest.mock
+
 import pytest
 
 from tests.pod import simulation
@@ -108,6 +110,30 @@ class WithoutEndForTheLate(generations.Meeting):
 def test_runs_that_lose_members_end_as_they_should():
     for seed in range(400):
         simulation.run(seed)
+
+
+def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
+    port = unittest.mock.Mock()
+    meeting = generations.Meeting(3, simulation.START, simulation.SILENCE, port)
+    for number in range(4):
+        meeting.started(number, joins=number == 3)
+        meeting.connected(number)
+        meeting.receive(number, generations.Ready("there"))
+    for number in range(3):
+        meeting.receive(number, generations.Prepared(1, 0))
+    meeting.ended(2)
+    for number in (0, 1):
+        meeting.receive(number, generations.Prepared(2, 5))
+    meeting.receive(0, generations.Admit(5, "the state"))
+    meeting.ended(1)
+    meeting.receive(3, generations.Restored(5))
+    meeting.receive(0, generations.Prepared(3, 5))
+    assert meeting.members == [0]
+    meeting.receive(0, generations.Admit(5, "the state"))
+    for number in (0, 3):
+        meeting.receive(number, generations.Prepared(4, 5))
+    assert meeting.members == [0, 3]
+    port.kill.assert_not_called()
 
 
 def test_a_seed_always_gives_the_same_schedule():

@@ -759,9 +759,10 @@ class Meeting:
         self._processes: dict[int, _Process] = {}
         self._now = 0.0
         self._last_tick: float | None = None
-        # The newest generation that members were asked to prepare, and who has not
-        # answered.
+        # The newest generation that processes were asked to prepare, who was asked, and
+        # who of them has not answered.
         self._proposed = 0
+        self._asked: list[int] = []
         self._awaited: set[int] = set()
         self._is_changing = False
         # By the member that complains, the peer and the time.
@@ -900,11 +901,11 @@ class Meeting:
     def _change(self) -> None:
         """Asks all that are there to prepare a generation."""
         self._broken = {}
-        present = self._present()
-        self._is_changing = bool(present)
-        self._awaited = set(present)
+        self._asked = self._present()
+        self._is_changing = bool(self._asked)
+        self._awaited = set(self._asked)
         self._proposed += 1
-        for number in present:
+        for number in self._asked:
             self._port.send(number, Prepare(self._proposed))
 
     def _present(self) -> list[int]:
@@ -928,8 +929,10 @@ class Meeting:
             self._begin()
 
     def _begin(self) -> None:
-        """Begins the generation that all have prepared."""
-        numbers = self._present()
+        """Begins the generation that all have prepared. A newcomer that has restored
+        the state since they were asked is for the next one.
+        """
+        numbers = [n for n in self._asked if n in self._processes]
         exchange = max(self._processes[n].exchange for n in numbers)
         late = [n for n in numbers if self._processes[n].exchange < exchange - 1]
         if late:
