@@ -528,10 +528,9 @@ class _Lasting(_Pod):
             is_ending = is_ending or codes.get(number) in _ENDS
         for number, code in list(codes.items()):
             is_end_of_run = number in self._meeting.former and code in _ENDS
-            is_put_out = number in self._reasons and len(codes) > 1
-            if code is None or is_end_of_run:
+            if code is None or is_end_of_run or len(codes) == 1:
                 continue
-            if is_left or is_ending or is_put_out:
+            if is_left or is_ending or number in self._reasons:
                 self._drop(number, code, is_left=is_left and not is_ending)
                 del codes[number]
         if self._num_missing and is_left and not is_ending:

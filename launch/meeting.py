@@ -41,7 +41,8 @@ class Meeting:
           token: the token of the launch.
           kill: ends a process; called with its number and the reason.
           log: called with a line about each generation.
-          start_seconds: the time after which a process is put out that does not come.
+          start_seconds: the time after which a process is put out that does not come,
+            or does not end after the run.
           silence_seconds: the time without a message after which a process is put out.
           answers: whether processes are on other hosts and hold leases, for which their
             messages are answered.

@@ -404,7 +404,10 @@ while True:
         (place / "END").touch()
 made.close()
 print("done", made.place, flush=True)
-sys.exit(int(ends.get("last", 0)))
+last = ends.get("last", 0)
+if last == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(last))
 """
 
 
@@ -515,6 +518,12 @@ def test_all_processes_lost_are_a_failure_of_the_run(lasting):
     code, output = lasting({"0": "1", "1": "1"}, max_failures=1)
     assert code == 1
     assert "giving up after failure 1 without a new step: process " in output
+
+
+def test_a_run_whose_only_process_is_killed_after_its_end_has_no_exit_code(lasting):
+    code, output = lasting({"last": "killed"}, processes=1, until=1, max_failures=1)
+    assert code == 137
+    assert "done Place(" in output and "process 0 was ended by SIGKILL" in output
 
 
 def test_a_process_that_ends_before_the_run_begins_is_a_failure_of_the_run(lasting):

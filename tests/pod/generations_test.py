@@ -112,6 +112,23 @@ def test_runs_that_lose_members_end_as_they_should():
         simulation.run(seed)
 
 
+def test_a_process_that_does_not_end_after_the_run_is_put_out():
+    port = unittest.mock.Mock()
+    meeting = generations.Meeting(1, simulation.START, simulation.SILENCE, port)
+    meeting.started(0, joins=False)
+    meeting.connected(0)
+    meeting.receive(0, generations.Ready("there"))
+    meeting.receive(0, generations.Prepared(1, 0))
+    meeting.receive(0, generations.Leaving())
+    meeting.disconnected(0)
+    assert meeting.is_done
+    for now in range(int(simulation.START) + 1):
+        meeting.tick(now)
+    port.kill.assert_not_called()
+    meeting.tick(now + 1)
+    port.kill.assert_called_once_with(0, "it did not end within 60 s after the run")
+
+
 def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
     port = unittest.mock.Mock()
     meeting = generations.Meeting(3, simulation.START, simulation.SILENCE, port)

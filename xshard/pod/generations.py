@@ -744,7 +744,8 @@ class Meeting:
         Args:
           count: the number of members with which the run begins, and up to which it is
             filled up again.
-          start_seconds: the time after which a process is put out that does not come.
+          start_seconds: the time after which a process is put out that does not come,
+            or does not end after the run.
           silence_seconds: the time without a message after which a process is put out.
           port: what the meeting makes happen.
         """
@@ -834,9 +835,10 @@ class Meeting:
             if not process.came:
                 limit = self._start_seconds
                 why = f"it did not connect within {limit:g} s"
+            elif not process.connected and self.is_done:
+                limit = self._start_seconds
+                why = f"it did not end within {limit:g} s after the run"
             elif not process.connected:
-                if self.is_done:
-                    continue
                 limit = LINK_SECONDS
                 why = "its connection to the launcher has ended"
             if self._now - process.heard > limit:
