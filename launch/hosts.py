@@ -11,6 +11,7 @@ end unless the launcher answers them. The launcher takes a process for ended if 
 knows that it is, or once the leases of both are over.
 """
 
+import collections
 import contextlib
 import itertools
 import os
@@ -84,7 +85,7 @@ class Ended(NamedTuple):
 
 
 class Told(NamedTuple):
-    """An agent was told to stop, and has told its process."""
+    """An agent was told to stop."""
 
     signal: int
 
@@ -173,6 +174,10 @@ class Hosts:
         self._links: dict[int, links.Link] = {}
         self._heard: dict[int, float] = {}
         self._names: dict[int, str] = {}
+        # How often each agent was told to stop, by its number and the signal; and how
+        # often that was passed on, by the signal.
+        self._tolds: dict[tuple[int, int], int] = collections.defaultdict(int)
+        self._forwarded: dict[int, int] = collections.defaultdict(int)
         # The loop's thread changes what follows, and the links; others read them.
         self._lock = threading.Lock()
         self._processes: list[Process] = []
@@ -285,7 +290,12 @@ class Hosts:
             case Alive():
                 self._loop.send(link, exchange.to_header(message))
             case Told():
-                self._told(message.signal)
+                # One signal may come to all agents.
+                self._tolds[link.number, message.signal] += 1
+                count = self._tolds[link.number, message.signal]
+                if count > self._forwarded[message.signal]:
+                    self._forwarded[message.signal] = count
+                    self._told(message.signal)
             case Ended():
                 for process in self._processes:
                     if process.number == message.number:
@@ -367,6 +377,8 @@ class _Agent:
         self._lease_seconds = float("inf")
         self._answered = time.monotonic()
         self._next_alive = 0.0
+        # Whether the connection to the launcher has ended.
+        self._is_lost = False
         self._ended = threading.Event()
         self.code = 0
         hello = links.Hello(
@@ -385,13 +397,14 @@ class _Agent:
         return self.code
 
     def tell(self, number: int) -> None:
-        """Passes a signal on to the process and to the launcher. A signal handler may
-        call it.
+        """Passes a signal on to the launcher, which tells all processes. A signal
+        handler may call it.
         """
 
         def tell() -> None:
-            self._loop.send(self._link, exchange.to_header(Told(number)))
-            if self._process is not None:
+            if not self._is_lost:
+                self._loop.send(self._link, exchange.to_header(Told(number)))
+            elif self._process is not None:
                 self._process.send_signal(number)
 
         self._loop.call(tell)
@@ -441,8 +454,9 @@ class _Agent:
             self._process.send_signal(signal.SIGKILL)
 
     def _lost(self, link: links.Link) -> None:
+        self._is_lost = True
         if link.is_ended_by_peer and self._process is not None:
-            # The launcher has ended: the run saves and stops.
+            # The launcher has ended: the run saves and stops, within the lease.
             self._process.send_signal(signal.SIGTERM)
             threading.Thread(target=self._wait_and_end, daemon=True).start()
             return
@@ -456,9 +470,7 @@ class _Agent:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._link.socket.fileno() < 0:
-            return
-        if now >= self._next_alive:
+        if now >= self._next_alive and not self._is_lost:
             self._next_alive = now + _ALIVE_SECONDS
             self._loop.send(self._link, exchange.to_header(Alive(now)))
         if now > self._answered + self._lease_seconds:

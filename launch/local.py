@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import queue
 import random
 import shlex
 import signal
@@ -29,13 +30,8 @@ _EXIT_SECONDS = 15.0
 # that needs a peer which was killed.
 _SIGTERM_SECONDS = 3.0
 _MAX_BACKOFF_SECONDS = 60.0
-# The exit codes that a run ends with as it should: one such process ends it for all.
-_ENDS = {
-    exit_codes.DONE,
-    exit_codes.PREEMPTED,
-    exit_codes.INTERRUPTED,
-    exit_codes.NONFINITE,
-}
+# The exit codes of a run that was stopped: one such process ends it for all.
+_STOPS = {exit_codes.PREEMPTED, exit_codes.INTERRUPTED, exit_codes.NONFINITE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +333,7 @@ class _Pod:
                 ends[index] = engine.shell_code(code)
         failed = _failed(codes)
         if not failed:
+            self.cause = ""
             return max(ends.values())
         # Several may have ended between two polls of this loop, so the first to fail
         # may be unknown. No process of a run sends SIGKILL, so that is no effect of
@@ -363,7 +360,7 @@ class _Pod:
         """
         codes = {i: process.poll() for i, process in self._processes.items()}
         if not self._has_killed:
-            self.num_lost = list(codes.values()).count(-signal.SIGKILL)
+            self.num_lost = _killed(codes)
         return codes
 
     def _describe(self, index: int, code: int) -> str:
@@ -422,6 +419,15 @@ class _Lasting(_Pod):
         self._num_missing = 0
         self._next_start = 0.0
         self._has_begun = False
+        # Whether the processes were told to stop.
+        self._is_stopped = False
+        # How many hosts an elastic run was lost by and went on without.
+        self._num_gone = 0
+        # What the meeting says, until its end. Its thread must not wait for the
+        # terminal.
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._speaker = threading.Thread(target=self._log_what_is_said, daemon=True)
+        self._speaker.start()
         self._through = shlex.split(options.through or "")
         self._told = told
         self._hosts: hosts.Hosts | None = None
@@ -431,16 +437,17 @@ class _Lasting(_Pod):
         self._token = token
         defaults = rendezvous.Timeouts()
         seconds = {}
-        for name in ("start", "heartbeat"):
+        for name in ("start", "heartbeat", "shutdown"):
             given = cli.flag_value(job.command, f"{name}_timeout_seconds")
             seconds[name] = float(given or getattr(defaults, name))
         self._meeting = meeting.Meeting(
             job.processes,
             token,
             self._put_out,
-            self._log,
+            self._said.put,
             start_seconds=seconds["start"],
             silence_seconds=seconds["heartbeat"],
+            shutdown_seconds=seconds["shutdown"],
             answers=bool(self._through),
         )
         if self._through:
@@ -461,7 +468,12 @@ class _Lasting(_Pod):
         number = next(self._numbers)
         self._meeting.started(number, joins=number >= self._job.processes)
         command = member_command(self._job, self._meeting.address, number)
-        self._start(number, command, self._token)
+        try:
+            self._start(number, command, self._token)
+        except engine.LaunchError as e:
+            if not self._has_begun:
+                raise
+            self._log(str(e))
         if number not in self._processes:
             # The system starts no further process now.
             self._meeting.ended(number)
@@ -488,6 +500,15 @@ class _Lasting(_Pod):
             if self._hosts is not None:
                 self._hosts.close()
             self._meeting.close()
+            self._said.put(None)
+            self._speaker.join()
+
+    def _send(self, number: int) -> None:
+        self._is_stopped = True
+        if number == signal.SIGKILL:
+            for index in self._processes:
+                self._meeting.forsake(index)
+        super()._send(number)
 
     def _make_process(
         self, index: int, command: Sequence[str], token: str
@@ -524,37 +545,48 @@ class _Lasting(_Pod):
         members = self._meeting.members
         is_left = any(codes.get(number, 0) is None for number in members)
         is_ending = self._meeting.is_done
-        for number in self._meeting.former:
-            is_ending = is_ending or codes.get(number) in _ENDS
+        former = self._meeting.former
+        is_ending = is_ending or any(codes.get(n) in _STOPS for n in former)
         for number, code in list(codes.items()):
-            is_end_of_run = number in self._meeting.former and code in _ENDS
-            if code is None or is_end_of_run or len(codes) == 1:
+            if code is None or len(codes) == 1:
+                continue
+            is_end = code in _STOPS or (code == exit_codes.DONE and is_ending)
+            if is_end and number in former:
                 continue
             if is_left or is_ending or number in self._reasons:
                 self._drop(number, code, is_left=is_left and not is_ending)
                 del codes[number]
         if self._num_missing and is_left and not is_ending:
             self._replace()
-        self.num_lost = list(codes.values()).count(-signal.SIGKILL)
+        self.num_lost = self._num_gone + _killed(codes)
         return codes
 
     def _codes_before(self, codes: dict[int, int | None]) -> dict[int, int | None]:
         """Returns the exit codes that count before the run has begun: of all but spares
         that were killed, which it does not need for that.
+
+        If a process was stopped that it needs, the others are told to stop, too.
         """
         for number, code in list(codes.items()):
-            if number >= self._job.processes and code is not None and _is_signal(code):
+            if code is None:
+                continue
+            if number < self._job.processes:
+                if not (self._is_stopped or _failed({number: code})):
+                    self._send(signal.SIGTERM)
+            elif _is_signal(code):
                 self._drop(number, code, is_left=True)
                 del codes[number]
         if self._num_missing:
             self._replace()
-        self.num_lost = list(codes.values()).count(-signal.SIGKILL)
+        self.num_lost = _killed(codes)
         return codes
 
     def _drop(self, number: int, code: int, *, is_left: bool) -> None:
         """Forgets a process that has ended; the run goes on, if any member is left."""
         cause = self._describe(number, engine.shell_code(code))
         del self._processes[number]
+        if code == -signal.SIGKILL:
+            self._num_gone += 1
         if not is_left:
             return
         if self._job.least and code == -signal.SIGKILL:
@@ -596,8 +628,14 @@ class _Lasting(_Pod):
             for _ in range(count):
                 self._start_next()
 
+    def _log_what_is_said(self) -> None:
+        while (message := self._said.get()) is not None:
+            self._log(message)
+
     def _log(self, message: str) -> None:
-        print(f"launch: {message}", file=self._out, flush=True)
+        # At once, because several threads write there.
+        self._out.write(f"launch: {message}\n")
+        self._out.flush()
 
 
 def _free_port() -> int:
@@ -618,6 +656,11 @@ def _failed(codes: Mapping[int, int | None]) -> list[int]:
 
 def _is_signal(code: int | None) -> bool:
     return code is not None and code < 0
+
+
+def _killed(codes: Mapping[int, int | None]) -> int:
+    """Returns how many processes were ended by SIGKILL."""
+    return list(codes.values()).count(-signal.SIGKILL)
 
 
 def run(job: engine.Job, options: Local) -> int:

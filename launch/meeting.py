@@ -32,6 +32,7 @@ class Meeting:
         *,
         start_seconds: float = 300.0,
         silence_seconds: float = 30.0,
+        shutdown_seconds: float = 60.0,
         answers: bool = False,
     ):
         """Begins to accept connections.
@@ -41,9 +42,10 @@ class Meeting:
           token: the token of the launch.
           kill: ends a process; called with its number and the reason.
           log: called with a line about each generation.
-          start_seconds: the time after which a process is put out that does not come,
-            or does not end after the run.
+          start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
+          shutdown_seconds: the time after which a process is put out that does not end
+            after the run.
           answers: whether processes are on other hosts and hold leases, for which their
             messages are answered.
         """
@@ -55,7 +57,9 @@ class Meeting:
         # The facts of the first process, with which those of all others must agree.
         self._first: links.Hello | None = None
         self._expected: set[int] = set()
-        self._machine = generations.Meeting(count, start_seconds, silence_seconds, self)
+        self._machine = generations.Meeting(
+            count, start_seconds, silence_seconds, shutdown_seconds, self
+        )
         self._answers = answers
         # When a process was last answered; and those that are to end, which are not.
         self._answered: dict[int, float] = {}
@@ -90,7 +94,12 @@ class Meeting:
         """Notes that a process has ended."""
         with self._lock:
             self._expected.discard(number)
+        self.forsake(number)
         self._loop.call(lambda: self._machine.ended(number))
+
+    def forsake(self, number: int) -> None:
+        """Answers a process no more, so that it ends with its lease."""
+        self._killed.add(number)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -127,12 +136,13 @@ class Meeting:
 
     def kill(self, number: int, why: str) -> None:
         """Ends a process, as `MeetingPort` describes."""
-        self._killed.add(number)
+        self.forsake(number)
         self._kill(number, why)
 
     def begun(self, generation: int, members: Sequence[int]) -> None:
         """Notes that a generation has begun."""
-        self.former |= set(members)
+        # Another thread may be reading it.
+        self.former = self.former | set(members)
         names = ", ".join(map(str, members))
         self._log(f"generation {generation}: processes {names}; {members[0]} leads")
 
@@ -156,13 +166,13 @@ class Meeting:
     def _accepted(self, hello: links.Hello, sock: socket.socket) -> None:
         self._links[hello.number] = self._loop.add(hello.number, sock)
         self._machine.connected(hello.number)
-        self._answer(hello.number)
+        self._answer(hello.number, generations.Alive(0))
 
-    def _answer(self, number: int) -> None:
+    def _answer(self, number: int, message: generations.Alive) -> None:
         """Lets a process on another host go on for another while."""
         if self._answers and number not in self._killed:
             self._answered[number] = time.monotonic()
-            self.send(number, generations.Alive(0))
+            self.send(number, message)
 
     def _receive(self, link: links.Link, header: dict[str, Any], arrays: Any) -> None:
         message = exchange.from_header(header)
@@ -170,7 +180,7 @@ class Meeting:
         if self._links.get(link.number) is link:
             self._machine.receive(link.number, message)
             if isinstance(message, generations.Alive):
-                self._answer(link.number)
+                self._answer(link.number, message)
 
     def _lost(self, link: links.Link) -> None:
         if self._links.get(link.number) is link:

@@ -46,6 +46,7 @@ class Process:
           OSError: if the system starts no further process now.
         """
         self.error = ""
+        self._has_ended_children = False
         self._process = _start(command, token, at_end)
         self._reader = threading.Thread(
             target=self._forward_output, args=(out, prefix), daemon=True
@@ -54,11 +55,24 @@ class Process:
 
     def poll(self) -> int | None:
         """Returns its exit code, negative if a signal ended it; None while it runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        if code is not None:
+            self._end_children(code)
+        return code
 
     def wait(self) -> int:
         """Waits for its end; returns the exit code, as `poll` does."""
-        return self._process.wait()
+        code = self._process.wait()
+        self._end_children(code)
+        return code
+
+    def _end_children(self, code: int) -> None:
+        """Ends what a killed process has started: it may be a script that runs the
+        program, which must not go on when another takes its place.
+        """
+        if code < 0 and not self._has_ended_children:
+            self._has_ended_children = True
+            self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Sends it a signal, if it runs; SIGKILL to its children, too."""

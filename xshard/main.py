@@ -43,7 +43,15 @@ from xshard.files import standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
 from xshard.pod import exchange as exchange_lib
-from xshard.pod import exchanging, exit_codes, rendezvous, startup, status, watchdog
+from xshard.pod import (
+    exchanging,
+    exit_codes,
+    exits,
+    rendezvous,
+    startup,
+    status,
+    watchdog,
+)
 from xshard.pod import members as members_lib
 from xshard.pod import origin as origin_lib
 from xshard.wings import installed
@@ -227,6 +235,7 @@ def main(argv: Sequence[str], config: Any) -> int:
     try:
         code = _run_process(config, _WORKDIR.value, timeouts)
     except rendezvous.StoppedError as e:
+        signals.ignore()
         print(e, file=sys.stderr, flush=True)
         return e.code
     # The run is complete. A signal that arrives now, such as srun's SIGTERM after the
@@ -283,7 +292,19 @@ def _run_member(config: Any, directory: str, timeouts: rendezvous.Timeouts) -> i
     address, number = _place_of_member(config)
     # Child processes must not inherit the token.
     token = os.environ.pop(rendezvous.TOKEN_VARIABLE, "")
-    with signals.SignalReceiver() as signal_receiver:
+    with (
+        exits.ended_within(timeouts.shutdown),
+        signals.SignalReceiver() as signal_receiver,
+    ):
+
+        def stop_on_signal() -> None:
+            for number in signal_receiver.read():
+                raise rendezvous.StoppedError(
+                    f"{number.name}: stopped before the run began; nothing was "
+                    "trained.",
+                    number,
+                )
+
         exchange = exchange_lib.Exchange(
             address,
             number,
@@ -291,9 +312,10 @@ def _run_member(config: Any, directory: str, timeouts: rendezvous.Timeouts) -> i
             origin_lib.must_match_bits(config, _CPU_DEVICES.value),
             start_seconds=timeouts.start,
             heartbeat_seconds=timeouts.heartbeat,
+            look=stop_on_signal,
         )
         if not _JOINS.value:
-            exchange.enter()
+            exchange.enter(look=stop_on_signal)
         members = exchanging.Exchanging(number, exchange, is_outside=_JOINS.value)
         log = workdir.Workdir(directory).open_log(number)
         streams = standard_streams.SetAside(log)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -92,6 +93,36 @@ def test_a_process_whose_agent_is_lost_counts_as_ended():
     process = connections.start(0, [sys.executable, "-c", _ENDS_ITS_AGENT])
     harness.wait_until(lambda: process.poll() is not None)
     assert process.poll() == -signal.SIGKILL
+    connections.close()
+
+
+def test_a_signal_to_all_agents_is_one_signal():
+    told = []
+    out = io.StringIO()
+    connections = hosts_lib.Hosts(
+        ["bash", "-c", '"$@" & "$@" & wait', "bash"],
+        2,
+        engine.make_token(),
+        lease_seconds=harness.FOREVER,
+        told=told.append,
+        answered=lambda number: 0.0,
+        out=out,
+    )
+    program = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
+    processes = []
+    for number in range(2):
+        processes.append(connections.start(number, [sys.executable, "-c", program]))
+    agents = harness.wait_until(
+        lambda: len(found := re.findall(r"\] (\d+)\n", out.getvalue())) == 2 and found
+    )
+    for agent in agents:
+        os.kill(int(agent), signal.SIGINT)
+    harness.wait_until(lambda: len(connections._tolds) == 2)
+    assert told == [signal.SIGINT]
+    os.kill(int(agents[0]), signal.SIGINT)
+    harness.wait_until(lambda: len(told) == 2)
+    # The launcher tells the processes.
+    assert [process.poll() for process in processes] == [None, None]
     connections.close()
 
 

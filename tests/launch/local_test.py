@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from launch import engine, local
+from launch import engine, local, processes
 from tests.launch import harness
 
 # Each start ends as the next item of the second argument specifies: an exit code,
@@ -356,15 +356,19 @@ def test_a_missing_program_is_reported(tmp_path):
 
 # Each process waits for a place, and then makes exchanges until the file END exists. A
 # process whose number is among the keys of the second argument ends as the value says,
-# after the first exchange that it makes as a member.
+# after the first exchange that it makes as a member; or later, after the launcher has
+# gone on without another one.
 MEMBER = """
 import json, os, pathlib, signal, sys, time
 from xshard.pod import exchange
 flags = dict(a[2:].split("=", 1) for a in sys.argv[3:])
 place, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 number = int(flags["process_id"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
 if ends.get(str(number)) == "early":
     sys.exit(1)
+if ends.get(str(number)) == "stopped early":
+    sys.exit(42)
 if ends.get(str(number)) == "killed early":
     (place / "killed").touch()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -393,11 +397,17 @@ while True:
         is_new = False
         words = made.admit(f"admit {step}", step)
         print("has", len(words), "members", flush=True)
-    end = ends.get(str(number))
+    end = ends.get(str(number), "")
+    if end.endswith(" later"):
+        end = end.removesuffix(" later") if (place / "dropped").exists() else ""
     if end:
         print("ends", flush=True)
         if end == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if end == "orphaned":
+            (place / "orphan").write_text(str(os.getpid()))
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
         sys.exit(int(end))
     step += 1
     if made.place.count == int(flags["until"]) and step > int(flags["least"]):
@@ -417,6 +427,13 @@ def lasting(tmp_path, monkeypatch):
     (tmp_path / "member.py").write_text(MEMBER)
     monkeypatch.setenv("PYTHONPATH", str(harness.ROOT))
     out = io.StringIO()
+    drop = local._Lasting._drop
+
+    def note_drop(pod, *args, **options):
+        drop(pod, *args, **options)
+        (tmp_path / "dropped").touch()
+
+    monkeypatch.setattr(local._Lasting, "_drop", note_drop)
 
     def run(
         ends,
@@ -426,6 +443,8 @@ def lasting(tmp_path, monkeypatch):
         until=2,
         max_failures=2,
         patient=False,
+        least_hosts=0,
+        script=(),
     ):
         if patient:
             log = local._Lasting._log
@@ -438,6 +457,7 @@ def lasting(tmp_path, monkeypatch):
             monkeypatch.setattr(local._Lasting, "_log", note)
         least = 1 << 60 if patient else 20
         command = (
+            *script,
             sys.executable,
             str(tmp_path / "member.py"),
             str(tmp_path),
@@ -446,7 +466,7 @@ def lasting(tmp_path, monkeypatch):
             f"--until={until}",
             f"--least={least}",
         )
-        job = engine.Job("job", command, processes, spares=spares)
+        job = engine.Job("job", command, processes, spares=spares, least=least_hosts)
         supervisor = local.Supervisor(job, local.Local(max_failures), out)
         supervisor._back_off = lambda *args: None
         is_late = threading.Event()
@@ -530,6 +550,61 @@ def test_a_process_that_ends_before_the_run_begins_is_a_failure_of_the_run(lasti
     code, output = lasting({"1": "early"}, max_failures=1)
     assert code == 1, output
     assert "giving up after failure 1 without a new step: process 1 ended" in output
+
+
+def test_a_process_that_is_stopped_before_the_run_begins_stops_the_others(lasting):
+    code, output = lasting({"1": "stopped early"}, max_failures=1)
+    assert code == 42, output
+
+
+def test_a_failure_after_a_process_has_left_by_itself_is_a_failure(lasting):
+    ends = {"0": "0", "1": "1 later"}
+    code, output = lasting(ends, until=0, max_failures=1)
+    assert code == 1, output
+    assert "process 0 ended with exit code 0; the run goes on without it" in output
+
+
+def test_hosts_that_are_lost_one_after_another_are_all_counted(lasting):
+    ends = {"0": "killed", "1": "killed later"}
+    code, output = lasting(ends, until=0, max_failures=1, least_hosts=1)
+    assert code == 137
+    assert "1 of 2 hosts are left, with which the run goes on" in output
+    assert "not started again: 0 of 2 hosts are left" in output
+
+
+def test_the_program_of_a_script_that_is_killed_does_not_go_on(tmp_path, lasting):
+    script = ("bash", "-c", '"$@"; exit $?', "bash")
+    ends = {"0": "orphaned", "1": "0 later"}
+    code, output = lasting(ends, until=0, script=script)
+    assert code == 0, output
+    assert "process 0 was ended by SIGKILL; the run goes on without it" in output
+    pid = (tmp_path / "orphan").read_text()
+
+    def has_ended():
+        try:
+            status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        return status.rpartition(")")[2].split()[0] == "Z"
+
+    harness.wait_until(has_ended)
+
+
+def test_a_program_that_is_missing_for_a_moment_does_not_end_the_run(
+    tmp_path, lasting, monkeypatch
+):
+    start = processes._start
+
+    def start_some(command, token, at_end):
+        if "--process_id=2" in command:
+            (tmp_path / "END").touch()
+            raise engine.LaunchError("it cannot be started: there is no such program.")
+        return start(command, token, at_end)
+
+    monkeypatch.setattr(processes, "_start", start_some)
+    code, output = lasting({"1": "killed"}, until=0)
+    assert code == 0, output
+    assert "launch: it cannot be started: there is no such program." in output
 
 
 def test_processes_that_never_join_are_not_started_for_ever(lasting):

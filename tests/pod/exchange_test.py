@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 
+from tests.launch import harness
 from tests.pod import peers
 from xshard.pod import exchange, links, rendezvous
 
@@ -225,6 +226,27 @@ def test_members_go_on_without_the_launcher_until_one_is_lost():
         for number in range(3):
             run.start(number, function)
         assert list(run.outcomes(2).values()) == [None, None]
+
+
+def test_the_waits_for_the_meeting_and_for_a_place_can_be_ended():
+    class ToldError(Exception):
+        pass
+
+    looks = []
+
+    def look():
+        looks.append(None)
+        if len(looks) > 2:
+            raise ToldError
+
+    with peers.Peers(2) as run:
+        waiting = run.make(0)
+        with pytest.raises(ToldError):
+            waiting.enter(look)
+    looks.clear()
+    nowhere = f"127.0.0.1:{harness.free_port()}"
+    with pytest.raises(ToldError):
+        exchange.Exchange(nowhere, 0, peers.TOKEN, peers.FACTS, look=look)
 
 
 def test_strangers_do_not_disturb_a_run():

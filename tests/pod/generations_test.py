@@ -112,9 +112,16 @@ def test_runs_that_lose_members_end_as_they_should():
         simulation.run(seed)
 
 
+def meeting_of(count, port):
+    """Returns the meeting of a run that begins with so many members."""
+    return generations.Meeting(
+        count, simulation.START, simulation.SILENCE, simulation.SHUTDOWN, port
+    )
+
+
 def test_a_process_that_does_not_end_after_the_run_is_put_out():
     port = unittest.mock.Mock()
-    meeting = generations.Meeting(1, simulation.START, simulation.SILENCE, port)
+    meeting = meeting_of(1, port)
     meeting.started(0, joins=False)
     meeting.connected(0)
     meeting.receive(0, generations.Ready("there"))
@@ -122,16 +129,16 @@ def test_a_process_that_does_not_end_after_the_run_is_put_out():
     meeting.receive(0, generations.Leaving())
     meeting.disconnected(0)
     assert meeting.is_done
-    for now in range(int(simulation.START) + 1):
+    for now in range(int(simulation.SHUTDOWN) + 1):
         meeting.tick(now)
     port.kill.assert_not_called()
     meeting.tick(now + 1)
-    port.kill.assert_called_once_with(0, "it did not end within 60 s after the run")
+    port.kill.assert_called_once_with(0, "it did not end within 20 s after the run")
 
 
 def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
     port = unittest.mock.Mock()
-    meeting = generations.Meeting(3, simulation.START, simulation.SILENCE, port)
+    meeting = meeting_of(3, port)
     for number in range(4):
         meeting.started(number, joins=number == 3)
         meeting.connected(number)
@@ -151,6 +158,23 @@ def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
         meeting.receive(number, generations.Prepared(4, 5))
     assert meeting.members == [0, 3]
     port.kill.assert_not_called()
+
+
+def test_a_newcomer_that_cannot_be_ended_does_not_keep_the_others():
+    port = unittest.mock.Mock()
+    meeting = meeting_of(2, port)
+    for number in range(3):
+        meeting.started(number, joins=number == 2)
+        meeting.connected(number)
+        meeting.receive(number, generations.Ready("there"))
+    for number in (0, 1):
+        meeting.receive(number, generations.Prepared(1, 0))
+    meeting.ended(1)
+    meeting.receive(0, generations.Prepared(2, 5))
+    meeting.receive(0, generations.Admit(5, "the state"))
+    port.send.reset_mock()
+    meeting.put_out(2, "it is stuck")
+    port.send.assert_called_with(0, generations.Admitted(5))
 
 
 def test_a_seed_always_gives_the_same_schedule():

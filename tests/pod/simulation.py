@@ -25,6 +25,7 @@ from xshard.pod import generations
 # In virtual seconds. Nothing may take longer than LIMIT.
 START = 60.0
 SILENCE = 8.0
+SHUTDOWN = 20.0
 ANSWER = 6.0
 KEEP_ALIVE = 30.0
 LIMIT = 600.0
@@ -417,7 +418,7 @@ class Launcher(Host):
     def __init__(self, simulation, count, meeting):
         super().__init__(simulation, MEETING)
         self.count = count
-        self.meeting = meeting(count, START, SILENCE, self)
+        self.meeting = meeting(count, START, SILENCE, SHUTDOWN, self)
         self.former = set()
         self.takeovers = {}
         self.peers = {}
@@ -432,7 +433,8 @@ class Launcher(Host):
         self.put_out[number] = why
         self.simulation.note(MEETING, f"puts out {number}: {why}")
         process = self.simulation.hosts[number]
-        seconds = self.simulation.random.choice([0.0, 0.1, 2.0])
+        # One that waits for a disk ends late.
+        seconds = self.simulation.random.choice([0.0, 0.1, 2.0, 30.0])
         self.simulation.after(seconds, MEETING, process.die)
 
     def begun(self, generation, members):

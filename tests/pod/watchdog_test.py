@@ -375,6 +375,27 @@ with exits.before_abort({action}):
     assert ended.returncode == code
 
 
+def test_a_process_that_hangs_after_a_failure_is_ended_with_its_stacks():
+    program = """
+import threading, time
+from xshard.pod import exits
+def hangs():
+    time.sleep(600)
+with exits.ended_within(1):
+    threading.Thread(target=hangs).start()
+    raise ValueError("it has failed")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=harness.environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "it has failed" in ended.stderr and "in hangs" in ended.stderr
+
+
 def test_the_abort_handler_is_removed_at_the_end():
     program = """
 import ctypes

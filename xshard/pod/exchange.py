@@ -286,6 +286,7 @@ class Exchange:
         *,
         start_seconds: float = 300.0,
         heartbeat_seconds: float = 30.0,
+        look: Callable[[], None] | None = None,
     ):
         """Connects to the meeting.
 
@@ -297,6 +298,7 @@ class Exchange:
           facts: names and texts that must be equal on all processes.
           start_seconds: how long to try to reach the meeting.
           heartbeat_seconds: how long what is sent may remain unanswered.
+          look: called some times a second meanwhile; what it raises ends that.
 
         Raises:
           StartError: if the meeting cannot be reached, or refuses this process.
@@ -309,7 +311,7 @@ class Exchange:
         self._member = generations.Member(number, heartbeat_seconds, self)
         self._hello = links.Hello(number, socket.gethostname(), os.getpid(), {})
         hello = self._hello._replace(facts=dict(facts))
-        sock = self._meet(address, hello, start_seconds)
+        sock = self._meet(address, hello, start_seconds, look)
         # The address by which the meeting is reached is one that others can reach.
         host, *_ = sock.getsockname()
         listener = socket.create_server((host, 0), family=sock.family, backlog=128)
@@ -329,9 +331,17 @@ class Exchange:
         self._num_cuts = 0
         self._loop.start()
 
-    def _meet(self, address: str, hello: links.Hello, seconds: float) -> socket.socket:
+    def _meet(
+        self,
+        address: str,
+        hello: links.Hello,
+        seconds: float,
+        look: Callable[[], None] | None,
+    ) -> socket.socket:
         deadline = time.monotonic() + seconds
         while True:
+            if look is not None:
+                look()
             try:
                 return links.connect(address, self._key, hello, self._silence_seconds)
             except links.RefusedError as e:
@@ -360,8 +370,11 @@ class Exchange:
         """Whether newcomers wait for whom there is room; only the leader knows."""
         return self._member.arrivals
 
-    def enter(self) -> Any:
+    def enter(self, look: Callable[[], None] | None = None) -> Any:
         """Waits for a place in the run.
+
+        Args:
+          look: called some times a second meanwhile; what it raises ends that.
 
         Returns:
           None in the first generation. For a newcomer, the word that the members gave
@@ -372,6 +385,9 @@ class Exchange:
           LostError: if the launcher has ended.
         """
         self._loop.call(lambda: self._member.enter(self._address))
+        while look is not None and self._events.empty():
+            look()
+            time.sleep(_RETRY_SECONDS)
         return self._wait()
 
     def restored(self) -> None:
@@ -528,7 +544,8 @@ class Exchange:
         words = header.pop(_WORDS, None)
         message = from_header(header)
         if isinstance(message, generations.Alive):
-            self._answered = time.monotonic()
+            # An answer may have waited here for long, so its own age counts.
+            self._answered = message.time or time.monotonic()
             return
         if isinstance(message, generations.Joined):
             # What was connected for an earlier generation is of no use.
@@ -555,4 +572,5 @@ class Exchange:
         self._member.tick(now)
         if now >= self._next_alive:
             self._next_alive = now + _ALIVE_SECONDS
-            self.send(generations.MEETING, generations.Alive(self._member.exchange))
+            alive = generations.Alive(self._member.exchange, now)
+            self.send(generations.MEETING, alive)

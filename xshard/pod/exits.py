@@ -4,6 +4,7 @@ of an abort.
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -28,6 +29,18 @@ def exit_now(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def ended_within(seconds: float) -> Iterator[None]:
+    """Ends this process, with the stack of each thread, if it has not ended by itself a
+    while after an exception of the context.
+    """
+    try:
+        yield
+    except BaseException:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        raise
 
 
 @contextlib.contextmanager

@@ -96,13 +96,15 @@ class Leaving(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A process sends this now and then.
+    """A process sends this now and then, and has it back if the meeting answers.
 
     Attributes:
       exchange: the exchange that it makes, or will make next.
+      time: the process's time, in seconds of any origin.
     """
 
     exchange: int
+    time: float = 0.0
 
 
 # Messages of the meeting.
@@ -737,6 +739,7 @@ class Meeting:
         count: int,
         start_seconds: float,
         silence_seconds: float,
+        shutdown_seconds: float,
         port: MeetingPort,
     ):
         """Waits for the first processes.
@@ -744,9 +747,10 @@ class Meeting:
         Args:
           count: the number of members with which the run begins, and up to which it is
             filled up again.
-          start_seconds: the time after which a process is put out that does not come,
-            or does not end after the run.
+          start_seconds: the time after which a process is put out that does not come.
           silence_seconds: the time without a message after which a process is put out.
+          shutdown_seconds: the time after which a process is put out that does not end
+            after the run.
           port: what the meeting makes happen.
         """
         self.generation = 0
@@ -756,6 +760,7 @@ class Meeting:
         self._count = count
         self._start_seconds = start_seconds
         self._silence_seconds = silence_seconds
+        self._shutdown_seconds = shutdown_seconds
         self._port = port
         self._processes: dict[int, _Process] = {}
         self._now = 0.0
@@ -836,7 +841,7 @@ class Meeting:
                 limit = self._start_seconds
                 why = f"it did not connect within {limit:g} s"
             elif not process.connected and self.is_done:
-                limit = self._start_seconds
+                limit = self._shutdown_seconds
                 why = f"it did not end within {limit:g} s after the run"
             elif not process.connected:
                 limit = LINK_SECONDS
@@ -849,11 +854,16 @@ class Meeting:
                 self.put_out(number, "it did not restore the state in time")
 
     def put_out(self, number: int, why: str) -> None:
-        """Ends a process; the others go on once it has ended."""
+        """Ends a process. Members go on once it has ended, if it is one of them."""
         process = self._processes.get(number)
-        if process is not None and not process.killed:
-            process.killed = True
-            self._port.kill(number, why)
+        if process is None or process.killed:
+            return
+        process.killed = True
+        self._port.kill(number, why)
+        if number not in self.members and self._has_members:
+            if self._is_changing and number in self._asked:
+                self._change()
+            self._admit_if_all_restored()
 
     def receive(self, number: int, message: Any) -> None:
         """Acts on a message of a process."""
@@ -914,11 +924,8 @@ class Meeting:
         """Returns the members of the next generation: those that are left, and the
         newcomers that have restored the state.
         """
-        numbers = list(self.members)
-        for number, process in self._processes.items():
-            if process.restored and number not in numbers:
-                numbers.append(number)
-        return [n for n in numbers if n in self._processes]
+        left = [n for n in self.members if n in self._processes]
+        return left + self._restored()
 
     def _note_prepared(self, number: int, message: Prepared) -> None:
         if message.generation != self._proposed:
@@ -996,9 +1003,18 @@ class Meeting:
         """Returns the processes that are to restore the state and have not."""
         newcomers = []
         for number, process in self._processes.items():
-            if process.restores >= 0 and not process.restored:
+            is_restoring = process.restores >= 0 and not process.restored
+            if is_restoring and not process.killed:
                 newcomers.append(number)
         return newcomers
+
+    def _restored(self) -> list[int]:
+        """Returns the newcomers that have restored the state."""
+        restored = []
+        for number, process in self._processes.items():
+            if process.restored and not process.killed and number not in self.members:
+                restored.append(number)
+        return restored
 
     def _waiting(self) -> list[int]:
         """Returns the newcomers that wait and for whom there is room."""
@@ -1026,7 +1042,7 @@ class Meeting:
     def _admit_if_all_restored(self) -> None:
         if self._admitting < 0 or self._is_changing or self._newcomers():
             return
-        if any(process.restored for process in self._processes.values()):
+        if self._restored():
             self._change()
         elif self.members and self.members[0] in self._processes:
             self._port.send(self.members[0], Admitted(self._admitting))
