@@ -11,7 +11,6 @@ end unless the launcher answers them. The launcher takes a process for ended if 
 knows that it is, or once the leases of both are over.
 """
 
-import collections
 import contextlib
 import itertools
 import os
@@ -35,6 +34,8 @@ COMMAND = (sys.executable, "-m", "launch.hosts")
 _MARGIN_SECONDS = 2.0
 _ALIVE_SECONDS = 1.0
 _RETRY_SECONDS = 0.1
+# In this time a signal comes to all agents.
+_ONE_SIGNAL_SECONDS = 1.0
 # How long the command may take to end after the agents were told to.
 _END_SECONDS = 15.0
 
@@ -174,10 +175,9 @@ class Hosts:
         self._links: dict[int, links.Link] = {}
         self._heard: dict[int, float] = {}
         self._names: dict[int, str] = {}
-        # How often each agent was told to stop, by its number and the signal; and how
-        # often that was passed on, by the signal.
-        self._tolds: dict[tuple[int, int], int] = collections.defaultdict(int)
-        self._forwarded: dict[int, int] = collections.defaultdict(int)
+        # By the signal that agents have received, when it was passed on, and which of
+        # them have told of it.
+        self._tolds: dict[int, tuple[float, set[int]]] = {}
         # The loop's thread changes what follows, and the links; others read them.
         self._lock = threading.Lock()
         self._processes: list[Process] = []
@@ -197,7 +197,7 @@ class Hosts:
         self._loop.start()
         addresses = [f"{_bracketed(host)}:{port}" for host in own_hosts()]
         command = [*starter, *COMMAND, *addresses]
-        self._starter = processes.Process(command, token, out)
+        self._starter = processes.Process(command, token, out, keeps_children=True)
         threading.Thread(target=self._watch_starter, daemon=True).start()
 
     # In the launcher's thread.
@@ -290,17 +290,24 @@ class Hosts:
             case Alive():
                 self._loop.send(link, exchange.to_header(message))
             case Told():
-                # One signal may come to all agents.
-                self._tolds[link.number, message.signal] += 1
-                count = self._tolds[link.number, message.signal]
-                if count > self._forwarded[message.signal]:
-                    self._forwarded[message.signal] = count
-                    self._told(message.signal)
+                self._hear(link.number, message.signal)
             case Ended():
                 for process in self._processes:
                     if process.number == message.number:
                         process.end(message.code, message.error)
                 self._assign()
+
+    def _hear(self, agent: int, number: int) -> None:
+        """Passes a signal on that an agent has received. One that comes to all agents
+        is one signal, and another one if it comes again.
+        """
+        now = time.monotonic()
+        last, agents = self._tolds.get(number, (0.0, set()))
+        if now < last + _ONE_SIGNAL_SECONDS and agent not in agents:
+            agents.add(agent)
+            return
+        self._tolds[number] = (now, {agent})
+        self._told(number)
 
     def _lost(self, link: links.Link) -> None:
         with self._lock:

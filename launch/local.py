@@ -300,8 +300,10 @@ class _Pod:
             # The others would wait for the missing processes until the start timeout.
             return self._kill_all()
         first_failed: list[int] = []
-        # When the processes that are left are ended.
+        # When the processes that are left are ended: since they were told to stop, and
+        # since some have failed.
         deadline = float("inf")
+        failed_deadline = float("inf")
         is_terminating = False
         codes = self._codes()
         while None in codes.values():
@@ -309,19 +311,23 @@ class _Pod:
             if signal_queue:
                 self._send(signal_queue.popleft())
                 deadline = min(deadline, now + self._grace_seconds)
+            # Some may not count any more.
+            first_failed = [i for i in first_failed if i in codes]
             if not first_failed:
                 first_failed = _failed(codes)
+                failed_deadline = float("inf")
                 if first_failed:
-                    deadline = min(deadline, now + _EXIT_SECONDS)
-                    if any(_is_signal(codes[i]) for i in first_failed):
-                        # The others can neither train nor save without a process that
-                        # was killed by a signal, and need not find that out.
-                        deadline = now
-            if now >= deadline:
+                    failed_deadline = now + _EXIT_SECONDS
+                if any(_is_signal(codes[i]) for i in first_failed):
+                    # The others can neither train nor save without a process that was
+                    # killed by a signal, and need not find that out.
+                    failed_deadline = now
+            if now >= min(deadline, failed_deadline):
                 # First SIGTERM, then SIGKILL for the processes that did not leave.
                 self._send(signal.SIGKILL if is_terminating else signal.SIGTERM)
                 is_terminating = True
                 deadline = now + _SIGTERM_SECONDS
+                failed_deadline = float("inf")
             time.sleep(_STEP_SECONDS)
             codes = self._codes()
         for process in self._processes.values():
@@ -338,7 +344,7 @@ class _Pod:
         # Several may have ended between two polls of this loop, so the first to fail
         # may be unknown. No process of a run sends SIGKILL, so that is no effect of
         # another failure.
-        candidates = first_failed or failed
+        candidates = [i for i in first_failed if i in codes] or failed
         killed = [i for i in candidates if codes[i] == -signal.SIGKILL]
         self.was_killed = bool(killed) and self.num_lost > 0
         if self.was_killed:
@@ -421,6 +427,8 @@ class _Lasting(_Pod):
         self._has_begun = False
         # Whether the processes were told to stop.
         self._is_stopped = False
+        # When the first has ended of those with which the run begins.
+        self._first_end = float("inf")
         # How many hosts an elastic run was lost by and went on without.
         self._num_gone = 0
         # What the meeting says, until its end. Its thread must not wait for the
@@ -539,7 +547,7 @@ class _Lasting(_Pod):
         codes = {i: process.poll() for i, process in self._processes.items()}
         self._has_begun = self._has_begun or bool(self._meeting.generation)
         if self._has_killed:
-            return codes
+            return self._counting(codes)
         if not self._has_begun:
             return self._codes_before(codes)
         members = self._meeting.members
@@ -556,27 +564,48 @@ class _Lasting(_Pod):
             if is_left or is_ending or number in self._reasons:
                 self._drop(number, code, is_left=is_left and not is_ending)
                 del codes[number]
-        if self._num_missing and is_left and not is_ending:
+        if self._num_missing and is_left and not (is_ending or self._is_stopped):
             self._replace()
         self.num_lost = self._num_gone + _killed(codes)
         return codes
 
-    def _codes_before(self, codes: dict[int, int | None]) -> dict[int, int | None]:
-        """Returns the exit codes that count before the run has begun: of all but spares
-        that were killed, which it does not need for that.
-
-        If a process was stopped that it needs, the others are told to stop, too.
+    def _counting(self, codes: dict[int, int | None]) -> dict[int, int | None]:
+        """Returns the exit codes without those of processes that never had a place, if
+        there are others.
         """
+        counting = {}
+        for number, code in codes.items():
+            had_place = number < self._job.processes or number in self._meeting.former
+            if code is None or had_place:
+                counting[number] = code
+        return counting or codes
+
+    def _codes_before(self, codes: dict[int, int | None]) -> dict[int, int | None]:
+        """Returns the exit codes that count before the run has begun: not of spares,
+        which it does not need for that.
+
+        If a process has left that it needs, the others are told to stop, too.
+        """
+        now = time.monotonic()
+        beginning = [codes.get(number) for number in range(self._job.processes)]
+        is_over = None not in beginning
+        if any(code is not None for code in beginning):
+            self._first_end = min(self._first_end, now)
+        is_stopping = any(code in _STOPS for code in beginning)
+        is_late = now > self._first_end + _EXIT_SECONDS
+        if (is_stopping or is_late) and not (is_over or self._is_stopped):
+            self._send(signal.SIGTERM)
         for number, code in list(codes.items()):
-            if code is None:
-                continue
             if number < self._job.processes:
-                if not (self._is_stopped or _failed({number: code})):
-                    self._send(signal.SIGTERM)
-            elif _is_signal(code):
-                self._drop(number, code, is_left=True)
+                if self._is_stopped and code == -signal.SIGTERM:
+                    # It was told before it could handle that.
+                    codes[number] = exit_codes.PREEMPTED
+            elif code is not None:
+                self._drop(number, code, is_left=not is_over)
                 del codes[number]
-        if self._num_missing:
+            elif is_over:
+                self._meeting.kill(number, "the run has ended")
+        if self._num_missing and not (is_over or self._is_stopped):
             self._replace()
         self.num_lost = _killed(codes)
         return codes
@@ -585,7 +614,8 @@ class _Lasting(_Pod):
         """Forgets a process that has ended; the run goes on, if any member is left."""
         cause = self._describe(number, engine.shell_code(code))
         del self._processes[number]
-        if code == -signal.SIGKILL:
+        is_of_run = number in self._meeting.former or number not in self._reasons
+        if code == -signal.SIGKILL and is_of_run:
             self._num_gone += 1
         if not is_left:
             return

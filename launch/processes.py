@@ -31,6 +31,7 @@ class Process:
         out: IO[str],
         prefix: str = "",
         at_end: str = "TERM",
+        keeps_children: bool = False,
     ):
         """Starts it.
 
@@ -40,13 +41,14 @@ class Process:
           out: the stream for its output.
           prefix: what each line of that begins with.
           at_end: the signal that it receives if this program ends before it.
+          keeps_children: whether what it has started goes on if a signal ends it.
 
         Raises:
           LaunchError: if there is no such program.
           OSError: if the system starts no further process now.
         """
         self.error = ""
-        self._has_ended_children = False
+        self._keeps_children = keeps_children
         self._process = _start(command, token, at_end)
         self._reader = threading.Thread(
             target=self._forward_output, args=(out, prefix), daemon=True
@@ -70,13 +72,14 @@ class Process:
         """Ends what a killed process has started: it may be a script that runs the
         program, which must not go on when another takes its place.
         """
-        if code < 0 and not self._has_ended_children:
-            self._has_ended_children = True
+        if code < 0 and not self._keeps_children:
+            self._keeps_children = True
             self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Sends it a signal, if it runs; SIGKILL to its children, too."""
-        with contextlib.suppress(ProcessLookupError):
+        # What is left of a group may be another user's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if number == signal.SIGKILL:
                 os.killpg(self._process.pid, number)
             elif self.poll() is None:

@@ -96,7 +96,29 @@ def test_a_process_whose_agent_is_lost_counts_as_ended():
     connections.close()
 
 
-def test_a_signal_to_all_agents_is_one_signal():
+def test_agents_go_on_without_the_command_that_started_them():
+    connections = hosts_lib.Hosts(
+        ["bash", "-c", '"$@" & wait', "bash"],
+        1,
+        engine.make_token(),
+        lease_seconds=harness.FOREVER,
+        told=lambda number: None,
+        answered=lambda number: 0.0,
+        out=(out := io.StringIO()),
+    )
+    program = "import time; print('here', flush=True); time.sleep(600)"
+    process = connections.start(0, [sys.executable, "-c", program])
+    harness.wait_until(lambda: "here" in out.getvalue())
+    connections._starter._process.kill()
+    harness.wait_until(lambda: connections._failure)
+    process.send_signal(signal.SIGTERM)
+    harness.wait_until(lambda: process.poll() is not None)
+    assert process.poll() == -signal.SIGTERM
+    connections.close()
+
+
+def test_a_signal_to_all_agents_is_one_signal(monkeypatch):
+    monkeypatch.setattr(hosts_lib, "_ONE_SIGNAL_SECONDS", harness.FOREVER)
     told = []
     out = io.StringIO()
     connections = hosts_lib.Hosts(
@@ -117,7 +139,9 @@ def test_a_signal_to_all_agents_is_one_signal():
     )
     for agent in agents:
         os.kill(int(agent), signal.SIGINT)
-    harness.wait_until(lambda: len(connections._tolds) == 2)
+    harness.wait_until(
+        lambda: len(connections._tolds.get(signal.SIGINT, (0.0, ()))[1]) == 2
+    )
     assert told == [signal.SIGINT]
     os.kill(int(agents[0]), signal.SIGINT)
     harness.wait_until(lambda: len(told) == 2)

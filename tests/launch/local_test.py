@@ -356,23 +356,30 @@ def test_a_missing_program_is_reported(tmp_path):
 
 # Each process waits for a place, and then makes exchanges until the file END exists. A
 # process whose number is among the keys of the second argument ends as the value says,
-# after the first exchange that it makes as a member; or later, after the launcher has
-# gone on without another one.
+# after the first exchange that it makes as a member; "early", before the run begins;
+# "later", after the launcher has gone on without another; "never", as a newcomer.
 MEMBER = """
 import json, os, pathlib, signal, sys, time
 from xshard.pod import exchange
 flags = dict(a[2:].split("=", 1) for a in sys.argv[3:])
 place, ends = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 number = int(flags["process_id"])
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
-if ends.get(str(number)) == "early":
-    sys.exit(1)
-if ends.get(str(number)) == "stopped early":
-    sys.exit(42)
-if ends.get(str(number)) == "killed early":
-    (place / "killed").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-while "killed early" in ends.values() and not (place / "killed").exists():
+# As a process that waits to join, it acts on no signal.
+signal.signal(
+    signal.SIGTERM, signal.SIG_IGN if "joins" in flags else lambda *_: sys.exit(42)
+)
+end, _, when = ends.get(str(number), "").partition(" ")
+if when == "never":
+    sys.exit(int(end))
+if when == "early":
+    (place / "early").touch()
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(int(end))
+early = [key for key, end in ends.items() if end.endswith(" early")]
+# The launcher goes on without a spare, which is process 2.
+awaited = place / ("dropped" if early == ["2"] else "early")
+while early and not awaited.exists():
     time.sleep(0.01)
 made = exchange.Exchange(
     flags["meeting_address"],
@@ -423,7 +430,10 @@ sys.exit(int(last))
 
 @pytest.fixture
 def lasting(tmp_path, monkeypatch):
-    """Returns a function that runs such a program, and returns the code and output."""
+    """Returns a function that runs such a program, and returns the code and output.
+
+    If it is given a line's end, the run ends once the launcher has said such a line.
+    """
     (tmp_path / "member.py").write_text(MEMBER)
     monkeypatch.setenv("PYTHONPATH", str(harness.ROOT))
     out = io.StringIO()
@@ -442,20 +452,20 @@ def lasting(tmp_path, monkeypatch):
         spares=0,
         until=2,
         max_failures=2,
-        patient=False,
+        said="",
         least_hosts=0,
         script=(),
     ):
-        if patient:
+        if said:
             log = local._Lasting._log
 
             def note(pod, message):
                 log(pod, message)
-                if message.endswith("without another"):
+                if message.endswith(said):
                     (tmp_path / "END").touch()
 
             monkeypatch.setattr(local._Lasting, "_log", note)
-        least = 1 << 60 if patient else 20
+        least = 1 << 60 if said else 20
         command = (
             *script,
             sys.executable,
@@ -503,10 +513,18 @@ def test_a_spare_takes_the_place_of_a_lost_process(lasting):
     assert "[3] done" not in output
 
 
-def test_a_spare_that_is_killed_before_the_run_begins_is_replaced(lasting):
-    code, output = lasting({"2": "killed early"}, spares=1)
+@pytest.mark.parametrize(
+    "end, how",
+    [("killed", "was ended by SIGKILL"), ("1", "ended with exit code 1")],
+)
+def test_a_spare_that_ends_before_the_run_begins_is_replaced(
+    lasting, monkeypatch, end, how
+):
+    # A failure of the run would end it at once.
+    monkeypatch.setattr(local, "_EXIT_SECONDS", 0.0)
+    code, output = lasting({"2": f"{end} early"}, spares=1, said="without it")
     assert code == 0, output
-    assert "process 2 was ended by SIGKILL; the run goes on without it" in output
+    assert f"process 2 {how}; the run goes on without it" in output
     assert "starting again" not in output and output.count("done Place(") == 2
 
 
@@ -547,14 +565,23 @@ def test_a_run_whose_only_process_is_killed_after_its_end_has_no_exit_code(lasti
 
 
 def test_a_process_that_ends_before_the_run_begins_is_a_failure_of_the_run(lasting):
-    code, output = lasting({"1": "early"}, max_failures=1)
+    code, output = lasting({"1": "1 early"}, max_failures=1)
     assert code == 1, output
     assert "giving up after failure 1 without a new step: process 1 ended" in output
 
 
-def test_a_process_that_is_stopped_before_the_run_begins_stops_the_others(lasting):
-    code, output = lasting({"1": "stopped early"}, max_failures=1)
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_process_that_is_stopped_before_the_run_begins_stops_the_others(
+    lasting, spares
+):
+    code, output = lasting({"1": "42 early"}, max_failures=1, spares=spares)
     assert code == 42, output
+
+
+def test_processes_that_leave_before_the_run_begins_have_done_their_work(lasting):
+    ends = {"0": "0 early", "1": "0 early"}
+    code, output = lasting(ends, max_failures=1, spares=1)
+    assert code == 0, output
 
 
 def test_a_failure_after_a_process_has_left_by_itself_is_a_failure(lasting):
@@ -570,6 +597,13 @@ def test_hosts_that_are_lost_one_after_another_are_all_counted(lasting):
     assert code == 137
     assert "1 of 2 hosts are left, with which the run goes on" in output
     assert "not started again: 0 of 2 hosts are left" in output
+
+
+def test_newcomers_of_a_lost_run_are_no_lost_hosts(lasting):
+    ends = {"1": "1", "0": "1 later", "2": "1 later"}
+    code, output = lasting(ends, processes=3, until=0, max_failures=1, least_hosts=2)
+    assert code == 1, output
+    assert "hosts are left" not in output
 
 
 def test_the_program_of_a_script_that_is_killed_does_not_go_on(tmp_path, lasting):
@@ -608,14 +642,14 @@ def test_a_program_that_is_missing_for_a_moment_does_not_end_the_run(
 
 
 def test_processes_that_never_join_are_not_started_for_ever(lasting):
-    never = {str(number): "early" for number in range(2, 9)}
+    never = {str(number): "1 never" for number in range(2, 9)}
     # The last member ends when no process is started any more.
-    code, output = lasting({"1": "killed", **never}, until=1, patient=True)
+    code, output = lasting({"1": "killed", **never}, until=1, said="without another")
     assert code == 0, output
     assert output.count("ended with exit code 1; the run goes on without it") == 2
     assert "; the run goes on without it, and without another" in output
 
 
 def test_a_run_that_is_not_finite_ends_as_one(lasting):
-    code, output = lasting({"last": 3})
+    code, output = lasting({"last": "3"})
     assert code == 3 and "not started again, because it would end the same" in output
