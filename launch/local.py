@@ -429,7 +429,7 @@ class _Lasting(_Pod):
         self._is_stopped = False
         # When the first has ended of those with which the run begins.
         self._first_end = float("inf")
-        # How many hosts an elastic run was lost by and went on without.
+        # How many hosts an elastic run has lost and gone on without.
         self._num_gone = 0
         # What the meeting says, until its end. Its thread must not wait for the
         # terminal.
