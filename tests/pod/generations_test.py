@@ -177,6 +177,20 @@ def test_a_newcomer_that_cannot_be_ended_does_not_keep_the_others():
     port.send.assert_called_with(0, generations.Admitted(5))
 
 
+def test_nobody_is_let_in_while_a_member_lacks_the_last_result():
+    port = unittest.mock.Mock()
+    member = generations.Member(0, simulation.SILENCE, port)
+    members = (generations.Peer(0, "there"), generations.Peer(1, "there"))
+    member.enter("there")
+    member.receive(simulation.MEETING, generations.Prepare(1))
+    member.receive(simulation.MEETING, generations.Begin(1, 0, members, 0))
+    admission = unittest.mock.call(simulation.MEETING, generations.Admit(0, "state"))
+    member.call(simulation.Words("0 admit", 0, "word", admits="state"))
+    assert admission not in port.send.mock_calls
+    member.receive(1, generations.Joined(1, 1, 0))
+    assert admission in port.send.mock_calls
+
+
 def test_a_seed_always_gives_the_same_schedule():
     first, second = simulation.run(11), simulation.run(11)
     assert first.num_events == second.num_events

@@ -333,6 +333,10 @@ class Member:
         self._came: dict[int, set[int]] = {}
         # Of the leader: what came before its program made the same exchange.
         self._waiting: list[tuple[int, Contribution, Any]] = []
+        # Of the leader: those that may lack the result before the generation's first
+        # exchange. It lets nobody in until then, since a newcomer could not give it to
+        # them.
+        self._behind: set[int] = set()
         # Of a member: the parts of the result that have come.
         self._parts: set[int] = set()
         # Of the leader: those that may lack the last result, which is not yet returned.
@@ -509,6 +513,7 @@ class Member:
         if self.is_leader:
             others = {member.number for member in self._members} - {self._number}
             self._absent = set(others)
+            self._behind = set(others)
             if self._lacking:
                 self._lacking = others
                 self._return_if_settled()
@@ -564,7 +569,8 @@ class Member:
             return
         is_admitting = work.admits is not None and self._admitted < self.exchange
         if self.is_leader and is_admitting and not self._meeting_lost:
-            self._port.send(MEETING, Admit(self.exchange, work.admits))
+            if not self._behind:
+                self._port.send(MEETING, Admit(self.exchange, work.admits))
             return
         self._contribute(work)
 
@@ -601,6 +607,9 @@ class Member:
 
     def _settle(self, sender: int, exchange: int) -> None:
         """Notes that a member has the result of an exchange."""
+        if exchange == self._first - 1 and sender in self._behind:
+            self._behind.discard(sender)
+            self._proceed()
         if exchange == self.exchange - 1 and self._lacking:
             self._lacking.discard(sender)
             self._return_if_settled()
