@@ -48,7 +48,8 @@ class Process:
           OSError: if the system starts no further process now.
         """
         self.error = ""
-        self._keeps_children = keeps_children
+        # Whether what it has started is still to be ended after a signal has ended it.
+        self._ends_children = not keeps_children
         self._process = _start(command, token, at_end)
         self._reader = threading.Thread(
             target=self._forward_output, args=(out, prefix), daemon=True
@@ -72,8 +73,8 @@ class Process:
         """Ends what a killed process has started: it may be a script that runs the
         program, which must not go on when another takes its place.
         """
-        if code < 0 and not self._keeps_children:
-            self._keeps_children = True
+        if code < 0 and self._ends_children:
+            self._ends_children = False
             self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:

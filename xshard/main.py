@@ -18,6 +18,7 @@ import gc
 import math
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -298,12 +299,9 @@ def _run_member(config: Any, directory: str, timeouts: rendezvous.Timeouts) -> i
     ):
 
         def stop_on_signal() -> None:
-            for number in signal_receiver.read():
-                raise rendezvous.StoppedError(
-                    f"{number.name}: stopped before the run began; nothing was "
-                    "trained.",
-                    number,
-                )
+            for told in signal_receiver.read():
+                who = f"process {number} on {socket.gethostname()}"
+                raise rendezvous.stopped(who, told)
 
         exchange = exchange_lib.Exchange(
             address,

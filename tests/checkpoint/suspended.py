@@ -78,8 +78,7 @@ def save(folder, steps, suspended_at, has_flock):
 
 def is_suspended(process):
     assert process.poll() is None, process.communicate()[0]
-    stat = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
+    return launch_harness.process_state(process.pid) == "T"
 
 
 def check_store(request, tmp_path, place, instant):

@@ -337,12 +337,7 @@ def test_tpu_vm_starts_shows_and_stops_a_job(tmp_path, monkeypatch):
     assert tpu_engine.launch([started]).run() != 0
     pid = int((host / "my code" / "job.pid").read_text())
     assert tpu_engine.kill("job").run() == 0
-    harness.wait_until(
-        lambda: (
-            not pathlib.Path(f"/proc/{pid}/cmdline").exists()
-            or not pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-    )
+    harness.wait_until(lambda: harness.process_state(pid) == "Z")
     send, start, *_ = calls(tmp_path)
     assert send[4:] == [
         "scp",

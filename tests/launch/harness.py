@@ -199,6 +199,17 @@ def status(directory):
     return json.loads((directory / "status.json").read_bytes())
 
 
+def process_state(pid):
+    """Returns the letter by which Linux calls a process's state: T if it is suspended,
+    Z if it has ended and its parent has not asked about it; here also Z if it is gone.
+    """
+    try:
+        line = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "Z"
+    return line.rpartition(")")[2].split()[0]
+
+
 def members(launcher):
     """Returns the process IDs of the processes that a launcher has started, itself or
     through other programs, by their number, and runs now; as Linux lists them.

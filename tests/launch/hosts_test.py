@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -156,16 +155,6 @@ def leader(directory):
     return int(row["host"].removeprefix("h")), row["pid"]
 
 
-def exists(pid):
-    """Returns whether a process exists. One that has ended and that its parent has not
-    asked about does not.
-    """
-    with contextlib.suppress(OSError):
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def test_a_run_goes_on_without_a_process_and_then_without_a_host(
     tmp_path, hosts, uninterrupted
 ):
@@ -181,7 +170,7 @@ def test_a_run_goes_on_without_a_process_and_then_without_a_host(
         host, pid = leader(directory)
         hosts.cut(host)
         # Nobody can tell the process there to end.
-        harness.wait_until(lambda: not exists(pid))
+        harness.wait_until(lambda: harness.process_state(pid) == "Z")
         harness.read_until(process, "it was silent for 20 s")
 
     code, output = run_disturbed(hosts, tmp_path, disturb)

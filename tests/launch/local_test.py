@@ -1,9 +1,7 @@
 """Tests of the supervisor, with small programs in place of a run."""
 
-import contextlib
 import io
 import json
-import pathlib
 import re
 import signal
 import sys
@@ -321,15 +319,7 @@ def test_the_pod_does_not_outlive_its_launcher(tmp_path):
         harness.read_until(process, "[0] start 1 saves")
         harness.wait_until((tmp_path / "pid1").exists)
     pids = [(tmp_path / f"pid{index}").read_text() for index in range(2)]
-    # Each process is gone, or a zombie that its parent has not reaped.
-    harness.wait_until(lambda: not any(running(pid) for pid in pids))
-
-
-def running(pid):
-    """Returns whether a process exists and is not a zombie."""
-    with contextlib.suppress(OSError):
-        return bool((pathlib.Path("/proc") / pid / "cmdline").read_bytes())
-    return False
+    harness.wait_until(lambda: {harness.process_state(pid) for pid in pids} == {"Z"})
 
 
 def test_a_signal_during_the_back_off_prevents_a_restart(supervise, monkeypatch):
@@ -613,15 +603,7 @@ def test_the_program_of_a_script_that_is_killed_does_not_go_on(tmp_path, lasting
     assert code == 0, output
     assert "process 0 was ended by SIGKILL; the run goes on without it" in output
     pid = (tmp_path / "orphan").read_text()
-
-    def has_ended():
-        try:
-            status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return True
-        return status.rpartition(")")[2].split()[0] == "Z"
-
-    harness.wait_until(has_ended)
+    harness.wait_until(lambda: harness.process_state(pid) == "Z")
 
 
 def test_a_program_that_is_missing_for_a_moment_does_not_end_the_run(

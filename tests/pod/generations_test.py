@@ -112,20 +112,25 @@ def test_runs_that_lose_members_end_as_they_should():
         simulation.run(seed)
 
 
-def meeting_of(count, port):
-    """Returns the meeting of a run that begins with so many members."""
-    return generations.Meeting(
+def begun_meeting(count, port, newcomers=0):
+    """Returns the meeting of a run that has begun with so many members, and for which
+    newcomers wait.
+    """
+    meeting = generations.Meeting(
         count, simulation.START, simulation.SILENCE, simulation.SHUTDOWN, port
     )
+    for number in range(count + newcomers):
+        meeting.started(number, joins=number >= count)
+        meeting.connected(number)
+        meeting.receive(number, generations.Ready("there"))
+    for number in range(count):
+        meeting.receive(number, generations.Prepared(1, 0))
+    return meeting
 
 
 def test_a_process_that_does_not_end_after_the_run_is_put_out():
     port = unittest.mock.Mock()
-    meeting = meeting_of(1, port)
-    meeting.started(0, joins=False)
-    meeting.connected(0)
-    meeting.receive(0, generations.Ready("there"))
-    meeting.receive(0, generations.Prepared(1, 0))
+    meeting = begun_meeting(1, port)
     meeting.receive(0, generations.Leaving())
     meeting.disconnected(0)
     assert meeting.is_done
@@ -138,13 +143,7 @@ def test_a_process_that_does_not_end_after_the_run_is_put_out():
 
 def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
     port = unittest.mock.Mock()
-    meeting = meeting_of(3, port)
-    for number in range(4):
-        meeting.started(number, joins=number == 3)
-        meeting.connected(number)
-        meeting.receive(number, generations.Ready("there"))
-    for number in range(3):
-        meeting.receive(number, generations.Prepared(1, 0))
+    meeting = begun_meeting(3, port, newcomers=1)
     meeting.ended(2)
     for number in (0, 1):
         meeting.receive(number, generations.Prepared(2, 5))
@@ -162,13 +161,7 @@ def test_a_newcomer_that_restores_during_a_change_comes_with_the_next():
 
 def test_a_newcomer_that_cannot_be_ended_does_not_keep_the_others():
     port = unittest.mock.Mock()
-    meeting = meeting_of(2, port)
-    for number in range(3):
-        meeting.started(number, joins=number == 2)
-        meeting.connected(number)
-        meeting.receive(number, generations.Ready("there"))
-    for number in (0, 1):
-        meeting.receive(number, generations.Prepared(1, 0))
+    meeting = begun_meeting(2, port, newcomers=1)
     meeting.ended(1)
     meeting.receive(0, generations.Prepared(2, 5))
     meeting.receive(0, generations.Admit(5, "the state"))

@@ -296,7 +296,7 @@ class _Server:
                     raise self._mismatch or StartError(self._missing_message())
                 ready = mp_connection.wait([*sources, listener], remaining)
             for number in self._signal_receiver.read():
-                raise _stopped(self._hello, number)
+                raise stopped(self._hello.name, number)
             # The accepted ones come first: one that has left frees its index for the
             # process that replaces it.
             for guest in guests:
@@ -320,7 +320,7 @@ class _Server:
             del self._guests[guest.hello.process_id]
             self._last_gone = f"{guest.hello.name} (pid {guest.hello.pid})"
             return
-        raise _stopped(guest.hello, number)
+        raise stopped(guest.hello.name, number)
 
     def _accept(self, listener: socket.socket) -> None:
         """Accepts a connection, and the process that it comes from if that fits."""
@@ -506,7 +506,7 @@ class _Client:
             if connection in ready:
                 return
             for number in self._signal_receiver.read():
-                raise _stopped(self._hello, number)
+                raise stopped(self._hello.name, number)
 
     def _introduce(self, connection: links.Connection, seconds: float) -> None:
         """Sends this process's hello, once process 0 has shown that it knows the token.
@@ -651,11 +651,15 @@ def _shown(text: str) -> str:
     return shown.encode("unicode_escape").decode()
 
 
-def _stopped(hello: _Hello, number: signal.Signals) -> StoppedError:
-    """Returns the error for a signal that a process received."""
+def stopped(who: str, number: signal.Signals) -> StoppedError:
+    """Returns the error for a signal that a process received.
+
+    Args:
+      who: the process, as messages name it.
+      number: the signal.
+    """
     return StoppedError(
-        f"{number.name} on {hello.name}: stopped before the run began; nothing was "
-        "trained.",
+        f"{number.name} on {who}: stopped before the run began; nothing was trained.",
         number,
     )
 
