@@ -10,22 +10,31 @@ directory with the package of another checkout and with that of this one, on thi
 machine, and compares all that they log, and the last state, bit by bit. XLA compiles
 for the processor at hand, so only bits of one machine can be compared, and those in
 written/ are those of the machine that wrote them.
+
+`compare --old=CHECKOUT --anew` needs no kept directory, and so no file format that both
+know: each checkout trains the runs of this one's table from step 0, is stopped at step
+10, resumes, and reads its rows and its last state, all with its own files. A run that
+one of them cannot know, for a key, a config or an experiment that it lacks, is left out
+and named.
 """
 
 import argparse
 import fnmatch
+import hashlib
 import importlib
 import importlib.util
 import io
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any, NamedTuple
 
@@ -53,6 +62,8 @@ _DROPPED = (
     "status.json",
 )
 _EXPERIMENTS = "tests.checkpoint.written_experiments"
+# What a line begins with about a run that is not compared.
+_LACKS = "left out, since "
 
 
 class Run(NamedTuple):
@@ -504,6 +515,65 @@ def _arrays(directory: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def lacking(run: Run) -> str:
+    """Returns what a run is made of that the package at hand lacks; '' if it has all.
+
+    Args:
+      run: a run of the table of any checkout.
+    """
+    if not importlib.util.find_spec(run.config):
+        return f"config {run.config}"
+    config = importlib.import_module(run.config).get_config()
+    changes = _COMMON | run.changes
+    for key in changes:
+        value = config
+        for part in key.split("."):
+            if part not in value:
+                return f"key {key}"
+            value = value[part]
+    experiment = changes.get("experiment", config.experiment)
+    module, _, name = experiment.rpartition(".")
+    if not importlib.util.find_spec(module):
+        return f"experiment {experiment}"
+    if not hasattr(importlib.import_module(module), name):
+        return f"experiment {experiment}"
+    return ""
+
+
+def anew(code: Any, name: str, directory: pathlib.Path) -> list[dict[str, Any]]:
+    """Trains a run from step 0, stopped and resumed, in a new work directory.
+
+    Args:
+      code: this module of the checkout at hand, which knows how its package is called
+        and what it writes. It has `begin`, `resume`, `_LOGS`, `_lines`, `_is_ignored`
+        and `_arrays` as they are here.
+      name: the name of the run.
+      directory: the work directory.
+
+    Returns:
+      What the run logged, a row for each step, in which a value is the list of all that
+      it logged under that name: so it does not matter in which files and rows they lie.
+      And last the samples' checksum and each array's dtype, shape and hash.
+    """
+    code.begin(name, directory)
+    begun = []
+    for file in code._LOGS:
+        for line in code._lines(directory / file):
+            begun.append(json.loads(line))
+    *resumed, end = code.resume(name, directory)
+    rows: list[dict[str, Any]] = [{"step": step} for step in range(STEPS + 1)]
+    for row in [*begun, *resumed]:
+        for key, value in row.items():
+            if key != "step" and not code._is_ignored(key):
+                rows[row["step"]].setdefault(key, []).append(value)
+    assert all(len(row) > 1 for row in rows[1:]), "a step without a row"
+    end = {"step": STEPS, "code": end["code"], "samples": end["samples"]}
+    for path, array in code._arrays(directory).items():
+        digest = hashlib.sha256(array.tobytes()).hexdigest()
+        end[f"state/{path}"] = f"{array.dtype} {array.shape} {digest}"
+    return [*rows, end]
+
+
 def is_exact(name: str) -> bool:
     """Returns whether a run has sums that do not depend on their order, and so resumes
     only on the machine that it began on.
@@ -600,48 +670,96 @@ def _write(code: pathlib.Path, names: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _compare(old: pathlib.Path, names: Sequence[str]) -> int:
-    """Resumes work directories with two checkouts, and prints what differs."""
+def _compare(
+    old: pathlib.Path,
+    names: Sequence[str],
+    gone: Sequence[str],
+    is_anew: bool,
+    ignored: Sequence[str],
+) -> int:
+    """Resumes work directories with two checkouts, or trains anew, and prints what
+    differs.
+
+    Args:
+      old: the other checkout.
+      names: the runs.
+      gone: those of its table that this one lacks.
+      is_anew: whether to train anew.
+      ignored: patterns of the names of values and arrays that may differ.
+
+    Returns:
+      The exit code.
+    """
+    began = time.monotonic()
     outcomes = []
     for root in (old.resolve(), ROOT):
         with tempfile.TemporaryDirectory() as temporary:
             folder = pathlib.Path(temporary)
-            for name in names:
-                copy(name, folder)
-            outcomes.append(_in_child(root, "resume", folder, names))
+            if is_anew:
+                shutil.copytree(WRITTEN / TEXT, folder / TEXT)
+            else:
+                for name in names:
+                    copy(name, folder)
+            action = "anew" if is_anew else "resume"
+            outcomes.append(_in_child(root, action, folder, names))
     equal = 0
+    left_out = list(gone)
+    for name in gone:
+        print(f"{name:30} {_LACKS}the new checkout has no such row")
     for name in names:
         before, after = (outcome[name] for outcome in outcomes)
-        verdict = _verdict(before, after)
+        verdict = _verdict(before, after, ignored)
         equal += verdict == "equal"
+        if verdict.startswith(_LACKS):
+            left_out.append(name)
         rows = f"{len(after['logged']):4} rows"
         print(f"{name:30} {rows}  {verdict}")
-    print(f"{equal} of {len(names)} are equal bit by bit")
-    return 0 if equal == len(names) else 1
+    if ignored:
+        print(f"not compared: what is called {', '.join(ignored)}")
+    verdict = f"{equal} of {len(names) + len(gone)} are equal bit by bit"
+    if left_out:
+        verdict += f", {len(left_out)} left out: {', '.join(left_out)}"
+    print(f"{verdict}; {time.monotonic() - began:.0f} s")
+    return 0 if 0 < equal == len(names) + len(gone) - len(left_out) else 1
 
 
-def _verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Returns in words how two resumes of a work directory compare."""
+def _verdict(
+    before: dict[str, Any], after: dict[str, Any], ignored: Sequence[str] = ()
+) -> str:
+    """Returns in words how two outcomes of a run compare."""
     errors = []
     for which, outcome in (("old", before), ("new", after)):
+        if outcome["lacks"]:
+            return f"{_LACKS}the {which} checkout has no {outcome['lacks']}"
         if outcome["error"]:
             errors.append(f"{which}: {outcome['error']}")
     if errors:
         return "; ".join(errors)
-    different = list(differences(before["logged"], after["logged"]))
+    different = []
+    for step, name in differences(before["logged"], after["logged"]):
+        if not _matching([name], ignored):
+            different.append((step, name))
     if not different:
         return "equal"
     step, name = different[0]
-    return f"differs at step {step}: {name}, and {len(different) - 1} more values"
+    verdict = f"differs at step {step}: {name}, and {len(different) - 1} more values"
+    known = [set().union(*outcome["logged"]) for outcome in (before, after)]
+    for which, names in (("old", known[0] - known[1]), ("new", known[1] - known[0])):
+        alone = sorted(names & {name for _, name in different})
+        if alone:
+            verdict += f"; only the {which} one has {', '.join(alone)}"
+    return verdict
 
 
 def _in_child(
     root: pathlib.Path, action: str, folder: pathlib.Path, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Begins or resumes runs in a process that imports the package of a checkout.
+    """Begins or resumes runs, or both, in a process that imports the package of a
+    checkout.
 
     Returns:
-      By name: 'logged', what `resume` returns; and 'error', empty without one.
+      By name: 'logged', what `resume` or `anew` returns; and 'error' and 'lacks', each
+      empty without one.
     """
     import tests
 
@@ -669,12 +787,16 @@ def _in_child(
             file.unlink()
         else:
             last = [*log.read_text().splitlines(), "no output"][-1]
-            outcomes[name] = {"logged": [], "error": f"the process ended: {last}"}
+            outcomes[name] = {
+                "logged": [],
+                "error": f"the process ended: {last}",
+                "lacks": "",
+            }
     return outcomes
 
 
 def _child(arguments: Sequence[str]) -> int:
-    """Begins or resumes runs in this process, which `_in_child` has started."""
+    """Does what `_in_child` says in this process, which it has started."""
     action, root, folder, *names = arguments
     import haiku as hk
     import jax
@@ -683,22 +805,32 @@ def _child(arguments: Sequence[str]) -> int:
 
     of_package = pathlib.Path(xshard.__file__).resolve().parents[1]
     assert of_package == pathlib.Path(root).resolve(), f"imported {of_package}"
-    # The other checkout may not have these experiments.
-    path = pathlib.Path(__file__).with_name("written_experiments.py")
-    spec = importlib.util.spec_from_file_location(_EXPERIMENTS, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_EXPERIMENTS] = module
-    spec.loader.exec_module(module)
+    if action == "_anew":
+        code = importlib.import_module("tests.checkpoint.write_runs")
+        assert pathlib.Path(code.__file__ or "").is_relative_to(of_package)
+        code.RUNS = RUNS
+        code._COMMON = _COMMON
+    else:
+        # The other checkout may not have these experiments.
+        path = pathlib.Path(__file__).with_name("written_experiments.py")
+        spec = importlib.util.spec_from_file_location(_EXPERIMENTS, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[_EXPERIMENTS] = module
+        spec.loader.exec_module(module)
     jax.config.update("jax_num_cpu_devices", DEVICES)
     hk.config.set(check_jax_usage=True)
     for name in names:
-        outcome: dict[str, Any] = {"logged": [], "error": ""}
+        outcome: dict[str, Any] = {"logged": [], "error": "", "lacks": ""}
         directory = pathlib.Path(folder) / name
         print(f"== {name}", flush=True)
         try:
             if action == "_begin":
                 begin(name, directory)
+            elif action == "_anew":
+                outcome["lacks"] = lacking(RUNS[name])
+                if not outcome["lacks"]:
+                    outcome["logged"] = anew(code, name, directory)
             else:
                 if is_exact(name):
                     move_here(directory)
@@ -712,7 +844,7 @@ def _child(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
-    if arguments and arguments[0] in ("_begin", "_resume"):
+    if arguments and arguments[0] in ("_begin", "_resume", "_anew"):
         return _child(arguments)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -732,17 +864,38 @@ def main(arguments: Sequence[str]) -> int:
     compare.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="by default all"
     )
+    compare.add_argument(
+        "--anew", action="store_true", help="train them from step 0, in new directories"
+    )
+    compare.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a value of the rows, or an array as state/NAME, that may differ",
+    )
     given = parser.parse_args(arguments)
     patterns = given.only or ["*"]
-    names = []
-    for name in RUNS:
-        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            names.append(name)
+    names = _matching(RUNS, patterns)
     if not names:
         parser.error(f"no run is called {', '.join(patterns)}: {', '.join(RUNS)}")
     if given.command == "write":
         return _write(given.code.resolve(), names)
-    return _compare(given.old, names)
+    gone = []
+    if given.anew:
+        table = given.old / pathlib.Path(__file__).relative_to(ROOT)
+        of_old = runpy.run_path(str(table))["RUNS"]
+        gone = _matching(sorted(of_old.keys() - RUNS.keys()), patterns)
+    return _compare(given.old, names, gone, given.anew, given.ignore)
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Returns the names that match one of the patterns."""
+    found = []
+    for name in names:
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            found.append(name)
+    return found
 
 
 if __name__ == "__main__":

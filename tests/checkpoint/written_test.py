@@ -265,22 +265,80 @@ def test_every_bit_of_two_resumes_is_compared():
     assert list(write_runs.differences(rows_of, rows_of[:-1]))
 
 
+def another_checkout(folder):
+    """Copies what runs need of this checkout."""
+    other = folder / "other"
+    for part in ("xshard", "configs", "experiments", "tests/checkpoint"):
+        ignored = shutil.ignore_patterns("written", "__pycache__")
+        shutil.copytree(write_runs.ROOT / part, other / part, ignore=ignored)
+    shutil.copy(write_runs.ROOT / "tests/__init__.py", other / "tests")
+    return other
+
+
+def change(file, old, new):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def change_average(other):
+    file = other / "xshard/optimizers/moving_average.py"
+    change(file, "average - change)", "average - 1.0001 * change)")
+
+
 @pytest.mark.long
 @pytest.mark.wing("roll_backs")
 @pytest.mark.wing("loss_jumps")
 def test_two_checkouts_are_compared(tmp_path, capsys):
     """One of them computes another average."""
-    other = tmp_path / "other"
-    for folder in ("xshard", "configs", "experiments"):
-        shutil.copytree(write_runs.ROOT / folder, other / folder)
+    other = another_checkout(tmp_path)
     command = ["compare", "--only=shard_update", "--only=roll_back_jump"]
     assert write_runs.main([*command, f"--old={other}"]) == 0
     assert "2 of 2 are equal bit by bit" in capsys.readouterr().out
-    file = other / "xshard/optimizers/moving_average.py"
-    before = file.read_text()
-    file.write_text(before.replace("average - change)", "average - 1.0001 * change)"))
-    assert file.read_text() != before
+    change_average(other)
     assert write_runs.main([*command, f"--old={other}"]) == 1
     said = capsys.readouterr().out
     assert "1 of 2 are equal bit by bit" in said
     assert "differs at step 12: fingerprint/slots" in said
+
+
+@pytest.mark.long
+def test_two_checkouts_train_anew(tmp_path, capsys):
+    """One of them computes another average, and has other keys and rows."""
+    other = another_checkout(tmp_path)
+    change_average(other)
+    tests = other / "tests/checkpoint"
+    change(tests / "written_experiments.py", "config.kept", "config.held")
+    change(tests / "write_runs.py", "RUNS = {", 'RUNS = {"warned": _curve(),')
+    only = [f"--only={name}" for name in ("shard_update", "warn*", "injected")]
+    assert write_runs.main(["compare", f"--old={other}", "--anew", *only]) == 1
+    said = capsys.readouterr().out
+    assert "left out, since the old checkout has no key kept\n" in said
+    assert "differs at step 2: fingerprint/slots, and " in said
+    assert "1 of 4 are equal bit by bit, 2 left out: warned, injected" in said
+
+
+@pytest.mark.parametrize(
+    ("run", "lacks"),
+    [
+        (write_runs.RUNS["digits"], ""),
+        (write_runs.Run("configs.none", {}), "config configs.none"),
+        (write_runs.Run("configs.digits", {"model.none": 1}), "key model.none"),
+        (
+            write_runs.Run("configs.gan", {"experiment": "tests.no"}),
+            "experiment tests.no",
+        ),
+        (write_runs.Run("configs.gan", {"experiment": "no.No"}), "experiment no.No"),
+    ],
+)
+def test_what_a_checkout_lacks_of_a_run_is_named(run, lacks):
+    assert write_runs.lacking(run) == lacks
+
+
+def test_what_only_one_of_two_checkouts_logs_is_named():
+    outcome = lambda **end: {"logged": [end | {"step": 1}], "error": "", "lacks": ""}
+    old = outcome(loss=[1.0], mistake=[0.5])
+    new = outcome(loss=[1.0], error=[0.5])
+    said = write_runs._verdict(old, new)
+    assert said.endswith("only the old one has mistake; only the new one has error")
+    assert write_runs._verdict(old, new, ["mistake", "err*"]) == "equal"
