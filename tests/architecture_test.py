@@ -2,11 +2,14 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import importlib.metadata
+import io
 import pathlib
 import platform
 import re
+import tokenize
 
 import pytest
 from packaging import requirements, utils
@@ -372,3 +375,316 @@ def test_no_test_file_imports_another():
                 name for name in imports(path) if re.match(r"tests\..*_test\b", name)
             ]
             assert not imported, f"{path}: {imported}"
+
+
+# How large the code base may be, since somebody has to read it.
+#
+# Each file counts, but for what programs write, BUILD files among it. Python counts by
+# its tokens, without comments and docstrings, and a string of over 20 words by its
+# words; another language by its words. A closure is what comes with files of the
+# package: what they import, within functions too, or name in a string, and what is
+# listed in the stub of a package whose names are lazy. Imports for types alone do not
+# come with it.
+#
+# The commit that makes something smaller lowers its budget: where that is due, a test
+# fails, and `python -m tests.architecture_test` writes it. Whoever raises one writes
+# above it, in a sentence, what for.
+BUDGETS = {
+    "tokens of xshard": 287_500,
+    "tokens of launch": 20_500,
+    "tokens of tests": 438_900,
+    "tokens of benchmarks": 28_300,
+    "tokens of experiments": 15_700,
+    "tokens of configs": 1_400,
+    "tokens of what builds and checks": 4_400,
+    "tokens of xshard/*.py": 24_800,
+    "tokens of xshard/base": 8_700,
+    "tokens of xshard/checkpoint": 30_700,
+    "tokens of xshard/data": 13_000,
+    "tokens of xshard/dryrun": 14_300,
+    "tokens of xshard/export": 2_900,
+    "tokens of xshard/files": 17_500,
+    "tokens of xshard/learners": 20_200,
+    "tokens of xshard/logical": 12_600,
+    "tokens of xshard/metrics": 12_300,
+    "tokens of xshard/modes": 2_500,
+    "tokens of xshard/new": 1_200,
+    "tokens of xshard/optimizers": 37_100,
+    "tokens of xshard/pod": 26_000,
+    "tokens of xshard/replay": 15_800,
+    "tokens of xshard/report": 12_100,
+    "tokens of xshard/run": 17_700,
+    "tokens of xshard/training": 10_500,
+    "tokens of xshard/wings": 8_500,
+    "files of the two rules": 25,
+    "tokens of the two rules": 21_700,
+    "files of a learner": 51,
+    "tokens of a learner": 53_200,
+    "files of a checkpoint": 39,
+    "tokens of a checkpoint": 33_100,
+    "files of the loop": 175,
+    "tokens of the loop": 201_300,
+    "files of a run": 209,
+    "tokens of a run": 229_300,
+    "floors": 12,
+    "classes": 388,
+    "words of docstrings and comments": 120_900,
+    "words of documents": 78_300,
+}
+# The files that each closure begins with.
+CLOSURES = {
+    "the two rules": (
+        "optimizers/cross_shard",
+        "optimizers/loss_scale",
+        "optimizers/optax",
+    ),
+    "a learner": ("learners/learner",),
+    "a checkpoint": ("checkpoint/manager",),
+    "the loop": ("loop",),
+    "a run": ("main",),
+}
+DOCUMENTS = re.compile(r"(docs/)?[^/]+\.md|benchmarks/README\.md")
+UNCOUNTED = re.compile(
+    r"LICENSE|user\.bazelrc|requirements/|docs/api/|benchmarks/results/"
+    r"|tests/checkpoint/written/|(.*/)?(BUILD|__pycache__)\b|.*\.(npz|png)"
+)
+LAYOUT = ("NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+
+
+def counted_files():
+    """Yields the files that count."""
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    for top in (
+        ".ci",
+        ".github",
+        "benchmarks",
+        "configs",
+        "docs",
+        "experiments",
+        "launch",
+        "tests",
+        "third_party",
+        "xshard",
+    ):
+        paths += [path for path in (ROOT / top).rglob("*") if path.is_file()]
+    for path in paths:
+        if not UNCOUNTED.match(path.relative_to(ROOT).as_posix()):
+            yield path
+
+
+def tokens(text):
+    """Yields the kind, text and start of each token of Python.
+
+    An f-string is one, as to Python 3.11. Later versions have a token for each part.
+    """
+    lines = text.splitlines(keepends=True)
+    begun = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            begun.append(token.start)
+        elif kind == "FSTRING_END":
+            row, column = begun.pop()
+            if not begun:
+                last, end = token.end
+                whole = "".join(lines[row - 1 : last])
+                whole = whole[column : len(whole) - len(lines[last - 1]) + end]
+                yield "STRING", whole, (row, column)
+        elif not begun:
+            yield kind, token.string, token.start
+
+
+@functools.cache
+def size(path):
+    """Returns a file's tokens, the words of its docstrings and comments, and its
+    classes.
+    """
+    text = path.read_text()
+    sizes = collections.Counter()
+    if path.suffix not in (".py", ".pyi"):
+        sizes["tokens"] = len(re.findall(r"\w+", text))
+        return sizes
+    docstrings = set()
+    for node in ast.walk(ast.parse(text)):
+        sizes["classes"] += isinstance(node, ast.ClassDef)
+        is_documented = ast.Module | ast.ClassDef | ast.FunctionDef
+        if isinstance(node, is_documented | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                sizes["prose"] += len(docstring.split())
+                docstrings.add((node.body[0].lineno, node.body[0].col_offset))
+    for kind, string, start in tokens(text):
+        words = len(string.split())
+        if kind == "COMMENT":
+            sizes["prose"] += words - 1
+        elif kind not in LAYOUT and start not in docstrings:
+            sizes["tokens"] += words if kind == "STRING" and words > 20 else 1
+    return sizes
+
+
+@functools.cache
+def brought(path):
+    """Returns the files of the package that come with one of them."""
+    names = []
+    for_types = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for_types.update(ast.walk(node))
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # Relative names occur in stubs only.
+            parents = path.relative_to(ROOT).parent.parts if node.level else ()
+            module = ".".join([*parents, *filter(None, [node.module])])
+            names += [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += re.findall(r"^xshard(?:\.\w+)+$", node.value)
+    files = set()
+    for name in names:
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            base = ROOT.joinpath(*parts[:length])
+            candidates = [base.with_suffix(".py"), base / "__init__.py"]
+            # Files within the folder have no use for its list of names, and nor has the
+            # package for its own.
+            if length > 1 and path.parent != base:
+                candidates.append(base / "__init__.pyi")
+            if parts[0] == "xshard":
+                files |= {file for file in candidates if file.exists()}
+    return files
+
+
+def closure(starts):
+    """Returns the files of the package that come with some of them."""
+    found = set()
+    todo = {ROOT / "xshard" / f"{name}.py" for name in starts}
+    while todo:
+        path = todo.pop()
+        found.add(path)
+        todo |= brought(path) - found
+    return found
+
+
+@functools.cache
+def counts():
+    """Returns what BUDGETS limits, by its names there."""
+    counted = collections.Counter()
+    for path in counted_files():
+        name = path.relative_to(ROOT).as_posix()
+        top, *rest = name.split("/")
+        if DOCUMENTS.fullmatch(name):
+            counted["words of documents"] += len(path.read_text().split())
+            continue
+        sizes = size(path)
+        if top == "xshard":
+            room = rest[0] if len(rest) > 1 else "*.py"
+            counted[f"tokens of xshard/{room}"] += sizes["tokens"]
+            counted["words of docstrings and comments"] += sizes["prose"]
+            counted["classes"] += sizes["classes"]
+        elif not rest or top in (".ci", ".github", "docs", "third_party"):
+            top = "what builds and checks"
+        counted[f"tokens of {top}"] += sizes["tokens"]
+    for title, starts in CLOSURES.items():
+        files = closure(starts)
+        counted[f"files of {title}"] = len(files)
+        counted[f"tokens of {title}"] = sum(size(path)["tokens"] for path in files)
+    counted["floors"] = len(ORDER.strip().splitlines())
+    return dict(counted)
+
+
+def step(name):
+    """Returns of what a budget is a multiple, so that not each commit changes it."""
+    return 100 if name.startswith(("tokens", "words")) else 1
+
+
+def rounded(name):
+    """Returns the budget that what is counted needs."""
+    return -(-counts()[name] // step(name)) * step(name)
+
+
+def due():
+    """Returns the names of the budgets that something has become too small for."""
+    names = []
+    for name, budget in BUDGETS.items():
+        if counts().get(name, budget) <= budget - budget // 50 - step(name):
+            names.append(name)
+    return names
+
+
+def test_nothing_is_larger_than_its_budget():
+    problems = []
+    for name, counted in counts().items():
+        budget = BUDGETS.get(name, 0)
+        if counted > budget:
+            problems.append(
+                f"{name}: {counted:,} counted, budget {budget:,}: make it smaller, or "
+                f'write "{name}": {rounded(name):_}, and above it, in a sentence, why'
+            )
+    for name in BUDGETS.keys() - counts().keys():
+        problems.append(f"{name}: nothing counted: delete its budget")
+    assert not problems, "\n".join(problems)
+
+
+def test_what_became_smaller_has_a_lower_budget():
+    problems = []
+    for name in due():
+        problems.append(
+            f"{name}: {counts()[name]:,} counted, budget {BUDGETS[name]:,}: in this "
+            f'commit, write "{name}": {rounded(name):_}'
+        )
+    advice = "`python -m tests.architecture_test` writes them"
+    assert not problems, "\n".join([*problems, advice])
+
+
+def test_how_python_is_counted(tmp_path):
+    path = tmp_path / "some.py"
+    short = " ".join(["word"] * 20)
+    path.write_text(
+        '"""Three words here."""\n'
+        f'class C:\n    x = "{short}"\n    y = "{short} word"\n'
+        'z = f"{x:{y}} {f(1)}"  # Why not.\n'
+    )
+    # Of the class, x, y with its words, and z.
+    assert size(path) == {"tokens": 3 + 3 + 2 + 21 + 3, "prose": 5, "classes": 1}
+
+
+def test_what_a_closure_follows(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    loop = (
+        "from typing import TYPE_CHECKING\n"
+        "from xshard.lazy import Name\n"
+        "if TYPE_CHECKING:\n    from xshard import typed\n"
+        "def f():\n    from xshard import inner\n    return find('xshard.named')\n"
+    )
+    texts = {
+        "loop.py": loop,
+        "inner.py": "'xshard.typed is only mentioned'",
+        "named.py": "",
+        "typed.py": "",
+        "lazy/__init__.py": "",
+        "lazy/__init__.pyi": "from .deep import Name",
+        "lazy/deep.py": "from xshard.lazy import name",
+    }
+    (tmp_path / "xshard/lazy").mkdir(parents=True)
+    for name, text in texts.items():
+        (tmp_path / "xshard" / name).write_text(text)
+    package = tmp_path / "xshard"
+    assert closure(["loop"]) == {package / x for x in texts if x != "typed.py"}
+    within = ("lazy/__init__.py", "lazy/deep.py")
+    assert closure(["lazy/deep"]) == {package / name for name in within}
+
+
+def main():
+    """Lowers the budgets that are due."""
+    path = pathlib.Path(__file__)
+    text = path.read_text()
+    for name in due():
+        line = rf'^(    "{re.escape(name)}": )[\d_]+'
+        text = re.sub(line, rf"\g<1>{rounded(name):_}", text, flags=re.MULTILINE)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
