@@ -142,24 +142,13 @@ def _peak(side: str) -> Callable[[Place], list[str]]:
 
 
 def _loop(per_dispatch: int) -> Callable[[Place], list[str]]:
-    more = ["--size=1 ms", "--arrays=", f"--steps_per_dispatch={per_dispatch}"]
+    more = ["--size=1 ms", f"--steps_per_dispatch={per_dispatch}"]
 
     def command(place: Place) -> list[str]:
         size = ["--rounds=1", "--steps=300"] if place.is_cpu else ["--rounds=3"]
         return ["benchmarks.loop", *more, *size]
 
     return command
-
-
-def _memory(place: Place) -> list[str]:
-    sides = ["keep all, state not donated"]
-    if not place.is_cpu:
-        sides.append("model.remat=True")
-    return ["benchmarks.memory", "--rounds=1", *(f"--side={side}" for side in sides)]
-
-
-def _precision(place: Place) -> list[str]:
-    return ["benchmarks.precision", "--rounds=3" if place.is_cpu else "--rounds=5"]
 
 
 def _checkpoint(place: Place) -> list[str]:
@@ -181,9 +170,7 @@ PARTS = [
     Part("step_bfloat16", "", 120, _step("bfloat16")),
     Part("loop", "", 120, _loop(32)),
     Part("loop_one", "", 120, _loop(1)),
-    Part("memory", "", 120, _memory),
     Part("checkpoint", "", 150, _checkpoint),
-    Part("precision", "", 150, _precision),
     Part("peak_rules", "", 60, _peak("rules")),
     Part("peak_hand", "", 60, _peak("hand")),
 ]

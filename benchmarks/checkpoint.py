@@ -6,9 +6,8 @@ fresh process.
 
 A save includes fsync, the merge, the description and COMMIT; for orbax, its metadata
 and finalization. A restore starts with a cold page cache, and ends when the arrays are
-on the device. `waits` is how long a second save blocks its caller. `copies` is how long
-NumPy takes to copy the same arrays. `memory` is the peak of the process above its
-earlier memory. The comparison, and nothing else, needs orbax-checkpoint.
+on the device. `waits` is how long a second save blocks its caller. The comparison, and
+nothing else, needs orbax-checkpoint.
 """
 
 import concurrent.futures
@@ -42,9 +41,6 @@ _DIRECTORY = flags.DEFINE_string(
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 _CHILD = flags.DEFINE_string("child", None, "For the processes that this one starts.")
-_BUDGET = flags.DEFINE_integer(
-    "budget_megabytes", 4096, "xshard's budget of host memory.", 1
-)
 
 
 def make_state(count: int, megabytes: int) -> dict[str, jax.Array]:
@@ -59,9 +55,7 @@ class Xshard:
     """xshard's checkpoint manager."""
 
     def __init__(self, directory: pathlib.Path):
-        self._manager = checkpoint.Manager(
-            directory, checkpoint.Keep(last=9), budget_bytes=_BUDGET.value << 20
-        )
+        self._manager = checkpoint.Manager(directory, checkpoint.Keep(last=9))
 
     def save(self, step: int, state: Any) -> Callable[[], None]:
         """Begins to save; returns what waits for the end."""
@@ -163,14 +157,11 @@ TARGETS = {
     ("restore", _ORBAX, 24): 1 / 1.3,
     ("restore", _ORBAX, 2000): 1 / 1.7,
 }
-# The figures of a side, their units, and the factors from seconds or megabytes.
+# The figures of a side, their units, and the factors from seconds.
 FIGURES = [
     ("save", "s", 1),
     ("restore", "s", 1),
     ("waits", "ms", 1e3),
-    ("copies", "ms", 1e3),
-    ("save memory", "MB", 1),
-    ("restore memory", "MB", 1),
 ]
 _NO_ORBAX = "orbax-checkpoint is not installed: pip install '.[dev]'"
 
@@ -189,33 +180,25 @@ def child(
     expected = {name: np.asarray(state[name])[::9973].copy() for name in state}
     del state
     _drop_cache(directory)
-    before = _memory("VmRSS", reset=True)
     begin = time.perf_counter()
     restored = jax.block_until_ready(peer.restore(target))
     seconds = time.perf_counter() - begin
-    extra = _memory("VmHWM") - before
     for name, part in expected.items():
         np.testing.assert_array_equal(np.asarray(restored[name])[::9973], part)
-    return {"restore": seconds, "restore memory": extra}
+    return {"restore": seconds}
 
 
 def _timed_saves(peer: Any, state: Any) -> dict[str, float]:
     # Pending writes of earlier work would compete with the save.
     os.sync()
-    before = _memory("VmRSS", reset=True)
     begin = time.perf_counter()
     peer.save(0, state)()
     seconds = time.perf_counter() - begin
-    extra = _memory("VmHWM") - before
-    begin = time.perf_counter()
-    copies = [np.array(np.asarray(x)) for x in state.values()]
-    copied = time.perf_counter() - begin
-    del copies
     begin = time.perf_counter()
     done = peer.save(1, state)
     waited = time.perf_counter() - begin
     done()
-    return {"save": seconds, "save memory": extra, "waits": waited, "copies": copied}
+    return {"save": seconds, "waits": waited}
 
 
 def _drop_cache(directory: pathlib.Path) -> None:
@@ -226,15 +209,6 @@ def _drop_cache(directory: pathlib.Path) -> None:
             fd = os.open(path, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def _memory(key: str, reset: bool = False) -> float:
-    """Returns this process's memory in MB, after resetting its peak if `reset`."""
-    if reset:
-        # 5 resets the peak, VmHWM, to the current memory.
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-    status = pathlib.Path("/proc/self/status").read_text()
-    return int(status.split(f"{key}:")[1].split()[0]) / 1e3
 
 
 def compare(count: int, directory: pathlib.Path) -> Iterator[measure.Row]:
@@ -290,7 +264,6 @@ def _start_child(
         f"--child={task},{side},{count}",
         f"--directory={folder}",
         f"--megabytes={_MEGABYTES.value}",
-        f"--budget_megabytes={_BUDGET.value}",
     ]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """Kills pods while they save, and injects faults into an object store: the long form of
 the tests.
 
-    python -m benchmarks.checkpoint_torture --trials=500 --seed=0 [--stores=disk,gcs,s3]
+    python -m benchmarks.checkpoint_torture --trials=500 --seed=0 [--store=disk]
     python -m benchmarks.checkpoint_torture --trials=0 --saves=500
 
 A trial is a pod of 1 to 4 real JAX processes that saves one step after the other, on a
@@ -22,7 +22,9 @@ from tests.checkpoint import torture
 
 _TRIALS = flags.DEFINE_integer("trials", 500, "How often a pod is killed.", 0)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of the instants.")
-_STORES = flags.DEFINE_list("stores", list(torture.STORES), "Where to save.")
+_STORE = flags.DEFINE_multi_enum(
+    "store", torture.STORES, torture.STORES, "Where to save; again for each."
+)
 _SAVES = flags.DEFINE_integer(
     "saves", 0, "How often to save with each kind of fault.", 0
 )
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
             )
         if _TRIALS.value:
             counts = torture.run(
-                scratch, _TRIALS.value, _SEED.value, tuple(_STORES.value)
+                scratch, _TRIALS.value, _SEED.value, tuple(_STORE.value)
             )
             print(f"done: {counts}")
             sys.exit(bool(counts.bad))

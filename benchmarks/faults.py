@@ -1,7 +1,7 @@
 """Makes each file operation of a run fail once, and ends the run before each one: the
 long form of tests/faults.
 
-    python -m benchmarks.faults [--where=disk,power,gcs,s3] [--results=FOLDER]
+    python -m benchmarks.faults [--where=disk] [--results=FOLDER]
     [--jobs=2]
 
 The commands are a short run, its resuming, its last start, an evaluation job, and the
@@ -23,7 +23,9 @@ from absl import app, flags
 
 from tests.faults import campaign, power, shim
 
-_WHERE = flags.DEFINE_list("where", list(campaign.WHERE), "What fails.")
+_WHERE = flags.DEFINE_multi_enum(
+    "where", campaign.WHERE, campaign.WHERE, "What fails; again for each."
+)
 _RESULTS = flags.DEFINE_string("results", "faults", "A folder for what has been tried.")
 _JOBS = flags.DEFINE_integer(
     "jobs", os.cpu_count(), "How many points are tried at once.", 1

@@ -20,7 +20,6 @@ _PACKAGES = (
     "dm-haiku",
     "optax",
     "jmp",
-    "flax",
     "orbax-checkpoint",
     "libtpu",
 )

@@ -1,23 +1,15 @@
 """The models that are timed: perceptrons of two sizes, and an experiment that trains
-one; a transformer and a convolutional network, in each precision.
+one.
 """
 
-import functools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from benchmarks import measure
-from experiments.lm import model as lm_model
 from tests import toy
-from xshard import experiment as experiment_lib
-from xshard.dryrun import analysis, collectives
-from xshard.run import preflight
-from xshard.training import state as state_lib
 
 
 class Size(NamedTuple):
@@ -61,67 +53,6 @@ def make(
     return loss, lambda: network.init(jax.random.key(0), jnp.ones((1, size.width)))
 
 
-class Network(NamedTuple):
-    """A network whose step is timed in several precisions.
-
-    Attributes:
-      outputs: a Haiku function of an input.
-      input: returns the input of a step.
-    """
-
-    outputs: Callable[[jax.Array], jax.Array]
-    input: Callable[[], jax.Array]
-
-
-def networks() -> dict[str, Network]:
-    """Returns the networks that are timed in several precisions, by name.
-
-    They are smaller on a CPU, where half precision is slow.
-    """
-    if jax.default_backend() == "cpu":
-        layers, width, length, rows, channels, side = 2, 64, 64, 8, 8, 16
-    else:
-        layers, width, length, rows, channels, side = 12, 1024, 1024, 16, 256, 64
-
-    def transformer(text: jax.Array) -> jax.Array:
-        return lm_model.Transformer(layers, width, width // 64, 4 * width, remat=False)(
-            text
-        )
-
-    def convolutions(images: jax.Array) -> jax.Array:
-        x = images
-        for number in range(8):
-            x = x + jax.nn.relu(hk.Conv2D(channels, 3, name=f"conv_{number}")(x))
-        return jnp.mean(x, axis=(1, 2))
-
-    def text() -> jax.Array:
-        return jax.random.randint(jax.random.key(1), (rows, length), 0, lm_model.BYTES)
-
-    def images() -> jax.Array:
-        shape = (4 * rows, side, side, channels)
-        return jax.random.normal(jax.random.key(1), shape)
-
-    return {
-        "transformer": Network(transformer, text),
-        "convolutions": Network(convolutions, images),
-    }
-
-
-def made(
-    network: Network, dtype: Any
-) -> tuple[Callable[[Any, jax.Array], jax.Array], Callable[[], Any]]:
-    """Returns a network's loss, as `make` does, and its parameters' initializer."""
-    transformed = hk.without_apply_rng(hk.transform(network.outputs))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            x = x.astype(dtype)
-        params = jax.tree.map(lambda a: a.astype(dtype), params)
-        return jnp.mean((transformed.apply(params, x).astype(jnp.float32) - 1) ** 2)
-
-    return loss, lambda: transformed.init(jax.random.key(0), network.input()[:1])
-
-
 class Wide(toy.Toy):
     """The toy experiment with a larger network, so that a step takes longer than the
     call's overhead.
@@ -135,82 +66,17 @@ class Wide(toy.Toy):
         ]
 
 
-class RunStep:
-    """The jitted step of a run, with its state and one batch.
-
-    Attributes:
-      first: the seconds of the first step, including compilation.
-    """
-
-    def __init__(
-        self, experiment: type[toy.Toy], size: Size, changes: Mapping[str, Any]
-    ):
-        """Compiles the step, without fingerprints, and with the given changes of the
-        config.
-        """
-        config = toy.get_config()
-        config.update(
-            {"width": size.width, "layers": size.layers, "examples": 4 * size.batch}
-        )
-        config.update({"batch_size": size.batch, "fingerprint_every_steps": 0})
-        config.update_from_flattened_dict(dict(changes))
-        made = experiment(config)
-        mesh = experiment_lib.mesh_of(config)
-        train = preflight.train_batches(made, mesh)
-        self._batch = next(train)
-        self._step = preflight.jitted_step(made, mesh)
-        self._state = state_lib.init(made, mesh, 0, train.example)
-        self.first = self.seconds(1)
-
-    def seconds(self, steps: int) -> float:
-        """Returns the seconds per step of this many steps, including the wait for the
-        last one.
-        """
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self._state, *rest = self._step(self._state, self._batch)
-        jax.block_until_ready((self._state, rest))
-        return (time.perf_counter() - begin) / steps
-
-
-def in_turn(
-    sides: Mapping[str, RunStep], steps: int, rounds: int
-) -> dict[str, list[float]]:
-    """Returns the seconds per step of each side in each round; a turn has `steps`
-    steps.
-    """
-    turns = {
-        title: functools.partial(side.seconds, steps) for title, side in sides.items()
-    }
-    return measure.in_turn(turns, rounds)
-
-
-def absolute(
-    sides: Mapping[str, list[float]], what: Callable[[str], str]
-) -> Iterator[measure.Row]:
-    """Yields a row with the milliseconds of each side, named by `what`."""
-    for title, values in sides.items():
-        yield measure.figure(what(title), [1e3 * value for value in values], "ms")
-
-
-def bytes_sent(config: Any) -> float:
-    """Returns the bytes that each device here sends in a step of a run, on average.
-
-    They are counted in the compiled program.
+def make_config(size: Size, batches: int) -> Any:
+    """Returns the config of a run that trains `Wide`.
 
     Args:
-      config: the run's config.
+      size: its size.
+      batches: the number of batches of an epoch.
     """
-    experiment = experiment_lib.load(config.experiment)(config)
-    mesh = experiment_lib.mesh_of(config)
-    train = preflight.train_batches(experiment, mesh)
-    state = state_lib.abstract_state(experiment, mesh, 0, train.example)
-    step = preflight.jitted_step(experiment, mesh)
-    compiled = step.lower(state, next(train)).compile()
-    # Only the exchange of an outer rule is conditional.
-    every = analysis.exchange_every_steps(config) or 1
-    total = 0.0
-    for one in collectives.of(compiled):
-        sent = one.times * collectives.sent(mesh, one)
-        total += sent / every if one.is_conditional else sent
-    return total
+    config = toy.get_config()
+    config.experiment = "benchmarks.models.Wide"
+    config.update({"width": size.width, "layers": size.layers})
+    config.update({"batch_size": size.batch, "examples": batches * size.batch})
+    # The default of runs, which the toy's config changes.
+    config.fingerprint_every_steps = 10
+    return config

@@ -1,9 +1,8 @@
 """One training step, with xshard's rules and by hand: AdamW, with the mean of the
 gradients over all devices.
 
-The sides differ in who writes the step, and in the dynamic loss scale: none, by hand,
-`jmp.DynamicLossScale`, or `flax.training.dynamic_scale.DynamicScale`, each used as its
-documentation shows. A side takes a loss and returns two functions. The first maps
+The sides differ in who writes the step, and in the dynamic loss scale. A side takes a
+loss and returns two functions. The first maps
 parameters and an input to the first state. The second maps a state and a device's part
 of a batch to the next state and the loss, on each device. `Timed` compiles and times a
 side.
@@ -17,7 +16,6 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 
 import xshard
@@ -61,17 +59,6 @@ def by_rules(loss: Loss, scale: bool) -> Side:
     return init, local
 
 
-def unscaled_by_hand(loss: Loss) -> Side:
-    """Returns the step written by hand, without a loss scale."""
-
-    def local(state: Any, x: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(state[0], x)
-        new = _adam(jax.lax.pmean(grads, "replica"), state)
-        return new, jax.lax.pmean(value, "replica")
-
-    return _with_adam, local
-
-
 def by_hand(loss: Loss, conditional: bool) -> Side:
     """Returns the step written by hand, with a dynamic loss scale that skips a step by
     `cond` or by `where`.
@@ -97,51 +84,9 @@ def by_hand(loss: Loss, conditional: bool) -> Side:
         return (new, new_scale, new_good), jax.lax.pmean(value / scale, "replica")
 
     def init(params: Any, x: jax.Array) -> Any:
-        return _with_adam(params, x), jnp.float32(FIRST_SCALE), jnp.int32(0)
-
-    return init, local
-
-
-def with_jmp(loss: Loss) -> Side:
-    """Returns the step written by hand around jmp's loss scale, in the order of jmp's
-    README.
-    """
-
-    def local(state: Any, x: jax.Array) -> Any:
-        old, scale = state
-        value, grads = jax.value_and_grad(lambda p: scale.scale(loss(p, x)))(old[0])
-        grads = scale.unscale(jax.lax.pmean(grads, "replica"))
-        finite = jmp.all_finite(grads)
-        new = jmp.select_tree(finite, _adam(grads, old), old)
-        return (new, scale.adjust(finite)), jax.lax.pmean(
-            scale.unscale(value), "replica"
-        )
-
-    def init(params: Any, x: jax.Array) -> Any:
-        scale = jmp.DynamicLossScale(jnp.float32(FIRST_SCALE), jnp.int32(0), PERIOD)
-        return _with_adam(params, x), scale
-
-    return init, local
-
-
-def with_flax(loss: Loss) -> Side:
-    """Returns the step written by hand around flax's loss scale, as its examples do."""
-    from flax.training import dynamic_scale
-
-    def local(state: Any, x: jax.Array) -> Any:
-        old, scale = state
-        grad = scale.value_and_grad(lambda p: loss(p, x), axis_name="replica")
-        scale, finite, value, grads = grad(old[0])
-        new = jax.tree.map(functools.partial(jnp.where, finite), _adam(grads, old), old)
-        return (new, scale), jax.lax.pmean(value, "replica")
-
-    def init(params: Any, x: jax.Array) -> Any:
-        scale = dynamic_scale.DynamicScale(
-            fin_steps=jnp.int32(0),
-            scale=jnp.float32(FIRST_SCALE),
-            growth_interval=PERIOD,
-        )
-        return _with_adam(params, x), scale
+        del x
+        adam = params, ADAM.init(params)
+        return adam, jnp.float32(FIRST_SCALE), jnp.int32(0)
 
     return init, local
 
@@ -151,15 +96,7 @@ SIDES: dict[str, Callable[[Loss], Side]] = {
     "rules, unscaled": functools.partial(by_rules, scale=False),
     "hand": functools.partial(by_hand, conditional=True),
     "hand, where": functools.partial(by_hand, conditional=False),
-    "hand, unscaled": unscaled_by_hand,
-    "jmp": with_jmp,
-    "flax": with_flax,
 }
-
-
-def _with_adam(params: Any, x: jax.Array) -> Any:
-    del x
-    return params, ADAM.init(params)
 
 
 def _adam(grads: Any, state: Any) -> Any:
@@ -205,8 +142,6 @@ class Timed:
         self._x = jax.device_put(
             x, jax.sharding.NamedSharding(mesh(), jax.P("replica"))
         )
-        # Compiled by the first call, because jmp's scale cannot be lowered ahead of
-        # time.
         self._step = jitted(local)
         self._wait_for_each = jax.default_backend() == "cpu"
         seconds = min(self.steps(1) for _ in range(3))

@@ -9,7 +9,6 @@ yields the time until it prints that training begins, when everything is checked
 state is created.
 """
 
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -18,12 +17,10 @@ from collections.abc import Iterator
 
 from absl import app, flags
 
-from benchmarks import measure
+from benchmarks import measure, processes
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each side is timed.", 1)
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
-
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def of_a_run() -> list[float]:
@@ -59,7 +56,7 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=_ROOT,
+        cwd=processes.ROOT,
     ) as process:
         for line in process.stdout:
             lines.append(line)
@@ -71,28 +68,27 @@ def seconds_until(texts: list[str], *arguments: str) -> list[float]:
     return seconds
 
 
-def of_imports(modules: str) -> list[float]:
-    """Returns the seconds that a Python process takes for these imports, as a list of
-    one.
+def of_imports() -> list[float]:
+    """Returns the seconds of a Python process that imports what every program needs, as
+    a list of one.
     """
-    return seconds_until(["done"], "-c", f"import {modules}; print('done', flush=True)")
+    code = "import jax, haiku, optax; print('done', flush=True)"
+    return seconds_until(["done"], "-c", code)
 
 
 def compare() -> Iterator[measure.Row]:
     """Yields the rows."""
     sides = {
         "run": of_a_run,
-        "bare": lambda: of_imports("jax, haiku, optax"),
-        "ours": lambda: of_imports("xshard.main"),
+        "imports": of_imports,
     }
     seconds = measure.in_turn(sides, _ROUNDS.value, warm_up=False)
     checked, made = zip(*seconds["run"], strict=True)
-    bare, ours = ([each for (each,) in seconds[side]] for side in ("bare", "ours"))
+    bare = [each for (each,) in seconds["imports"]]
     yield measure.ratio(
         "from the command to the first step, digits", "imports alone", made, bare
     )
     yield measure.figure("Python, import jax, haiku, optax", bare, "s")
-    yield measure.figure("Python, import xshard.main", ours, "s")
     yield measure.figure(
         "from the command until all is checked and the state is made", checked, "s"
     )

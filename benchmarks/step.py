@@ -9,7 +9,6 @@ would hide the cost of the rules. Use float32 on a CPU, and --precision=float16 
 bfloat16 on accelerators.
 """
 
-import importlib.util
 from collections.abc import Iterator
 
 import jax
@@ -39,27 +38,17 @@ _MEMORY = flags.DEFINE_enum(
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
-_NO_FLAX = "flax is not installed: pip install '.[bench]'"
-
 
 def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
     """Yields the rows of one model."""
-    names = [
-        side
-        for side in sides_lib.SIDES
-        if side != "flax" or importlib.util.find_spec("flax")
-    ]
-    sides = {side: _timed(side, size) for side in names}
+    sides = {side: _timed(side, size) for side in sides_lib.SIDES}
     rtol = 1e-4 if _PRECISION.value == "float32" else 0.02
-    for side in names:
+    most = max(timed.count for timed in sides.values())
+    for side, timed in sides.items():
         # The times are comparable only if all sides do the same work.
-        np.testing.assert_allclose(
-            sides[side].loss, sides["hand, unscaled"].loss, rtol, err_msg=side
-        )
-    most = max(side.count for side in sides.values())
-    for side in sides.values():
-        side.count = most
-    turns = {side: sides[side].turn for side in names}
+        np.testing.assert_allclose(timed.loss, sides["hand"].loss, rtol, err_msg=side)
+        timed.count = most
+    turns = {side: timed.turn for side, timed in sides.items()}
     seconds = measure.in_turn(turns, _ROUNDS.value)
     where = _where(name)
     for peer, title in (
@@ -76,16 +65,6 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
         seconds["rules, unscaled"],
         1.02,
     )
-    for peer, title in (
-        ("jmp", "jmp's DynamicLossScale"),
-        ("flax", "flax's DynamicScale"),
-    ):
-        if peer in seconds:
-            yield measure.ratio(
-                f"{title}{where}", "none", seconds[peer], seconds["hand, unscaled"]
-            )
-        else:
-            yield measure.Row(f"{title}{where}", "none", missing=_NO_FLAX)
     for side, values in seconds.items():
         yield measure.figure(
             f"step: {side}{where}", [1e3 * value for value in values], "ms"

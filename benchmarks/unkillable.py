@@ -8,8 +8,8 @@ from the seed: whom, and whether at any instant, while a checkpoint is half writ
 while an evaluation is due, just after a takeover, or by suspending instead of killing.
 The last member is never killed: that would end any run.
 
-For comparison, a run of processes that JAX joins is killed as well, and starts again.
-Then a step of members is compared with one of such processes, for two sizes of network.
+Then a step of members is compared with one of processes that JAX joins, for two sizes
+of network.
 Printed are a table of the seconds without steps after the kills of each kind, and the
 steps that were made again. With --gates it prints a table of what must hold, and exits
 with 1 if anything does not. The seconds mean something on a machine that does nothing
@@ -44,9 +44,8 @@ _EVERY = flags.DEFINE_float("every", 15.0, "The mean seconds between two kills."
 _ROUNDS = flags.DEFINE_integer("rounds", 1, "How many rounds.", 1)
 _MEMBERS = flags.DEFINE_integer("members", 3, "The number of members.", 2)
 _SPARES = flags.DEFINE_integer("spares", 1, "The number of spares.", 0)
-_STEPS = flags.DEFINE_integer("steps", 4000, "The number of steps of each run.", 100)
+_STEPS = flags.DEFINE_integer("steps", 4000, "The number of steps of each run.", 10)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of the kills of the first round.")
-_RESTART = flags.DEFINE_bool("restart", True, "Whether to time a restart, too.")
 _HIDDEN = flags.DEFINE_list(
     "hidden",
     ["96", "4096"],
@@ -73,7 +72,6 @@ _HEARTBEAT_SECONDS = 5
 _HANG_SECONDS = 300.0
 _ROWS_BEFORE_KILLS = 50
 _POLL_SECONDS = 0.002
-_RESTARTS = 3
 
 
 class Kind(NamedTuple):
@@ -148,6 +146,8 @@ class Gate(NamedTuple):
 def main(argv: list[str]) -> int:
     """Runs the rounds; returns the exit code."""
     del argv
+    if _HOSTS.value and not network.is_allowed():
+        sys.exit(f"error: --hosts was not tried, it {network.NEEDED}")
     scratch = pathlib.Path(tempfile.mkdtemp())
     gates: list[Gate] = []
     runs: list[Trained] = []
@@ -168,13 +168,6 @@ def main(argv: list[str]) -> int:
             say(f"seed {seed}", disturbed)
             runs.append(disturbed)
             gates += round_gates(scratch, seed, disturbed, undisturbed)
-    if _RESTART.value:
-        again = [(_RESTART_KIND, 0.0)] * _RESTARTS
-        restarted = train(
-            scratch / "restart", ["--num_processes=2"], (random.Random(0), again)
-        )
-        say("restart", restarted)
-        runs.append(restarted)
     for hidden in map(int, _HIDDEN.value):
         gates.append(compare_steps(scratch / f"hidden_{hidden}", hidden))
     print_table(runs)
@@ -355,7 +348,7 @@ class Killer:
             # From then on they are members.
             self._wait(lambda: any("generation 1:" in line for line in self._lines))
         else:
-            kind = _KINDS.get(name, Kind("leader"))
+            kind = _KINDS[name]
             wait_for_rows(self._process, self._directory, _ROWS_BEFORE_KILLS)
         time.sleep(seconds)
         self._wait(lambda: self._has_victims(kind) and kind.when(self._directory))
@@ -372,7 +365,7 @@ class Killer:
         if is_first and count:
             # It was too late for that.
             self.kills[-1] = self.kills[-1]._replace(name=kind.who)
-        # A run that restarts has another checkpoint by then, and each kill its own gap.
+        # Each kill has its own gap.
         wait_for_rows(self._process, self._directory, count + _SAVE_STEPS + 10)
 
     def _send(self, number: int, victims: Sequence[int]) -> None:
@@ -388,8 +381,7 @@ class Killer:
             found = re.match(r"launch: generation \d+: processes ([\d, ]+);", line)
             if found:
                 return [int(number) for number in found[1].split(", ")]
-        # Of processes that JAX joins all are members.
-        return sorted(harness.members(self._process))
+        return []
 
     def _outside(self) -> list[int]:
         return sorted(set(harness.members(self._process)) - set(self._members()))
@@ -438,7 +430,6 @@ def is_evaluating(directory: pathlib.Path) -> bool:
 
 
 _FIRST_KIND = "any in the first step"
-_RESTART_KIND = "one of a run that restarts"
 _JOINED = "(not killed: it joined)"
 _KINDS = {
     "leader": Kind("leader"),

@@ -3,7 +3,6 @@ Debian's iproute2.
 """
 
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -109,20 +108,6 @@ class Hosts:
         """Lets what a host sends to another be lost, but not what it receives."""
         host = f"{self._tag}h{index}"
         self._ip(host, f"route add blackhole {self.addresses[other]}")
-
-    def limit(self, index, rate):
-        """Limits the rate at which a host sends, as tc has it, such as 1gbit."""
-        shape = f"tbf rate {rate} burst 64kb latency 400ms"
-        command = f"tc -n {self._tag}h{index} qdisc replace dev eth0 root {shape}"
-        subprocess.run(command.split(), check=True)
-
-    def bytes_sent(self, index):
-        """Returns the bytes that a host has sent since it was created, including packet
-        headers.
-        """
-        command = f"ip -n {self._tag}h{index} -s -j link show eth0"
-        (link,) = json.loads(subprocess.check_output(command.split()))
-        return link["stats64"]["tx"]["bytes"]
 
     def cut(self, index):
         """Cuts the link between a host and the others."""

@@ -108,17 +108,7 @@ def _kernel(x, flag):
 _kernel.defvjp(lambda x, flag: (_kernel(x, flag), None), lambda _, grad: (grad, None))
 
 
-KINDS = (
-    "zero_over_zero",
-    "inf_minus_inf",
-    "logarithm",
-    "power",
-    "root_gradient",
-    "bad_example",
-    "forward_overflow",
-    "gradient_overflow",
-)
-# Kinds that are not drawn at random.
+# Kinds of faults within what a network calls.
 OTHERS = ("by_platform", "within_jit", "masked")
 
 
@@ -126,7 +116,7 @@ class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-      kind: one of KINDS or OTHERS.
+      kind: a case of `Layers._fault`, or bad_example.
       layer: the layer that has it.
       example: the number of the example that triggers it.
       precision: the run's policy.
@@ -145,31 +135,6 @@ class Fault(NamedTuple):
     micro_batches: int = 1
     shard_update: bool = False
     groups: int = 1
-
-
-def draw(rng: np.random.Generator, examples: int) -> list[Fault]:
-    """Draws a random fault and several examples; returns it once for each example.
-
-    A kind that only occurs in half precision, or only with a loss scale, gets them.
-    """
-    kind = str(rng.choice(KINDS))
-    # The gradient of a root is large where its argument is small. In float16, under a
-    # loss scale, that would be another fault.
-    is_half = kind.endswith("_overflow") or (
-        kind != "root_gradient" and rng.random() < 0.5
-    )
-    is_scaled = kind == "gradient_overflow" or rng.random() < 0.5
-    fault = Fault(
-        kind,
-        layer=int(rng.integers(LAYERS)),
-        precision=FLOAT16 if is_half else FLOAT32,
-        loss_scale="dynamic" if is_scaled else "none",
-        micro_batches=int(rng.choice([1, 2])),
-        shard_update=bool(rng.integers(2)),
-        groups=int(rng.choice([1, 2])),
-    )
-    chosen = rng.choice(EXAMPLES, size=examples, replace=False).tolist()
-    return [fault._replace(example=example) for example in chosen]
 
 
 def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
