@@ -29,7 +29,6 @@ from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, provenance, results, workdir
 from xshard.metrics import event_files, writers
 from xshard.metrics import rows as rows_lib
-from xshard.modes import continuous_eval
 from xshard.report import gallery, runs
 
 
@@ -224,12 +223,6 @@ FILES = {
     },
     "000/status.json": [PROCESS],
     "000/results.json": RESULTS,
-    "eval/best.json": {
-        "metric": "error",
-        "mode": "min",
-        "best": [{"step": 5, "value": 0.5}],
-        "pinned": [5],
-    },
 }
 
 
@@ -264,15 +257,8 @@ def look(directory):
                 provenance.Provenance("a", "b", "c")
             )
         )
-        best = user_error(
-            lambda: continuous_eval._read_best(directory / "eval/best.json")
-        )
-        assert best is None or all(isinstance(step, int) for step in best.pinned)
         evaluated = rows_lib.read(directory / "eval/metrics.jsonl")
         assert all(isinstance(row["step"], int) for row in evaluated)
-        continuous_eval._logged_values(
-            directory / "eval/metrics.jsonl", "accuracy", [10]
-        )
 
 
 @hostile.settings(slow=True)

@@ -50,6 +50,9 @@ def test_objects_are_created_replaced_listed_and_deleted(folder):
         and store.replace("a/b", b"4", generation) is None
         and store.read("a/b") == b"3"
     )
+    store.write("a/b", b"5, longer")
+    store.write("a/b", b"6")
+    assert store.read("a/b") == b"6"
     store.create("a/c/d", b"")
     store.create("ab", b"")
     assert store.names() == ["a/b", "a/c/d", "ab"]

@@ -10,10 +10,12 @@ import pytest
 from tests import forks, rows, toy
 from tests.checkpoint import harness
 from xshard import checkpoint, loop
+from xshard.checkpoint import __main__ as tool
 from xshard.files import workdir
-from xshard.metrics import terminal
+from xshard.metrics import terminal, writers
 from xshard.modes import continuous_eval
 from xshard.pod import exit_codes, request
+from xshard.run import evaluation
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -44,14 +46,10 @@ def logged_errors(directory):
     return {row["step"]: row["eval/error"] for row in rows.read(directory / "eval")}
 
 
-def best(directory):
-    """Returns the content of best.json."""
-    return json.loads((directory / "eval/best.json").read_text())
-
-
-def steps(directory):
-    """Returns the steps of the run's checkpoints."""
-    return loop.Run(make_config(), str(directory)).checkpoints.manager.all_steps()
+def added(directory):
+    """Returns the errors that the checkpoints have, by step."""
+    entries = checkpoint.read_catalog(directory / "checkpoints").entries
+    return {entry.step: entry.metrics["error"] for entry in entries if entry.metrics}
 
 
 def test_the_job_ends_with_a_run_that_is_not_finite(tmp_path, capsys):
@@ -74,10 +72,7 @@ def test_the_job_computes_the_same_error_as_the_run(tmp_path, capsys):
     assert len((tmp_path / "eval/metrics.csv").read_text().splitlines()) == 5
     results = json.loads((tmp_path / "results.json").read_text())
     assert errors[12] == results["eval"]["error"]
-    assert best(tmp_path)["best"] == [
-        {"step": min(errors, key=errors.get), "value": min(errors.values())}
-    ]
-    assert best(tmp_path)["pinned"] == [min(errors, key=errors.get)]
+    assert added(tmp_path) == errors
     # A second job evaluates nothing again.
     capsys.readouterr()
     assert continuous_eval.run(config, str(tmp_path), "", None) == 0
@@ -104,133 +99,90 @@ def test_the_job_waits_for_a_run_and_continues_with_it(tmp_path, capsys):
     assert out.count(told) == 1
     errors = logged_errors(tmp_path)
     assert list(errors) == [3, 6, 9, 12]
-    assert best(tmp_path)["best"][0]["value"] == min(errors.values())
+    assert added(tmp_path)[12] == errors[12]
 
 
-def test_the_best_checkpoint_outlives_retention_and_a_restart_of_the_job(
+def test_the_best_by_the_job_s_metrics_are_kept_whatever_becomes_of_one(
     tmp_path, monkeypatch
 ):
-    values = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.05}
-    evaluate = lambda self, state: iter([{"error": values[int(state.step)]}])
-    monkeypatch.setattr(continuous_eval.evaluation.Evaluation, "by_batch", evaluate)
+    def evaluate(values):
+        by_batch = lambda self, state: iter([{"error": values[int(state.step)]}])
+        monkeypatch.setattr(evaluation.Evaluation, "by_batch", by_batch)
 
-    def train(last_step):
-        config = make_config(keep_last=1, keep_best=0)
-        with config.unlocked():
-            config.steps = last_step
-        # The run itself computes another error, and keeps no best checkpoint.
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                continuous_eval.evaluation.Evaluation,
-                "by_batch",
-                lambda *_: iter([{"error": 1.0}]),
-            )
-            assert loop.run(config, str(tmp_path), "") == 0
-
-    def job(last_step):
+    def train_and_evaluate(last_step):
         config = make_config(keep_last=1)
         with config.unlocked():
             config.steps = last_step
-        return continuous_eval.ContinuousEvaluator(config, str(tmp_path))
+        # The run's own evaluation, of its last step, is worse than any of the job's.
+        evaluate({last_step: 1.0})
+        assert loop.run(config, str(tmp_path), "") == 0
+        evaluate({3: 0.1, 6: 0.2, 9: 0.4, 12: 0.3})
+        continuous_eval.run(config, str(tmp_path), "", None)
 
-    train(3)
-    job(3).follow()
-    train(6)
-    train(9)
-    # The run keeps only its newest checkpoint and the pinned one. It deleted step 6
-    # before the job evaluated it.
-    assert steps(tmp_path) == [3, 9]
-    job(9).follow()
-    assert logged_errors(tmp_path) == {3: 0.1, 9: 0.2}
-    train(12)
-    assert steps(tmp_path) == [3, 12]
-    job(12).follow()
-    assert (best(tmp_path)["best"], best(tmp_path)["pinned"]) == (
-        [{"step": 12, "value": 0.05}],
-        [12],
-    )
+    for last_step in (3, 6, 9):
+        train_and_evaluate(last_step)
+    # The run deletes a checkpoint as it commits the next one.
+    assert added(tmp_path) == {3: 0.1, 9: 0.4}
+    assert tool.main(["rm", str(tmp_path), "3"]) == 0
+    train_and_evaluate(12)
+    assert added(tmp_path) == {9: 0.4, 12: 0.3}
 
 
-def test_a_checkpoint_that_a_user_pinned_stays_pinned(run):
+def test_a_checkpoint_that_is_deleted_during_its_evaluation(run, monkeypatch, capsys):
+    by_batch = evaluation.Evaluation.by_batch
+
+    def deleting(self, state):
+        if state.step == 6:
+            assert tool.main(["rm", str(run), "6"]) == 0
+        return by_batch(self, state)
+
+    monkeypatch.setattr(evaluation.Evaluation, "by_batch", deleting)
+    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
+    assert list(logged_errors(run)) == [3, 6, 9, 12]
+    assert list(added(run)) == [3, 9, 12]
+    assert "step 6 was deleted during its evaluation; a" in capsys.readouterr().out
+    # Nothing is left of it that could be taken for a save.
+    assert len(list((run / "checkpoints").glob("step_*"))) == 3
+
+
+def test_a_run_makes_its_own_evaluations_whatever_the_job_has_added(finished, tmp_path):
     config = make_config(keep_last=10)
-    manager = loop.Run(config, str(run)).checkpoints.manager
-    assert manager.pin(3) and not manager.pin(3)
-    continuous_eval.run(config, str(run), "", None)
-    assert best(run)["pinned"] == [12] and best(run)["best"][0]["step"] == 12
-    assert not manager.pin(3) and manager.pin(6)
+    with config.unlocked():
+        config.steps_per_dispatch = 1
+    # It stops within the evaluation of step 6.
+    watch = rows.ScriptedWatch(7, request.STOP)
+    assert loop.run(config, str(tmp_path), "", None, watch) == 42
+    first = loop.Run(config, str(tmp_path))
+    assert not first.checkpoints.manager.metadata(6)["evaluated"]
+
+    def die(seconds):
+        raise rows.Killed
+
+    job = continuous_eval.ContinuousEvaluator(config, str(tmp_path), sleep=die)
+    with pytest.raises(rows.Killed):
+        job.follow()
+    assert list(added(tmp_path)) == [3, 6]
+    assert loop.run(config, str(tmp_path), "") == 0
+    assert rows.same_bits(tmp_path) == rows.same_bits(finished)
 
 
-def kill_at_call(monkeypatch, config, directory, owner, name):
-    """Runs the job and kills it at its first call of a method."""
+def test_a_job_that_is_killed_repeats_at_most_one_evaluation(run, monkeypatch):
+    config = make_config(keep_last=10)
 
     def die(*_):
         raise rows.Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, die)
-        with pytest.raises(rows.Killed):
-            continuous_eval.run(config, str(directory), "", None)
-
-
-def test_the_pin_of_a_killed_job_is_removed(run, monkeypatch):
-    config = make_config(keep_last=10)
-    kill_at_call(
-        monkeypatch, config, run, continuous_eval.evaluation.Evaluation, "by_batch"
-    )
-    assert best(run)["pinned"] == [3]
-    continuous_eval.run(config, str(run), "", None)
-    assert best(run)["pinned"] == [12]
-    assert loop.Run(config, str(run)).checkpoints.manager.pin(3)
-
-
-def test_a_job_killed_after_it_logged_a_row_still_knows_the_best(run, monkeypatch):
-    config = make_config(keep_last=10, best_mode="max")
-    # The kill is in the second writer, so the first writer has already logged the row.
-    kill_at_call(monkeypatch, config, run, continuous_eval.writers.Csv, "write")
+    # Before the first writer has the row, and before the second one has.
+    for writer in (writers.JsonLines, writers.Csv):
+        with monkeypatch.context() as patch:
+            patch.setattr(writer, "write", die)
+            with pytest.raises(rows.Killed):
+                continuous_eval.run(config, str(run), "", None)
+        assert 3 in added(run)
     assert list(logged_errors(run)) == [3]
     assert continuous_eval.run(config, str(run), "", None) == 0
-    errors = logged_errors(run)
-    assert list(errors) == [3, 6, 9, 12]
-    assert best(run)["pinned"] == [max(errors, key=errors.get)] == [3]
-
-
-def test_a_job_killed_before_it_logged_a_row_removes_its_pins(run, monkeypatch):
-    config = make_config(keep_last=10)
-    kill_at_call(monkeypatch, config, run, continuous_eval.writers.JsonLines, "write")
-    assert best(run)["pinned"] == [3] and not (run / "eval/metrics.jsonl").exists()
-    assert continuous_eval.run(config, str(run), "", None) == 0
-    marks = (run / "checkpoints").glob("*/PINNED")
-    assert [path.parent.name[:13] for path in marks] == ["step_00000012"]
-
-
-def test_values_that_are_not_finite_are_never_the_best(run):
-    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
-    logged_rows = rows.read(run / "eval")
-    logged_rows[-1]["eval/error"] = None
-    logged_rows[0]["eval/error"] = [0.25, None]
-    (run / "eval/metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in logged_rows)
-    )
-    config = make_config(keep_last=10, best_mode="max")
-    assert continuous_eval.run(config, str(run), "", None) == 0
-    largest = max(logged_rows[1:3], key=lambda row: row["eval/error"])
-    assert best(run)["pinned"] == [largest["step"]]
-
-
-def test_a_changed_choice_of_the_best_applies_to_logged_errors(run):
-    config = make_config(keep_last=10, best_mode="max")
-    assert continuous_eval.run(config, str(run), "", None) == 0
-    assert best(run)["pinned"] == [3] and best(run)["mode"] == "max"
-    # The new mode applies to the logged errors; nothing is evaluated again.
-    assert continuous_eval.run(make_config(keep_last=10), str(run), "", None) == 0
-    errors = logged_errors(run)
-    assert best(run)["best"] == [{"step": 12, "value": min(errors.values())}]
-    assert len(errors) == 4
-    assert best(run)["pinned"] == [12] and best(run)["mode"] == "min"
-    config = make_config(keep_last=10, keep_best=0)
-    assert continuous_eval.run(config, str(run), "", None) == 0
-    assert best(run)["pinned"] == best(run)["best"] == []
-    assert loop.Run(make_config(), str(run)).checkpoints.manager.pin(12)
+    assert list(logged_errors(run)) == [3, 6, 9, 12]
+    assert added(run) == logged_errors(run)
 
 
 def test_a_quiet_job_prints_only_its_end(run, capsys):

@@ -336,15 +336,14 @@ def claim(store: store_lib.Store, owner: Owner) -> None:
         )
 
 
-def add_metrics(
-    attempt: SaveAttempt, metrics: dict[str, float], changes: Changes
-) -> None:
+def add_metrics(attempt: SaveAttempt, metrics: dict[str, float]) -> None:
     """Adds metrics to a checkpoint that was saved without them, replacing any that were
     added before.
+
+    The run and a job that evaluates its checkpoints may do so at once: the metrics are
+    of the same state, and either's stay, whole.
     """
-    # `create` refuses to overwrite an object that has other content.
-    changes.delete(attempt.prefix + METRICS)
-    changes.create(attempt.prefix + METRICS, seal(metrics))
+    attempt.store.write(attempt.prefix + METRICS, seal(metrics))
 
 
 def serialize_commit(commit: Commit) -> bytes:

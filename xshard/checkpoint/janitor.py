@@ -74,10 +74,6 @@ class Janitor:
         if self._lock is not None:
             self._lock.check_noticed()
 
-    def changes(self) -> format_lib.Changes:
-        """Returns what changes the folder: the lock, or the store if there is none."""
-        return self._lock or self._store
-
     def make_room(self) -> list[format_lib.SaveAttempt]:
         """Deletes what is left of attempts that do not count.
 

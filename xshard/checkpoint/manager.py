@@ -419,21 +419,6 @@ class Manager(listing_lib.Listing):
 
     # Changing checkpoints.
 
-    def pin(self, step: int) -> bool:
-        """Pins a step, so that no retention rule deletes it until `unpin`.
-
-        Returns:
-          Whether the step was not pinned before.
-
-        Raises:
-          CheckpointError: if the step has no checkpoint that counts.
-        """
-        return format_lib.pin(format_lib.find(self.store, step))
-
-    def unpin(self, step: int) -> None:
-        """Unpins a step, so that the retention rules apply to it again."""
-        format_lib.unpin(format_lib.find(self.store, step))
-
     def add_metrics(
         self,
         step: int,
@@ -442,7 +427,8 @@ class Manager(listing_lib.Listing):
     ) -> None:
         """Adds metrics to a step that was saved without them.
 
-        The best checkpoint is chosen by them.
+        The best checkpoint is chosen by them. A program that evaluates checkpoints may
+        add them too: it needs no lock.
 
         Args:
           step: the step.
@@ -458,8 +444,7 @@ class Manager(listing_lib.Listing):
 
         def add() -> None:
             before()
-            attempt = format_lib.find(self.store, step)
-            format_lib.add_metrics(attempt, metrics, self._janitor.changes())
+            format_lib.add_metrics(format_lib.find(self.store, step), metrics)
 
         self.on_process_0(add)
 

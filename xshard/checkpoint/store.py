@@ -160,6 +160,10 @@ class Store:
         if existing != content:
             raise exists(self, name)
 
+    def write(self, name: str, content: bytes) -> None:
+        """Writes an object atomically and durably, whether it exists or not."""
+        self._result(self._kv().write(name, content))
+
     def replace(self, name: str, content: bytes, generation: bytes) -> bytes | None:
         """Replaces an object if it still has a given generation.
 
@@ -336,6 +340,11 @@ class Disk(Store):
         """Reads a file; returns None if it does not exist."""
         with _named():
             return disk.read(self.path / name)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file, whether it exists or not; its folder must exist."""
+        with _named():
+            disk.replace(self.path / name, content)
 
     def names(self, prefix: str = "") -> list[str]:
         """Lists the names of all files below a prefix. Links are not followed."""

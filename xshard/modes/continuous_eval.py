@@ -1,17 +1,15 @@
 """A job that evaluates a run's checkpoints as they appear: `--mode=eval`.
 
-It works during the run or after it. The job writes to the folder `eval` of the run's
-work directory, and only reads the rest. It logs a row for each checkpoint to
-metrics.jsonl and to the other `config.writers`, and lists the best checkpoints in
-best.json. If the config keeps best checkpoints, the job pins those that it ranks best,
-so that the run does not delete them.
+It works during the run or after it. The job logs a row for each checkpoint to
+metrics.jsonl and to the other `config.writers`, in the folder `eval` of the run's work
+directory. It adds the metrics to the checkpoint itself, by which the run chooses the
+best ones that it keeps, and only reads the rest.
 """
 
 import contextlib
-import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -93,7 +91,6 @@ class ContinuousEvaluator:
         self._last_evaluated = -1
         self._run_id = ""
         self._writers: list[writers.Writer] | None = None
-        self._best: _Best | None = None
         self._resources = contextlib.ExitStack()
 
     def last_step(self) -> int:
@@ -133,11 +130,7 @@ class ContinuousEvaluator:
         return self._stop is None
 
     def _next_step(self) -> int | None:
-        """Returns the oldest step to be evaluated; None if there is none.
-
-        If the job keeps best checkpoints, the step is pinned, so that the run cannot
-        delete it during the evaluation.
-        """
+        """Returns the oldest step to be evaluated; None if there is none."""
         if self._writers is None:
             if not disk.exists(self._run.config):
                 self._say(
@@ -147,13 +140,7 @@ class ContinuousEvaluator:
             self._begin()
         self._check_same_run()
         for step in self._checkpoints.all_steps():
-            if step <= self._last_evaluated:
-                continue
-            if self._best is None:
-                return step
-            self._best.pin(step)
-            # The run may have deleted the checkpoint before it was pinned.
-            if step in self._checkpoints.all_steps():
+            if step > self._last_evaluated:
                 return step
         if self._last_evaluated < 0:
             self._say(f"waiting for the first checkpoint in {self._checkpoints.store}")
@@ -185,12 +172,6 @@ class ContinuousEvaluator:
         )
         self._writers = writers.open_all(self._config.writers, part, self._services)
         self._resources.push(self._close_writers)
-        best_path = self._output.path / "best.json"
-        keep = states.keep(self._config.checkpoint)
-        # An old best.json is opened even if the config no longer keeps best
-        # checkpoints, so that its pins are removed.
-        if keep.best or disk.exists(best_path):
-            self._best = _Best(best_path, keep, self._checkpoints, path)
 
     def _close_writers(
         self, kind: type[BaseException] | None, e: BaseException | None, *_: Any
@@ -261,14 +242,12 @@ class ContinuousEvaluator:
         try:
             state = self._states.restore_state(step, fits=True).state
         except checkpoint.CheckpointError as e:
-            if step in self._checkpoints.on_process_0(self._checkpoints.all_steps):
+            if self._exists(step):
                 raise
             # The checkpoint is damaged, or was deleted while it was read. Neither must
             # stop the job.
             self._say(f"step {step} is skipped: {e}")
             self._last_evaluated = step
-            if self._best is not None:
-                self._best.unpin_others()
             return
         self._evaluation.check(state, self._config.checkpoint)
         for values in self._evaluation.by_batch(state):
@@ -276,150 +255,33 @@ class ContinuousEvaluator:
                 return
         assert values is not None
         self._last_evaluated = step
-        # best.json is written before the row. After a kill in between, the step has no
-        # row and is evaluated again.
-        if self._best is not None:
-            self._best.add(step, values)
+        # The checkpoint gets the metrics before the row is written. After a kill in
+        # between, the step has no row and is evaluated again.
+        try:
+            self._checkpoints.add_metrics(step, saving.numbers(values))
+        except checkpoint.CheckpointError:
+            if self._exists(step):
+                raise
+            self._say(
+                f"step {step} was deleted during its evaluation; a larger "
+                "checkpoint.keep_last of the run keeps it longer"
+            )
         row, text = log.evaluation(step, values)
         self._say(text)
         for writer in self._writers or []:
             writer.write(row)
+
+    def _exists(self, step: int) -> bool:
+        """Returns whether a step has a checkpoint that counts, on all processes."""
+        return self._checkpoints.on_process_0(
+            lambda: step in self._checkpoints.all_steps()
+        )
 
     def _say(self, message: str) -> None:
         """Prints a message, unless it is the same as the one before."""
         if message != self._last_message:
             self._terminal.say(message)
         self._last_message = message
-
-
-class _Ranked(NamedTuple):
-    """A checkpoint in best.json."""
-
-    step: int
-    value: float
-
-
-class _Record(NamedTuple):
-    """The content of best.json."""
-
-    metric: str | None = None
-    mode: str | None = None
-    best: tuple[_Ranked, ...] = ()
-    pinned: tuple[int, ...] = ()
-
-
-class _Best:
-    """The best checkpoints, in best.json, and pinned so that the run keeps them.
-
-    best.json also lists the checkpoints that this job has pinned. A pin is listed
-    before it is set and until it is removed: otherwise a kill in between would leave a
-    pin that nothing removes. Pins of the user are not listed, so they stay.
-    """
-
-    def __init__(
-        self,
-        path: pathlib.Path,
-        keep: checkpoint.Keep,
-        manager: checkpoint.Manager,
-        rows: pathlib.Path,
-    ):
-        """Reads best.json, and removes the pins of a job that was killed.
-
-        Args:
-          path: the path of best.json.
-          keep: how many checkpoints are kept, by which metric.
-          manager: the run's checkpoints.
-          rows: the path of the rows that this job logged.
-        """
-        self._path = path
-        self._keep = keep
-        self._manager = manager
-        before = _read_best(path)
-        self._pinned: set[int] = set(before.pinned)
-        # The values of the metric, by best step.
-        self._values: dict[int, float] = {}
-        if (before.metric, before.mode) == (keep.metric, keep.mode):
-            values = {entry.step: entry.value for entry in before.best}
-            self._values = self._best_of(values)
-        elif keep.best:
-            self._rank_logged(rows)
-        self.unpin_others()
-
-    def _rank_logged(self, rows: pathlib.Path) -> None:
-        """Ranks the checkpoints that were evaluated and still exist, and pins the best.
-
-        It is called when the metric or the mode has changed.
-        """
-        logged = _logged_values(rows, self._keep.metric, self._manager.all_steps())
-        self._values = self._best_of(logged)
-        for step in self._values:
-            self.pin(step)
-        # The run may have deleted some of them before they were pinned.
-        saved = self._manager.all_steps()
-        self._values = {step: x for step, x in self._values.items() if step in saved}
-
-    def pin(self, step: int) -> None:
-        """Pins a step, unless its checkpoint no longer exists."""
-        is_ours = step in self._pinned
-        self._pinned.add(step)
-        self._write()
-        try:
-            # `pin` returns False if the checkpoint was pinned already: by this job, or
-            # by the user, whose pin the job must not remove.
-            is_new = self._manager.pin(step)
-        except checkpoint.CheckpointError:
-            self._reraise_if_exists(step)
-            is_new = False
-            is_ours = False
-        if not is_new and not is_ours:
-            self._pinned.discard(step)
-
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """Ranks an evaluated step, and unpins what is no longer among the best.
-
-        Args:
-          step: the step.
-          values: the metrics of its evaluation, by name.
-        """
-        if self._keep.best:
-            value = saving.number(values[self._keep.metric])
-            self._values = self._best_of({**self._values, step: value})
-        self.unpin_others()
-
-    def unpin_others(self) -> None:
-        """Unpins all checkpoints that are not among the best."""
-        for step in self._pinned - self._values.keys():
-            try:
-                self._manager.unpin(step)
-            except checkpoint.CheckpointError:
-                self._reraise_if_exists(step)
-        self._pinned &= self._values.keys()
-        self._write()
-
-    def _best_of(self, values: Mapping[int, float]) -> dict[int, float]:
-        """Returns the values of the best steps, best first."""
-        saved = [checkpoint.Saved(step, value) for step, value in values.items()]
-        return {step: values[step] for step in self._keep.best_steps(saved)}
-
-    def _reraise_if_exists(self, step: int) -> None:
-        """Raises the exception being handled again, if the checkpoint still exists.
-
-        Otherwise the run has deleted the checkpoint, which is no error.
-        """
-        if step in self._manager.all_steps():
-            raise
-
-    def _write(self) -> None:
-        best = []
-        for step, value in self._values.items():
-            best.append({"step": step, "value": value})
-        content = {
-            "metric": self._keep.metric,
-            "mode": self._keep.mode,
-            "best": best,
-            "pinned": sorted(self._pinned),
-        }
-        jsonfile.write(self._path, content)
 
 
 def run(
@@ -455,40 +317,3 @@ def run(
         f"are in {output}"
     )
     return exit_codes.DONE
-
-
-def _read_best(path: pathlib.Path) -> _Record:
-    """Reads best.json; an empty record if there is no file.
-
-    Raises:
-      UserError: if this job cannot have written it.
-    """
-    content = jsonfile.read_if_exists(path) or {}
-    try:
-        return jsonfile.parse(content, _Record, extra_keys=True)
-    except ValueError as e:
-        raise errors.UserError(
-            f"{path} was not written by this job ({e}); delete it, and the job ranks "
-            "the checkpoints again."
-        ) from e
-
-
-def _logged_values(
-    path: pathlib.Path, metric: str, saved: list[int]
-) -> dict[int, float]:
-    """Returns the finite values of a metric in a file of rows, by saved step.
-
-    If a step has several rows, the last one counts.
-    """
-    name = f"{rows_lib.OF_EVALUATION}{metric}"
-    logged = {}
-    for row in rows_lib.read(path):
-        if rows_lib.kind(row) == rows_lib.EVALUATION and name in row:
-            logged[row["step"]] = row[name]
-    values = {}
-    for step, value in logged.items():
-        # With several groups the value is a list, one entry for each group.
-        numbers = value if isinstance(value, list) else [value]
-        if step in saved and numbers and all(map(jsonfile.is_number, numbers)):
-            values[step] = saving.number(value)
-    return values

@@ -216,13 +216,6 @@ class Checkpoints(states.States):
                 f"averages of the network's state begin at step {restored.step}, with "
                 "its present values"
             )
-        if not point.evaluated:
-            # A run that resumed from this checkpoint may have made the evaluation
-            # since.
-            metrics = self.manager.on_process_0(
-                lambda: self.manager.metrics(restored.step)
-            )
-            point = point._replace(evaluated=bool(metrics))
         return point
 
     def _check_newest(self, latest: int | None) -> int | None:
@@ -282,7 +275,7 @@ class Checkpoints(states.States):
             checkpoint records the evaluation.
         """
         with self._tolerated():
-            self.manager.add_metrics(step, _numbers(metrics), log.sync)
+            self.manager.add_metrics(step, numbers(metrics), log.sync)
 
     # The saves of a run.
 
@@ -310,7 +303,7 @@ class Checkpoints(states.States):
                 point.state,
                 {**self._metadata, **point.metadata()},
                 data=point.data,
-                metrics=_numbers(metrics),
+                metrics=numbers(metrics),
                 # The checkpoint records the number of rows, so they must be on the disk
                 # before it is committed.
                 before_commit=log.sync,
@@ -409,13 +402,12 @@ class Checkpoints(states.States):
         )
 
 
-def number(value: Any) -> float:
-    """Returns a metric as one number: the mean over groups if there are several."""
-    return float(np.mean(jax.device_get(value)))
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: number(value) for name, value in metrics.items()}
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns each metric as one number: the mean over groups if there are several."""
+    means = {}
+    for name, value in metrics.items():
+        means[name] = float(np.mean(jax.device_get(value)))
+    return means
 
 
 def _begin_copies(
