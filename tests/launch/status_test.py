@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from launch import status
+from tests import toy
 from tests.launch import harness
 from tests.report import samples
-from xshard import checkpoint, errors
-from xshard.pod import attempts
+from xshard import checkpoint, errors, loop
+from xshard.pod import attempts, watchdog
 from xshard.pod import status as status_lib
 
 
@@ -129,6 +130,36 @@ def test_status_of_a_run_that_is_not_finite(tmp_path, capsys):
     status.show([str(tmp_path)], True)
     shown = json.loads(capsys.readouterr().out)
     assert shown["checkpoint"]["finite"] is False and shown["not_finite"] == why
+
+
+@pytest.mark.usefixtures("shared_programs")
+@pytest.mark.parametrize("steps_per_dispatch", [1, 8])
+def test_steps_are_counted_however_many_are_dispatched_at_once(
+    tmp_path, steps_per_dispatch
+):
+    for steps in (5, 12):
+        config = toy.get_config()
+        config.update({"steps": steps, "steps_per_dispatch": steps_per_dispatch})
+        watch = watchdog.Watchdog(tmp_path)
+        with watch:
+            assert loop.run(config.lock(), str(tmp_path), "", None, watch) == 0
+            watch.end(status_lib.DONE)
+        (row,) = status_lib.read(tmp_path)
+        assert row["first"] + row["trained"] == row["step"] == steps
+    for attempt in attempts.read(tmp_path):
+        assert attempt.seconds[attempts.REPEATED] == 0.0
+        assert attempt.seconds["training"] > 0.0
+
+
+def test_steps_that_a_roll_back_made_again_are_counted_twice():
+    of_process = status_lib.Status("host")
+    of_process.set_phase("compiling", step=5)
+    of_process.set_phase(status_lib.TRAINING, step=9)
+    # It goes on from step 7.
+    of_process.set_phase("compiling", step=7)
+    of_process.set_phase(status_lib.TRAINING, step=11)
+    row = of_process.row()
+    assert (row["first"], row["step"], row["trained"]) == (5, 11, 8)
 
 
 def test_status_of_several_attempts(tmp_path, capsys):

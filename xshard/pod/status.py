@@ -115,11 +115,12 @@ class Status:
     ) -> None:
         """Sets the phase, and what else is given.
 
-        It is called before each step, so everything that can wait is left to `row`.
+        It is called with each dispatch, so everything that can wait is left to `row`.
 
         Args:
           phase: what the process does from here on.
-          step: the step that it begins.
+          step: the last step that it has begun; without any, the one that it goes on
+            from.
           steps: the number of steps of the run.
           seconds: returns the seconds spent in each phase of `xshard.base.clock`.
           parts: returns those spent in each part of `xshard.base.spans`.
@@ -127,17 +128,17 @@ class Status:
         changed = dict(self._changing)
         changed["doing"] = phase
         if step is not None:
-            changed["step"] = step
             if changed["first"] is None:
                 changed["first"] = step
+            elif phase == TRAINING:
+                changed["trained"] += step - changed["step"]
+            changed["step"] = step
         if steps is not None:
             changed["steps"] = steps
         if seconds is not None:
             self._seconds = seconds
         if parts is not None:
             self._parts = parts
-        if phase == TRAINING:
-            changed["trained"] += 1
         self._changing = changed
 
     def now(self) -> tuple[str, int | None]:
