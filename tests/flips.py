@@ -70,6 +70,7 @@ def after(monkeypatch, steps, name, device, *, begin=0, change=one_bit):
 
         self.train_step = train_step
         # One step a dispatch, so that the state can change after any.
-        self._next_due = lambda: self.step + 1
+        last_to_dispatch = self._last_to_dispatch
+        self._last_to_dispatch = lambda: min(last_to_dispatch(), self.step + 1)
 
     monkeypatch.setattr(loop.Run, "__init__", created)

@@ -138,6 +138,46 @@ def test_a_hook_that_names_no_later_step_is_refused(tmp_path, due, size, monkeyp
         loop.run(config, str(tmp_path / "run"), "")
 
 
+@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("due", [lambda step: step + 3, lambda step: step + 1])
+def test_a_hook_acts_after_the_same_steps_in_dispatches_of_any_size(
+    tmp_path, size, due, monkeypatch
+):
+    """Also one whose answer another question would change."""
+    acted = []
+
+    class Later(hooks.Hook):
+        def next_due(self, step):
+            return due(step)
+
+        def act(self, step, state):
+            acted.append(step)
+
+    monkeypatch.setattr(Hooked, "hooks", lambda self: [Later()])
+    config = config_of(tmp_path, steps_per_dispatch=size)
+    assert loop.run(config, str(tmp_path / "run"), "") == 0
+    assert acted == list(range(due(0), 13, due(0)))
+
+
+def test_a_hook_that_would_never_act_is_refused(tmp_path, monkeypatch):
+    class Only(hooks.Hook):
+        def is_due(self, step):
+            return step % 2 == 0
+
+        def act(self, step, state):
+            pass
+
+    class Reads(hooks.Hook):
+        def read(self, step, place, fetched, newest):
+            pass
+
+    monkeypatch.setattr(Hooked, "hooks", lambda self: [Reads(), Only()])
+    match = "returned a Only, which defines act and not next_due"
+    with pytest.raises(errors.UserError, match=match):
+        loop.run(config_of(tmp_path), str(tmp_path / "run"), "")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_no_hook_is_refused(tmp_path):
     class Wrong(toy.Toy):
         def hooks(self):

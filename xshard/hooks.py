@@ -37,16 +37,13 @@ class Hook:
     def next_due(self, step: int) -> int:
         """Returns the first step after a given one, after which the hook acts.
 
-        It depends on nothing that differs between processes. Steps are dispatched
-        together up to the first that is due, so a hook that is due often makes small
-        steps slower.
+        Nothing else decides when it acts. A run asks when it begins or resumes, and
+        after each act. The answer depends on nothing that differs between processes.
+        Steps are dispatched together up to the first that is due, so a hook that is due
+        often makes small steps slower.
         """
         del step
         return NEVER
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether the hook acts after a step, the last that was dispatched."""
-        return self.next_due(step - 1) == step
 
     def prepare(self, step: int, state: Any) -> Any:
         """Returns the state that a step, the next to be dispatched, is made of.
@@ -81,10 +78,10 @@ class Hook:
         del step, place, fetched, newest
 
     def act(self, step: int, state: Any) -> None:
-        """Acts after steps have been dispatched, if `is_due` says so of the last.
+        """Acts after the step that `next_due` has named.
 
         Args:
-          step: the number of the last step that has been dispatched.
+          step: the number of the step, the last that has been dispatched.
           state: the state after it. The next step donates it, so what is needed later
             is copied.
         """
@@ -204,39 +201,6 @@ class Wing(Hook):
         del error
 
 
-class Call(Hook):
-    """A hook that calls functions, for what needs no class of its own."""
-
-    def __init__(
-        self,
-        act: Callable[[int, Any], Any],
-        next_due: Callable[[int], int] = lambda step: NEVER,
-        is_due: Callable[[int], bool] | None = None,
-    ):
-        """Takes the functions.
-
-        Args:
-          act: called for `act`.
-          next_due: called for `next_due`; by default the hook ends no dispatch.
-          is_due: called for `is_due`, where more than `next_due` decides.
-        """
-        self._act = act
-        self._next_due = next_due
-        self._is_due = is_due or super().is_due
-
-    def next_due(self, step: int) -> int:
-        """Returns the first step after a given one, after which the hook acts."""
-        return self._next_due(step)
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether the hook acts after a step."""
-        return self._is_due(step)
-
-    def act(self, step: int, state: Any) -> None:
-        """Calls the function."""
-        self._act(step, state)
-
-
 def check(where: str, returned: Any) -> Sequence[Hook]:
     """Returns an experiment's own hooks.
 
@@ -245,7 +209,7 @@ def check(where: str, returned: Any) -> Sequence[Hook]:
       returned: what it returned.
 
     Raises:
-      UserError: unless these are hooks.
+      UserError: unless these are hooks, and those that act say when.
     """
     is_list = isinstance(returned, Sequence)
     if not is_list or not all(isinstance(hook, Hook) for hook in returned):
@@ -253,6 +217,14 @@ def check(where: str, returned: Any) -> Sequence[Hook]:
             f"{where} returned {returned!r}. It must return a list of objects of "
             "xshard.hooks.Hook: return [MyHook()]."
         )
+    for hook in returned:
+        kind = type(hook)
+        if kind.act is not Hook.act and kind.next_due is Hook.next_due:
+            raise errors.UserError(
+                f"{where} returned a {kind.__name__}, which defines act and not "
+                "next_due, so it would never act: let next_due(step) return the step "
+                "after which it acts next, such as hooks.every(100, step)."
+            )
     return returned
 
 

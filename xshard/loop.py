@@ -164,6 +164,8 @@ class Run:
         self.step = -1
         self._start = -1
         self._hooks: Sequence[hooks.Hook] = ()
+        # The step after which each of them acts next.
+        self._dues: list[int] = []
         self._last_evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self._stop: request_lib.Request | None = None
         # The number of rows before the last save.
@@ -481,10 +483,11 @@ class Run:
             first = self.step + 1
             for hook in self._hooks:
                 state = hook.prepare(first, state)
+            steps = range(first, self._last_to_dispatch() + 1)
             if newest is None:
                 self.set_phase(status.READING)
             with self.clock.waiting(newest):
-                batch, count = self._draw(range(first, self._next_due() + 1), state)
+                batch, count = self._draw(steps, state)
             if self.members.exchange is not None:
                 _note(self.members, batch)
 
@@ -536,29 +539,14 @@ class Run:
     def _make_hooks(self) -> list[hooks.Hook]:
         """Returns what the run does beside its steps, in the order of causes."""
         return [
-            # Before further steps are dispatched.
             self.past,
             # Replicas are compared first: a flipped bit may also be non-finite, and
             # then a roll-back must not skip the data.
             self._replica_check,
             self.log,
             self._nonfinite_check,
-            # After steps have been dispatched.
-            hooks.Call(self._note_progress, is_due=lambda step: True),
-            hooks.Call(self._take_requests, is_due=self._may_stop_after),
-            hooks.Call(
-                self._evaluate_and_log,
-                next_due=self._schedule.next_evaluation,
-                is_due=self._is_evaluation_due,
-            ),
             *self._wings,
             *self._own_hooks,
-            hooks.Call(
-                self._save, next_due=self._schedule.next_save, is_due=self._is_save_due
-            ),
-            # Raises if the last save in the background has failed.
-            hooks.Call(lambda *_: self.checkpoints.check(), is_due=lambda step: True),
-            hooks.Call(self._admit, is_due=self._is_admission_due),
         ]
 
     def _draw(
@@ -576,20 +564,44 @@ class Run:
             raise
 
     def _act(self, state: state_lib.TrainState) -> None:
-        """Lets the hooks act that are due after the steps dispatched so far."""
-        for hook in self._hooks:
-            if not hook.is_due(self.step):
+        """Acts after the steps dispatched so far, in the order of causes."""
+        step = self.step
+        self.terminal.progress(step)
+        self.set_phase(status.TRAINING, step=step)
+        # Requests are not taken where no position in the data can be saved.
+        if not self.batches.holds_batch:
+            self._take_requests()
+        if self._stop is None and self._schedule.evaluation(step):
+            self._evaluate_and_log(step, state)
+        for hook, due in zip(self._hooks, self._dues, strict=True):
+            if due != step:
                 continue
             if hook in self._own_hooks:
                 # Nobody is shown a state after a step in trouble.
                 self.flush(state)
-            hook.act(self.step, state)
+            hook.act(step, state)
+        is_save_asked = self._is_save_requested or self.is_over
+        if is_save_asked or self._schedule.save(step):
+            self._save(step, state)
+        # Raises if the last save in the background has failed.
+        self.checkpoints.check()
+        if self._has_arrivals and not self.is_over and step < self.config.steps:
+            self._admit(step)
 
-    def _next_due(self) -> int:
+    def _last_to_dispatch(self) -> int:
         """Returns the last step that may be dispatched with the next one."""
-        due = min(hooks.next_due(hook, self.step) for hook in self._hooks)
-        due = min(due, self.batches.next_boundary(self.step + 1))
-        return min(due, self.step + self.dispatches.most, self.config.steps)
+        for index, hook in enumerate(self._hooks):
+            # A hook is asked again once it has acted, and not after each dispatch, so
+            # that it acts after the same steps however many are dispatched at once.
+            if self._dues[index] <= self.step:
+                self._dues[index] = hooks.next_due(hook, self.step)
+        return min(
+            *self._dues,
+            self._schedule.next_evaluation(self.step),
+            self._schedule.next_save(self.step),
+            self.batches.next_boundary(self.step + 1),
+            self.step + self.dispatches.most,
+        )
 
     def _announce(self, first: int) -> None:
         """Tells what the run does before it dispatches steps."""
@@ -606,34 +618,15 @@ class Run:
         self.terminal.start(self._start)
         self._replica_check.compile_ahead(state)
 
-    def _note_progress(self, step: int, state: state_lib.TrainState) -> None:
-        del state
-        self.terminal.progress(step)
-        self.set_phase(status.TRAINING, step=step)
-
-    def _may_stop_after(self, step: int) -> bool:
-        """Returns whether requests are taken after a step.
-
-        They are not where no position in the data can be saved.
-        """
-        del step
-        return not self.batches.holds_batch
-
-    def _take_requests(self, step: int, state: state_lib.TrainState) -> None:
+    def _take_requests(self) -> None:
         """Takes a request, if any, and requests a save if the clock says so."""
-        del step, state
         self._take_request()
         # Clocks differ, so only process 0's decides; the others are told.
         if self.members.leads and self._save_interval.has_passed():
             self._request_save()
 
-    def _is_admission_due(self, step: int) -> bool:
-        is_last = step == self.config.steps
-        return self._has_arrivals and not self.is_over and not is_last
-
-    def _admit(self, step: int, state: state_lib.TrainState) -> None:
+    def _admit(self, step: int) -> None:
         """Lets processes join the run, which all members begin again from here."""
-        del state
         self._has_arrivals = False
         self.checkpoints.wait()
         self.members.admit(step)
@@ -645,13 +638,6 @@ class Run:
         if isinstance(self.train_step, logical.Program):
             self.train_step.lower(self.target, self.batches.shapes()).compile()
         self._evaluation.compile(self.target)
-
-    def _is_evaluation_due(self, step: int) -> bool:
-        return self._stop is None and self._schedule.evaluation(step)
-
-    def _is_save_due(self, step: int) -> bool:
-        is_asked = self._is_save_requested or self.is_over
-        return is_asked or self._schedule.save(step)
 
     def resume_or_init(self) -> resuming.Point:
         """Restores the newest checkpoint, or creates a new state."""
@@ -733,6 +719,7 @@ class Run:
             self._resources.callback(wing.close)
         self.checkpoints.check_rows(begin, self.log)
         self._hooks = self._make_hooks()
+        self._dues = [start] * len(self._hooks)
         self._start = start
         self._save_interval = clock_lib.Every(60 * self.config.checkpoint.every_minutes)
         self.set_phase("compiling", step=start, steps=self.config.steps)
@@ -862,6 +849,8 @@ class Run:
         else:
             for wing in self._wings:
                 wing.receive(self.step + 1, request)
+            # It may change when they act.
+            self._dues = [self.step] * len(self._hooks)
 
     def _request_save(self) -> None:
         """Requests a save by this process's clock.

@@ -47,18 +47,12 @@ class Schedule(NamedTuple):
 
     def evaluation(self, step: int) -> bool:
         """Returns whether an evaluation is due after a step."""
-        return step == self.last or _is_multiple(step, self.evaluation_every)
+        return self.next_evaluation(step - 1) == step
 
     def save(self, step: int) -> bool:
         """Returns whether a save is due after a step."""
-        if self.saves_evaluated and self.evaluation(step):
-            return True
-        return step == self.last or _is_multiple(step, self.save_every)
+        return self.next_save(step - 1) == step
 
     def scheduled_save(self, step: int) -> int:
         """Returns the first step from a given one on that is saved by the schedule."""
         return min(self.last, hooks.every(self.save_every, step - 1))
-
-
-def _is_multiple(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -29,21 +29,23 @@ class Samples(hooks.Wing):
 
     def next_due(self, step: int) -> int:
         """Returns the first step after this one, after which samples are due."""
-        return hooks.every(self._every, step)
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether samples are due after a step before the last one."""
-        return self._is_scheduled(step) and not self._run.is_over
+        due = hooks.every(self._every, step)
+        # The samples of the last step belong to the run's results, whatever the
+        # schedule.
+        return due if due < self._run.config.steps else hooks.NEVER
 
     def act(self, step: int, state: state_lib.TrainState) -> None:
         """Logs and prints the samples of a state."""
+        if self._run.is_over:
+            # The next start makes up for them.
+            return
         text = self._sample(step, state)
         if text:
             self._run.terminal.say(f"step {step}  samples:\n{text}")
 
     def make_up(self, step: int, state: state_lib.TrainState) -> None:
         """Makes the samples that are due at the restored step, if there are none."""
-        if not self._is_scheduled(step):
+        if self.next_due(step - 1) != step:
             return
         if self._run.channel.on_process_0(self._run.log.sampled) < step:
             self.act(step, state)
@@ -52,12 +54,6 @@ class Samples(hooks.Wing):
         """Returns the samples of the last state as text."""
         # They are printed with the results.
         return {"samples": self._sample(step, state)}
-
-    def _is_scheduled(self, step: int) -> bool:
-        # The samples of the last step belong to the run's results, whatever the
-        # schedule.
-        is_multiple = self._every > 0 and step % self._every == 0
-        return is_multiple and step < self._run.config.steps
 
     def _sample(self, step: int, state: state_lib.TrainState) -> str:
         """Logs the samples of a state; returns them as text."""
