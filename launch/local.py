@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 from launch import engine, hosts, meeting, processes
 from xshard import cli
 from xshard.files import standard_streams, workdir
-from xshard.pod import exchange, exit_codes, rendezvous, signals, status
+from xshard.pod import exchange, exit_codes, rendezvous, request, signals, status
 
 _STEP_SECONDS = 0.1
 # How long to wait after a failure: the other processes learn of it, report it and leave
@@ -30,6 +30,7 @@ _EXIT_SECONDS = 15.0
 # that needs a peer which was killed.
 _SIGTERM_SECONDS = 3.0
 _MAX_BACKOFF_SECONDS = 60.0
+_TIME_IS_OVER = status.last_phase(exit_codes.PREEMPTED, request.TIME_IS_OVER)
 # The exit codes of a run that was stopped: one such process ends it for all.
 _STOPS = {exit_codes.PREEMPTED, exit_codes.INTERRUPTED, exit_codes.NONFINITE}
 
@@ -158,6 +159,7 @@ class Supervisor:
                 pod = _Pod(self._job, self._out, self._options.grace_seconds)
             else:
                 pod = _Lasting(self._job, self._out, self._options, self.signal)
+            before = self._status()
             code = pod.wait(self._signals)
             self.cause = pod.cause
             if code in (exit_codes.DONE, exit_codes.INTERRUPTED) or self._stopped:
@@ -170,6 +172,12 @@ class Supervisor:
             stop_file = self._job.workdir / workdir.STOP_FILE
             if code == exit_codes.PREEMPTED and stop_file.exists():
                 self._log(f"not started again: {stop_file} exists")
+                return code
+            row = self._status()
+            # An attempt that ended before it began leaves the status of another one.
+            is_told = row != before and row.get("doing") == _TIME_IS_OVER
+            if code == exit_codes.PREEMPTED and is_told:
+                self._log(f"not started again: {request.TIME_IS_OVER}")
                 return code
             # A failure after new steps starts a new count. An early stop counts as a
             # failure only if no step was made.
@@ -236,9 +244,13 @@ class Supervisor:
 
     def _step(self) -> int:
         """Returns the last step in the run's status; 0 if it cannot be read."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return status.read(self._job.workdir)[0]["step"] or 0
-        return 0
+        return self._status().get("step") or 0
+
+    def _status(self) -> dict[str, Any]:
+        """Returns the status of process 0; empty if it cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return status.read(self._job.workdir)[0]
+        return {}
 
     def _log(self, message: str) -> None:
         print(f"launch: {message}", file=self._out, flush=True)

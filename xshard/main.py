@@ -275,7 +275,7 @@ def _run_process(config: Any, run_directory: str, timeouts: rendezvous.Timeouts)
         ) as watch:
             try:
                 code = _run_mode(config, run_directory, watch)
-                watch.end(status.last_phase(code))
+                watch.end(status.last_phase(code, watch.stop_reason))
                 return code
             except Exception as e:
                 if hosts:
@@ -331,7 +331,7 @@ def _run_member(config: Any, directory: str, timeouts: rendezvous.Timeouts) -> i
                 if _JOINS.value:
                     _await_run(directory, timeouts.start)
                 code = _run_mode(config, directory, watch, members)
-                watch.end(status.last_phase(code))
+                watch.end(status.last_phase(code, watch.stop_reason))
             except Exception as e:
                 watch.end(f"failed: {cli.summary(e).splitlines()[0]}")
                 raise

@@ -28,7 +28,8 @@ with open(os.path.join(place, "pid" + index), "w") as file:
 end = ends[min(os.path.getsize(starts), len(ends)) - 1]
 if "STEP" in os.environ:
     with open(os.path.join(workdir, "status.json"), "w") as file:
-        row = {"doing": "training", "steps": None, "rate": None, "time": 0}
+        row = {"doing": os.environ.get("DOING", "training"), "steps": None}
+        row |= {"rate": None, "time": 0}
         row |= {"host": "here", "pid": 1, "begun": 0, "first": None, "trained": 0}
         row["seconds"] = {}
         json.dump([{**row, "step": os.path.getsize(starts)}], file)
@@ -160,6 +161,24 @@ def test_a_signal_that_was_ignored_at_the_start_is_not_passed_on():
 def test_an_early_stop_without_a_new_step_is_a_failure(supervise):
     supervisor = supervise("42", max_failures=4)
     assert supervisor.run() == 42 and supervisor.back_offs == [1, 2, 3]
+
+
+def test_a_run_whose_time_is_over_is_not_started_again(supervise, monkeypatch):
+    monkeypatch.setenv("STEP", "1")
+    monkeypatch.setenv("DOING", "stopped: the time of --stop_after has passed")
+    supervisor = supervise("42", "0", processes=2)
+    assert supervisor.run() == 42
+    out = supervisor.out.getvalue()
+    assert "launch: not started again: the time of --stop_after has passed" in out
+    # The next one is stopped before it has a status of its own.
+    monkeypatch.delenv("STEP")
+    supervisor = supervise("42", "42", "0", processes=2)
+    assert supervisor.run() == 0 and supervisor.back_offs == [1]
+    # And one that was told by someone else is started again.
+    monkeypatch.setenv("STEP", "1")
+    monkeypatch.setenv("DOING", "stopped: SIGTERM on process 0")
+    supervisor = supervise("42", "42", "42", "42", "0", processes=2)
+    assert supervisor.run() == 0 and supervisor.back_offs == []
 
 
 def test_failures_without_progress_are_limited_and_the_cause_comes_last(supervise):

@@ -16,6 +16,7 @@ import pytest
 
 from tests import guests, pace, rows
 from tests.launch import harness
+from xshard.pod import status
 
 COUNT = 3
 # The run is long enough for a test to interrupt it.
@@ -227,7 +228,7 @@ def test_stopping_the_launcher_saves_the_run_and_prevents_a_restart(
         process.wait()
         # The processes save and stop although nobody reads their output.
         harness.wait_until(
-            lambda: {row["doing"] for row in harness.status(directory)} == {"stopped"}
+            lambda: all(map(status.has_ended, harness.status(directory)))
         )
     with slowed(tmp_path) as process:
         (directory / "STOP").touch()

@@ -166,11 +166,11 @@ def test_all_act_on_the_most_urgent_request_at_the_same_poll():
         if member.number == 2:
             point.ask(stop)
         first = point.poll()
-        return first, point.is_stopping, point.poll()
+        return first, point.stop_reason, point.poll()
 
-    for first, is_stopping, later in crew.run(program).values():
+    for first, stop_reason, later in crew.run(program).values():
         # A stop saves, so a save that was asked for before it may be made as well.
-        assert first == stop and is_stopping
+        assert first == stop and stop_reason == stop.why
         assert later in (None, request.BY_CLOCK)
 
 

@@ -113,7 +113,7 @@ def test_a_signal_is_handled_while_python_is_blocked(tmp_path):
     def stop():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            harness.wait_until(lambda: watching._sync_point.is_stopping)
+            harness.wait_until(lambda: watching._sync_point.stop_reason)
         finally:
             libc.pthread_barrier_wait(barrier)
 
@@ -247,6 +247,7 @@ def test_stop_after_stops_the_run_after_its_time(tmp_path, monkeypatch):
         assert poll(watching) == request_lib.Request(
             request_lib.STOP, "the time of --stop_after has passed", 42
         )
+        assert watching.stop_reason == "the time of --stop_after has passed"
 
 
 def test_a_save_is_announced_and_a_stop_overrides_it(tmp_path):
@@ -465,7 +466,7 @@ with watchdog.Watchdog({str(tmp_path)!r}, timeouts=timeouts) as watching:
     watching.poll()
     if {is_early}:
         os.kill(os.getpid(), signal.SIGTERM)
-        harness.wait_until(lambda: watching._sync_point.is_stopping)
+        harness.wait_until(lambda: watching._sync_point.stop_reason)
     else:
         watching._log = lambda message: print(message, flush=True)
         wait = watching._is_told_to_stop.wait

@@ -29,5 +29,7 @@ class Request(NamedTuple):
     steps: int = 0
 
 
+# Why a run stops whose user has limited its time.
+TIME_IS_OVER = "the time of --stop_after has passed"
 ARRIVALS = Request(ADMIT, "processes wait for a place")
 BY_CLOCK = Request(SAVE, "checkpoint.every_minutes have passed")

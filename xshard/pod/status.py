@@ -207,10 +207,15 @@ def _rounded(parts: Mapping[str, float]) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in parts.items()}
 
 
-def last_phase(exit_code: int) -> str:
-    """Returns the last phase of a process that ends with an exit code."""
+def last_phase(exit_code: int, stop_reason: str) -> str:
+    """Returns the last phase of a process that ends with an exit code.
+
+    Args:
+      exit_code: the exit code.
+      stop_reason: why it was to stop, if it was.
+    """
     phases = {exit_codes.DONE: DONE, exit_codes.NONFINITE: NOT_FINITE}
-    return phases.get(exit_code, STOPPED)
+    return phases.get(exit_code, f"{STOPPED}: {stop_reason}")
 
 
 def read(directory: pathlib.Path) -> list[dict[str, Any]]:

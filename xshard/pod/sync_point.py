@@ -22,7 +22,7 @@ class SyncPoint:
     numbers, which is the earliest poll that every process can still reach.
 
     Attributes:
-      is_stopping: whether the processes have agreed to stop.
+      stop_reason: why the processes have agreed to stop; empty if they have not.
     """
 
     def __init__(self, board: host_collectives.Board):
@@ -42,7 +42,7 @@ class SyncPoint:
         # Only the talking thread uses these.
         self._round = 0
         self._posted_request: request_lib.Request | None = None
-        self.is_stopping = False
+        self.stop_reason = ""
 
     # For the training.
 
@@ -123,7 +123,7 @@ class SyncPoint:
             if agreed.kind == request_lib.STOP:
                 # A stop saves, too, and no step follows that could be traced.
                 self._requested.clear()
-                self.is_stopping = True
+                self.stop_reason = agreed.why
 
     def decide(self, request: request_lib.Request, poll: int) -> None:
         """Releases the training, and delivers the request at the agreed poll."""

@@ -161,6 +161,11 @@ class Watchdog:
         self._stall.note_progress()
         return self._sync_point.poll()
 
+    @property
+    def stop_reason(self) -> str:
+        """Returns why all processes have agreed to stop; empty if they have not."""
+        return self._sync_point.stop_reason
+
     def ask(self, request: request_lib.Request) -> None:
         """Asks all processes to act on a request, at the next poll that all can still
         reach.
@@ -271,7 +276,7 @@ class Watchdog:
             self._log(
                 "SIGINT: saving after this step; a second SIGINT ends the run at once."
             )
-        elif number not in self._numbers and not self._sync_point.is_stopping:
+        elif number not in self._numbers and not self._sync_point.stop_reason:
             # Some signals come repeatedly: SIGTERM to every host of a job, SIGXCPU
             # every second.
             self._numbers.add(number)
@@ -345,10 +350,10 @@ class Watchdog:
                 self.fail(f"the watch over the run has failed: {type(e).__name__}: {e}")
 
     def _check_stop_requests(self) -> None:
-        if self._sync_point.is_stopping:
+        if self._sync_point.stop_reason:
             return
         if time.monotonic() >= self._stop_at:
-            self._stop("the time of --stop_after has passed")
+            self._stop(request_lib.TIME_IS_OVER)
             return
         file = self._directory / workdir.STOP_FILE
         # If a shared disk does not answer for a moment, the next look finds the file.
@@ -407,7 +412,7 @@ class Watchdog:
     def _agree(self) -> None:
         request, poll = self._sync_point.gather(self._exchange_status)
         if request.kind == request_lib.STOP and poll == 1:
-            self.set_phase(status.STOPPED)
+            self.set_phase(status.last_phase(request.code, request.why))
             with self._exit_lock:
                 self._exit(
                     request.code, f"{request.why}: stopped before the first step."
