@@ -177,7 +177,8 @@ def served(server):
     return stranger, json.loads(stranger.connection.recv_bytes())
 
 
-def test_processes_that_do_not_connect_are_named():
+def test_processes_that_do_not_connect_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "_TELL_SECONDS", 0.0)
     specs = make_specs(5)
     with processes() as start:
         # All processes that do connect have connected before the deadline.
@@ -187,6 +188,9 @@ def test_processes_that_do_not_connect_are_named():
     assert received.startswith("process 3, 4 of 5 did not connect to 127.0.0.1:")
     assert "--num_processes=5 is right" in received
     assert [hear(stranger) for stranger in strangers] == [{"error": received}] * 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("waiting 1 s more for process 1, 2, 3, 4 of 5 to connect to")
+    assert told.endswith("a run of one process needs --num_processes=1")
 
 
 def test_a_port_taken_by_another_program_is_reported(monkeypatch):

@@ -59,6 +59,24 @@ def test_a_place_is_detected_under_slurm(monkeypatch, step):
     assert startup.resolve_process(None, None, None) is None
 
 
+def test_a_step_of_one_task_is_one_process_whatever_the_allocation(monkeypatch, step):
+    """As in the shell of `salloc --ntasks=2`."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert startup.resolve_process(None, None, None) is None
+    # By flags it is a part of a larger run.
+    place = startup.resolve_process("h0:1234", 2, 1)
+    assert place == rendezvous.ProcessSpec("h0:1234", 2, 1)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "4096.0;tcp://10.0.0.1:1")
+    for name, value in (("SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    place = startup.resolve_process(None, None, None)
+    assert (place.num_processes, place.process_id) == (2, 1)
+    monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert startup.resolve_process(None, None, None).num_processes == 2
+
+
 def test_a_name_that_does_not_resolve_gives_way_to_the_number_of_the_node(
     monkeypatch, step
 ):

@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection as mp_connection
@@ -43,6 +44,8 @@ _ANSWER_SECONDS = 10.0
 # how long another process tries again if something else than process 0 answers. The
 # port may belong to an earlier run that is about to end.
 _PATIENCE_SECONDS = 10.0
+# After how long process 0 says for whom it waits.
+_TELL_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
 _MAX_NAME_CHARACTERS = 255
 # At most this many differences are listed, because different code may differ in many
@@ -281,6 +284,7 @@ class _Server:
 
     def _wait_for_all(self, listener: socket.socket) -> None:
         """Accepts connections until every process has come."""
+        tells_at = time.monotonic() + _TELL_SECONDS
         while True:
             guests = list(self._guests.values())
             sources: list[Any] = [self._signal_receiver]
@@ -291,10 +295,14 @@ class _Server:
                 if not ready:
                     return
             else:
-                remaining = self._deadline - time.monotonic()
-                if remaining <= 0:
+                now = time.monotonic()
+                if now >= self._deadline:
                     raise self._mismatch or StartError(self._missing_message())
-                ready = mp_connection.wait([*sources, listener], remaining)
+                if now >= tells_at:
+                    tells_at = float("inf")
+                    self._tell_missing(self._deadline - now)
+                until = min(self._deadline, tells_at)
+                ready = mp_connection.wait([*sources, listener], until - now)
             for number in self._signal_receiver.read():
                 raise stopped(self._hello.name, number)
             # The accepted ones come first: one that has left frees its index for the
@@ -385,9 +393,23 @@ class _Server:
                 with connection, contextlib.suppress(OSError):
                     connection.send(answer)
 
+    def _tell_missing(self, seconds: float) -> None:
+        """Prints which processes are awaited, and for how long still."""
+        print(
+            f"waiting {seconds:.0f} s more for process {', '.join(self._missing())} of "
+            f"{self._spec.num_processes} to connect to {self._spec.address}; a run of "
+            "one process needs --num_processes=1",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _missing(self) -> list[str]:
+        count = self._spec.num_processes
+        return [str(i) for i in range(1, count) if i not in self._guests]
+
     def _missing_message(self) -> str:
         count = self._spec.num_processes
-        missing = [str(i) for i in range(1, count) if i not in self._guests]
+        missing = self._missing()
         their = "their"
         if len(missing) == 1:
             their = "its"

@@ -21,6 +21,8 @@ _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 # set; other programs read the second.
 _EXEMPT = "no_grpc_proxy"
 _EXEMPT_FOR_ALL = "no_proxy"
+# What JAX takes for a sign of mpirun.
+_OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 
 
 def resolve_process(
@@ -52,6 +54,11 @@ def resolve_process(
     if address is None and num_processes == 1 and process_id in (None, 0):
         return None
     given = (address, num_processes, process_id)
+    # In an interactive shell of Slurm, a step of one task, JAX would wait for as many
+    # processes as the allocation may have tasks. Open MPI may start more than one.
+    is_one_task = os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    if given == (None, None, None) and is_one_task and _OPEN_MPI not in os.environ:
+        return None
     devices = None
     if None in given:
         try:
