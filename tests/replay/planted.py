@@ -168,7 +168,7 @@ def line(kind: str) -> str:
     source, begin = inspect.getsourcelines(Layers._fault)
     (case,) = (number for number, text in enumerate(source) if f'"{kind}"' in text)
     file = pathlib.Path(__file__).relative_to(pathlib.Path.cwd())
-    return f"{file}:{begin + case + 1}"
+    return f"{file}:{begin + case + 1}: {source[case + 1].strip()}"
 
 
 def place(fault: Fault) -> tuple[int, list[int]]:

@@ -309,9 +309,9 @@ def test_the_line_of_a_division_in_a_rule_is_named(tmp_path, capsys, shards):
     assert loop.run(config.lock(), str(tmp_path), "") == 3
     output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Dividing)
-    (line,) = (begin + i for i, text in enumerate(source) if "x / (1 - steps)" in text)
-    place = f"  line         tests/replay/replay_test.py:{line}\n"
-    assert f"first not finite: div gives inf\n{place}" in output
+    (line,) = (i for i, text in enumerate(source) if "x / (1 - steps)" in text)
+    place = f"tests/replay/replay_test.py:{begin + line}: {source[line].strip()}"
+    assert f"first not finite: div gives inf\n  line         {place}\n" in output
 
 
 def test_examples_that_fail_only_together_are_blamed_together():
@@ -343,6 +343,6 @@ def test_a_nonfinite_element_of_a_large_array_is_found(tmp_path, capsys):
     loop.run(config.lock(), str(tmp_path), "")
     output = replay(tmp_path, capsys)
     source, begin = inspect.getsourcelines(Large)
-    (line,) = (begin + i for i, text in enumerate(source) if "jnp.log" in text)
-    place = f"tests/replay/replay_test.py:{line}"
+    (line,) = (i for i, text in enumerate(source) if "jnp.log" in text)
+    place = f"tests/replay/replay_test.py:{begin + line}: {source[line].strip()}"
     assert f"first not finite: log gives nan\n  line         {place}\n" in output

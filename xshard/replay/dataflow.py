@@ -7,6 +7,7 @@ and none of their own. A loop has the values of one round.
 """
 
 import dataclasses
+import linecache
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -429,9 +430,13 @@ def lines(value: Value) -> tuple[str, str]:
 
 
 def _shown(file: str, line: int) -> str:
-    """Formats a line as text; installed files have their path below site-packages."""
+    """Formats a line as its place, and its text if there is a file; installed files
+    have their path below site-packages.
+    """
     path = file.rpartition("-packages" + os.sep)[2]
-    return f"{user_code.display_path(path)}:{line}"
+    place = f"{user_code.display_path(path)}:{line}"
+    text = linecache.getline(file, line).strip()
+    return f"{place}: {text}" if text else place
 
 
 def _frames(traceback: Any) -> list[tuple[str, int]]:

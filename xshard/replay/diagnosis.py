@@ -47,7 +47,7 @@ class Operation(NamedTuple):
     Attributes:
       primitive: the JAX primitive that computes it; empty for an input.
       input: the path of the input; empty for other values.
-      line: the line of the user's code; empty if unknown.
+      line: the line of the user's code, its place and its text; empty if unknown.
       innermost: the innermost line outside of JAX.
       module: the path of the Haiku module; empty outside of modules.
       backward: whether it belongs to the backward pass, or is a derivative that only

@@ -153,9 +153,9 @@ def _describe_finding(
 def _where(operation: diagnosis.Operation) -> list[str]:
     """Returns lines on where an operation is in the user's code."""
     line = operation.line or operation.innermost
-    if operation.innermost != line:
-        line += f", within it {operation.innermost}"
     lines = [f"  line         {line}"]
+    if operation.innermost != line:
+        lines.append(f"  within it    {operation.innermost}")
     if operation.module:
         lines.append(f"  module       {operation.module}")
     lines.append(f"  pass         {'backward' if operation.backward else 'forward'}")
