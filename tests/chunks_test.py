@@ -234,8 +234,8 @@ EXACT = {"logical_replicas": 8, "reduction.arithmetic": "exact"}
         ),
         ({"reduction.shard_update": True}, "step", 1, "sharded updates"),
         ({"experiment": f"{HERE}.Acting"}, "loop", 1, "may use the model"),
-        (EXACT, "step", 1, "exact sums"),
-        ({**EXACT, "steps_per_dispatch": 1}, "step", 1, "exact sums"),
+        (EXACT, "step", 1, "logical_replicas=8"),
+        ({**EXACT, "steps_per_dispatch": 1}, "step", 1, "logical_replicas=8"),
     ],
     ids=str,
 )
@@ -257,9 +257,10 @@ def test_large_steps_are_dispatched_one_by_one(tmp_path):
     assert run.dispatches.most < 32 and "a step has" in run.dispatches.why
 
 
-@pytest.mark.parametrize("changes", [EXACT])
-def test_more_than_one_step_of_several_programs_is_refused(tmp_path, changes):
-    with pytest.raises(errors.UserError, match="steps_per_dispatch=2 cannot be had: "):
+@pytest.mark.parametrize("changes", [EXACT, {"logical_replicas": 8}])
+def test_more_than_one_step_of_logical_replicas_is_refused(tmp_path, changes):
+    match = "steps_per_dispatch=2 cannot be had: with logical_replicas=8 "
+    with pytest.raises(errors.UserError, match=match):
         winged.Run(config_of(2, **changes), str(tmp_path))
 
 

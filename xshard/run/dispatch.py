@@ -98,9 +98,9 @@ def plan(
       UserError: if the config asks for several steps of a program that makes one.
     """
     asked = config.get(KEY, 0)
-    is_exact = logical.of_config(config, mesh) is not None
-    if is_exact:
-        return _plain(asked, "exact sums need several programs for a step")
+    if logical.of_config(config, mesh) is not None:
+        why = f"with logical_replicas={config.logical_replicas} a program makes no loop"
+        return _plain(asked, f"{why} of steps")
     if recorded == identity.STEP:
         return _plain(asked, "the run began so, and its bits depend on it")
     cost = _cost(traced_step.jaxpr)
