@@ -3,7 +3,6 @@ r"""Starts runs, shows what they are doing, and stops them.
     python -m launch --engine=local --num_processes=4 --cpu_devices=2 -- \
         python -m xshard.main --config=configs/digits.py --workdir=runs/digits
     python -m launch status runs/digits         what each process of a run is doing
-    python -m launch status RUN --slowest       which process the others wait for
     python -m launch status RUN_A RUN_B         whether two runs are the same so far
     python -m launch list --engine=slurm        the jobs of an engine
     python -m launch logs NAME --engine=gke     the output of a job
@@ -87,12 +86,6 @@ def make_flags() -> flags.FlagValues:
     )
     flags.DEFINE_bool("json", False, "With 'status': print JSON.", flag_values=values)
     flags.DEFINE_bool(
-        "slowest",
-        False,
-        "With 'status': print which process the others wait for, and why.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
         "debug", False, "Show the traceback of an error.", flag_values=values
     )
     for name, fields in _options().items():
@@ -155,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     if command and words:
         raise engine.LaunchError(f"{' '.join(words)}: the command begins after ' -- '.")
     if words[:1] == ["status"]:
-        return status.show(words[1:], values.json, show_slowest=values.slowest)
+        return status.show(words[1:], values.json)
     chosen = make_engine(values)
     if words:
         return _execute(_manage(chosen, words), dry_run=values.dry_run)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from launch import engine, slowest, sweep
+from launch import engine, sweep
 from xshard import errors
 from xshard.base import formatting as formatting_lib
 from xshard.checkpoint import catalog, place
@@ -14,23 +14,14 @@ from xshard.pod import attempts
 from xshard.pod import status as status_lib
 
 
-def show(words: Sequence[str], as_json: bool, *, show_slowest: bool = False) -> int:
+def show(words: Sequence[str], as_json: bool) -> int:
     """Prints the status of a run or of a sweep, or whether two runs are the same so
     far; returns the exit code.
 
     Args:
       words: one work directory, or two to compare their runs.
       as_json: whether to print JSON.
-      show_slowest: whether to print which process of a run the others wait for.
     """
-    if show_slowest:
-        if len(words) != 1:
-            raise engine.LaunchError(
-                "--slowest is about one run: python -m launch status runs/digits "
-                "--slowest."
-            )
-        _show_slowest(pathlib.Path(words[0]), as_json)
-        return 0
     if len(words) == 2:
         return _compare(words, as_json)
     if len(words) != 1:
@@ -44,17 +35,6 @@ def show(words: Sequence[str], as_json: bool, *, show_slowest: bool = False) -> 
     else:
         _show_run(directory, as_json)
     return 0
-
-
-def _show_slowest(directory: pathlib.Path, as_json: bool) -> None:
-    processes = _read(directory)
-    if as_json:
-        print(jsonfile.dumps(slowest.report(processes), indent=2))
-        return
-    print(slowest.show(processes))
-    silent = max(status_lib.silent_seconds(row) for row in processes)
-    if silent:
-        print(f"this was {formatting_lib.age(silent)} ago; the run is silent since")
 
 
 def _show_sweep(directory: pathlib.Path, as_json: bool) -> None:
@@ -102,18 +82,14 @@ def _show_run(directory: pathlib.Path, as_json: bool) -> None:
 
 def rows(directory: pathlib.Path) -> list[dict[str, Any]]:
     """Returns a row for each process; raises LaunchError if there is no run."""
-    return [_row(index, process) for index, process in enumerate(_read(directory))]
-
-
-def _read(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the status of all processes; raises LaunchError if there is no run."""
     try:
-        return status_lib.read(directory)
+        processes = status_lib.read(directory)
     except errors.UserError as e:
         raise engine.LaunchError(
             f"{e} {directory} is not the work directory of a run, or its run has not "
             "begun."
         ) from e
+    return [_row(index, process) for index, process in enumerate(processes)]
 
 
 def latest_checkpoint(directory: pathlib.Path) -> dict[str, Any] | None:

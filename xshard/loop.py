@@ -666,9 +666,7 @@ class Run:
     def set_phase(self, phase: str, **more: int) -> None:
         """Publishes what the run does now in its status."""
         if self.watch is not None:
-            self.watch.set_phase(
-                phase, seconds=self.clock.seconds, parts=self.clock.parts, **more
-            )
+            self.watch.set_phase(phase, seconds=self.clock.seconds, **more)
 
     def _begin(self) -> state_lib.TrainState:
         """Restores the newest checkpoint, or creates a first state, and opens the log.

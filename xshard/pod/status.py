@@ -2,7 +2,6 @@
 state of the run that follows from it.
 """
 
-import collections
 import contextlib
 import os
 import pathlib
@@ -44,7 +43,6 @@ _SILENT_SECONDS = 10.0
 # How many processes' rows process 0 writes in a second, at about that rate.
 _WRITTEN_PER_SECOND = 256
 _RATE_ROWS = 60
-_RECENT_SECONDS = 60.0
 
 
 class _Row(NamedTuple):
@@ -62,9 +60,6 @@ class _Row(NamedTuple):
     host: str
     pid: int
     # An earlier version wrote none.
-    parts: dict[str, float] | None = None
-    recent_parts: dict[str, float] | None = None
-    recent_seconds: float = 0.0
     running: float | None = None
     boot: str = ""
     up: float = 0.0
@@ -97,12 +92,7 @@ class Status:
         }
         self._begun = time.time() - clock.age()
         self._seconds: Callable[[], dict[str, float]] = dict
-        self._parts: Callable[[], dict[str, float]] = dict
         self._rate = clock.Rate(_RATE_ROWS)
-        # The seconds in each part at the times of the last rows.
-        self._recent: collections.deque[tuple[float, dict[str, float]]] = (
-            collections.deque()
-        )
 
     def set_phase(
         self,
@@ -111,7 +101,6 @@ class Status:
         step: int | None = None,
         steps: int | None = None,
         seconds: Callable[[], dict[str, float]] | None = None,
-        parts: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """Sets the phase, and what else is given.
 
@@ -123,7 +112,6 @@ class Status:
             from.
           steps: the number of steps of the run.
           seconds: returns the seconds spent in each phase of `xshard.base.clock`.
-          parts: returns those spent in each part of `xshard.base.spans`.
         """
         changed = dict(self._changing)
         changed["doing"] = phase
@@ -137,8 +125,6 @@ class Status:
             changed["steps"] = steps
         if seconds is not None:
             self._seconds = seconds
-        if parts is not None:
-            self._parts = parts
         self._changing = changed
 
     def now(self) -> tuple[str, int | None]:
@@ -160,9 +146,6 @@ class Status:
           rate: the steps per second over the last rows; None if unknown.
           time: the time now, in seconds since 1970.
           host, pid: where the process runs.
-          parts: the seconds since the first step in each part, as `clock.Clock.parts`
-            returns them.
-          recent_parts, recent_seconds: the same of the last minute, and its length.
           running: the seconds since the process began, whatever the wall clock says.
           boot, up: the ID of the machine's present boot, and the seconds since then.
           generation, members, takeovers: only in a run that goes on without the members
@@ -171,19 +154,6 @@ class Status:
         changing = self._changing
         if changing["step"] is not None:
             self._rate.add(time.monotonic(), changing["step"])
-        now = time.monotonic()
-        parts = self._parts()
-        if parts:
-            self._recent.append((now, parts))
-            while self._recent[0][0] < now - _RECENT_SECONDS:
-                self._recent.popleft()
-        recent_parts: dict[str, float] = {}
-        recent_seconds = 0.0
-        if self._recent:
-            begin, before = self._recent[0]
-            recent_seconds = now - begin
-            for name, value in parts.items():
-                recent_parts[name] = value - before[name]
         boot, up = clock.boot()
         return {
             **changing,
@@ -193,18 +163,11 @@ class Status:
             "time": time.time(),
             "host": self._host,
             "pid": os.getpid(),
-            "parts": _rounded(parts),
-            "recent_parts": _rounded(recent_parts),
-            "recent_seconds": round(recent_seconds, 3),
             "running": round(clock.age(), 3),
             "boot": boot,
             "up": round(up, 3),
             **self._standing(),
         }
-
-
-def _rounded(parts: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(seconds, 3) for name, seconds in parts.items()}
 
 
 def last_phase(exit_code: int, stop_reason: str) -> str:
