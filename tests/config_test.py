@@ -200,3 +200,25 @@ def test_a_kind_that_was_the_loss_scale_itself_is_its_kind_now(tmp_path):
     assert identity.compare({**old, "loss_scale": "none"}, old, "it is") == []
     with pytest.raises(errors.UserError, match="loss_scale.kind: 'fixed' -> 'none'"):
         identity.compare({**old, "loss_scale": "fixed"}, old, "it is")
+
+
+def test_a_text_that_reads_like_a_description_is_a_text(tmp_path, caplog):
+    texts = {
+        "function": "function relu",
+        "instance": "unserializable object: /data",
+        "class": "<class 'int'>",
+        "address": "<function relu at 0x7f>",
+        "names": {"name": "relu", "qualname": "relu", "module": "jax.nn"},
+        "path": "jax.nn:relu",
+    }
+    config = toy.get_config()
+    config.own = texts
+    run = workdir.Workdir(tmp_path)
+    with run.opened(config):
+        pass
+    assert run.check(config) == []
+    assert trained.config_of(run).own.to_dict() == texts
+    assert not caplog.messages
+    config.own.function = "function gelu"
+    with pytest.raises(errors.UserError, match="own.function: 'function relu' ->"):
+        run.check(config)

@@ -16,7 +16,6 @@ import importlib.machinery
 import json
 import os
 import pathlib
-import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -29,17 +28,12 @@ from xshard import errors
 
 # What precedes the path of a function or a class: '$import MODULE:NAME'.
 IMPORT = "$import "
-# How earlier versions described most values that they could not hold, and a class.
-DESCRIBED = "unserializable object: "
-CLASS = re.compile(r"<class '(?:([\w.]+)\.)?(\w+)'>")
 # The key of config.json that is the run's own; see `xshard.files.workdir`.
 _RESERVED = "_run"
 # The deepest nesting of a config, well below that of the files that are read.
 _DEPTH = 100
 # The most bytes of a config, well below those of a file that is read.
 _BYTES = 32_000_000
-# The names of attributes of any object, which no key of a ConfigDict can have.
-ATTRIBUTES = frozenset(dir(object))
 # The most characters of a wrong value that a message shows.
 _SHOWN = 60
 
@@ -252,7 +246,7 @@ def _key(path: tuple[str, ...], key: Any) -> str:
             f"The config has the key {_shown(key)}{where}: a dot separates the keys of "
             f"a path, so write {key.replace('.', '_')!r}, or a dictionary within."
         )
-    if key in ATTRIBUTES:
+    if hasattr(object, key):
         raise errors.UserError(
             f"The config has the key {key!r}{where}, an attribute of every object of "
             "Python: give it another name."
@@ -274,11 +268,11 @@ def _text(path: tuple[str, ...], value: str) -> str:
             "its surrogates are halves of one character, which JSON joins",
             "the character itself",
         )
-    if is_import(value) or value.startswith(DESCRIBED) or CLASS.fullmatch(value):
+    if is_import(value):
         _refuse(
             path,
             value,
-            "in config.json such a text stands for another value",
+            "in config.json such a text stands for a function or a class",
             "another text, or the function or class itself",
         )
     return value
@@ -304,14 +298,14 @@ def _import(path: tuple[str, ...], value: Any) -> str:
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     module_name = getattr(value, "__module__", None) or type(value).__module__
     if isinstance(name, str) and isinstance(module_name, str):
-        for text in candidates(module_name, name):
+        for text in _candidates(module_name, name):
             module_name, _, _ = text.removeprefix(IMPORT).partition(":")
             if _is_importable(module_name) and _leads_to(text, value):
                 return text
     _refuse(path, value, _no_path(value), _function_instead(value))
 
 
-def candidates(module_name: str, name: str) -> Iterator[str]:
+def _candidates(module_name: str, name: str) -> Iterator[str]:
     """Yields the texts '$import MODULE:NAME' that may stand for what a module defines
     under a name.
     """

@@ -163,7 +163,7 @@ def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
             f"{run.config} names no experiment, so no run wrote it: give the work "
             "directory of a run."
         )
-    flat = config_lib.flatten(workdir.config_in(content, run.config))
+    flat = config_lib.flatten(workdir.config_in(content))
     return config_lib.Config(config_lib.nested(config_lib.with_defaults(flat)))
 
 

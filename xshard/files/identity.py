@@ -10,7 +10,6 @@ import ml_collections
 
 from xshard import config as config_lib
 from xshard import config_values, errors
-from xshard.files import earlier_configs
 from xshard.files import provenance as provenance_lib
 
 _ID_LENGTH = 16
@@ -70,7 +69,6 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
     Raises:
       UserError: if a change would make it another run.
     """
-    old, unknown = earlier_configs.update(old, new)
     old = config_lib.with_defaults(config_lib.flatten(old))
     new = config_lib.with_defaults(config_lib.flatten(new))
     if old.get("experiment") != new.get("experiment"):
@@ -88,10 +86,6 @@ def compare(old: dict[str, Any], new: dict[str, Any], whose: str) -> list[str]:
         if is_equal(before, after):
             continue
         change = f"{key}: {_difference(before, after)}"
-        if key in unknown:
-            # What the run began with is not known well enough to refuse anything.
-            changes.append(f"{change} (unchecked: the first is a description)")
-            continue
         changes.append(change)
         if not is_equal(old_fixed.get(key, _ABSENT), new_fixed.get(key, _ABSENT)):
             fatal.append(change)

@@ -46,11 +46,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_collections
-from absl import logging
 
 from xshard import config_values, errors
 from xshard.files import claim as claim_lib
-from xshard.files import disk, earlier_configs, jsonfile
+from xshard.files import disk, jsonfile
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 
@@ -388,26 +387,16 @@ class Workdir:
             raise errors.UserError(f"{path} cannot be written: {e.strerror}.") from e
 
 
-def config_in(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
+def config_in(content: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a run's config, as its experiment gets them.
 
     Args:
       content: the content of config.json.
-      path: its path.
 
     Raises:
       UserError: if a function or a class of the config cannot be imported.
     """
     values = {key: value for key, value in content.items() if key != IDENTITY}
-    values, unknown = earlier_configs.restore(values)
-    if unknown:
-        logging.warning(
-            "%s: %s are texts as earlier versions wrote them for values that JSON "
-            "cannot hold. If they are, what is built from them may be another network: "
-            "resume the run once with this version, which holds values exactly.",
-            path,
-            ", ".join(unknown),
-        )
     return config_values.from_json(values)
 
 
