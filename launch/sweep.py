@@ -18,7 +18,6 @@ from typing import Any
 
 import ml_collections
 from absl import flags
-from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
 from launch import engine, local
@@ -494,13 +493,10 @@ def _parsed_config(job: engine.Job) -> ml_collections.ConfigDict:
     """Returns the config that a job's flags select; raises whatever they cause."""
     arguments = list(job.arguments)
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file(
-        "config", flag_values=values, sys_argv=arguments
-    )
+    cli.define_config(values, arguments)
     with _without_accelerators():
         values(arguments, known_only=True)
-        # The config file is read on first use, which is this one.
-        return holder.value.lock()
+        return cli.locked(values)
 
 
 @contextlib.contextmanager

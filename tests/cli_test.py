@@ -4,7 +4,6 @@ import sys
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
 from tests import toy
 from xshard import cli, errors
@@ -106,6 +105,108 @@ def test_the_message_for_a_wrong_flag_is_a_rule(argument, message):
     assert cli.flag_error(raised.value) == message
 
 
+def parsed(monkeypatch, *arguments):
+    """Returns the config that the arguments of a program select."""
+    values = flags.FlagValues()
+    config = cli.define_config(values)
+    monkeypatch.setattr(sys, "argv", ["program", *arguments])
+    cli.parse(values)
+    return config.value
+
+
+# ml_collections loads the file by a method that Python will remove.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    "text",
+    ["(128", "[1, null]", "((1, true),)", "None", "null", "(nan,)", " (a)", "["],
+)
+@pytest.mark.parametrize("form", ["one word", "two words", "one dash", "file", "twice"])
+def test_a_flag_that_is_no_tuple_is_refused(tmp_path, monkeypatch, form, text):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import ml_collections\n"
+        "def get_config():\n"
+        "    values = {'model': {'hidden': (1, 2)}}\n"
+        "    return ml_collections.ConfigDict(values)\n"
+    )
+    words = {
+        "one word": [f"--config.model.hidden={text}"],
+        "two words": ["--config.model.hidden", text],
+        "one dash": [f"-config.model.hidden={text}"],
+        "file": [f"--flagfile={tmp_path / 'flags.txt'}"],
+        "twice": ["--config.model.hidden=a", f"--config.model.hidden={text}"],
+    }
+    (tmp_path / "flags.txt").write_text(f"--config.model.hidden={text}\n")
+    rule = "must be a tuple as Python writes it.*infinity is 1e999. Leave the flag out"
+    with pytest.raises(errors.UserError, match=rule) as raised:
+        parsed(monkeypatch, f"--config={file}", *words[form])
+    assert str(raised.value).startswith("--config.model.hidden=")
+    assert f"{text.strip()} must be" in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["(3, None, 1e999)"], (3, None, float("inf"))),
+        (["[3]"], (3,)),
+        (["3"], (3,)),
+        (["a"], ("a",)),
+        (["'(a'"], ("(a",)),
+        (["'None'"], ("None",)),
+        (["a", "b"], ("a", "b")),
+        (["data/*.txt"], ("data/*.txt",)),
+    ],
+)
+def test_a_flag_that_is_a_tuple_or_one_text_is_taken(
+    tmp_path, monkeypatch, words, wanted
+):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import ml_collections\n"
+        "def get_config():\n"
+        "    return ml_collections.ConfigDict({'hidden': (1, 2)})\n"
+    )
+    arguments = [f"--config.hidden={word}" for word in words]
+    assert parsed(monkeypatch, f"--config={file}", *arguments).hidden == wanted
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_a_flag_gives_what_a_config_requires(tmp_path, monkeypatch):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import ml_collections\n"
+        "from ml_collections import config_dict\n"
+        "def get_config():\n"
+        "    config = ml_collections.ConfigDict({'inner': {}, 'steps': 1})\n"
+        "    config.need = config_dict.required_placeholder(int)\n"
+        "    config.inner.same = config.get_ref('need')\n"
+        "    config.inner.name = config_dict.required_placeholder(str)\n"
+        "    config.inner.sizes = config_dict.required_placeholder(tuple)\n"
+        "    return config\n"
+    )
+    need = ["--config.need=3"]
+    inner = ["--config.inner.name", "a", "--config.inner.sizes=(1,)"]
+    config = parsed(monkeypatch, f"--config={file}", *need, *inner)
+    assert config.is_locked and config.inner.is_locked
+    assert config.to_dict() == {
+        "inner": {"same": 3, "name": "a", "sizes": (1,)},
+        "steps": 1,
+        "need": 3,
+    }
+    for given, lacks in [(inner, "inner.same"), (need, "inner.name"), ([], "inner.")]:
+        with pytest.raises(errors.UserError, match=f"^{lacks}.* is required and has"):
+            parsed(monkeypatch, f"--config={file}", *given)
+    with pytest.raises(errors.UserError, match="--config.need=x must be an integer"):
+        parsed(monkeypatch, f"--config={file}", "--config.need=x")
+    with pytest.raises(errors.UserError, match="no such key; did you mean need"):
+        parsed(monkeypatch, f"--config={file}", *inner, "-config.needs=3")
+    flagfile = tmp_path / "flags.txt"
+    flagfile.write_text(f"--config={file}\n--config.needs=3\n")
+    with pytest.raises(errors.UserError, match="^--config.needs: .* did you mean need"):
+        parsed(monkeypatch, f"--flagfile={flagfile}")
+
+
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 @pytest.mark.parametrize(
     ("argument", "example"),
@@ -121,14 +222,9 @@ def test_a_flag_for_what_has_keys_of_its_own_names_one(
 ):
     file = tmp_path / "config.py"
     file.write_text("import xshard.config\nget_config = xshard.config.default\n")
-    values = flags.FlagValues()
-    config = config_flags.DEFINE_config_file("config", flag_values=values)
-    monkeypatch.setattr(
-        sys, "argv", ["program", f"--config={file}", f"--config.{argument}"]
-    )
     name = f"config.{argument.partition('=')[0]}"
     with pytest.raises(errors.UserError) as raised:
-        cli.parse(config, values)
+        parsed(monkeypatch, f"--config={file}", f"--config.{argument}")
     assert str(raised.value) == (
         f"--config.{argument}: {name} has keys of its own; set one, as "
         f"--config.{example}."

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
 from tests import rows, toy, winged
 from xshard import cli, errors, trained
@@ -54,11 +53,9 @@ def test_a_renamed_key_is_found_under_both_names(logged, earlier):
 def parsed(monkeypatch, path, *arguments):
     """Returns the config that a program's flags select."""
     values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file(
-        "config", flag_values=values, lock_config=True
-    )
+    holder = cli.define_config(values)
     monkeypatch.setattr(sys, "argv", ["program", f"--config={path}", *arguments])
-    cli.parse(holder, values)
+    cli.parse(values)
     return holder.value
 
 

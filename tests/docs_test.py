@@ -25,13 +25,12 @@ import ml_collections
 import numpy as np
 import optax
 import pytest
-from absl import flags
 
 import xshard
 from configs import digits, lm, lm_lora, ssl
 from tests import forks
+from xshard import cli, data
 from xshard import config as config_lib
-from xshard import data
 from xshard.files import identity as identity_lib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -330,11 +329,12 @@ def check(module, *arguments):
     if module == "xshard.main":
         from xshard import main as program
 
-        assert flags.FLAGS(sys.argv)[1:] == [] and program._CONFIG.value.is_locked
+        assert cli.parse()[1:] == [] and program._CONFIG.value.is_locked
     elif module == "xshard.dryrun":
         from xshard.dryrun import __main__ as program
 
-        assert program._FLAGS(sys.argv)[1:] == [] and program._CONFIG.value.is_locked
+        assert cli.parse(program._FLAGS)[1:] == []
+        assert program._CONFIG.value.is_locked
     elif module == "launch":
         from launch import __main__ as launch
 

@@ -56,7 +56,6 @@ from tests.faults import lacking_disk
 from tests.launch import harness
 from xshard import (
     checkpoint,
-    cli,
     config_values,
     data,
     errors,
@@ -3983,20 +3982,6 @@ def test_43_the_table_shows_the_points_in_full(tmp_path):
     assert shown[0][:3] == ["run", "rate", "loss"] and shown[0][-1] == "eval/loss"
     assert shown[1][:3] == ["000", "0.123456", "1"] and shown[1][-1] == "0.25"
     assert shown[2][:3] == ["001", "0.123457", "None"]
-
-
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-@pytest.mark.parametrize(
-    "text", ["[1, null]", "((1, true),)", "None", "null", "(nan,)"]
-)
-def test_43_a_flag_that_is_no_tuple_is_refused(tmp_path, monkeypatch, text):
-    job = _config_job(tmp_path)
-    values = cli.flags.FlagValues()
-    holder = sweep.config_flags.DEFINE_config_file("config", flag_values=values)
-    config_flag = job.arguments[-2]
-    monkeypatch.setattr(sys, "argv", ["program", config_flag, f"--config.t={text}"])
-    with pytest.raises(errors.UserError, match=r"--config\.t=.* must be a tuple"):
-        cli.parse(holder, values)
 
 
 class ConfigLora(toy.Wide):

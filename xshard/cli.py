@@ -9,20 +9,24 @@ import functools
 import itertools
 import os
 import re
-import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import ml_collections
 from absl import flags
-from ml_collections.config_flags import config_path
+from ml_collections import config_dict
+from ml_collections.config_flags import config_flags, tuple_parser
 
 from xshard import config as config_lib
-from xshard import errors
+from xshard import config_values, errors
 from xshard.base import loss_scale_keys, user_code
 from xshard.files import standard_streams
 from xshard.pod import exit_codes
+
+# `define_config` defines its caller's flag.
+flags.disclaim_key_flags()
 
 # The beginnings of the reasons that Python and absl give for a value of another type,
 # and the rule for each.
@@ -30,7 +34,59 @@ _RULES = {
     "invalid literal for int()": "an integer, such as 1000",
     "could not convert string to float": "a number, such as 0.001",
     "('Non-boolean argument": "true or false",
+    "not a tuple": (
+        "a tuple as Python writes it, such as (1, 0.5, None, True, 'text'); infinity "
+        "is 1e999. Leave the flag out for the value of the config file"
+    ),
 }
+
+
+class _TupleParser(tuple_parser.TupleParser):
+    """Refuses a text that ml_collections would take as a tuple of that one text."""
+
+    def parse(self, argument: Any) -> tuple[Any, ...]:
+        value = super().parse(argument)
+        if isinstance(argument, str):
+            text = argument.strip()
+            is_bracketed = text.startswith(("(", "[")) and value == (argument,)
+            if is_bracketed or text in ("None", "null"):
+                raise ValueError("not a tuple")
+        return value
+
+
+config_flags.register_flag_parser_for_type(tuple, _TupleParser())
+
+
+class _ConfigParser(config_flags.ConfigFileFlagParser):
+    """Loads a config whose required values flags may give.
+
+    ml_collections asks for the value of a key before it sets the key to a flag's.
+
+    Attributes:
+      required: the references to what is required.
+    """
+
+    required: tuple[ml_collections.FieldReference, ...] = ()
+
+    def parse(self, path: str) -> Any:
+        config = super().parse(path)
+        self.required = tuple(_with_placeholders(config))
+        return config
+
+
+def _with_placeholders(config: Any) -> Iterator[ml_collections.FieldReference]:
+    """Makes what a config requires None until a flag sets it; yields the references."""
+    if not isinstance(config, ml_collections.ConfigDict):
+        return
+    for key in config:
+        try:
+            value = config[key]
+        except config_dict.RequiredValueError:
+            reference = config.get_ref(key)
+            reference.set(config_dict.placeholder(reference.get_type()))
+            yield reference
+        else:
+            yield from _with_placeholders(value)
 
 
 def parser(
@@ -98,14 +154,52 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
     return wrapped
 
 
-def parse(
-    config: flags.FlagHolder, values: flags.FlagValues = flags.FLAGS
-) -> list[str]:
-    """Parses the flags and loads the config file that they name.
+def define_config(
+    values: flags.FlagValues = flags.FLAGS, arguments: Sequence[str] | None = None
+) -> flags.FlagHolder:
+    """Defines the flag --config, and returns it.
 
     Args:
-      config: the flag from `config_flags.DEFINE_config_file`.
       values: the program's flags.
+      arguments: the program's name and arguments; None: those of this program.
+    """
+    holder = config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "The run's config file; --config.key=value overrides a value.",
+        lock_config=False,
+        flag_values=values,
+        sys_argv=arguments,
+    )
+    values[holder.name].parser = _ConfigParser(holder.name, lock_config=False)
+    return holder
+
+
+def locked(values: flags.FlagValues) -> Any:
+    """Returns the config of flags that are parsed, locked; None if they name none.
+
+    Raises:
+      UserError: if a required value is missing.
+    """
+    flag = values["config"]
+    if flag.value is None:
+        return None
+    for reference in flag.parser.required:
+        if reference.get() is None:
+            reference.set(None)
+    try:
+        return flag.value.lock()
+    except config_dict.RequiredValueError:
+        # It names the key.
+        config_values.to_json(flag.value)
+        raise
+
+
+def parse(values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Parses the flags, and loads and locks the config that they name.
+
+    Args:
+      values: the program's flags, with that of `define_config`.
 
     Returns:
       The arguments that are not flags.
@@ -115,35 +209,14 @@ def parse(
     """
     try:
         words = values(sys.argv)
-        # The config file is read on first use. Use it here, so that a missing file is
+        # The config file is read on first use, which is this one: a missing file is
         # reported as a flag error.
-        _ = config.value and config.value.is_locked
+        locked(values)
+    except errors.UserError:
+        raise
     except Exception as e:
         raise errors.UserError(_parse_error(e)) from e
-    _check_tuples(config)
     return words
-
-
-def _check_tuples(config: flags.FlagHolder) -> None:
-    """Raises UserError if a flag for a tuple was taken as a text that it is not.
-
-    ml_collections makes a tuple of one text of what is no literal of Python.
-    """
-    if config.value is None:
-        return
-    for argument in sys.argv[1:]:
-        match = re.match(r"--?config\.([^=]+)=(.*)", argument, re.DOTALL)
-        if match is None:
-            continue
-        key, text = match.groups()
-        value = config_path.get_value(key, config.value)
-        is_bracketed = text.strip().startswith(("(", "[")) and value == (text,)
-        if is_bracketed or (value in ((None,), ("null",)) and text in ("None", "null")):
-            raise errors.UserError(
-                f"--config.{key}={text} must be a tuple as Python writes it, such as "
-                "(1, 0.5, None, True, 'text'); infinity is 1e999. Leave the flag out "
-                "for the value of the config file."
-            )
 
 
 def is_bug(e: Exception) -> bool:
@@ -267,11 +340,12 @@ def _parse_error(e: Exception) -> str:
     """Returns the message for an exception from parsing flags or loading the config."""
     if isinstance(e, flags.Error):
         return flag_error(e)
-    path = flag_value(sys.argv[1:], "config")
+    arguments = flags.FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
+    path = flag_value(arguments, "config")
     if isinstance(e, OSError) and not os.path.isfile(path):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
     if isinstance(e, AttributeError | KeyError):
-        unknown = _unknown_key(path)
+        unknown = _unknown_key(path, arguments)
         if unknown:
             return unknown
     text = f"--config={path} raised {type(e).__name__}: {e}"
@@ -281,20 +355,20 @@ def _parse_error(e: Exception) -> str:
     return f"{text}."
 
 
-def _unknown_key(path: str) -> str | None:
+def _unknown_key(path: str, arguments: Sequence[str]) -> str | None:
     """Returns the message for a flag that overrides a key that the config lacks.
 
     Returns:
       The message; None if there is no such flag, or if the file itself cannot be run.
     """
     try:
-        config = runpy.run_path(path)["get_config"]()
+        config = _ConfigParser("config", lock_config=False).parse(path)
         keys = list(config_lib.flatten(config.to_dict()))
     except Exception:
         # The config file itself raises, so its keys are unknown.
         return None
-    for argument in sys.argv[1:]:
-        match = re.match(r"--config\.([^=]+)", argument)
+    for argument in arguments:
+        match = re.match(r"--?config\.([^=]+)", argument)
         if match is None or _is_known_key(match[1], keys):
             continue
         text = f"--config.{match[1]}: {path} has no such key;"

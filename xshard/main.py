@@ -35,7 +35,6 @@ if __name__ == "__main__":
 import haiku as hk
 import jax
 from absl import flags, logging
-from ml_collections import config_flags
 
 from xshard import checkpoint, cli, errors, hooks, logical, loop
 from xshard import config as config_lib
@@ -59,12 +58,7 @@ from xshard.wings import installed
 
 # How long to wait before another look for a run.
 _LOOK_SECONDS = 0.2
-_CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The run's config file; --config.key=value overrides a value.",
-    lock_config=True,
-)
+_CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "The work directory. An existing run resumes."
 )
@@ -505,7 +499,7 @@ def _run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{flags.FLAGS.module_help(sys.modules[__name__])}")
         return exit_codes.DONE
-    return main(cli.parse(_CONFIG), _CONFIG.value)
+    return main(cli.parse(), _CONFIG.value)
 
 
 def _command() -> str:

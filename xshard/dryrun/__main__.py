@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from xshard import cli, errors
 from xshard.data import batch_sizes
@@ -25,13 +24,7 @@ from xshard.pod import exit_codes
 
 # A separate set of flags, since `xshard.main` has flags with the same names.
 _FLAGS = flags.FlagValues()
-_CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "The run's config file; --config.key=value overrides a value.",
-    lock_config=True,
-    flag_values=_FLAGS,
-)
+_CONFIG = cli.define_config(_FLAGS)
 _TOPOLOGY = flags.DEFINE_string(
     "topology",
     None,
@@ -122,7 +115,7 @@ def _run() -> int:
     if "--help" in sys.argv[1:]:
         print(f"{__doc__}\n{_FLAGS.module_help(sys.modules[__name__])}")
         return exit_codes.DONE
-    return main(cli.parse(_CONFIG, _FLAGS))
+    return main(cli.parse(_FLAGS))
 
 
 if __name__ == "__main__":
