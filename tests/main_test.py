@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -356,6 +357,54 @@ def test_steps_can_be_added_to_a_finished_run(finished, run):
     assert code == 0, err
     assert "nothing to train: steps=3, and the run has already made 14" in out
     assert "--config.steps=28" in out
+
+
+def test_the_printed_command_trains_a_run_further_whose_keys_refer_to_steps(
+    tmp_path, run
+):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "from tests import toy\n"
+        "def get_config(last=''):\n"
+        "    config = toy.get_config()\n"
+        "    config.eval_every_steps = config.get_ref('steps') // 3\n"
+        "    config.optimizer.warmup = config.get_ref('steps') // 4\n"
+        "    config.optimizer.decay = config.get_ref('steps').to_float() / 2\n"
+        "    config.cooldown = config.optimizer.get_ref('warmup') - 1\n"
+        "    if last == 'same':\n"
+        "        config.last = config.get_ref('steps')\n"
+        "    if last == 'half':\n"
+        "        config.last = config.get_ref('steps') * 0.3\n"
+        "    return config\n"
+    )
+    workdir = tmp_path / "a run"
+    code, out, err = run(
+        f"--config={file}", f"--workdir={workdir}", "--cpu_devices=4", "--quiet"
+    )
+    assert code == 0, err
+    command = shlex.split(out.partition("to train further: ")[2])
+    assert {word for word in command if word.startswith("--config.")} == {
+        "--config.steps=24",
+        "--config.cooldown=2",
+        "--config.optimizer.decay=6.0",
+        "--config.optimizer.warmup=3",
+    }
+    code, out, err = run(*command[3:])
+    assert code == 0, err
+    assert json.loads((workdir / "results.json").read_text())["step"] == 24
+    # The command that this one prints has the same values.
+    again = shlex.split(out.partition("to train further: ")[2])
+    assert {word.replace("=24", "=48") for word in command} == set(again)
+    # No flag changes the steps alone, and none gives a reference to integers a float.
+    for last in ("same", "half"):
+        code, out, err = run(
+            f"--config={file}:{last}", f"--workdir={tmp_path}/{last}", "--cpu_devices=4"
+        )
+        assert code == 0, err
+        line = out.partition("to train further: ")[2]
+        assert line.endswith(" in the config file values that do not refer to steps\n")
+        names = {"optimizer.warmup", "optimizer.decay", "cooldown", "last"}
+        assert set(line.split(" in ")[0].removeprefix("give ").split(", ")) == names
 
 
 def __getattr__(name):

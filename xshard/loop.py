@@ -978,6 +978,6 @@ def run(
         results,
         directory=current.workdir,
         store=store,
-        steps=config.steps,
+        config=config,
         command=command,
     )

@@ -16,6 +16,7 @@ import ml_collections
 from xshard import checkpoint, errors, hooks
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard.base import flag_words
 from xshard.files import disk, jsonfile, results, workdir
 from xshard.files import identity as identity_lib
 from xshard.metrics import log, terminal, writers
@@ -310,7 +311,7 @@ def run(
     output = workdir.Workdir(directory).path / FOLDER
     if stop is not None:
         print(f"{stop.why}: stopped; the results so far are in {output}")
-        print(f"to resume: {command}")
+        print(f"to resume: {flag_words.shown(command)}")
         return stop.code
     print(
         f"all checkpoints to step {evaluator.last_step()} are evaluated; the results "

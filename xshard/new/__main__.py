@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from xshard import cli, errors
-from xshard.base import formatting
+from xshard.base import flag_words, formatting
 
 TEMPLATE = pathlib.Path(__file__).parent / "template"
 FILES = ("README.md", "config.py", "experiment.py", "experiment_test.py")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     write(directory)
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")
     if not os.path.samefile(directory, os.curdir):
-        print(f"  cd {shlex.quote(str(directory))}")
+        print(f"  {flag_words.shown(shlex.join(['cd', str(directory)]))}")
     train = "python -m xshard.main --config=config.py --workdir=runs/first"
     test = "python -m pytest"
     print(f"  {train}    # trains it")

@@ -1,14 +1,19 @@
 """The end of a run: its results, and the lines that it prints last."""
 
+import contextlib
+import copy
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
+from xshard import config as config_lib
 from xshard import mesh as mesh_lib
 from xshard.base import flag_words, formatting, places
+from xshard.files import identity as identity_lib
 from xshard.files import results as results_lib
 from xshard.files import workdir
 from xshard.metrics import overview, rows, writer
@@ -70,7 +75,7 @@ def announce(
     values: Mapping[str, Any],
     directory: workdir.Workdir,
     store: Any,
-    steps: int,
+    config: ml_collections.ConfigDict,
     command: str,
 ) -> int:
     """Prints the results of a run, and the command that trains further.
@@ -79,7 +84,7 @@ def announce(
       values: the content of results.json.
       directory: the run's work directory.
       store: where its checkpoints are.
-      steps: the number of steps that the config asked for.
+      config: the run's config.
       command: the command line that resumes the run.
 
     Returns:
@@ -94,11 +99,36 @@ def announce(
     # A callback that ended this run would end the resumed one too, so no command is
     # printed.
     if "ended" not in values:
-        more = flag_words.with_flag(
-            command, "config.steps", 2 * max(steps, values["step"])
-        )
-        print(f"to train further{each_process()}: {more}")
+        steps = 2 * max(config.steps, values["step"])
+        print(f"to train further{each_process()}: {_further(config, steps, command)}")
     return exit_codes.DONE
+
+
+def _further(config: ml_collections.ConfigDict, steps: int, command: str) -> str:
+    """Returns the command that trains a run to more steps.
+
+    What the config file computes from the steps keeps the value that the run began
+    with.
+    """
+    longer = copy.deepcopy(config).unlock()
+    before = config_lib.flatten(identity_lib.plain(longer))
+    longer.steps = steps
+    after = config_lib.flatten(identity_lib.plain(longer))
+    command = flag_words.with_flag(command, "config.steps", steps)
+    kept = {}
+    for key, value in before.items():
+        if value != after[key] and not config_lib.may_change(key):
+            kept[key] = value
+            command = flag_words.with_flag(command, f"config.{key}", value)
+    with contextlib.suppress(TypeError):
+        longer.update_from_flattened_dict(kept)
+    after = config_lib.flatten(identity_lib.plain(longer))
+    if not kept.items() <= after.items() or longer.steps != steps:
+        return (
+            f"give {', '.join(kept)} in the config file values that do not refer to "
+            "steps"
+        )
+    return flag_words.shown(command)
 
 
 def stopped(stop: request_lib.Request, step: int, store: Any, command: str) -> int:
@@ -108,7 +138,7 @@ def stopped(stop: request_lib.Request, step: int, store: Any, command: str) -> i
       The exit code.
     """
     print(f"{stop.why}: stopped at step {step}, state saved in {store}")
-    print(f"to resume{each_process()}: {command}")
+    print(f"to resume{each_process()}: {flag_words.shown(command)}")
     return stop.code
 
 
