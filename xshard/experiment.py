@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
+from absl import logging
 
 from xshard import callbacks as callbacks_lib
 from xshard import config as config_lib
@@ -24,6 +25,7 @@ from xshard import data, errors
 from xshard import hooks as hooks_lib
 from xshard import mesh as mesh_lib
 from xshard.base import places
+from xshard.files import workdir
 from xshard.learners import state as learner_lib
 from xshard.learners import validation
 
@@ -398,16 +400,27 @@ def examples_per_step(config: ml_collections.ConfigDict, mesh: mesh_lib.AnyMesh)
     return int(config.batch_size) * num_models(config, mesh)
 
 
-def of_config(config: ml_collections.ConfigDict) -> Experiment:
+def of_config(
+    config: ml_collections.ConfigDict, run: workdir.Workdir | None = None
+) -> Experiment:
     """Creates the experiment of a config.
 
     Whatever builds the experiment of a run does it here, so that it is the same each
     time: the experiment reads a frozen copy of the config, in which lists are tuples.
 
+    Args:
+      config: the config.
+      run: the work directory of the run that is read. What writes there compares the
+        experiment with that of the run as it compares the config.
+
     Raises:
-      UserError: as `load` does.
+      UserError: as `load` does, or if the experiment of this name is not the run's.
     """
-    return load(config.experiment)(config_lib.ReadConfig(config))
+    found = load(config.experiment)
+    if run is not None:
+        for change in run.check_source(config.experiment):
+            logging.warning("%s: %s", run.path, change)
+    return found(config_lib.ReadConfig(config))
 
 
 def load(path: str) -> type[Experiment]:

@@ -95,7 +95,7 @@ def load(
     # Nothing is updated here, and these devices may have no other memory.
     config.slots_memory = config_lib.DEVICE
     mesh = _mesh(config, directory, devices)
-    experiment = experiment_lib.of_config(config)
+    experiment = experiment_lib.of_config(config, run)
     example = experiment_lib.example(experiment)
     saved = states.States(experiment, mesh, example, run)
     state = saved.restore_state(step, fits=True).state

@@ -444,6 +444,12 @@ def begin(name: str, directory: pathlib.Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    # Later versions resume it from other folders, with other experiments.
+    config = directory / "config.json"
+    content = json.loads(config.read_text())
+    for noted in ("file", "source"):
+        content["_run"].pop(noted, None)
+    config.write_text(json.dumps(content, indent=2) + "\n")
     (checkpoint,) = directory.glob("checkpoints/step_*")
     assert checkpoint.name.startswith(f"step_{SAVED:08d}."), checkpoint.name
 

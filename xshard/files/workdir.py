@@ -1,6 +1,6 @@
 """A run's work directory: its layout, the run that it belongs to, and its lock.
 
-config.json      the run's config and its identity
+config.json      the run's config, its identity, and its experiment's file and source
 origin.json      a checksum of the data, the commit of the experiment's code,
                  libraries, devices, XLA's flags; see `xshard.files.provenance`
 reached.json     the newest checkpoint that has counted; the run never resumes from
@@ -150,11 +150,27 @@ class Workdir:
             return None
         return identity_lib.step_program(config[IDENTITY])
 
+    def check_source(self, experiment: str) -> list[str]:
+        """Checks that an experiment that was imported is that of the run here.
+
+        Args:
+          experiment: the dotted path of its class.
+
+        Returns:
+          A line if its source was edited.
+
+        Raises:
+          UserError: if it is other code, from another file.
+        """
+        noted = (_read(self.config, "config") or {}).get(IDENTITY)
+        return provenance_lib.compare_source(noted, experiment, f"{self.path} holds")
+
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Checks whether a config may run in this directory; writes nothing.
 
         Returns:
-          The changes of the config since the run was started, one text for each key.
+          The changes of the config since the run was started, one text for each key,
+          and of the experiment's source.
 
         Raises:
           UserError: if the directory belongs to another run, or a change would make it
@@ -178,9 +194,12 @@ class Workdir:
         if old is None:
             self._check_holds_no_run()
             return []
-        old.pop(IDENTITY, None)
+        noted = old.pop(IDENTITY, None)
         new = identity_lib.plain(config)
-        return identity_lib.compare(old, new, f"--workdir={self.path} holds")
+        whose = f"--workdir={self.path} holds"
+        changes = identity_lib.compare(old, new, whose)
+        experiment = str(new.get("experiment"))
+        return changes + provenance_lib.compare_source(noted, experiment, whose)
 
     def _check_holds_no_run(self) -> None:
         """Raises UserError if a directory without a config has files of a run."""
@@ -299,7 +318,11 @@ class Workdir:
             if identity is None:
                 identity = self.identity() or identity_lib.new(config)
             step_program = step_program or self.step_program() or identity_lib.STEP
-            run = {**identity._asdict(), identity_lib.STEP_PROGRAM: step_program}
+            run = {
+                **identity._asdict(),
+                identity_lib.STEP_PROGRAM: step_program,
+                **provenance_lib.source(str(config.get("experiment"))),
+            }
             content = {IDENTITY: run, **identity_lib.plain(config)}
             self.write(self.config, content, keep_nonfinite=True)
             if provenance is not None:

@@ -79,7 +79,7 @@ class Replayer:
         # Where slots lie changes no value, and these devices may have no other memory.
         self.config.slots_memory = config_lib.DEVICE
         self.mesh = experiment_lib.mesh_of(self.config)
-        self.experiment = experiment_lib.of_config(self.config)
+        self.experiment = experiment_lib.of_config(self.config, self._workdir)
         self._batches = preflight.train_batches(self.experiment, self.mesh)
         entries = roll_backs.read(self._workdir.roll_backs)
         self._skips = roll_backs.batches_to_skip(entries)
