@@ -21,6 +21,7 @@ from absl import flags, logging
 
 from launch import elastic, engine, gke, local, mpi, slurm, status, sweep, tpu_vm
 from xshard import cli
+from xshard.files import disk
 
 _ENGINES: Mapping[str, type[engine.Engine]] = {
     each.name: each
@@ -156,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     points: list[sweep.Point] = []
     jobs = [job]
     if values.sweep:
-        points = sweep.read(pathlib.Path(values.sweep))
+        points = sweep.read(pathlib.Path(disk.expanded(values.sweep)))
         jobs = sweep.jobs(job, points)
     if job.spares is not None:
         elastic.check_spares(jobs, chosen)

@@ -76,7 +76,7 @@ class Job:
         """
         directory = cli.flag_value(self.command, "workdir")
         if directory:
-            return pathlib.Path(directory).absolute()
+            return pathlib.Path(disk.expanded(directory)).absolute()
         raise LaunchError(
             f"The command {shlex.join(self.command)} has no --workdir=DIR, the "
             "directory for its state."

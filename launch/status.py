@@ -9,7 +9,7 @@ from launch import engine, sweep
 from xshard import errors
 from xshard.base import formatting as formatting_lib
 from xshard.checkpoint import catalog, place
-from xshard.files import jsonfile, results
+from xshard.files import disk, jsonfile, results
 from xshard.pod import attempts
 from xshard.pod import status as status_lib
 
@@ -22,6 +22,7 @@ def show(words: Sequence[str], as_json: bool) -> int:
       words: one work directory, or two to compare their runs.
       as_json: whether to print JSON.
     """
+    words = [disk.expanded(word) for word in words]
     if len(words) == 2:
         return _compare(words, as_json)
     if len(words) != 1:

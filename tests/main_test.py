@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 
 import xshard
+from launch import engine
+from launch import status as launch_status
 from tests import forks
 from tests.checkpoint import harness
+from xshard import checkpoint
+from xshard.checkpoint import __main__ as tool
+from xshard.checkpoint import place
+from xshard.export import __main__ as export_main
+from xshard.files import inputs, weight_map, workdir
+from xshard.new import __main__ as new_main
 from xshard.optimizers import trees
+from xshard.report import __main__ as report_main
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +366,66 @@ def test_steps_can_be_added_to_a_finished_run(finished, run):
     assert code == 0, err
     assert "nothing to train: steps=3, and the run has already made 14" in out
     assert "--config.steps=28" in out
+
+
+def test_whatever_takes_a_path_takes_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "map.json").write_text('{"rules": []}')
+    assert workdir.Workdir("~/run").path == tmp_path / "run"
+    assert checkpoint.Store("~/run").path == tmp_path / "run"
+    (tmp_path / "run@7").mkdir()
+    assert place.split("~/run@7") == (f"{tmp_path}/run@7", None)
+    assert place.split("~/run@8") == (f"{tmp_path}/run", 8)
+    assert inputs.find("~/*.txt") == [f"{tmp_path}/a.txt"]
+    assert inputs.read("~/a.txt")[0] == b"text"
+    assert inputs.missing(["~/a.txt", "~/b.txt"]) == [f"{tmp_path}/b.txt"]
+    assert weight_map.read("~/map.json").rules == []
+    job = engine.Job("job", ("program", "--workdir=~/run"))
+    assert job.workdir == tmp_path / "run"
+    assert new_main.main(["~/project"]) == 0 and (tmp_path / "project").is_dir()
+    assert not os.listdir(here)
+
+
+def test_a_tilde_is_the_home_directory_for_every_program(tmp_path, monkeypatch, run):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.py").write_text(
+        "from tests import toy\n"
+        "def get_config():\n"
+        "    config = toy.get_config()\n"
+        "    config.checkpoint.directory = '~/kept'\n"
+        "    return config\n"
+    )
+    (tmp_path / "flags.txt").write_text("--workdir=~/runs/first\n--cpu_devices=4\n")
+    flags = ["--config=~/config.py", "--flagfile=~/flags.txt", "--quiet"]
+    code, out, err = run(*flags)
+    assert code == 0, err
+    first = tmp_path / "runs" / "first"
+    assert f"in {first}/results.json" in out and f"checkpoints: {tmp_path}/kept" in out
+    for index, source in enumerate(("~/runs/first", "~/kept@12")):
+        other = [
+            f"--workdir=~/{index}",
+            f"--config.checkpoint.directory=~/{index}/kept",
+        ]
+        code, _, err = run(*flags, f"--init_from={source}", *other)
+        assert code == 0, err
+        assert (tmp_path / f"{index}" / "kept").is_dir()
+    assert int(xshard.load("~/runs/first").state.step) == 12
+    assert export_main.main(["~/runs/first", "--to=~/a.safetensors"]) == 0
+    assert report_main.main(["~/runs/first", "--output=~/report.html"]) == 0
+    assert launch_status.show(["~/runs/first"], False) == 0
+    assert tool.main(["export", "~/kept", "12", "~/arrays.npz"]) == 0
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"a.safetensors", "report.html", "arrays.npz"} <= written
+    assert not os.path.exists("~")
+    # A run that is moved aside takes its checkpoints with it.
+    run_id = json.loads((first / "config.json").read_text())["_run"]["id"]
+    code, out, err = run(*flags, f"--restart_from_scratch={run_id}")
+    assert code == 0, err
+    assert (tmp_path / f"kept.{run_id}").is_dir()
 
 
 def test_the_printed_command_trains_a_run_further_whose_keys_refer_to_steps(

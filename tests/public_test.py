@@ -57,6 +57,8 @@ def flags_of(path):
         names = [each.value for each in node.args if isinstance(each, ast.Constant)]
         if node.func.attr.startswith("DEFINE_"):
             found.add(f"--{names[0]}")
+        elif node.func.attr == "define_config":
+            found.add("--config")
         elif node.func.attr == "add_argument" and names:
             found |= {name for name in names if str(name).startswith("--")}
     return found

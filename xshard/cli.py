@@ -22,7 +22,7 @@ from ml_collections.config_flags import config_flags, tuple_parser
 from xshard import config as config_lib
 from xshard import config_values, errors
 from xshard.base import loss_scale_keys, user_code
-from xshard.files import standard_streams
+from xshard.files import disk, standard_streams
 from xshard.pod import exit_codes
 
 # `define_config` defines its caller's flag.
@@ -69,7 +69,7 @@ class _ConfigParser(config_flags.ConfigFileFlagParser):
     required: tuple[ml_collections.FieldReference, ...] = ()
 
     def parse(self, path: str) -> Any:
-        config = super().parse(path)
+        config = super().parse(disk.expanded(path))
         self.required = tuple(_with_placeholders(config))
         return config
 
@@ -342,7 +342,7 @@ def _parse_error(e: Exception) -> str:
         return flag_error(e)
     arguments = flags.FLAGS.read_flags_from_files(sys.argv[1:], force_gnu=False)
     path = flag_value(arguments, "config")
-    if isinstance(e, OSError) and not os.path.isfile(path):
+    if isinstance(e, OSError) and not os.path.isfile(os.path.expanduser(path)):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
     if isinstance(e, AttributeError | KeyError):
         unknown = _unknown_key(path, arguments)

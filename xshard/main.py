@@ -39,7 +39,7 @@ from absl import flags, logging
 from xshard import checkpoint, cli, errors, hooks, logical, loop
 from xshard import config as config_lib
 from xshard.base import flag_words, user_code
-from xshard.files import standard_streams, workdir
+from xshard.files import disk, standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
 from xshard.pod import exchange as exchange_lib
@@ -204,8 +204,9 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError(
             "--workdir= is empty; give a directory (--workdir=. for this one)."
         )
+    directory = disk.expanded(_WORKDIR.value)
     # A name that checkpoints cannot have is refused before anything is written.
-    checkpoint.Store(os.path.abspath(_WORKDIR.value))
+    checkpoint.Store(os.path.abspath(directory))
     if _QUIET.value and _VERBOSE.value:
         raise errors.UserError(
             "--quiet and --verbose exclude each other; give one of them."
@@ -228,7 +229,7 @@ def main(argv: Sequence[str], config: Any) -> int:
         step=_STEP.value,
     )
     try:
-        code = _run_process(config, _WORKDIR.value, timeouts)
+        code = _run_process(config, directory, timeouts)
     except rendezvous.StoppedError as e:
         signals.ignore()
         print(e, file=sys.stderr, flush=True)

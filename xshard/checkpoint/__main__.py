@@ -137,7 +137,9 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rows:
         case "verify":
             return verify(_open(directory), step)
         case "export":
-            return export(_open(directory), step, options.file)
+            return export(
+                _open(directory), step, pathlib.Path(disk.expanded(options.file))
+            )
         case "orbax":
             return to_orbax(_open(directory), step)
 

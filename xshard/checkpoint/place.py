@@ -6,13 +6,14 @@ import os
 
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import jsonfile
+from xshard.files import disk, jsonfile
 
 
 def split(place: str) -> tuple[str, int | None]:
     """Splits 'DIR' or 'DIR@STEP' into the directory and the step; the step is None if
     there is none.
     """
+    place = disk.expanded(place)
     directory, at, step = place.rpartition("@")
     # A directory's own name may end like this.
     if at and step.isdecimal() and not os.path.isdir(place):

@@ -411,7 +411,7 @@ class Disk(Store):
     @staticmethod
     def _parse(url: str) -> tuple[dict[str, Any], str]:
         # Tensorstore accepts absolute paths only.
-        path = os.path.abspath(url)
+        path = os.path.abspath(disk.expanded(url))
         try:
             # Tensorstore takes UTF-8. In another locale, Python may have decoded the
             # path otherwise.

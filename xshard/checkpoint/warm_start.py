@@ -16,7 +16,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.files import tensors, weight_map
+from xshard.files import disk, tensors, weight_map
 
 # The parameters of every network. With several networks, paths begin with the network's
 # name, as in 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots
@@ -259,7 +259,7 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
 
 
 def _open_file(source: Source, leaves: Iterable[str]) -> Offer:
-    opened = tensors.open_path(source.place)
+    opened = tensors.open_path(disk.expanded(source.place))
     file: weight_map.Arrays = opened
     ignored: Sequence[str] = ()
     if source.map_path:

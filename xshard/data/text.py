@@ -17,7 +17,7 @@ from absl import logging
 
 from xshard import errors
 from xshard.base import arguments
-from xshard.files import buckets, inputs
+from xshard.files import buckets, disk, inputs
 
 if TYPE_CHECKING:
     import grain
@@ -275,7 +275,7 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
     lib = _tokenizers()
     # For any problem, the package raises a plain Exception.
     try:
-        tokenizer = lib.Tokenizer.from_file(os.fspath(path))
+        tokenizer = lib.Tokenizer.from_file(disk.expanded(path))
     except Exception as e:
         raise errors.UserError(
             f"{os.fspath(path)} cannot be read as a tokenizer ({e})."

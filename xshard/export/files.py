@@ -68,7 +68,7 @@ def write(
       UserError: if the suffix is unknown, the file exists already or cannot be written,
         the extra is not installed, or the prediction cannot be lowered.
     """
-    path = pathlib.Path(to)
+    path = pathlib.Path(disk.expanded(to))
     _check(to, overwrite)
     is_count = type(batch_size) is int and batch_size >= 1
     if batch_size is not None and not is_count:
@@ -145,7 +145,7 @@ def _check(to: str | pathlib.Path, overwrite: bool) -> None:
             f"--to={to} is a URL, and files are written to local and mounted disks "
             "only: write one there, and copy it."
         )
-    path = pathlib.Path(to)
+    path = pathlib.Path(disk.expanded(to))
     if path.suffix not in (tensors.SUFFIX, PROGRAM):
         raise errors.UserError(
             f"--to={path} must end in {tensors.SUFFIX}, for the arrays, or in "

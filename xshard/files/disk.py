@@ -70,6 +70,23 @@ def retried(action: Callable[[], _T]) -> _T:
     return action()
 
 
+def expanded(path: str | os.PathLike[str]) -> str:
+    """Returns a path that a user gives, with a ~ at its beginning as a shell reads it.
+
+    No shell does so after `--workdir=`, or in a file. A URL stays as it is.
+
+    Raises:
+      UserError: if there is no such user.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise errors.UserError(
+            f"{found}: there is no such user, or no home directory; a name of this "
+            f"folder is ./{found}."
+        )
+    return found
+
+
 def read(path: _Path) -> bytes | None:
     """Reads a file; returns None if it does not exist.
 

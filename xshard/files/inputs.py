@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from xshard import errors
-from xshard.files import buckets
+from xshard.files import buckets, disk
 
 # Listing begins a run, where nothing is lost yet: some seconds, after which a wrong
 # endpoint is reported.
@@ -36,7 +36,7 @@ def find(pattern: str | os.PathLike[str]) -> list[str]:
     Raises:
       UserError: if no file matches, or the bucket cannot be listed.
     """
-    pattern = os.fspath(pattern)
+    pattern = disk.expanded(pattern)
     if buckets.is_url(pattern):
         found = _find_objects(pattern)
     else:
@@ -62,7 +62,7 @@ def missing(paths: Sequence[str]) -> list[str]:
     absent: list[str] = []
     # The names of objects and their URLs, by bucket and folder.
     folders: dict[tuple[str, str], dict[str, str]] = collections.defaultdict(dict)
-    for path in paths:
+    for path in map(disk.expanded, paths):
         if buckets.is_url(path):
             bucket, name = _split(path)
             folder = name.rpartition("/")[0]
@@ -95,7 +95,7 @@ def read(path: str, begin: int = 0, end: int | None = None) -> tuple[bytes, Hash
       OSError: if it does not exist or cannot be read.
     """
     if not buckets.is_url(path):
-        with open(path, "rb") as file:
+        with open(disk.expanded(path), "rb") as file:
             status = os.fstat(file.fileno())
             file.seek(begin)
             size = -1 if end is None else end - begin

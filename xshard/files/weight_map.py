@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from xshard import errors
-from xshard.files import jsonfile
+from xshard.files import disk, jsonfile
 
 # The number of elements that are compared at a time.
 _COMPARED = 4 << 20
@@ -93,7 +93,7 @@ def read(path: str) -> Map:
     Raises:
       UserError: if there is no such file, or a rule is none.
     """
-    file = pathlib.Path(path)
+    file = pathlib.Path(disk.expanded(path))
     content = jsonfile.read_if_exists(file)
     if content is None:
         raise errors.UserError(f"There is no map {path}.")

@@ -102,7 +102,7 @@ class Workdir:
     """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path).absolute()
+        self.path = pathlib.Path(disk.expanded(path)).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
@@ -376,6 +376,7 @@ class Workdir:
             directory; it is renamed in place, so that the checkpoints stay on their
             disk. Empty: there is none.
         """
+        elsewhere = disk.expanded(elsewhere)
         if elsewhere and disk.exists(elsewhere):
             with disk.writing(pathlib.Path(elsewhere)):
                 os.rename(elsewhere, f"{elsewhere.rstrip('/')}.{run}")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from xshard import cli, errors
 from xshard.base import flag_words, formatting
+from xshard.files import disk
 
 TEMPLATE = pathlib.Path(__file__).parent / "template"
 FILES = ("README.md", "config.py", "experiment.py", "experiment_test.py")
@@ -56,8 +57,8 @@ def write(directory: pathlib.Path) -> None:
 def main(argv: Sequence[str]) -> int:
     """Writes an experiment, and prints the next commands; returns the exit code."""
     parser = cli.parser("new", __doc__)
-    parser.add_argument("directory", metavar="DIR", type=pathlib.Path)
-    directory = parser.parse_args(argv).directory
+    parser.add_argument("directory", metavar="DIR")
+    directory = pathlib.Path(disk.expanded(parser.parse_args(argv).directory))
     write(directory)
     print(f"{directory} holds an experiment: {', '.join(FILES)}. Next:\n")
     if not os.path.samefile(directory, os.curdir):

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         "--output", default="report.html", metavar="FILE.html", help=page_help
     )
     arguments = parser.parse_args(argv)
-    print(make(arguments.workdir, pathlib.Path(arguments.output)))
+    print(make(arguments.workdir, pathlib.Path(disk.expanded(arguments.output))))
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard.base import formatting
-from xshard.files import jsonfile, workdir
+from xshard.files import disk, jsonfile, workdir
 from xshard.pod import attempts as attempts_lib
 from xshard.pod import status
 from xshard.report import norms as norms_lib
@@ -82,7 +82,7 @@ def read(
       UserError: if any path holds no run; the message names all such paths.
     """
     unique: dict[pathlib.Path, pathlib.Path] = {}
-    for path in map(pathlib.Path, paths):
+    for path in map(pathlib.Path, map(disk.expanded, paths)):
         unique.setdefault(path.resolve(), path.absolute())
     directories = list(unique.values())
     configs = []
