@@ -176,7 +176,7 @@ MISTAKES = {
     ),
     "a list of tuples": (
         train("[(1, 2)] * 200"),
-        ["whose first example is of type tuple"],
+        ["and its first example is of type tuple"],
     ),
     "no arrays": (train("{}"), ["is an empty dict"]),
     "other lengths": (

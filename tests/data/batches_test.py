@@ -112,10 +112,11 @@ def test_batches_that_are_drawn_together_are_those_of_next():
     [
         (
             lambda x: {"x": x[:-1]},
-            r"array of shape \(3, 8\) under 'x'.*shape \(4, rows",
+            r"ndarray of shape \(3, 8\) under 'x'.*shape \(4, rows",
         ),
-        (lambda x: {"x": np.repeat(x, 2, axis=0)}, r"array of shape \(8, 8\)"),
-        (lambda x: {"x": list(x)}, "a list under 'x'"),
+        (lambda x: {"x": np.repeat(x, 2, axis=0)}, r"ndarray of shape \(8, 8\)"),
+        (lambda x: {"x": list(x)}, "a list of shape none under 'x'.*NumPy's own"),
+        (lambda x: {"x": np.ma.array(x)}, "a MaskedArray of shape"),
         (lambda x: {"x": x[:, :-1]}, "has 7 rows"),
         (lambda x: {"x": x.astype(np.float32)}, "float32 'x'.*first batch has int64"),
         (lambda x: {"y": x}, "int64 'y'.*first batch has int64 'x'"),
@@ -282,6 +283,10 @@ class Odd(Counter):
             lambda part: Odd(part, {"x": Tensor()}),
             r"has a Tensor under 'x'.* np.asarray\(...\)",
         ),
+        (
+            lambda part: Odd(part, {"x": np.ma.array(np.zeros(8))}),
+            r"has a MaskedArray under 'x'.* .filled\(value\)",
+        ),
         (lambda part: Counter(part, last=0), "ended before the run"),
     ],
 )
@@ -320,6 +325,7 @@ def test_an_iterator_may_write_into_its_arrays_again():
         [np.array([None])],
         {"epochs": {1: "done"}},
         {"position": {"tuple": [1, 2]}},
+        {"buffer": np.ma.array([1, 2], mask=[True, False])},
         (jnp.ones(2, jnp.bfloat16).__array__(),),
     ],
     ids=str,

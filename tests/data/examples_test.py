@@ -1,6 +1,7 @@
 """Examples: their order in each epoch, and the rows that each process reads."""
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -141,9 +142,66 @@ def test_a_summary_of_a_source_covers_some_examples_or_their_types():
     assert data.summary(Random(0)).endswith(" of their types")
 
 
+class Labels:
+    """Rows under labels, which `[]` takes: an array's attributes, not its meaning."""
+
+    def __init__(self, values):
+        self._values = values
+        self.ndim, self.shape, self.dtype = values.ndim, values.shape, values.dtype
+
+    def __len__(self):
+        return len(self._values)
+
+    def __getitem__(self, labels):
+        return self._values[::-1][labels]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        Labels(np.zeros(20)),
+        np.ma.array(np.zeros(20), mask=np.ones(20)),
+        np.zeros(20, [("a", "f4")]).view(np.recarray).a.view(np.recarray),
+        np.zeros((20, 1)).view(np.matrix),
+        [0.0] * 20,
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_only_looks_like_an_array_is_refused(x):
+    kind = type(x).__name__
+    with pytest.raises(ValueError, match=rf"a {kind} under 'x'.*np.asarray\("):
+        data.check({"x": x, "y": np.zeros(20)})
+
+    class Source(Files):
+        def __getitem__(self, index):
+            return {"x": x if index == 3 else np.zeros(np.shape(x))}
+
+    with pytest.raises(ValueError, match=rf"Example 3 has a {kind} under 'x'"):
+        data.take(Source(), np.arange(5))
+
+
+@pytest.mark.parametrize("kind", ["array", "memmap", "jax"])
+def test_arrays_of_numpy_and_of_jax_are_taken(tmp_path, kind):
+    x = np.arange(20, dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    kinds = {
+        "array": x,
+        "memmap": np.load(tmp_path / "x.npy", mmap_mode="r"),
+        "jax": jnp.asarray(x),
+    }
+    data.check({"x": kinds[kind]})
+    taken = data.take({"x": kinds[kind]}, np.array([3, 1]))["x"]
+    assert np.asarray(taken).tolist() == [3.0, 1.0]
+
+
 class Uneven(Files):
+    """A source in which an example, or all, differ from the others."""
+
+    def __init__(self, change):
+        self._change = change
+
     def __getitem__(self, index):
-        return {"x": np.zeros(index)}
+        return super().__getitem__(index) | self._change(index)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +220,37 @@ def test_invalid_data_is_refused(examples, match):
         data.iterate(examples, part())
 
 
-def test_examples_that_cannot_be_stacked_are_refused():
-    with pytest.raises(ValueError, match="same names to arrays of the same shapes"):
-        next(data.iterate(Uneven(), part()))
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda i: {"x": np.zeros(i)}, r"Example \d+ .*\(shapes by name\)"),
+        (lambda i: {"z": 1.0} if i == 13 else {}, "xample 13 has .*'z'"),
+        (lambda i: {} if i == 13 else {"z": 1.0}, r"xample 13 has .*\(2,\)}"),
+        (lambda i: {"z": "a" if i == 13 else 1.0}, "Example 13 has a str under 'z'"),
+    ],
+)
+def test_examples_that_cannot_be_stacked_are_refused(change, match):
+    iterator = data.iterate(Uneven(change), part())
+    with pytest.raises(ValueError, match=match):
+        for _ in range(3):
+            next(iterator)
+
+
+def test_numbers_of_an_example_become_an_array():
+    source = Uneven(lambda i: {"z": float(i), "w": i, "is_even": i % 2 == 0})
+    taken = data.take(source, np.array([3, 1]))
+    assert taken["z"].tolist() == [3.0, 1.0] and taken["w"].dtype == np.int64
+    assert taken["is_even"].tolist() == [False, False]
+
+
+class Broken(Files):
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index != 13 else 1 / 0
+
+
+def test_an_example_that_cannot_be_read_is_named_with_its_number():
+    iterator = data.iterate(Broken(), part())
+    with pytest.raises(ZeroDivisionError) as caught:
+        for _ in range(3):
+            next(iterator)
+    assert "This is example 13 of Broken." in caught.value.__notes__

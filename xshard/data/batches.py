@@ -22,7 +22,7 @@ from absl import logging
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
-from xshard.base import places
+from xshard.base import arguments, places
 from xshard.data import batch_sizes
 from xshard.data import rows as rows_lib
 
@@ -462,15 +462,14 @@ class TrainBatches:
             )
         batch = {}
         for name, array in many.items():
-            shape = getattr(array, "shape", None)
             # Fewer batches would be filled up with zeros.
-            if not shape or shape[0] != count:
-                found = f"an array of shape {shape}"
-                if shape is None:
-                    found = f"a {type(array).__name__}"
+            if not arguments.is_array(array) or array.shape[:1] != (count,):
+                shape = getattr(array, "shape", "none")
+                found = f"a {type(array).__name__} of shape {shape}"
                 raise errors.UserError(
-                    f"{what} returned {found} under {name!r}. It must return arrays of "
-                    f"shape ({count}, rows, ...): {count} batches, one after the other."
+                    f"{what} returned {found} under {name!r}. It must return arrays "
+                    f"of NumPy's own, or JAX's, of shape ({count}, rows, ...): {count} "
+                    "batches, one after the other."
                 )
             batch[name] = np.asarray(array[0])
         kind = _kind(batch)
@@ -807,7 +806,7 @@ def _to_json(state: Any, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
         return {_BYTES: base64.b64encode(state).decode()}
     if isinstance(state, np.generic):
         return state.item()
-    if isinstance(state, np.ndarray):
+    if isinstance(state, np.ndarray) and arguments.is_array(state):
         # NumPy's format keeps no other types, such as bfloat16.
         kept = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(state.dtype))
         if state.dtype.hasobject or kept != state.dtype:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from xshard import errors
+from xshard.base import arguments
 
 Arrays = Mapping[str, np.ndarray]
 # The limits of a summary's checksum: arrays of at most so many bytes are hashed whole,
@@ -18,6 +19,13 @@ _SUMMED_ROWS = 4096
 _SUMMED_EXAMPLES = 16
 # Arrays are hashed in blocks of about this size.
 _BLOCK_BYTES = 1 << 24
+# What an example may have beside arrays.
+_NUMBERS = (np.generic, int, float, complex)
+_FORM = "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
+_OWN = (
+    "an array of NumPy's own or of JAX's: np.asarray(...), or .filled(value) where a "
+    "mask hides elements"
+)
 
 
 class Source(Protocol):
@@ -40,29 +48,71 @@ def take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the examples with these numbers, stacked.
 
     Raises:
-      ValueError: if examples of a source differ in names or shapes.
+      ValueError: as `stack` does, with the numbers of the examples.
     """
     if isinstance(examples, Mapping):
         return {name: array[rows] for name, array in examples.items()}
-    return stack([examples[int(row)] for row in rows])
+    return stack([_read(examples, int(row)) for row in rows], rows)
 
 
-def stack(examples: Sequence[Arrays]) -> dict[str, np.ndarray]:
+def _read(source: Source, number: int) -> Arrays:
+    """Returns an example of a source; its error gets the example's number."""
+    try:
+        return source[number]
+    except Exception as e:
+        e.add_note(f"This is example {number} of {type(source).__name__}.")
+        raise
+
+
+def stack(
+    examples: Sequence[Arrays], numbers: Sequence[int] | np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """Stacks single examples into a batch.
 
+    Args:
+      examples: the examples.
+      numbers: their numbers, for messages; by default their places in the batch.
+
     Raises:
-      UserError: if they differ in names or shapes.
+      UserError: if one is no mapping of arrays or numbers, or has other names or shapes
+        than the first.
     """
+    if numbers is None:
+        numbers = range(len(examples))
+    first = None
+    for number, example in zip(numbers, examples, strict=True):
+        shapes = _shapes(example, f"Example {number}")
+        if first is None:
+            first = shapes
+        elif shapes != first:
+            raise errors.UserError(
+                f"Example {number} has the arrays {shapes}, and example {numbers[0]} "
+                f"has {first} (shapes by name). All must have the same names and "
+                "shapes: give each what it lacks, and pad, or cut, what differs."
+            )
     batch = {}
-    try:
-        for name in examples[0]:
-            batch[name] = np.stack([example[name] for example in examples])
-    except (KeyError, ValueError, TypeError) as e:
-        raise errors.UserError(
-            f"Examples cannot be stacked ({e}): each must be a mapping of the same "
-            "names to arrays of the same shapes."
-        ) from e
+    for name in first or {}:
+        batch[name] = np.stack([example[name] for example in examples])
     return batch
+
+
+def _shapes(example: Any, what: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an example's arrays; UserError if it has anything else."""
+    if not isinstance(example, Mapping):
+        raise errors.UserError(
+            f"{what} is of type {type(example).__name__}. An example must be a "
+            f"dictionary of arrays. Or return all examples together: {_FORM}."
+        )
+    shapes = {}
+    for name, x in example.items():
+        has = f"{what} has {{}} under {name!r}"
+        if not arguments.is_array(x) and not isinstance(x, _NUMBERS):
+            found = has.format(f"a {type(x).__name__}")
+            raise errors.UserError(f"{found}. It must be a number, or {_OWN}.")
+        array = np.asarray(x)
+        _check_type(array.dtype, has)
+        shapes[name] = array.shape
+    return shapes
 
 
 def summary(examples: Examples) -> str:
@@ -154,25 +204,22 @@ def check(examples: Examples, what: str = "The data") -> None:
         instead.
     """
     kind = type(examples).__name__
-    form = (
-        "{'image': images, 'label': labels}, NumPy arrays with an example in each row"
-    )
     if isinstance(examples, tuple):
         raise errors.UserError(
             f"{what} is a tuple of {len(examples)}; it must be a dictionary of arrays: "
-            f"{form}."
+            f"{_FORM}."
         )
     if not isinstance(examples, Mapping):
-        _check_source(examples, what, form)
+        _check_source(examples, what)
         return
     if not examples:
         raise errors.UserError(
-            f"{what} is an empty {kind}; it must have arrays: {form}."
+            f"{what} is an empty {kind}; it must have arrays: {_FORM}."
         )
     for name, array in examples.items():
         if not isinstance(name, str):
             raise errors.UserError(
-                f"{what} has an array under {name!r}. Names are strings: {form}."
+                f"{what} has an array under {name!r}. Names are strings: {_FORM}."
             )
         if isinstance(array, Mapping):
             raise errors.UserError(
@@ -180,7 +227,7 @@ def check(examples: Examples, what: str = "The data") -> None:
                 f"the arrays of {name!r} their own names. Only eval_data may return "
                 "several splits, and then nothing else."
             )
-        _check_array(array, f"{what} has {{}} under {name!r}", form)
+        _check_array(array, f"{what} has {{}} under {name!r}")
     num_examples(examples, what)
 
 
@@ -208,45 +255,30 @@ def check_batch(batch: Any, rows: int) -> None:
         )
 
 
-def _check_source(examples: Any, what: str, form: str) -> None:
+def _check_source(examples: Any, what: str) -> None:
     kind = type(examples).__name__
     if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
         raise errors.UserError(
             f"{what} is of type {kind}, without __len__ and __getitem__. It must be a "
-            f"dictionary of arrays, {form}; or a source of examples by number. For an "
+            f"dictionary of arrays, {_FORM}; or a source of examples by number. For an "
             "iterator define train_batches."
         )
     num_examples(examples, what)
-    example = examples[0]
-    if not isinstance(example, Mapping):
-        raise errors.UserError(
-            f"{what} is of type {kind}, whose first example is of type "
-            f"{type(example).__name__}. An example must be a dictionary of arrays. Or "
-            f"return all examples together: {form}."
-        )
-    for name, array in example.items():
-        _check_type(
-            np.asarray(array).dtype, f"{what} has examples with {{}} under {name!r}"
-        )
+    _shapes(_read(examples, 0), f"{what} is of type {kind}, and its first example")
 
 
-def _check_array(array: Any, has: str, form: str) -> None:
+def _check_array(array: Any, has: str) -> None:
     kind = type(array).__name__
     if not np.ndim(array):
         raise errors.UserError(
             f"{has.format(f'the scalar {array!r}')}: each array must have a row for "
             "every example. Put a constant into the config, or repeat it with np.full."
         )
-    try:
-        dtype = np.dtype(array.dtype)
-    # A list has no dtype; a tensor of another library may have one that NumPy does not
-    # know.
-    except (AttributeError, TypeError) as e:
+    if not arguments.is_array(array):
         raise errors.UserError(
-            f"{has.format(f'a {kind}')}. It must be an array: np.asarray(...); all "
-            f"together {form}."
-        ) from e
-    _check_type(dtype, has)
+            f"{has.format(f'a {kind}')}. It must be {_OWN}; all together {_FORM}."
+        )
+    _check_type(array.dtype, has)
 
 
 def _check_type(dtype: Any, has: str) -> None:
