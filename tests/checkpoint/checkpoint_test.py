@@ -86,6 +86,21 @@ def test_every_type_and_shape_is_restored_and_readable_by_tensorstore(
         assert opened.read().result().tobytes() == np.asarray(array).tobytes()
 
 
+@pytest.mark.parametrize("size", [(), 3, (300_000, 2)])
+@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">u2", "<f4"])
+def test_the_values_of_any_byte_order_are_restored(tmp_path, size, dtype):
+    values = np.full(size, 1, dtype)
+    mapped = np.memmap(tmp_path / "values", dtype, "w+", shape=values.shape)
+    mapped[...] = values
+    tree = {"values": values, "transposed": values.T, "mapped": mapped}
+    manager = make_manager(tmp_path / "checkpoints")
+    save(manager, 1, tree)
+    restored = manager.restore(tree).state
+    for name, array in restored.items():
+        assert array.dtype.isnative and array.dtype == values.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(array, tree[name])
+
+
 @pytest.mark.parametrize("size", [3, arrays_lib.LARGE_BYTES])
 def test_a_state_that_is_a_single_array_is_restored(tmp_path, size):
     array = jnp.arange(size, dtype=jnp.int32)

@@ -96,6 +96,11 @@ def renamed(path, **changes):
     return change
 
 
+def as_infinity(meta):
+    """Returns meta.json in which the metadata have the form of a number."""
+    return json.dumps(meta | {"metadata": {"not finite": "inf"}}).encode()
+
+
 HUGE = 1 << 42
 NOT_WRITTEN = "is not what was written"
 METAS = {
@@ -112,6 +117,7 @@ METAS = {
     "a version to come": (changed(version=7), "meta.json has format version 7"),
     "arrays": (changed(arrays=[1]), r"meta.json .* arrays is \[1\], not an object"),
     "metadata": (changed(metadata=[1]), r"meta.json .* metadata is \[1\], not an"),
+    "infinity": (as_infinity, "meta.json .* metadata is inf, not an object"),
     "a text": (array(shape="abc"), "meta.json .* arrays/x/shape is 'abc', not a shape"),
     "negative": (array(shape=[-3]), r"arrays/x/shape is \[-3\], not a shape"),
     "no shape": (array(shape=[HUGE, HUGE, 0]), "arrays/x/shape is .*, not a shape"),
@@ -199,6 +205,17 @@ def test_a_forged_description_is_refused_by_name(
         checkpoint.CheckpointError, match="float32|not what was written|version"
     ):
         make_manager(folder).restore(STATE)
+
+
+def test_what_passes_its_checksum_is_never_marked_as_damaged(tmp_path, intact):
+    for number, changes in enumerate(((as_infinity, None), (None, without("step")))):
+        folder = forge(tmp_path / str(number), intact, *changes)
+        manager = make_manager(folder)
+        manager.acquire()
+        with pytest.raises(checkpoint.CheckpointError, match="not of a version"):
+            manager.restore(STATE)
+        manager.close()
+        assert not list(folder.rglob("DAMAGED"))
 
 
 def test_a_path_that_leads_out_of_the_checkpoint_is_refused(tmp_path, intact, capsys):

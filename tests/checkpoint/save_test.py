@@ -3,6 +3,7 @@ raised.
 """
 
 import concurrent.futures
+import functools
 import pathlib
 import signal
 import subprocess
@@ -155,6 +156,15 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
     assert manager.all_steps() == [2]
 
 
+class Series:
+    """What has an array's attributes, and another order of rows."""
+
+    ndim, shape, dtype = 1, (3,), np.dtype(np.float32)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros(3, np.float32)
+
+
 @pytest.mark.parametrize(
     "state,extra,match",
     [
@@ -169,6 +179,10 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
             "metadata of step 1 must be JSON-serializable",
         ),
         ({"a": jnp.zeros(3)}, {"data": {1, 2}}, "data of step 1 must be"),
+        ({"a": np.ma.array([1.0], mask=[True])}, {}, "(?s)'a' .* of type MaskedArray"),
+        ({"a": np.zeros((2, 2)).view(np.matrix)}, {}, "(?s)'a' .* of type matrix"),
+        ({"a": Series()}, {}, r"'a' .* of type Series; .* np.asarray\("),
+        ({"a\ud800": jnp.zeros(3)}, {}, r"path 'a\\ud800' is no text"),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra, match):
@@ -177,6 +191,82 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path, state, extra,
         manager.save(1, state, **{"metadata": {}, **extra})
     manager.close()
     assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    "step", [True, 1.0, "5", None, -1, jnp.int32(5), np.bool_(True), 1 << 63]
+)
+def test_a_step_that_is_no_number_of_one_is_refused_at_once(tmp_path, step):
+    manager = make_manager(tmp_path)
+    refused = pytest.raises(
+        checkpoint.CheckpointError, match=rf"of type {type(step).__name__}.*an integer"
+    )
+    with refused:
+        manager.save(step, {"a": jnp.zeros(3)}, {})
+    manager.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [0, np.int64(7), np.uint8(7), (1 << 63) - 1])
+def test_a_step_of_any_integer_type_is_saved(tmp_path, step):
+    manager = make_manager(tmp_path)
+    manager.save(step, {"a": jnp.zeros(3)}, {})
+    manager.wait()
+    assert manager.all_steps() == [int(step)]
+    assert manager.restore({"a": jnp.zeros(3)}).step == int(step)
+    manager.close()
+
+
+DEEP = functools.reduce(lambda inner, _: [inner], range(199), 1)
+CYCLE = []
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"metadata": {1: "a"}}, "the key 1 of {1: 'a'}"),
+        ({"metadata": {"x": {True: 1}}}, "the key True of {True: 1}"),
+        ({"metadata": {1: "a", "1": "b"}}, "the key 1"),
+        ({"metadata": {"x": {"not finite": "nan"}}}, "'nan'} has the form"),
+        ({"metadata": {"not finite": "inf"}}, "'inf'} has the form"),
+        ({"metadata": {"x": "\udc80"}}, r"'\\udc80' .*surrogates not allowed"),
+        ({"metadata": {"\udc80": 1}}, r"'\\udc80' .*surrogates not allowed"),
+        ({"metadata": {"x": np.float32(1)}}, r"float32\(1.0\) is of type float32"),
+        ({"metadata": {"x": DEEP}}, "nested too deeply"),
+        ({"metadata": {"x": CYCLE}}, "nested too deeply"),
+        ({"metadata": [1]}, r"it is \[1\], not an object"),
+        ({"data": {(1, 2): 3}}, r"the key \(1, 2\)"),
+        ({"metrics": {"error": "low"}}, "error is 'low', not a number"),
+        ({"metrics": {"error": True}}, "error is True, not a number"),
+    ],
+    ids=lambda x: str(x)[:40].encode("ascii", "replace").decode(),
+)
+def test_what_json_would_change_is_refused_at_once(tmp_path, extra, match):
+    manager = make_manager(tmp_path)
+    kind = next(iter(extra))
+    with pytest.raises(
+        checkpoint.CheckpointError, match=f"(?s)The {kind} of step 1 .*{match}"
+    ):
+        manager.save(1, {"a": jnp.zeros(3)}, **extra)
+    manager.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_of_every_kind_are_given_back(tmp_path):
+    metadata = {
+        "a": [1, -(10**30), 0.1, True, None, ""],
+        "not finite": ["nan"],
+        "é\n": {"not finite": 1, "x": {}},
+        "infinite": [float("inf"), {"x": -float("inf")}],
+    }
+    manager = make_manager(tmp_path)
+    manager.save(1, {"a": jnp.zeros(3)}, metadata, data=DEEP[0])
+    manager.wait()
+    restored = manager.restore({"a": jnp.zeros(3)})
+    assert restored.metadata == metadata
+    assert restored.data == [DEEP[0]]
+    manager.close()
 
 
 @pytest.mark.parametrize("place", ["folder", "file/folder"])

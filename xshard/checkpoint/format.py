@@ -34,10 +34,9 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, Protocol
 
-from xshard.base import formatting
+from xshard.base import arguments, formatting
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import disk, jsonfile
@@ -57,6 +56,7 @@ _MARKS = {COMMIT, PINNED, DAMAGED, METRICS, ABANDONED}
 _NAME = re.compile(r"step_(\d{8,})\.([0-9a-f]{8})")
 # JSON cannot represent NaN or infinities; they are written as {"not finite": "nan"}.
 _NOT_FINITE = "not finite"
+_MOST_STEPS = 1 << 63
 # The most names that a message has.
 _SHOWN = 5
 # The last second of the year 9999, the largest date that Python can represent.
@@ -359,13 +359,22 @@ def parse_commit(content: bytes) -> Commit:
     """Parses COMMIT, which may have further keys.
 
     Raises:
-      ValueError: if it is not what was written, or could not have been.
+      ValueError: if it is not what was written.
+      CheckpointError: if this code could not have written it.
     """
-    return jsonfile.parse(unseal(content), Commit, extra_keys=True)
+    return _parsed(unseal(content), Commit)
+
+
+def _parsed(value: Any, kind: Any) -> Any:
+    """Parses what has passed its checksum, so nothing that is wrong in it is damage."""
+    try:
+        return jsonfile.parse(value, kind, extra_keys=True)
+    except ValueError as e:
+        raise CheckpointError(f"is not of a version that this code reads: {e}.") from e
 
 
 def parse_metrics(content: bytes) -> dict[str, float]:
-    """Parses METRICS; raises ValueError as `parse_commit` does."""
+    """Parses METRICS; raises ValueError if it is not what was written."""
     return jsonfile.parse(unseal(content), dict[str, float])
 
 
@@ -379,8 +388,9 @@ def parse_meta(content: bytes) -> Meta:
     """Parses meta.json, which may have further keys.
 
     Raises:
-      CheckpointError: if it has another format version.
-      ValueError: if it could not have been written.
+      CheckpointError: if it has another format version, or its values could not have
+        been written.
+      ValueError: if it is not what was written.
     """
     value = from_json(content)
     version = value.get("version")
@@ -389,7 +399,7 @@ def parse_meta(content: bytes) -> Meta:
         raise CheckpointError(
             f"has format version {version}; this code reads version {VERSION}."
         )
-    meta = jsonfile.parse(value, Meta, extra_keys=True)
+    meta: Meta = _parsed(value, Meta)
     for path, entry in meta.arrays.items():
         if not _has_valid_chunks(entry):
             raise ValueError(
@@ -414,11 +424,41 @@ def checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def check(value: Any, kind: Any = Any) -> None:
+    """Raises ValueError unless a checkpoint can hold a value, and gives it back.
+
+    Args:
+      value: the value.
+      kind: its type, as for `jsonfile.parse`.
+    """
+    try:
+        # As deep as a checkpoint's data of each process.
+        content = json.dumps({"values": _encoded([value])})
+        read = from_json(content.encode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    jsonfile.parse(read["values"][0], kind)
+
+
+def check_step(step: Any) -> int:
+    """Returns the number of a step; raises CheckpointError if it is none."""
+    if not arguments.is_integer(step) or not 0 <= step < _MOST_STEPS:
+        raise CheckpointError(
+            f"The step {step!r}, of type {type(step).__name__}, must be an integer "
+            "from 0 to 2**63 - 1, such as int(state.step)."
+        )
+    return int(step)
+
+
 def to_json(value: Any) -> bytes:
     """Serializes a value to indented JSON with sorted keys, so that equal values have
     equal bytes.
+
+    Raises:
+      ValueError: if `from_json` would give another value, other than a list for a
+        tuple; the message shows what is wrong.
     """
-    return _dump(_without_nonfinite(value))
+    return _dump(_encoded(value))
 
 
 def from_json(content: bytes) -> dict[str, Any]:
@@ -432,7 +472,7 @@ def from_json(content: bytes) -> dict[str, Any]:
 
 def seal(value: dict[str, Any]) -> bytes:
     """Serializes an object to JSON together with its checksum."""
-    return _seal(_without_nonfinite(value))
+    return _seal(_encoded(value))
 
 
 def unseal(content: bytes) -> dict[str, Any]:
@@ -458,15 +498,28 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _without_nonfinite(value: Any) -> Any:
-    """Replaces each number that is not finite with its JSON substitute."""
-    if isinstance(value, Mapping):
-        return {key: _without_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nonfinite(item) for item in value]
+def _encoded(value: Any) -> Any:
+    """Returns the JSON values of a value; raises ValueError if it has none that
+    `_with_nonfinite` turns back.
+    """
+    if isinstance(value, str):
+        # A half of a character is refused here.
+        value.encode()
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return {_NOT_FINITE: str(float(value))}
-    return value
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_encoded(item) for item in value]
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is of type {type(value).__name__}")
+    for key in value:
+        if not isinstance(key, str):
+            raise ValueError(f"the key {key!r} of {value!r} is no text")
+    if value.keys() == {_NOT_FINITE}:
+        raise ValueError(f"{value!r} has the form of a number that is not finite")
+    return {_encoded(key): _encoded(item) for key, item in value.items()}
 
 
 def _with_nonfinite(value: Any) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.base import arguments
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
 
@@ -26,8 +27,8 @@ def flatten(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by path, which is their name in a checkpoint.
 
     Raises:
-      CheckpointError: if two leaves have the same path, if a leaf is not an array of a
-        type that can be stored, or if there are no leaves.
+      CheckpointError: if two leaves have the same path, if a leaf is not an array, or
+        its type or path cannot be stored, or if there are no leaves.
     """
     leaves: dict[str, Any] = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -36,8 +37,7 @@ def flatten(tree: Any) -> dict[str, Any]:
             raise CheckpointError(
                 f"Two leaves of the state have the path '{path}'; rename one."
             )
-        _check_type(path, leaf)
-        leaves[path] = leaf
+        leaves[path] = _checked(path, leaf)
     if not leaves:
         raise CheckpointError("The state holds no arrays.")
     return leaves
@@ -94,19 +94,34 @@ def key_data(leaf: Any) -> tuple[Any, str | None]:
     return data, impls[0]
 
 
-def _check_type(path: str, leaf: Any) -> None:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
+def _checked(path: str, leaf: Any) -> Any:
+    """Returns a leaf in the byte order of this machine, in which bytes are stored.
+
+    Raises:
+      CheckpointError: if it is no array, or of a type or path that cannot be stored.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as e:
+        raise CheckpointError(f"The path {path!r} is no text ({e}); rename it.") from e
+    # A target may have shapes in place of arrays.
+    is_taken = isinstance(leaf, np.generic | jax.ShapeDtypeStruct)
+    if not is_taken and not arguments.is_array(leaf):
         raise CheckpointError(
-            f"'{path}' is {leaf!r}, of type {type(leaf).__name__}; make it an array, "
-            "such as jnp.int32(3)."
+            f"'{path}' is {leaf!r}, of type {type(leaf).__name__}; make it an array of "
+            "NumPy's own or of JAX's, such as jnp.int32(3), np.asarray(...), or "
+            ".filled(value) where a mask hides elements."
         )
+    dtype = leaf.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return
+        return leaf
     if np.dtype(dtype).name not in arrays_lib.TYPES:
         raise CheckpointError(
             f"'{path}' is of type {dtype}, which zarr cannot hold; convert it."
         )
+    if isinstance(leaf, np.ndarray):
+        return leaf.astype(dtype.newbyteorder("="), copy=False)
+    return leaf
 
 
 def _chunk_shape(shape: Shape, shard_shape: Shape, limit: int) -> Shape:

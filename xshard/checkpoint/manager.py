@@ -8,7 +8,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
-import json
 import os
 import sys
 import threading
@@ -235,22 +234,27 @@ class Manager(listing_lib.Listing):
         counts, checkpoints that no rule keeps are deleted.
 
         Args:
-          step: the step's number.
+          step: the step's number, an integer of at least 0.
           state: any pytree of arrays, of JAX's or NumPy's; it may contain typed PRNG
             keys. Arrays that do not span all processes must be equal on all of them.
-          metadata: JSON-serializable, and equal on all processes.
-          data: this process's position in the data, JSON-serializable.
+          metadata: JSON values by name, equal on all processes. Tuples become lists;
+            numbers may be infinite or NaN.
+          data: this process's position in the data, a JSON value.
           metrics: the metrics by which the best checkpoint can be chosen, by name.
           before_commit: called on process 0, from another thread, before the checkpoint
             counts. It makes durable what the checkpoint relies on but does not contain,
             such as logged rows. If it raises, the save fails.
 
         Raises:
-          CheckpointError: if the state or its metadata cannot be saved, or if the
-            previous save failed. After a failure of the previous save, this save is
+          CheckpointError: if the step, the state or its metadata cannot be saved, or if
+            the previous save failed. After a failure of the previous save, this save is
             under way nevertheless: the other processes take part in it, and may have
             learned of that failure earlier.
         """
+        step = format_lib.check_step(step)
+        _check(f"metadata of step {step}", metadata or {}, dict[str, Any])
+        _check(f"data of step {step}", data, Any)
+        _check(f"metrics of step {step}", metrics or {}, dict[str, float])
         leaves = leaves_lib.flatten(state)
         copies: dict[str, int] = {}
         if self._writing.count > 1:
@@ -264,7 +268,6 @@ class Manager(listing_lib.Listing):
             copies=copies,
             begin=time.monotonic(),
         )
-        _check_json(request)
         plan = self._plan_for(leaves)
         nbytes = sum(plan.arrays[chunk.path].chunk_bytes for chunk in plan.chunks)
         reporter = progress.ProgressReporter(f"saving step {step}", nbytes, self._log)
@@ -439,6 +442,7 @@ class Manager(listing_lib.Listing):
           CheckpointError: on all processes, if the step has no checkpoint, or the
             metrics cannot be written.
         """
+        _check(f"metrics of step {step}", metrics, dict[str, float])
         # The step may be the one whose save is still under way.
         self.wait()
 
@@ -557,11 +561,13 @@ def _wait_at_exit() -> None:
             print(f"NOT SAVED: {e}", file=sys.stderr)
 
 
-def _check_json(request: saver_lib.Request) -> None:
-    for name in ("metadata", "data", "metrics"):
-        try:
-            json.dumps(getattr(request, name))
-        except (TypeError, ValueError) as e:
-            raise store_lib.CheckpointError(
-                f"The {name} of step {request.step} must be JSON-serializable: {e}."
-            ) from e
+def _check(what: str, value: Any, kind: Any) -> None:
+    """Raises CheckpointError unless a checkpoint can hold a value of a type."""
+    try:
+        format_lib.check(value, kind)
+    except (TypeError, ValueError) as e:
+        raise store_lib.CheckpointError(
+            f"The {what} must be JSON-serializable: {str(e).rstrip('.')}. It may have "
+            "texts, numbers, True, False, None, lists, and dictionaries with texts as "
+            "keys; metrics are numbers by name."
+        ) from e
