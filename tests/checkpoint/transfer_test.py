@@ -57,6 +57,44 @@ def test_slots_and_steps_are_not_taken_by_default(tmp_path):
     assert int(state["step"]) == -9 and "initialized 3 arrays" in messages[-1]
 
 
+def injected(rate, count, groups=0):
+    """Returns a state like that of a run with `optax.inject_hyperparams`."""
+    lead = (groups,) if groups else ()
+    params = {"hyperparams": {"w": jnp.full((*lead, 3), rate)}, "b": jnp.full(lead, 1)}
+    return {
+        "global_step": jnp.zeros(lead, jnp.int32),
+        "params": params,
+        "opt_state": {
+            "rule/count": jnp.full(lead, count),
+            "rule/hyperparams/learning_rate": jnp.full(lead, rate),
+            "rule/hyperparams_states/learning_rate/count": jnp.full(lead, count),
+            "rule/inner_state/0/mu/hyperparams": {"w": params["hyperparams"]["w"]},
+            "rule/inner_state/0/mu": {"b": jnp.full(lead, rate)},
+            "loss_scale": jnp.full(lead, 8.0),
+        },
+    }
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize("select", ["^(params|net_state|opt_state)/", "."])
+def test_the_values_of_the_config_are_not_taken(tmp_path, select, groups):
+    manager = make_manager(tmp_path)
+    save(manager, 1, injected(0.5, 60, groups))
+    manager.close()
+    state, (*_, message) = take(str(tmp_path), injected(0.25, 0, groups), select=select)
+    # The moments of a module that is called hyperparams are no hyperparameters.
+    wanted = injected(0.5, 60, groups)
+    name = "rule/hyperparams/learning_rate"
+    wanted["opt_state"][name] = injected(0.25, 0, groups)["opt_state"][name]
+    jax.tree.map(np.testing.assert_array_equal, state, wanted)
+    assert f"left at their initial values: opt_state/{name};" in message
+    _, _, scalars = message.partition("the value in brackets: ")
+    shown = ["60", "0"] if not groups else [r"[60 60]", r"[0 0]"]
+    assert f"opt_state/rule/count {shown[0]} ({shown[1]})" in scalars
+    assert "hyperparams_states/learning_rate/count" in scalars
+    assert "loss_scale" not in scalars and "hyperparams/w" not in scalars
+
+
 def with_averages(state, names, value):
     averages = {name: jnp.full(3, value) for name in names}
     return {**state, "net_state": {"batch_norm": averages}}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
@@ -26,6 +27,8 @@ _NET_STATE = "^(?!.*opt_state/)(.*/)?net_state/"
 # The default also takes the networks' state as far as it fits: the averages of a batch
 # norm belong to the parameters.
 BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
+# What `optax.inject_hyperparams` keeps of a config's values.
+_INJECTED = "(^|/)opt_state/(.*/)?hyperparams/[^/]+$"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
 # The paths of arrays that never have a dimension of groups.
@@ -166,7 +169,8 @@ def init_from(
 ) -> Any:
     """Replaces leaves of a state with the leaves of the same path in a checkpoint.
 
-    Floating-point types are converted to the state's.
+    Floating-point types are converted to the state's. The values of
+    `optax.inject_hyperparams` are the state's: they are what its config says.
 
     Args:
       source: the checkpoint or file, and the part of it to take.
@@ -184,7 +188,14 @@ def init_from(
     offer = _open(source, leaves, meaning)
     targets, note = _targets(source, offer, leaves, meaning)
     values = offer.read(list(targets.values()), say)
+    scalars = []
+    most = 1 if num_groups({path: x.shape for path, x in leaves.items()}) else 0
     for path, value in zip(targets, values, strict=True):
+        if value.ndim <= most and not re.search(BY_DEFAULT, path):
+            taken = _local(value)
+            initial = _local(leaves[path])
+            if not np.array_equal(taken, initial, equal_nan=True):
+                scalars.append(f"{path} {taken} ({initial})")
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
         # are equal.
         if targets[path].meta.key_impl is None:
@@ -192,7 +203,7 @@ def init_from(
         leaves[path] = value
 
     offered = [*offer.metas, *offer.unsupported]
-    unused = sorted(set(_selected(source, offered)) - targets.keys())
+    unused = sorted(set(_selected(source, offered)) - leaves.keys())
     lacking = sorted(set(_selected(source, leaves)) - targets.keys())
     message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
@@ -203,11 +214,32 @@ def init_from(
         message += (
             f"; not taken, and left at their initial values: {', '.join(lacking)}"
         )
+    if scalars:
+        message += (
+            f"; taken, where this run would begin with the value in brackets: "
+            f"{', '.join(scalars)}"
+        )
     if note:
         message += f"; {note}"
     say(message)
     structure = jax.tree.structure(state)
     return jax.tree.unflatten(structure, list(leaves.values()))
+
+
+def _local(x: Any) -> np.ndarray:
+    """Returns this process's first part of an array."""
+    data, _ = leaves_lib.key_data(x)
+    return np.asarray(data.addressable_data(0) if isinstance(data, jax.Array) else data)
+
+
+def _from_config(leaves: Iterable[str]) -> set[str]:
+    """Returns the paths of hyperparameters, which a config gives; not those of the
+    slots of a module of that name.
+    """
+    params = [path for path in leaves if re.search(PARAMS, path)]
+    endings = tuple(re.sub(PARAMS, "/", path) for path in params)
+    found = [path for path in leaves if re.search(_INJECTED, path)]
+    return {path for path in found if not path.endswith(endings)}
 
 
 def selected(pattern: str, paths: Iterable[str], flag: str) -> list[str]:
@@ -411,7 +443,11 @@ def _targets(
     targets = {}
     problems = []
     needs_conversion = False
+    # This run's config may say other values than the one that wrote the checkpoint.
+    from_config = _from_config(leaves)
     for path in paths:
+        if path in from_config:
+            continue
         stored = offer.metas.get(path)
         problem = _problem(path, stored, leaves_lib.describe(leaves[path]), groups)
         if path in offer.unsupported:
