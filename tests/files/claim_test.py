@@ -39,3 +39,25 @@ def test_a_lock_that_cannot_be_closed_does_not_stop_a_release(
     assert len(closed) == 1
     assert not (tmp_path / "run" / claim.HOLDER).exists()
     claim.Claim(tmp_path / "run", renew_seconds=600, watch_seconds=600).release()
+
+
+@pytest.mark.parametrize("place", [".holder/" + "a" * 16, ".holder"])
+def test_nothing_that_is_reached_by_a_link_is_deleted(tmp_path, place):
+    shared = tmp_path / "shared"
+    held = shared / ("b" * 16)
+    held.mkdir(parents=True)
+    for folder in (shared, held):
+        (folder / "precious").write_text("kept")
+    link = tmp_path / "run" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(shared)
+    if place == ".holder":
+        # As a folder of holders has it, and nothing else.
+        (shared / "precious").unlink()
+    with pytest.raises(ValueError, match="was not written by a run.*or the link"):
+        claim.Claim(tmp_path / "run", renew_seconds=600, watch_seconds=600)
+    assert (held / "precious").read_text() == "kept" and link.is_symlink()
+    # Once the link is gone, the folder is free.
+    link.unlink()
+    claim.Claim(tmp_path / "run", renew_seconds=600, watch_seconds=600).release()
+    assert (held / "precious").read_text() == "kept"

@@ -339,10 +339,13 @@ class _Taking:
         if not names:
             return self._begin()
         for name in names:
-            if not _ID.fullmatch(name):
+            holder = self._holders / name
+            # What is deleted there must not be reached by a link.
+            is_link = self._holders.is_symlink() or holder.is_symlink()
+            if is_link or not _ID.fullmatch(name):
                 raise ValueError(
-                    f"{self._holders / name} was not written by a run: make sure that "
-                    f"no run uses {self._folder}, then delete {self._holders}."
+                    f"{holder} was not written by a run: make sure that no run uses "
+                    f"{self._folder}, then delete {self._holders}, or the link there."
                 )
         if not self._has_lock:
             self._watch(names[0])
