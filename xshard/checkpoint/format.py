@@ -503,8 +503,8 @@ def _encoded(value: Any) -> Any:
     `_with_nonfinite` turns back.
     """
     if isinstance(value, str):
-        # A half of a character is refused here.
-        value.encode()
+        if not value.isascii() and json.loads(json.dumps(value)) != value:
+            raise ValueError(f"{value!r} has halves of a character, which JSON joins")
         return value
     if isinstance(value, float) and not math.isfinite(value):
         return {_NOT_FINITE: str(float(value))}
