@@ -162,11 +162,6 @@ def test_a_bucket_that_cannot_exist_is_named(s3):
         text.Lines([f"s3://b/a{options}"])
 
 
-def test_records_in_a_bucket_are_refused():
-    with pytest.raises(errors.UserError, match="gs://b/a is a URL, .* text.Lines"):
-        text.Records(["gs://b/a"])
-
-
 def read_with_faults():
     """Reads files and lines from a store that fails; prints them, as JSON."""
     # As a run waits, but not as long.

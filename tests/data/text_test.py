@@ -1,13 +1,11 @@
-"""Text data: files, records and tokenizers, and the errors that name those that cannot
+"""Text data: files and tokenizers, and the errors that name those that cannot
 be read.
 """
 
 import sys
 
-import grain
 import numpy as np
 import pytest
-from array_record.python import array_record_module
 
 from xshard.data import text
 
@@ -21,14 +19,6 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def tokenizer():
     return text.train_tokenizer(TEXTS, 300)
-
-
-def records(path, contents):
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for content in contents:
-        writer.write(content)
-    writer.close()
-    return path
 
 
 def test_tokens_decode_to_the_text(tokenizer):
@@ -92,38 +82,3 @@ def test_files_are_read_as_texts(tmp_path):
     (tmp_path / "1.txt").unlink()
     with pytest.raises(ValueError, match="1.txt cannot be read .*No such file"):
         files[1]
-
-
-def test_records_are_read_from_several_files(tmp_path):
-    contents = [f"record {i} ".encode() * 40 for i in range(9)]
-    paths = [
-        records(tmp_path / "a", contents[:4]),
-        records(tmp_path / "b", contents[4:]),
-    ]
-    source = text.Records(paths)
-    assert [source[i] for i in range(len(source))] == contents
-    for index in (-1, 9):
-        with pytest.raises(IndexError):
-            source[index]
-    documents = grain.MapDataset.source(source).map(bytes.decode).shuffle(3)
-    assert sorted(documents) == [content.decode() for content in contents]
-
-
-def test_records_that_cannot_be_read_are_refused(tmp_path):
-    contents = [f"record {i} ".encode() * 40 for i in range(9)]
-    good, bad = (records(tmp_path / name, contents) for name in ("good", "bad"))
-    whole = bad.read_bytes()
-    with pytest.raises(
-        ValueError, match="gone cannot be read as a file of ArrayRecord .*No such"
-    ):
-        text.Records([good, tmp_path / "gone"])
-    bad.write_bytes(whole[:1000])
-    with pytest.raises(ValueError, match="bad cannot be read as a file of ArrayRecord"):
-        text.Records([good, bad])
-    # Flip a bit of the first record. If its text is not in the file in plain form, flip
-    # a bit of byte 200.
-    place = whole.index(b"record 0") if b"record 0" in whole else 200
-    bad.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    source = text.Records([good, bad])
-    with pytest.raises(ValueError, match="bad is damaged at record 0 .*hash mismatch"):
-        source[9]

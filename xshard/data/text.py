@@ -1,4 +1,4 @@
-"""Texts as packed rows of tokens: files, lines and records, tokenizers, packing.
+"""Texts as packed rows of tokens: files, lines, tokenizers, packing.
 
 Each is a stage of a grain pipeline, and can be combined with grain's own stages, such
 as `grain.IterDataset.mix`. `xshard.data.pipelines.Streams` makes batches from the
@@ -6,7 +6,6 @@ result.
 """
 
 import codecs
-import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent import futures
@@ -17,7 +16,7 @@ from absl import logging
 
 from xshard import errors
 from xshard.base import arguments
-from xshard.files import buckets, disk, inputs
+from xshard.files import disk, inputs
 
 if TYPE_CHECKING:
     import grain
@@ -168,56 +167,6 @@ def _index(path: str) -> tuple[np.ndarray, Hashable]:
     return kept.astype(np.int64), version
 
 
-class Records:
-    """A source of the records in ArrayRecord files, as `bytes`, file after file.
-
-    The package array_record reads local and mounted disks only.
-    """
-
-    def __init__(self, paths: Sequence[str | os.PathLike]):
-        """Opens the files.
-
-        Raises:
-          UserError: if one is not an ArrayRecord file, or is a URL; the message names
-            it.
-        """
-        import grain
-
-        self._paths = [os.fspath(path) for path in paths]
-        for path in self._paths:
-            if buckets.is_url(path):
-                raise errors.UserError(
-                    f"{path} is a URL, and ArrayRecord is read from local and mounted "
-                    "disks only: mount the bucket, copy the file, or use text.Lines."
-                )
-        self._files = []
-        for path in self._paths:
-            try:
-                self._files.append(grain.sources.ArrayRecordDataSource([path]))
-            except RuntimeError as e:
-                raise errors.UserError(
-                    f"{path} cannot be read as a file of ArrayRecord ({e})."
-                ) from e
-        self._ends = np.cumsum([len(file) for file in self._files])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if self._files else 0
-
-    def __getitem__(self, index: int) -> bytes:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        file = self._files[number]
-        begin = int(self._ends[number]) - len(file)
-        try:
-            return file[index - begin]
-        except RuntimeError as e:
-            raise errors.UserError(
-                f"{self._paths[number]} is damaged at record {index - begin} ({e}); "
-                "replace it, or leave it out."
-            ) from e
-
-
 def train_tokenizer(texts: Iterable[str], vocabulary: int, end: str = END) -> Tokenizer:
     """Trains a byte-pair tokenizer over UTF-8 bytes.
 
@@ -259,9 +208,8 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
     """Loads a tokenizer from a file.
 
     Settings of the file by which tokens would be dropped, added or drawn at random are
-    switched off, with a warning that names them: truncation, padding and dropout. A
-    tokenizer that does not decode to the same text, such as one with a normalizer, is
-    loaded with a warning, too.
+    switched off: truncation, padding and dropout. A tokenizer that does not decode to
+    the same text, such as one with a normalizer, is loaded with a warning.
 
     Args:
       path: a file that `Tokenizer.save` of the package tokenizers wrote, such as a
@@ -284,8 +232,7 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
         raise errors.UserError(
             f"The tokenizer in {os.fspath(path)} has no token {end!r}."
         )
-    what = f"The tokenizer in {os.fspath(path)}"
-    tokenizer = _without_losses(tokenizer, what, end)
+    tokenizer = _whole(tokenizer)
     try:
         tokens = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         decoded = tokenizer.decode(tokens, skip_special_tokens=False)
@@ -294,8 +241,9 @@ def load_tokenizer(path: str | os.PathLike, end: str = END) -> Tokenizer:
         decoded = f"an error ({e})"
     if decoded != _PROBE:
         logging.warning(
-            "%s gives back %r for %r: what differs is lost to a model of its tokens.",
-            what,
+            "The tokenizer in %s gives back %r for %r: what differs is lost to a model "
+            "of its tokens.",
+            os.fspath(path),
             decoded,
             _PROBE,
         )
@@ -358,8 +306,7 @@ def byte_counter(tokenizer: Tokenizer, end: str = END) -> Callable[[str], np.nda
 
 def _encoder(tokenizer: Tokenizer, end: str) -> tuple[Callable[[str], Any], int]:
     """Returns the function that encodes a text without `end`, and the token `end`."""
-    # A copy, so that the settings below do not change the caller's tokenizer.
-    tokenizer = _without_losses(tokenizer, "The tokenizer", end)
+    tokenizer = _whole(tokenizer)
     tokenizer.encode_special_tokens = True
     end_token = tokenizer.token_to_id(end)
     if end_token is None:
@@ -367,6 +314,8 @@ def _encoder(tokenizer: Tokenizer, end: str) -> tuple[Callable[[str], Any], int]
             f"The tokenizer has no token {end!r}, which is to end each text: name "
             "another one."
         )
+    # A token that is not special would be found in texts.
+    tokenizer.add_special_tokens([end])
 
     def encode(text: str) -> Any:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -374,35 +323,14 @@ def _encoder(tokenizer: Tokenizer, end: str) -> tuple[Callable[[str], Any], int]
     return encode, end_token
 
 
-def _without_losses(tokenizer: Tokenizer, what: str, end: str) -> Tokenizer:
-    """Returns a copy of a tokenizer that drops, adds and draws no tokens.
-
-    Args:
-      tokenizer: the tokenizer.
-      what: what the warning calls it.
-      end: the token that ends a text, which no text may contain.
-    """
-    settings = json.loads(tokenizer.to_str())
-    off = []
-    for name in ("truncation", "padding"):
-        if settings.get(name):
-            off.append(name)
-            settings[name] = None
-    if settings["model"].get("dropout"):
-        off.append(f"dropout={settings['model']['dropout']}")
-        settings["model"]["dropout"] = None
-    # A token that is not special would be found in texts.
-    for token in settings["added_tokens"]:
-        if token["content"] == end:
-            token["special"] = True
-    if off:
-        logging.warning(
-            "%s has %s, by which tokens would be dropped, added or drawn at random: "
-            "switched off.",
-            what,
-            ", ".join(off),
-        )
-    return type(tokenizer).from_str(json.dumps(settings))
+def _whole(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a copy of a tokenizer that drops, pads and draws no tokens."""
+    whole = type(tokenizer).from_str(tokenizer.to_str())
+    whole.no_truncation()
+    whole.no_padding()
+    if hasattr(whole.model, "dropout"):
+        whole.model.dropout = None
+    return whole
 
 
 def _difference(text: str, decoded: str) -> str:
