@@ -38,9 +38,6 @@ AHEAD_BYTES = 256 << 20
 _ALIGNMENT = 64
 # Allocations of at least this size bypass NumPy; see `_aligned`.
 _MAPPED_BYTES = 4 << 20
-# The chunks of an array with more chunks than this are counted before the array is
-# read.
-_MANY_CHUNKS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +108,10 @@ def read_slices(
       UnreadableError: at the first part that cannot be read.
     """
     database = store_lib.Database(attempt.store, attempt.prefix)
-    stored_bytes = _stored_bytes(attempt)
     limit = min(budget_bytes, AHEAD_BYTES)
     reads: collections.deque[_Read] = collections.deque()
     nbytes = 0
     for part in parts:
-        _check_size(attempt, part, stored_bytes)
         while reads and nbytes + part.nbytes > limit:
             nbytes -= reads[0].part.nbytes
             yield _finish(attempt, reads.popleft())
@@ -216,65 +211,6 @@ def _copy_overlap(
         from_chunk.append(slice(start - bounds[0], stop - bounds[0]))
         to_out.append(slice(start - out_bounds[0], stop - out_bounds[0]))
     out[tuple(to_out)] = chunk[tuple(from_chunk)]
-
-
-def _check_size(
-    attempt: format_lib.SaveAttempt, part: ArraySlice, stored_bytes: int
-) -> None:
-    """Raises DamagedError if an array seems too large for its checkpoint and its chunks
-    do not match its description.
-
-    The check runs before memory is allocated, because a forged description may claim
-    any size.
-    """
-    meta = part.meta
-    # Smaller chunks are stored in the nodes of the database. The nodes are compressed,
-    # so that their size proves nothing.
-    is_outside = meta.chunk_bytes >= store_lib.INLINE_BYTES
-    seems_large = is_outside and meta.nbytes > stored_bytes
-    if not seems_large and meta.chunk_count <= _MANY_CHUNKS:
-        return
-    try:
-        _check_chunks(attempt, part.path, meta)
-    except (ValueError, OSError) as e:
-        raise _classified(e, f"'{part.path}', {meta}, in {attempt}") from e
-
-
-def _check_chunks(
-    attempt: format_lib.SaveAttempt, path: str, meta: arrays_lib.ArrayMeta
-) -> None:
-    """Counts an array's chunks and reads the first; raises ValueError if they do not
-    match the description.
-    """
-    database = attempt.store.database(attempt.prefix)
-    rank = len(meta.shape)
-    if rank:
-        prefix = arrays_lib.chunk_key(path, ()).encode()
-        # The range of keys that begin with the prefix and a slash: "0" is the character
-        # after "/".
-        below = ts.KvStore.KeyRange(prefix + b"/", prefix + b"0")
-        keys = database.list(below).result()
-        # The range also contains the keys of an array whose path begins with the
-        # prefix.
-        chunk = re.compile(re.escape(prefix) + rb"(/\d+){%d}" % rank)
-        count = sum(1 for key in keys if chunk.fullmatch(key))
-        if count != meta.chunk_count:
-            raise ValueError(f"{count} of its {meta.chunk_count} chunks are there")
-    first = arrays_lib.chunk_key(path, (0,) * rank)
-    arrays_lib.decode(database.read(first).result().value, meta)
-
-
-def _stored_bytes(attempt: format_lib.SaveAttempt) -> int:
-    """Returns the size of an attempt's files in bytes; in an object store, the size
-    recorded in COMMIT.
-    """
-    try:
-        size = attempt.store.size(attempt.prefix)
-    except format_lib.CheckpointError as e:
-        raise metadata_files.UnreadableError(f"{attempt} cannot be read: {e}.") from e
-    if size is None:
-        return metadata_files.read_commit(attempt).bytes
-    return size
 
 
 def _classified(

@@ -46,8 +46,6 @@ from xshard.files import jsonfile
 NAME = store_lib.LOCK
 RENEW_SECONDS = claim_lib.RENEW_SECONDS
 WATCH_SECONDS = claim_lib.WATCH_SECONDS
-# Far more than a lease has.
-_MOST_BYTES = 1 << 20
 
 
 class LostError(store_lib.CheckpointError):
@@ -371,8 +369,6 @@ def _parse(store: store_lib.Store, content: bytes) -> _Content:
       CheckpointError: if a run cannot have written it.
     """
     try:
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"it has {len(content):,} bytes")
         return jsonfile.parse(jsonfile.loads(content), _Content, extra_keys=True)
     except ValueError as e:
         raise store_lib.CheckpointError(

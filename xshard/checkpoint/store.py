@@ -31,7 +31,7 @@ from xshard.files import buckets, disk
 _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
 # A database stores values smaller than this, with their checksum, in its nodes next to
 # their keys.
-INLINE_BYTES = 1024
+_INLINE_BYTES = 1024
 # The name of the lock of a store; see `xshard.checkpoint.lock`.
 LOCK = ".lock"
 
@@ -124,7 +124,7 @@ class Store:
             "base": base,
             "config": {
                 "manifest_kind": "single",
-                "max_inline_value_bytes": INLINE_BYTES,
+                "max_inline_value_bytes": _INLINE_BYTES,
             },
             **options,
         }
@@ -190,13 +190,6 @@ class Store:
         Links are not followed.
         """
         raise NotImplementedError
-
-    def size(self, prefix: str) -> int | None:
-        """Returns the total size of all files below a prefix in bytes; None for a
-        bucket, which would need one request per object.
-        """
-        del prefix
-        return None
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """Lists the folders directly in the store whose names match, each with the
@@ -350,14 +343,6 @@ class Disk(Store):
         """Lists the names of all files below a prefix. Links are not followed."""
         with _named():
             return sorted(_files(self.path, prefix))
-
-    def size(self, prefix: str) -> int | None:
-        """Returns the total size of all files below a prefix in bytes."""
-        total = 0
-        with _named():
-            for name in _files(self.path, prefix):
-                total += disk.retried((self.path / name).stat).st_size
-        return total
 
     def folders(self, wanted: re.Pattern[str]) -> dict[str, Folder]:
         """Lists the folders directly in the store whose names match."""
