@@ -236,6 +236,14 @@ def test_examples_that_cannot_be_stacked_are_refused(change, match):
             next(iterator)
 
 
+def test_a_batch_of_one_has_the_names_of_the_first_example():
+    source = Uneven(lambda i: {} if i == 13 else {"z": 1.0})
+    iterator = data.iterate(source, data.Part(1, (np.arange(1),), seed=0))
+    with pytest.raises(ValueError, match=r"Example 13 has .*\['x', 'y'\], .*'z'"):
+        for _ in range(20):
+            next(iterator)
+
+
 def test_numbers_of_an_example_become_an_array():
     source = Uneven(lambda i: {"z": float(i), "w": i, "is_even": i % 2 == 0})
     taken = data.take(source, np.array([3, 1]))

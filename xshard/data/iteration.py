@@ -200,13 +200,22 @@ def iterate(examples: examples_lib.Examples, part: Part) -> BatchIterator:
             f"batch_size={part.batch_size} exceeds the {size} examples."
         )
     numbers_at = order(examples, part.seed, groups=len(part.rows))
+    # A batch may have one row, or all of its rows lack what the first example has.
+    names = examples_lib.take(examples, np.arange(1)).keys()
 
     def read(step: int) -> examples_lib.Arrays:
         begin = step * part.batch_size
         numbers = []
         for group, rows in enumerate(part.rows):
             numbers.append(numbers_at(group, begin + rows))
-        return examples_lib.take(examples, np.concatenate(numbers))
+        rows = np.concatenate(numbers)
+        batch = examples_lib.take(examples, rows)
+        if batch.keys() != names:
+            raise errors.UserError(
+                f"Example {rows[0]} has the arrays {list(batch)}, and example 0 has "
+                f"{list(names)}. All must have the same names."
+            )
+        return batch
 
     def batches_from(count: int) -> Iterator[examples_lib.Arrays]:
         if isinstance(examples, Mapping):
