@@ -117,9 +117,7 @@ def test_a_damaged_meta_is_refused_or_valid(content):
     document_read = parsed(format_lib.parse_meta, content)
     if document_read is not None:
         for array in document_read.arrays.values():
-            assert array.chunk_count >= 0 and 0 <= array.nbytes < 1 << 63
             assert array.dtype in arrays.TYPES and str(array)
-            assert all(part >= 1 for part in array.chunk_shape)
 
 
 @pytest.fixture(scope="module")

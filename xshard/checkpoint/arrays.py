@@ -59,9 +59,6 @@ TYPES = (
     "complex128",
 )
 _CRC_BYTES = 4
-# Tensorstore's limit.
-_MOST_DIMENSIONS = 32
-_WIDEST_BYTES = 16
 
 Shape = tuple[int, ...]
 # The place of a chunk in the grid of an array's chunks.
@@ -71,15 +68,6 @@ GridIndex = tuple[int, ...]
 Index = tuple[tuple[int, int], ...]
 
 
-def _can_be_shape(shape: Shape) -> bool:
-    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0:
-        return False
-    # NumPy refuses larger arrays, even if one of their dimensions is 0.
-    size = math.prod(max(n, 1) for n in shape)
-    return size * _WIDEST_BYTES < 1 << 63
-
-
-_StoredShape = Annotated[Shape, jsonfile.Rule("a shape", _can_be_shape)]
 _StoredType = Annotated[
     str, jsonfile.Rule("a type that zarr supports", lambda name: name in TYPES)
 ]
@@ -97,9 +85,9 @@ class ArrayMeta:
       sharding: the partition spec at the time of the save, for people to read.
     """
 
-    shape: _StoredShape
+    shape: Shape
     dtype: _StoredType
-    chunk_shape: _StoredShape
+    chunk_shape: Shape
     key_impl: str | None = None
     sharding: str = ""
 

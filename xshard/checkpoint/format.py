@@ -400,23 +400,7 @@ def parse_meta(content: bytes) -> Meta:
             f"has format version {version}; this code reads version {VERSION}."
         )
     meta: Meta = _parsed(value, Meta)
-    for path, entry in meta.arrays.items():
-        if not _has_valid_chunks(entry):
-            raise ValueError(
-                f"arrays/{path}/chunk_shape is {list(entry.chunk_shape)}, "
-                f"not a chunk of {list(entry.shape)}"
-            )
     return meta
-
-
-def _has_valid_chunks(meta: arrays_lib.ArrayMeta) -> bool:
-    if len(meta.chunk_shape) != len(meta.shape):
-        return False
-    for chunk_size, size in zip(meta.chunk_shape, meta.shape, strict=True):
-        # Along a dimension of size 0 the chunk has size 1.
-        if not 1 <= chunk_size <= max(size, 1):
-            return False
-    return True
 
 
 def checksum(content: bytes) -> str:
