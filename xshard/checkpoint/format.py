@@ -399,8 +399,7 @@ def parse_meta(content: bytes) -> Meta:
         raise CheckpointError(
             f"has format version {version}; this code reads version {VERSION}."
         )
-    meta: Meta = _parsed(value, Meta)
-    return meta
+    return _parsed(value, Meta)
 
 
 def checksum(content: bytes) -> str:
@@ -415,13 +414,9 @@ def check(value: Any, kind: Any = Any) -> None:
       value: the value.
       kind: its type, as for `jsonfile.parse`.
     """
-    try:
-        # As deep as a checkpoint's data of each process.
-        content = json.dumps({"values": _encoded([value])})
-        read = from_json(content.encode())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    jsonfile.parse(read["values"][0], kind)
+    # As deep as a checkpoint has the data of each process.
+    _encoded([[value]])
+    jsonfile.parse(value, kind)
 
 
 def check_step(step: Any) -> int:
@@ -482,7 +477,7 @@ def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: Any, depth: int = 0) -> Any:
     """Returns the JSON values of a value; raises ValueError if it has none that
     `_with_nonfinite` turns back.
     """
@@ -492,10 +487,16 @@ def _encoded(value: Any) -> Any:
         return value
     if isinstance(value, float) and not math.isfinite(value):
         return {_NOT_FINITE: str(float(value))}
-    if value is None or isinstance(value, int | float):
+    if value is None or isinstance(value, float):
         return value
+    if isinstance(value, int):
+        # Python refuses to write, and to read, more than some thousand digits.
+        str(value)
+        return value
+    if depth == jsonfile.DEPTH:
+        raise ValueError("it is nested too deeply")
     if isinstance(value, list | tuple):
-        return [_encoded(item) for item in value]
+        return [_encoded(item, depth + 1) for item in value]
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is of type {type(value).__name__}")
     for key in value:
@@ -503,7 +504,7 @@ def _encoded(value: Any) -> Any:
             raise ValueError(f"the key {key!r} of {value!r} is no text")
     if value.keys() == {_NOT_FINITE}:
         raise ValueError(f"{value!r} has the form of a number that is not finite")
-    return {_encoded(key): _encoded(item) for key, item in value.items()}
+    return {_encoded(key): _encoded(item, depth + 1) for key, item in value.items()}
 
 
 def _with_nonfinite(value: Any) -> Any:

@@ -194,7 +194,7 @@ def init_from(
         if value.ndim <= most and not re.search(BY_DEFAULT, path):
             taken = _local(value)
             initial = _local(leaves[path])
-            if not np.array_equal(taken, initial, equal_nan=True):
+            if not np.array_equal(taken, initial):
                 scalars.append(f"{path} {taken} ({initial})")
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
         # are equal.

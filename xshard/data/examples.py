@@ -80,7 +80,13 @@ def stack(
     if numbers is None:
         numbers = range(len(examples))
     first = None
+    last = None
     for number, example in zip(numbers, examples, strict=True):
+        # What is like the example before it passes the checks that that one passed.
+        kinds = _kinds(example)
+        if kinds is not None and kinds == last:
+            continue
+        last = kinds
         shapes = _shapes(example, f"Example {number}")
         if first is None:
             first = shapes
@@ -94,6 +100,18 @@ def stack(
     for name in first or {}:
         batch[name] = np.stack([example[name] for example in examples])
     return batch
+
+
+def _kinds(example: Any) -> list[Any] | None:
+    """Returns the names, types, dtypes and shapes of a dictionary; None for others."""
+    if type(example) is not dict:
+        return None
+    kinds = []
+    for name, x in example.items():
+        kinds.append(
+            (name, type(x), getattr(x, "dtype", None), getattr(x, "shape", None))
+        )
+    return kinds
 
 
 def _shapes(example: Any, what: str) -> dict[str, tuple[int, ...]]:

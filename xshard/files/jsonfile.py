@@ -33,7 +33,7 @@ _SPACE = " \t\n\r"
 # About how much of a file of lines is read at once.
 _SOME_BYTES = 1 << 20
 # The deepest nesting, low enough for recursive functions on the parsed value.
-_DEPTH = 200
+DEPTH = 200
 _LARGEST = 1 << 63
 _NAMES: dict[type, str] = {dict: "an object", list: "a list"}
 # The most characters of a wrong value that a message shows.
@@ -427,10 +427,10 @@ def _check_depth(content: bytes, value: Any) -> None:
     recursion could overflow.
     """
     # Most files have so few brackets that they cannot be nested too deeply.
-    if content.count(b"[") + content.count(b"{") <= _DEPTH:
+    if content.count(b"[") + content.count(b"{") <= DEPTH:
         return
     level = [value]
-    for _ in range(_DEPTH):
+    for _ in range(DEPTH):
         below: list[Any] = []
         for container in level:
             if isinstance(container, dict):
