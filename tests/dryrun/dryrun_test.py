@@ -377,7 +377,6 @@ def test_help():
         "--config",
         "--topology",
         "--slices",
-        "--[no]plan",
         "--[no]json",
         "Exit codes",
     ):

@@ -18,7 +18,7 @@ from absl import flags, logging
 
 from xshard import cli, errors
 from xshard.data import batch_sizes
-from xshard.dryrun import analysis, plan_search, summary
+from xshard.dryrun import analysis, summary
 from xshard.files import jsonfile
 from xshard.pod import exit_codes
 
@@ -38,19 +38,6 @@ _SLICES = flags.DEFINE_integer(
     1,
     flag_values=_FLAGS,
 )
-_PLAN = flags.DEFINE_bool(
-    "plan",
-    False,
-    "Search for the best layout: the model axis, micro-batches and other keys.",
-    flag_values=_FLAGS,
-)
-_PLAN_COMPILES = flags.DEFINE_integer(
-    "plan_compiles",
-    30,
-    "With --plan: the most steps to compile.",
-    1,
-    flag_values=_FLAGS,
-)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=_FLAGS)
 _DEBUG = flags.DEFINE_bool(
     "debug", False, "Print the traceback of an error.", flag_values=_FLAGS
@@ -58,9 +45,7 @@ _DEBUG = flags.DEFINE_bool(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a dry run, or with --plan a search, according to the flags; returns the exit
-    code.
-    """
+    """Runs a dry run according to the flags; returns the exit code."""
     if argv[1:]:
         raise errors.UserError(f"{' '.join(argv[1:])}: arguments begin with '--'.")
     config = _CONFIG.value
@@ -80,14 +65,6 @@ def main(argv: Sequence[str]) -> int:
             "Of batch_schedule, the largest batch is compiled: %d.", largest
         )
         config.update(batch_size=largest, batch_schedule=())
-    if _PLAN.value:
-        return plan_search.run(
-            config,
-            topology,
-            arguments=sys.argv[1:],
-            most=_PLAN_COMPILES.value,
-            as_json=_JSON.value,
-        )
     show = jsonfile.dumps if _JSON.value else summary.show
     # The compiler ignores signals, so it runs in a thread and this one can be
     # interrupted.
