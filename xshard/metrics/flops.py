@@ -1,15 +1,10 @@
-"""The FLOPs of a traced program: its matrix products and convolutions.
-
-Those of a backward pass can be counted with those of the forward pass. It has one more
-product for the gradient of each operand that depends on a trained parameter.
-"""
+"""The FLOPs of a traced program: its matrix products and convolutions."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xshard import errors
 from xshard.base.jax_internals import jaxprs
@@ -43,115 +38,30 @@ def of(f: Callable[..., Any], *args: Any) -> int:
 
 def of_program(jaxpr: jaxprs.Jaxpr) -> int:
     """Returns the FLOPs of a traced program, as `of` counts those of a function."""
-    return with_backward(jaxpr, [False] * len(jaxpr.invars))
-
-
-def with_backward(jaxpr: jaxprs.Jaxpr, depends: Sequence[bool]) -> int:
-    """Returns the FLOPs of a traced program and of its backward pass.
-
-    Args:
-      jaxpr: the program.
-      depends: for each of its inputs, whether it depends on a trained parameter.
-    """
-    count, _ = _of_jaxpr(jaxpr, depends)
-    return count
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _COUNTED:
+            total += _COUNTED[name](eqn)
+            continue
+        counts = [of_program(program) for program in jaxprs.inner_programs(eqn)]
+        if name == "while" and any(counts):
+            raise errors.UserError(
+                "There is a matrix product in a while loop whose number of iterations "
+                "is unknown: its model FLOPs cannot be counted. Use jax.lax.scan, or "
+                "jax.lax.fori_loop with bounds that are Python integers."
+            )
+        if name == "cond":
+            total += _of_branches(eqn, counts)
+        else:
+            total += sum(counts) * times(eqn)
+    return total
 
 
 def times(eqn: Any) -> int:
     """Returns how often an equation runs the programs in it, if that is known."""
-    return _times(eqn.primitive.name, eqn.params)
-
-
-def _of_jaxpr(jaxpr: jaxprs.Jaxpr, depends: Sequence[bool]) -> tuple[int, list[bool]]:
-    """Counts the FLOPs of a program and of its backward pass.
-
-    Args:
-      jaxpr: the program.
-      depends: for each of its inputs, whether it depends on a trained parameter.
-
-    Returns:
-      The FLOPs, and for each output whether it depends on a trained parameter.
-    """
-    known = dict(zip(jaxpr.invars, depends, strict=True))
-
-    def lookup(variables: Sequence[Any]) -> list[bool]:
-        # Literals and constants depend on nothing.
-        is_literal = lambda x: isinstance(x, jaxprs.Literal)
-        return [not is_literal(x) and known.get(x, False) for x in variables]
-
-    total = 0
-    for eqn in jaxpr.eqns:
-        count, outputs = _of_equation(eqn, lookup(eqn.invars))
-        total += count
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return total, lookup(jaxpr.outvars)
-
-
-def _of_equation(eqn: Any, depends: list[bool]) -> tuple[int, list[bool]]:
-    """Counts an equation as `_of_jaxpr` counts a program."""
     name = eqn.primitive.name
-    outputs = [False] * len(eqn.outvars)
-    if any(depends) and name not in _WITHOUT_DERIVATIVE:
-        outputs = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
-    if name in _COUNTED:
-        # The operands come first; a ragged product also has the sizes of its groups.
-        return _COUNTED[name](eqn) * (1 + sum(depends[:2])), outputs
-    programs = list(jaxprs.inner_programs(eqn))
-    if name == "scan":
-        return _of_scan(eqn, programs[0], depends)
-    if name == "cond":
-        return _of_cond(eqn, programs, depends[1:])
-    if len(programs) == 1 and len(programs[0].invars) == len(depends):
-        count, outputs = _of_jaxpr(programs[0], depends)
-        return count * _times(name, eqn.params), outputs
-    # A kernel or a loop, whose inputs do not correspond to those of the equation.
-    total = 0
-    for program in programs:
-        total += _of_jaxpr(program, [False] * len(program.invars))[0]
-    if total and name == "while":
-        raise errors.UserError(
-            "There is a matrix product in a while loop whose number of iterations is "
-            "unknown: its model FLOPs cannot be counted. Use jax.lax.scan, or "
-            "jax.lax.fori_loop with bounds that are Python integers."
-        )
-    if any(outputs):
-        # As if both operands of each of its products depended on the parameters.
-        total *= 3
-    return total * _times(name, eqn.params), outputs
-
-
-def _of_scan(
-    eqn: Any, body: jaxprs.Jaxpr, depends: list[bool]
-) -> tuple[int, list[bool]]:
-    num_consts, num_carried = jaxprs.scan_counts(eqn)
-    depends = list(depends)
-    carried = slice(num_consts, num_consts + num_carried)
-    while True:
-        count, outputs = _of_jaxpr(body, depends)
-        # What an iteration makes dependent is dependent in the next one.
-        pairs = zip(depends[carried], outputs[:num_carried], strict=True)
-        joined = [before or after for before, after in pairs]
-        if joined == depends[carried]:
-            return count * _times("scan", eqn.params), outputs
-        depends[carried] = joined
-
-
-def _of_cond(
-    eqn: Any, branches: Sequence[jaxprs.Jaxpr], depends: list[bool]
-) -> tuple[int, list[bool]]:
-    counted = [_of_jaxpr(branch, depends) for branch in branches]
-    counts = [count for count, _ in counted]
-    outputs = [any(x) for x in zip(*(outputs for _, outputs in counted), strict=True)]
-    # One branch runs. The data, or the backend, decides which one. The platform of a
-    # default branch is None.
-    platforms = eqn.params.get("branches_platforms") or ()
-    if None in platforms:
-        return counts[platforms.index(None)], outputs
-    return max(counts), outputs
-
-
-def _times(name: str, params: Mapping[str, Any]) -> int:
-    """Returns how often an equation runs the functions in it."""
+    params = eqn.params
     if name == "scan":
         return int(params["length"])
     if name == "shard_map":
@@ -160,6 +70,16 @@ def _times(name: str, params: Mapping[str, Any]) -> int:
     if name == "pallas_call":
         return math.prod(int(size) for size in params["grid_mapping"].grid)
     return 1
+
+
+def _of_branches(eqn: Any, counts: Sequence[int]) -> int:
+    """Returns the FLOPs of a conditional: the data decides which branch runs, or the
+    backend, and the platform of a default branch is None.
+    """
+    platforms = eqn.params.get("branches_platforms") or ()
+    if None in platforms:
+        return counts[platforms.index(None)]
+    return max(counts)
 
 
 def _products(eqn: Any, contracted: Sequence[int]) -> int:
@@ -264,8 +184,6 @@ def taps(
     return count
 
 
-# What a derivative does not pass.
-_WITHOUT_DERIVATIVE = ("stop_gradient",)
 _COUNTED: dict[str, Callable[[Any], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,

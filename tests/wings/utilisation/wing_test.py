@@ -39,8 +39,7 @@ def test_rows_have_the_rate_of_model_flops_and_its_fraction_of_the_peak(
 ):
     monkeypatch.setattr(chips, "peak_flops", lambda kind, dtype: 1e9)
     for row in train(tmp_path):
-        # Each product counts three times, but for the gradient of the network's input.
-        flops = 2 * 16 * (2 * 3 * 16 + 3 * 16)
+        flops = 3 * 2 * 16 * (3 * 16 + 16)
         assert row[FLOPS] == pytest.approx(flops * row["perf/steps_per_second"], 1e-4)
         peak = 1e9 * jax.device_count()
         assert row[UTILISATION] == pytest.approx(row[FLOPS] / peak, 1e-4)

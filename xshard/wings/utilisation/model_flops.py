@@ -1,12 +1,12 @@
 """The model FLOPs of a training step: its matrix products and convolutions.
 
 They are counted in the trace of the forward pass, so recomputation to save memory and
-XLA's transformations do not count. The backward pass has one more product for the
-gradient of each operand that depends on a trained parameter: two of most products, one
-of those with the network's input, and none of those before the first trained layer.
+XLA's transformations do not count. The backward pass counts as two more of each: one
+for the gradient of each operand. That is too many for the first layer, which computes
+no gradient of the network's input, and for frozen layers.
 
 Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022,
-appendix B, https://arxiv.org/abs/2204.02311, which counts two for every product.
+appendix B, https://arxiv.org/abs/2204.02311.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,6 @@ from xshard import supervised
 from xshard.data import batches
 from xshard.learners import run_context
 from xshard.metrics import chips, flops
-from xshard.optimizers import trees
 from xshard.training import state as state_lib
 from xshard.training import step as step_lib
 
@@ -33,10 +32,9 @@ def of_step(
 ) -> int:
     """Returns the model FLOPs of a training step, of all groups and devices together.
 
-    For a `Supervised` experiment these are the products of the forward pass up to the
-    loss, and those of the backward pass that its trained parameters need. For others it
-    counts all products in the step's program, including recomputation for the backward
-    pass.
+    For a `Supervised` experiment these are three times the products of the forward pass
+    up to the loss. For others it counts all products in the step's program, including
+    recomputation for the backward pass.
 
     Args:
       experiment: the run's experiment.
@@ -83,16 +81,7 @@ def _of_supervised(
     mapped = mesh_lib.on_replicas(
         local, mesh, in_specs=(jax.P(), split, jax.P()), out_specs=split
     )
-    trained = trees.select(state.params, experiment.learner.trained_paths(state.params))
-
-    def is_trained(path: tuple[Any, ...], _: Any) -> bool:
-        kind, _, name = trees.path_name(path).partition("/")
-        return kind == "params" and name in trained
-
-    depends = jax.tree_util.tree_map_with_path(is_trained, state)
-    others = jax.tree.map(lambda _: False, (micro_batch, key))
-    jaxpr = jax.make_jaxpr(mapped)(state, micro_batch, key).jaxpr
-    return parts * flops.with_backward(jaxpr, jax.tree.leaves((depends, *others)))
+    return 3 * parts * flops.of(mapped, state, micro_batch, key)
 
 
 def _example(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
