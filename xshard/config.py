@@ -479,6 +479,10 @@ _dots = _must_be(
     lambda x: isinstance(x, bool) or _are_texts(x),
     "False, True, or paths of hk.Linear modules, as ('mlp/~/linear_1',)",
 )
+_gradient_format = _must_be(
+    lambda x: x in ("float8_e5m2", "float8_e4m3fn"),
+    "'float8_e5m2', or 'float8_e4m3fn', which is finer and has a smaller range",
+)
 _on_failure = _must_be(
     lambda x: x in ("stop", "go_on"),
     "'stop' or 'go_on', which continues without the checkpoint",
@@ -611,7 +615,6 @@ KEYS = (
         "modules; or the paths of some of them, as ('mlp/~/linear_1',).",
         _dots,
         is_optional=True,
-        wing="fp8",
         has_types=True,
     ),
     Key(
@@ -619,30 +622,13 @@ KEYS = (
         False,
         "With fp8.dots=True: whether also the first and the last of these modules.",
         is_optional=True,
-        wing="fp8",
-    ),
-    Key(
-        "fp8.scaling",
-        "delayed",
-        "With fp8.dots: 'delayed', which scales operands by the largest magnitudes in "
-        "the last steps; or 'current', by the largest of the operand itself.",
-        is_optional=True,
-        wing="fp8",
-    ),
-    Key(
-        "fp8.history_steps",
-        16,
-        "With the scaling 'delayed': the number of these steps.",
-        _count,
-        is_optional=True,
-        wing="fp8",
     ),
     Key(
         "fp8.gradient_format",
         "float8_e5m2",
         "With fp8.dots: the format of gradients, 'float8_e5m2' or 'float8_e4m3fn'.",
+        _gradient_format,
         is_optional=True,
-        wing="fp8",
     ),
     Key(
         "loss_scale.kind",

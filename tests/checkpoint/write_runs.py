@@ -288,13 +288,8 @@ RUNS = {
     "noise_scale_slices": _curve(
         slices=2, noise_scale_steps=5, micro_batches=2, reduction__shard_update=True
     ),
-    "float8": Run("configs.lm_tiny", _LM | {"fp8.dots": True, "micro_batches": 2}),
-    "float8_edges": _curve(fp8__dots=True, fp8__edges=True, fp8__history_steps=4),
-    "float8_current": _curve(
-        fp8__dots=True,
-        fp8__edges=True,
-        fp8__scaling="current",
-        fp8__gradient_format="float8_e4m3fn",
+    "float8": _curve(
+        fp8__dots=True, fp8__edges=True, fp8__gradient_format="float8_e4m3fn"
     ),
     # Averages, and other parameters for evaluation.
     "statistics": _curve(norm=True, average="outside", estimate_statistics=True),

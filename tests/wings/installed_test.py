@@ -23,11 +23,6 @@ VALUES = {
     "prometheus.port": 9465,
     "log_norms_every_steps": 5,
     "noise_scale_steps": 4,
-    "fp8.dots": True,
-    "fp8.edges": True,
-    "fp8.scaling": "current",
-    "fp8.history_steps": 4,
-    "fp8.gradient_format": "float8_e4m3fn",
 }
 
 

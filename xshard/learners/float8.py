@@ -1,12 +1,13 @@
 """Products of matrices in 8 bits: float8 operands, sums in float32.
 
 An operand is multiplied by a power of two, rounded to a float8 format, and the result
-of the product is divided by the same power. The largest magnitude of the operand
-decides which power it is. Since it is one, scaling itself rounds nothing.
+of the product is divided by the same power. The operand's own largest magnitude
+decides which power it is, so that nothing saturates and nothing is kept between steps.
+Since it is a power of two, scaling itself rounds nothing.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
-https://arxiv.org/abs/2209.05433; NVIDIA's Transformer Engine, whose recipes are called
-current scaling and delayed scaling.
+https://arxiv.org/abs/2209.05433; NVIDIA's Transformer Engine, whose recipe of this name
+is current scaling.
 """
 
 import functools
@@ -25,13 +26,11 @@ from xshard import errors
 FORWARD = "float8_e4m3fn"
 E5M2 = "float8_e5m2"
 GRADIENT_FORMATS = (E5M2, FORWARD)
-# The operands of a product and of its gradient, in the order of all that follows.
-OPERANDS = ("input", "kernel", "gradient")
-# How large an operand is, is a level: an integer from 1, by which its largest magnitude
-# is at most 1.75 * 2**(level + _LEAST); 0 if it has no finite magnitude above 0.
-LEVELS = 256
-NO_LEVEL = 0
-_LEAST = -102
+# The operands of a product, for messages.
+_OPERANDS = ("input", "kernel")
+# An operand is scaled as if its largest magnitude were at least 1.75 times two to the
+# power of this, so that the scale and its inverse are normal numbers of float32.
+_LEAST = -101
 # The bits of 1.75 after the leading 1 of a float32, and where its exponent begins.
 _MANTISSA_BITS = 23
 _MANTISSA_OF_LARGEST = 0x600000
@@ -41,19 +40,15 @@ _LARGEST = {FORWARD: 8, E5M2: 15}
 # What may be multiplied: wider numbers would lose most of their digits unasked.
 _OPERAND_TYPES = ("float32", "bfloat16", "float16")
 
-DimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
-
 
 class Product(hk.Module):
-    """A product with a name, at which a learner keeps how large its operands were."""
+    """A product with a name, which a learner computes as the config's `fp8` says."""
 
     def __call__(
         self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, **options: Any
     ) -> jax.Array:
-        """Multiplies, as `multiply` does."""
-        return multiply(lhs, rhs, dimension_numbers, **options)
+        """Multiplies, as `fp8_dot_general` does."""
+        return fp8_dot_general(lhs, rhs, dimension_numbers, **options)
 
 
 def fp8_dot_general(
@@ -71,10 +66,10 @@ def fp8_dot_general(
 
     Both operands are rounded to float8_e4m3fn, and in the backward pass the gradient of
     the result to `gradient_format`; sums are in float32. Each of these arrays is
-    multiplied by a power of two before, such that its largest magnitude fits. So no
-    number saturates; numbers below about 2**-17 of the largest become 0 in e4m3fn, and
-    below 2**-31 in e5m2. If a number is not finite, neither is what it is multiplied
-    into.
+    multiplied by a power of two before, such that its largest finite magnitude fits. So
+    no number saturates; numbers below about 2**-17 of the largest become 0 in e4m3fn,
+    and below 2**-31 in e5m2. If a number is not finite, neither is what it is
+    multiplied into.
 
     It may stand wherever `dot_general` does, as in `jnp.einsum(..., _dot_general=
     xshard.fp8_dot_general)`, in a network of any library.
@@ -88,8 +83,8 @@ def fp8_dot_general(
       out_sharding: None; constrain the result instead.
       gradient_format: 'float8_e5m2', the default, or 'float8_e4m3fn'.
       name: a name for the product, in a network that is a Haiku function. A learner
-        with the config's `fp8.dots` then scales it as its other products, by the keys
-        of `fp8`.
+        with the config's `fp8.dots` then counts it among its products, and its
+        gradients have the format of `fp8.gradient_format`.
 
     Raises:
       UserError: if the operands or options are of other kinds.
@@ -110,51 +105,14 @@ def fp8_dot_general(
             f"gradient_format={gradient_format!r} must be one of "
             f"{', '.join(GRADIENT_FORMATS)}."
         )
-    options: dict[str, Any] = {"result_type": preferred_element_type}
-    if gradient_format is not None:
-        options["gradient_format"] = gradient_format
-    if name is None:
-        return multiply(lhs, rhs, dimension_numbers, **options)
-    return Product(name=name)(lhs, rhs, dimension_numbers, **options)
-
-
-class Scaling(NamedTuple):
-    """The scales of a product that do not follow from its operands alone.
-
-    Attributes:
-      levels: the level by which each of `OPERANDS` is scaled, int32 of shape [3]; where
-        it is `NO_LEVEL`, the operand's own.
-      sensor: zeros, float32 of shape [3, LEVELS], or None. Its gradient, a sum over all
-        uses, counts how often each operand had a level; at `NO_LEVEL` it counts the
-        finite elements that saturated.
-    """
-
-    levels: jax.Array
-    sensor: jax.Array | None = None
-
-
-def multiply(
-    lhs: Any,
-    rhs: Any,
-    dimension_numbers: Any,
-    *,
-    result_type: Any = None,
-    gradient_format: str = E5M2,
-    scaling: Scaling | None = None,
-) -> jax.Array:
-    """Multiplies in float8, by given scales or by those of the operands.
-
-    Args:
-      lhs: the input.
-      rhs: the kernel.
-      dimension_numbers: as for `jax.lax.dot_general`.
-      result_type: the type of the result; by default that of the operands.
-      gradient_format: one of `GRADIENT_FORMATS`.
-      scaling: the scales; None for those of the operands.
-    """
+    if name is not None:
+        options = {"preferred_element_type": preferred_element_type}
+        if gradient_format is not None:
+            options["gradient_format"] = gradient_format
+        return Product(name=name)(lhs, rhs, dimension_numbers, **options)
     lhs = jnp.asarray(lhs)
     rhs = jnp.asarray(rhs)
-    for operand, x in zip(OPERANDS, (lhs, rhs), strict=False):
+    for operand, x in zip(_OPERANDS, (lhs, rhs), strict=True):
         if x.dtype.name not in _OPERAND_TYPES:
             raise errors.UserError(
                 f"The {operand} of a product in float8 is {x.dtype.name} of shape "
@@ -162,28 +120,18 @@ def multiply(
                 "complex numbers and wider ones have no scale here: cast it, or use "
                 "jax.lax.dot_general."
             )
-    if result_type is None:
-        result_type = jnp.result_type(lhs, rhs)
+    if preferred_element_type is None:
+        preferred_element_type = jnp.result_type(lhs, rhs)
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dimension_numbers
     # Arguments of the derivative that are no arrays must be hashable.
     dims = (
         (tuple(lhs_sum), tuple(rhs_sum)),
         (tuple(lhs_batch), tuple(rhs_batch)),
     )
-    levels = None
-    sensor = None
-    if scaling is not None:
-        levels = scaling.levels
-        sensor = scaling.sensor
     result = _multiply(
-        dims,
-        gradient_format,
-        _varying_as(lhs, rhs),
-        _varying_as(rhs, lhs),
-        levels,
-        sensor,
+        dims, gradient_format or E5M2, _varying_as(lhs, rhs), _varying_as(rhs, lhs)
     )
-    return result.astype(result_type)
+    return result.astype(preferred_element_type)
 
 
 def _varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -198,19 +146,6 @@ def _varying_as(x: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.where(never, varying, x)
 
 
-def level_of(x: jax.Array) -> jax.Array:
-    """Returns how large an array is, a level: an int32 scalar."""
-    largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
-    # The least exponent whose largest number is at least as large.
-    exponent = (bits >> _MANTISSA_BITS) - _BIAS
-    is_above = (bits & (2**_MANTISSA_BITS - 1)) > _MANTISSA_OF_LARGEST
-    exponent += is_above.astype(jnp.int32)
-    # Of what is smaller the difference to 0 is lost.
-    level = jnp.maximum(exponent - _LEAST, 1)
-    return jnp.where((largest > 0) & jnp.isfinite(largest), level, NO_LEVEL)
-
-
 class _Cast(NamedTuple):
     """An array in float8.
 
@@ -223,33 +158,20 @@ class _Cast(NamedTuple):
     inverse: jax.Array
 
 
-def _cast(
-    x: jax.Array, given: jax.Array | None, format_: str
-) -> tuple[_Cast, jax.Array]:
-    """Rounds an array to a format, by the scale of a given level or of its own.
-
-    Returns:
-      It; and what the array adds to the gradient of a sensor, float32 of shape
-      [LEVELS].
-    """
-    own = level_of(x)
-    level = own
-    if given is not None:
-        level = jnp.where(given == NO_LEVEL, own, given)
-    largest = _LARGEST[format_]
-    # Without a level nothing is to be scaled: the array is 0, or not finite.
-    exponent = jnp.where(level == NO_LEVEL, 0, largest - (level + _LEAST))
-    limit = jnp.finfo(format_).max.astype(jnp.float32)
-    wide = x.astype(jnp.float32) * _power_of_two(exponent)
+def _cast(x: jax.Array, format_: str) -> _Cast:
+    """Rounds an array to a format, by the scale of its largest finite magnitude."""
     is_finite = jnp.isfinite(x)
-    # XLA's cast makes NaN of what is too large, and a chip's may saturate infinity.
-    narrow = jnp.where(is_finite, jnp.clip(wide, -limit, limit), jnp.nan)
-    is_cut = is_finite & (jnp.abs(wide) > limit)
-    cut = jnp.sum(is_cut, dtype=jnp.float32)
-    # The place of no level counts what is cut instead.
-    places = jnp.arange(LEVELS)
-    counts = jnp.where(places == NO_LEVEL, cut, (places == own).astype(jnp.float32))
-    return _Cast(narrow.astype(format_), _power_of_two(-exponent)), counts
+    largest = jnp.max(jnp.where(is_finite, jnp.abs(x), 0), initial=0)
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    # The least power of two of which 1.75 times is at least as large.
+    exponent = (bits >> _MANTISSA_BITS) - _BIAS
+    is_above = (bits & (2**_MANTISSA_BITS - 1)) > _MANTISSA_OF_LARGEST
+    exponent = jnp.maximum(exponent + is_above.astype(jnp.int32), _LEAST)
+    exponent = _LARGEST[format_] - exponent
+    wide = x.astype(jnp.float32) * _power_of_two(exponent)
+    # A chip's cast may make a number of infinity.
+    narrow = jnp.where(is_finite, wide, jnp.nan).astype(format_)
+    return _Cast(narrow, _power_of_two(-exponent))
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
@@ -259,44 +181,29 @@ def _power_of_two(exponent: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    dims: Any,
-    gradient_format: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    levels: jax.Array | None,
-    sensor: jax.Array | None,
+    dims: Any, gradient_format: str, lhs: jax.Array, rhs: jax.Array
 ) -> jax.Array:
     """Multiplies in float8; returns float32."""
-    return _forward(dims, gradient_format, lhs, rhs, levels, sensor)[0]
+    return _forward(dims, gradient_format, lhs, rhs)[0]
 
 
 def _forward(
-    dims: Any,
-    gradient_format: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    levels: jax.Array | None,
-    sensor: jax.Array | None,
+    dims: Any, gradient_format: str, lhs: jax.Array, rhs: jax.Array
 ) -> tuple[jax.Array, Any]:
     del gradient_format
-    given = (None, None, None) if levels is None else (levels[0], levels[1], levels[2])
-    left, left_counts = _cast(lhs, given[0], FORWARD)
-    right, right_counts = _cast(rhs, given[1], FORWARD)
-    result = _product(left, right, dims)
-    counts = None
-    if sensor is not None:
-        counts = (left_counts, right_counts)
+    left = _cast(lhs, FORWARD)
+    right = _cast(rhs, FORWARD)
     # The backward pass keeps the operands in 8 bits. What has no elements tells their
     # types, which are no arrays.
     types = (jnp.zeros((0,), lhs.dtype), jnp.zeros((0,), rhs.dtype))
-    return result, (left, right, given[2], counts, types)
+    return _product(left, right, dims), (left, right, types)
 
 
 def _backward(
     dims: Any, gradient_format: str, residuals: Any, gradient: jax.Array
-) -> tuple[Any, Any, None, Any]:
-    left, right, given, counts, (left_type, right_type) = residuals
-    narrow, gradient_counts = _cast(gradient, given, gradient_format)
+) -> tuple[Any, Any]:
+    left, right, (left_type, right_type) = residuals
+    narrow = _cast(gradient, gradient_format)
     left_gradient = _gradient(narrow, right, dims, left.narrow.ndim)
     # The gradient's dimensions are those of the batch, of the left and of the right.
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = dims
@@ -304,14 +211,9 @@ def _backward(
     right_gradient = _gradient(
         narrow, left, swapped, right.narrow.ndim, is_swapped=True
     )
-    sensed = None
-    if counts is not None:
-        sensed = jnp.stack([*counts, gradient_counts])
     return (
         left_gradient.astype(left_type.dtype),
         right_gradient.astype(right_type.dtype),
-        None,
-        sensed,
     )
 
 

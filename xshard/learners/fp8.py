@@ -3,239 +3,101 @@
 The products are those of the network's `hk.Linear` modules, among them the projections
 of an `hk.MultiHeadAttention`, and those of `xshard.fp8_dot_general` that have a name.
 The network is as it was: its calls are intercepted, and no parameter has another name.
-
-With delayed scaling an update scales each operand by how large it was in the last steps
-that were applied. This history is state: the rules' state has it as the module 'fp8',
-int32 levels as `float8.level_of` returns them. How large the operands of a backward
-pass are leaves it as the gradient of a sensor, see `gradients.Sensed`. Such gradients
-count levels, so their sum over the uses of a product, over micro-batches and over the
-replicas tells the largest exactly, whatever the order; and XLA combines the sum over
-the replicas with those of the other measures, so that it is no further collective.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
+import ml_collections
 
 from xshard import errors
-from xshard.base import mesh_axes
-from xshard.learners import float8, measures, run_context
-from xshard.learners import state as state_lib
-from xshard.optimizers import replica_calls, trees
+from xshard.learners import float8, run_context
+from xshard.optimizers import trees
 
-# The section of the config, and the module of the rules' state.
-KEY = "fp8"
-# The kinds of scaling.
-CURRENT = "current"
-DELAYED = "delayed"
-SCALINGS = (DELAYED, CURRENT)
-# The metric: how many elements saturated in the step, of all operands.
-SATURATED = "fp8/saturated"
-# The arrays of a product: the levels of its operands in the last steps, int32 of shape
-# [3, steps], the newest first; and how many elements of each saturated in the last
-# step, float32 of shape [3]. In an update there is a sensor beside them.
-_LEVELS = "levels"
-_COUNTS = "saturated"
-_SENSOR = "sensor"
 # The first chips of NVIDIA's that multiply float8.
 _COMPUTE_CAPABILITY = (8, 9)
 
 
-class _Call(NamedTuple):
-    """A product that a network computes: its path, and whether it has to be chosen."""
+def products(
+    config: ml_collections.ConfigDict, params: Any, apply: Callable[[], Any]
+) -> tuple[str, ...]:
+    """Returns the paths of a network's products to compute in float8.
 
-    path: str
-    is_linear: bool
+    Args:
+      config: the keys of `fp8`.
+      params: the network's parameters.
+      apply: applies the network; only its calls matter.
+
+    Raises:
+      UserError: if there are none, the config names others, or the chips do not
+        multiply float8.
+    """
+    _check_chips()
+    # The paths in the order of their first calls.
+    linear: dict[str, None] = {}
+    named: dict[str, None] = {}
+
+    def record(path: str, method: Any, args: Any, kwargs: Any, module: Any) -> Any:
+        kind = linear if isinstance(module, hk.Linear) else named
+        kind[path] = None
+        return method(*args, **kwargs)
+
+    with hk.intercept_methods(_Interceptor(params, record)):
+        jax.eval_shape(apply)
+    chosen = list(linear)
+    if config.dots is not True:
+        for path in config.dots:
+            if path not in linear:
+                raise errors.UserError(
+                    f"fp8.dots names {path!r}, which is no hk.Linear of the network; "
+                    f"near it: {trees.near(path, linear)}. Give the path of a module, "
+                    "as 'mlp/~/linear_0', or True for all of them but the first and "
+                    "the last."
+                )
+        chosen = [path for path in linear if path in config.dots]
+    elif not config.edges:
+        chosen = chosen[1:-1]
+    if not chosen and not named:
+        raise errors.UserError(
+            f"fp8.dots={config.dots!r} finds no product to compute in float8: it takes "
+            "the hk.Linear modules of a network that is a Haiku function, without the "
+            "first and the last unless fp8.edges is True. In other code, and in a pair "
+            "of functions, call xshard.fp8_dot_general and set fp8.dots to False."
+        )
+    return (*chosen, *named)
 
 
-class Fp8(measures.Measure):
-    """Products in float8, whose operands are measured."""
+def around(
+    apply: Callable[..., Any],
+    params: Any,
+    in_float8: Collection[str],
+    gradient_format: str,
+) -> Callable[..., Any]:
+    """Returns a function that applies a network with products in float8.
 
-    name = "fp8"
+    Args:
+      apply: the function that applies it, of any arguments.
+      params: the network's parameters.
+      in_float8: the paths of these products, as `products` returns them.
+      gradient_format: the format of their gradients, unless a product has its own.
+    """
 
-    def is_on(self) -> bool:
-        """Implements `Measure.is_on`."""
-        # Configs made before these keys existed lack them.
-        config = self.config.get(KEY, {})
-        is_on = bool(config.get("dots", False))
-        if is_on:
-            _check_keys(config)
-        return is_on
-
-    def begin(
-        self, state: state_lib.LearnerState, apply: Callable[..., Any]
-    ) -> state_lib.LearnerState:
-        """Implements `Measure.begin`."""
-        _check_chips()
-        calls: dict[str, _Call] = {}
-
-        def record(path: str, method: Any, args: Any, kwargs: Any, module: Any) -> Any:
-            calls.setdefault(path, _Call(path, isinstance(module, hk.Linear)))
+    def call(path: str, method: Any, args: Any, kwargs: Any, module: Any) -> Any:
+        options = {"gradient_format": gradient_format, **kwargs}
+        if isinstance(module, float8.Product):
+            return method(*args, **options)
+        if path not in in_float8:
             return method(*args, **kwargs)
+        return _linear(module, *args, **options)
 
-        with hk.intercept_methods(_Interceptor(state.params, record)):
-            jax.eval_shape(apply, state)
-        products = self._chosen(list(calls.values()))
-        if self._is_delayed():
-            steps = self.config[KEY].history_steps
-            kept = {}
-            for path in products:
-                kept[f"{path}/{_LEVELS}"] = jnp.zeros((3, steps), jnp.int32)
-                kept[f"{path}/{_COUNTS}"] = jnp.zeros((3,), jnp.float32)
-            state = state.replace(opt_state={**state.opt_state, KEY: kept})
-        return state.with_meta(own_products=tuple(products))
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        with hk.intercept_methods(_Interceptor(params, call)):
+            return apply(*args, **kwargs)
 
-    def around(
-        self, apply: Callable[..., Any], state: state_lib.LearnerState
-    ) -> Callable[..., Any]:
-        """Implements `Measure.around`."""
-        kept = state.opt_state.get(KEY, {})
-        options = {"gradient_format": self.config[KEY].gradient_format}
-
-        def call(path: str, method: Any, args: Any, kwargs: Any, module: Any) -> Any:
-            scaling = None
-            if f"{path}/{_LEVELS}" in kept:
-                levels = jnp.max(kept[f"{path}/{_LEVELS}"], axis=1)
-                scaling = float8.Scaling(levels, kept.get(f"{path}/{_SENSOR}"))
-            if isinstance(module, float8.Product):
-                return method(*args, **{**options, **kwargs, "scaling": scaling})
-            if path not in state.meta.own_products:
-                return method(*args, **kwargs)
-            return _linear(module, *args, **{**options, **kwargs, "scaling": scaling})
-
-        def applied(*args: Any, **kwargs: Any) -> Any:
-            with hk.intercept_methods(_Interceptor(state.params, call)):
-                return apply(*args, **kwargs)
-
-        return applied
-
-    def sensors(self, state: state_lib.LearnerState) -> Any:
-        """Implements `Measure.sensors`."""
-        if not self._is_delayed():
-            return None
-        zeros = jnp.zeros((3, float8.LEVELS), jnp.float32)
-        return dict.fromkeys(state.meta.own_products, zeros)
-
-    def with_sensors(
-        self, state: state_lib.LearnerState, sensors: Any
-    ) -> state_lib.LearnerState:
-        """Implements `Measure.with_sensors`."""
-        kept = dict(state.opt_state[KEY])
-        for path, sensor in sensors.items():
-            kept[f"{path}/{_SENSOR}"] = sensor
-        return state.replace(opt_state={**state.opt_state, KEY: kept})
-
-    def measure(self, update: measures.Update) -> measures.Measured:
-        """Implements `Measure.measure`."""
-        if not self._is_delayed():
-            return measures.Measured()
-        if update.sensed is None:
-            raise errors.UserError(
-                f"fp8.scaling={DELAYED!r} needs to know how large gradients are within "
-                "a backward pass, and a rule's compute_gradients differentiates the "
-                "loss without showing it: call self.opt.compute_gradients with the "
-                f"loss that it is given, or set fp8.scaling={CURRENT!r}."
-            )
-        counts = jnp.stack(
-            [update.sensed[path] for path in update.state.meta.own_products]
-        )
-        if self.config.micro_batches > 1:
-            counts = jnp.sum(counts, axis=1)
-        return measures.Measured(local=counts, equal=update.state.opt_state[KEY])
-
-    def finish(
-        self,
-        measured: measures.Measured,
-        state: state_lib.LearnerState,
-        outcome: state_lib.Outcome,
-    ) -> tuple[state_lib.LearnerState, state_lib.Outcome]:
-        """Implements `Measure.finish`."""
-        if not self._is_delayed():
-            return state, outcome
-        before = measured.equal
-        places = jnp.arange(float8.LEVELS)
-        # No collective of its own: each count is at least 0, so is a mean of them.
-        seen = jnp.where(measured.local > 0, places, float8.NO_LEVEL)
-        is_level = places != float8.NO_LEVEL
-        levels = jnp.max(jnp.where(is_level, seen, float8.NO_LEVEL), axis=-1)
-        replicas = lax.axis_size(mesh_axes.REPLICAS)
-        saturated = replicas * measured.local[:, :, float8.NO_LEVEL]
-        after = {}
-        for i, path in enumerate(state.meta.own_products):
-            history = before[f"{path}/{_LEVELS}"]
-            newest = levels[i].astype(history.dtype)[:, None]
-            moved = jnp.concatenate([newest, history[:, :-1]], axis=1)
-            after[f"{path}/{_LEVELS}"] = moved
-            after[f"{path}/{_COUNTS}"] = saturated[i]
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(outcome.applied, new, old), after, before
-        )
-        if not replica_calls.is_current():
-            # As for the parameters, one replica's program shows no collective.
-            kept = replica_calls.equal_on_replicas(kept, given=(before, measured.local))
-        metrics = {**outcome.metrics, SATURATED: jnp.sum(saturated)}
-        state = state.replace(opt_state={**state.opt_state, KEY: kept})
-        return state, outcome._replace(metrics=metrics)
-
-    @staticmethod
-    def notes(state: state_lib.LearnerState) -> list[str]:
-        """Implements `Measure.notes`: names the products that saturated."""
-        kept = state.opt_state.get(KEY, {})
-        lines = []
-        for path in state.meta.own_products:
-            if f"{path}/{_COUNTS}" not in kept:
-                continue
-            # Of several groups, each has its own.
-            counts = np.asarray(kept[f"{path}/{_COUNTS}"]).reshape(-1, 3).sum(axis=0)
-            for operand, count in zip(float8.OPERANDS, counts, strict=True):
-                if count:
-                    lines.append(
-                        f"saturated in float8: {count:.0f} elements of the {operand} "
-                        f"of {path}"
-                    )
-        return lines
-
-    def _is_delayed(self) -> bool:
-        return bool(self.config[KEY].scaling == DELAYED)
-
-    def _chosen(self, calls: list[_Call]) -> list[str]:
-        """Returns the paths of the products to compute in float8.
-
-        Args:
-          calls: those of the network, in the order of their first calls.
-
-        Raises:
-          UserError: if there are none, or the config names others.
-        """
-        config = self.config[KEY]
-        linear = [call.path for call in calls if call.is_linear]
-        named = [call.path for call in calls if not call.is_linear]
-        if config.dots is not True:
-            for path in config.dots:
-                if path not in linear:
-                    raise errors.UserError(
-                        f"fp8.dots names {path!r}, which is no hk.Linear of the "
-                        f"network; near it: {trees.near(path, dict.fromkeys(linear))}. "
-                        "Give the path of a module, as 'mlp/~/linear_0', or True for "
-                        "all of them but the first and the last."
-                    )
-            linear = [path for path in linear if path in config.dots]
-        elif not config.edges:
-            linear = linear[1:-1]
-        if not linear and not named:
-            raise errors.UserError(
-                f"fp8.dots={config.dots!r} finds no product to compute in float8: it "
-                "takes the hk.Linear modules of a network that is a Haiku function, "
-                "without the first and the last unless fp8.edges is True. In other "
-                "code, and in a pair of functions, call xshard.fp8_dot_general and set "
-                "fp8.dots to False."
-            )
-        return linear + named
+    return applied
 
 
 class _Interceptor:
@@ -300,7 +162,6 @@ def _linear(
     inputs: Any,
     *,
     precision: None = None,
-    scaling: Any,
     gradient_format: str,
 ) -> jax.Array:
     """Computes in float8 what an `hk.Linear` does, whose method is being called.
@@ -314,30 +175,14 @@ def _linear(
     module.input_size = size
     shape = [size, module.output_size]
     kernel = hk.get_parameter("w", shape, inputs.dtype, init=module.w_init)
-    result = float8.multiply(
-        inputs,
-        kernel,
-        (((inputs.ndim - 1,), (0,)), ((), ())),
-        gradient_format=gradient_format,
-        scaling=scaling,
+    dims = (((inputs.ndim - 1,), (0,)), ((), ()))
+    result = float8.fp8_dot_general(
+        inputs, kernel, dims, gradient_format=gradient_format
     )
     if module.with_bias:
         bias = hk.get_parameter("b", shape[1:], inputs.dtype, init=module.b_init)
         result = result + jnp.broadcast_to(bias, result.shape)
     return result
-
-
-def _check_keys(config: Any) -> None:
-    """Raises UserError for values that no check of a single key finds."""
-    if config.scaling not in SCALINGS:
-        raise errors.UserError(
-            f"fp8.scaling={config.scaling!r} must be one of {', '.join(SCALINGS)}."
-        )
-    if config.gradient_format not in float8.GRADIENT_FORMATS:
-        raise errors.UserError(
-            f"fp8.gradient_format={config.gradient_format!r} must be one of "
-            f"{', '.join(float8.GRADIENT_FORMATS)}."
-        )
 
 
 def _check_chips() -> None:

@@ -7,7 +7,7 @@ averages of the parameters, and norms.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import haiku as hk
@@ -58,7 +58,6 @@ Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
 # What is measured of each update beside its loss, in this order. A line is all that a
 # measure has outside its own file.
 MEASURES: tuple[type[measures.Measure], ...] = (
-    fp8.Fp8,
     norms.Norms,
     norms_by_array.NormsByArray,
     noise_scale.NoiseScale,
@@ -155,6 +154,8 @@ class Learner:
         self._gathers_once = config.gather_once
         self._aggregation_method = gradients.method(config.aggregation_method)
         self._estimates = statistics.estimates(config)
+        # Configs made before these keys existed lack them.
+        self._fp8 = config.get("fp8", {})
         known = [kind(config) for kind in MEASURES]
         self._measures = [each for each in known if each.is_on()]
         self._skips_nonfinite = config.on_nonfinite == "skip"
@@ -190,9 +191,12 @@ class Learner:
             global_step=jnp.int32(0),
             meta=meta,
         )
-        apply = lambda state: self.apply(state, key, *args, **kwargs)
+        if self._fp8.get("dots", False):
+            apply = lambda: self.apply(state, key, *args, **kwargs)
+            in_float8 = fp8.products(self._fp8, params, apply)
+            state = state.with_meta(in_float8=in_float8)
         for each in self._measures:
-            state = each.begin(state, apply)
+            state = each.begin(state)
         # Raises an error of the rule's before the run has begun, and computes nothing.
         jax.eval_shape(self.for_evaluation, state)
         return state
@@ -208,7 +212,7 @@ class Learner:
 
         Args:
           state: the learner's state; only the parameters and the network's state are
-            used, and what a measure that changes how it is applied keeps.
+            used.
           key: the random key for the network.
           *args: the network's arguments, which are cast to the compute type but for
             those of `uncast`.
@@ -235,8 +239,10 @@ class Learner:
             apply = self._network.gathering_apply(
                 self._gatherer(state.meta), self._policy.compute_dtype, gathered
             )
-        for each in self._measures:
-            apply = each.around(apply, state)
+        if state.meta.in_float8:
+            apply = fp8.around(
+                apply, params, state.meta.in_float8, self._fp8.gradient_format
+            )
         function = self._network.function
         with validation.network_errors(function):
             outputs, new_state = apply(params, state.net_state, key, *args, **kwargs)
@@ -638,9 +644,7 @@ class Learner:
         opt = self._bound_optimizer(state.meta.param_layouts, update_key)
         for each in self._measures:
             each.check(opt)
-        returned, grads, part_sq_norms, sensed = self._differentiate(
-            opt, state, loss, batch
-        )
+        returned, grads, part_sq_norms = self._differentiate(opt, state, loss, batch)
         # Schedules are read before the update, which counts it, and hyperparameters
         # after it, which sets them.
         old_scales = inspection.loss_scales(opt)
@@ -653,16 +657,13 @@ class Learner:
             batch=batch,
             grads=grads,
             clipped=clipped,
-            sensed=None,
             part_sq_norms=part_sq_norms,
             applied=applied,
             evaluated_net_state=lambda: self._evaluated_net_state(
                 state, loss, batch, key
             ),
         )
-        measured = []
-        for each, own in zip(self._measures, sensed, strict=True):
-            measured.append(each.measure(shown._replace(sensed=own)))
+        measured = [each.measure(shown) for each in self._measures]
         scheduled |= inspection.hyperparameters(opt, state.params)
         new_scales = inspection.loss_scales(opt)
 
@@ -688,14 +689,11 @@ class Learner:
 
     def _differentiate(
         self, opt: base.Optimizer, state: state_lib.LearnerState, loss: Loss, batch: Any
-    ) -> tuple[validation.Returned, Any, Any, list[Any]]:
-        """Returns what the loss returned, the gradients, the squared norms of the
-        gradients of micro-batches, and the gradients of each measure's sensors; None
-        for the norms if no measure reads them, and for sensors that there are not.
+    ) -> tuple[validation.Returned, Any, Any]:
+        """Returns what the loss returned, the gradients, and the squared norms of the
+        gradients of micro-batches, None if no measure reads them.
         """
         parts = self._micro_batches
-        sensors = [each.sensors(state) for each in self._measures]
-        has_sensors = any(each is not None for each in sensors)
         reads_parts = None
         for each in self._measures:
             reads = each.reads_parts(state)
@@ -707,18 +705,13 @@ class Learner:
         if self._gathers_once and parts > 1:
             gathered = gatherer.gather_global(state.params, self._policy.compute_dtype)
 
-        def value_of(
-            params: Any, inputs: Any, seen: Sequence[Any] = ()
-        ) -> tuple[jax.Array, validation.Returned]:
+        def value_of(params: Any, inputs: Any) -> tuple[jax.Array, validation.Returned]:
             # The loss gets whole arrays. Where it applies the network to them, their
             # shards are gathered as it asks.
             shards = gatherer.select_shards(params)
             whole = gatherer.gather(shards, like=trees.leaves_by_path(state.params))
             with run_context.with_shards(whole, shards, gathered):
                 whole_state = state.replace(params=trees.replace(params, whole))
-                for each, own in zip(self._measures, seen, strict=False):
-                    if own is not None:
-                        whole_state = each.with_sensors(whole_state, own)
                 returned = loss(whole_state, *inputs)
             checked = validation.learner_loss(loss, returned, state.net_state)
             # The losses of micro-batches are added up, so each counts as its part of
@@ -728,16 +721,10 @@ class Learner:
         of_params: Any
         if parts > 1:
             split = _divided(batch, parts)
-            of_params = gradients.MicroBatches(
-                value_of, (split, keys), reads_parts, sensors if has_sensors else None
-            )
+            of_params = gradients.MicroBatches(value_of, (split, keys), reads_parts)
         else:
             inputs = (batch, keys[0])
             of_params = lambda params: value_of(params, inputs)
-            if has_sensors:
-                of_params = gradients.Sensed(
-                    lambda params, seen: value_of(params, inputs, seen), sensors
-                )
         (value, returned), grads = opt.compute_gradients(
             of_params,
             _with_wide_shards(state),
@@ -749,14 +736,11 @@ class Learner:
         part_sq_norms = None
         if parts > 1 and reads_parts is not None:
             returned, part_sq_norms = returned
-        sensed = None
-        if has_sensors:
-            returned, sensed = returned
         aux = returned.aux
         if parts > 1:
             aux = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux)
         returned = returned._replace(loss=value, aux=aux)
-        return returned, grads, part_sq_norms, sensed or [None] * len(sensors)
+        return returned, grads, part_sq_norms
 
 
 def _unfrozen(params: Any, pattern: str) -> list[str] | None:

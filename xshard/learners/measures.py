@@ -25,8 +25,6 @@ class Update(NamedTuple):
       batch: the replica's part of the batch.
       grads: the replica's own gradients, before the learner's clip.
       clipped: these after the clip.
-      sensed: the gradients of the measure's `sensors`; None if it has none. With
-        micro-batches, they have a leading dimension of these.
       part_sq_norms: the squared norm of the gradients of each micro-batch, before the
         clip; None unless a measure's `reads_parts` asks for them.
       applied: what the rule made of the gradients.
@@ -39,7 +37,6 @@ class Update(NamedTuple):
     batch: Any
     grads: Any
     clipped: Any
-    sensed: Any
     part_sq_norms: Any
     applied: phases.Applied
     evaluated_net_state: Callable[[], Any]
@@ -80,43 +77,12 @@ class Measure:
         """Returns whether the config asks for it."""
         return True
 
-    def begin(
-        self, state: state_lib.LearnerState, apply: Callable[..., Any]
-    ) -> state_lib.LearnerState:
+    def begin(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Returns a learner's first state, with what the measure keeps in it.
 
         Args:
           state: the state, with what the measures before it keep.
-          apply: applies the network to the arguments that it was initialized with, as a
-            function of a state.
         """
-        del apply
-        return state
-
-    def around(
-        self, apply: Callable[..., Any], state: state_lib.LearnerState
-    ) -> Callable[..., Any]:
-        """Returns a function that applies the network in another way.
-
-        Args:
-          apply: the function that applies it, of any arguments.
-          state: the learner's state, which `with_sensors` may have returned.
-        """
-        del state
-        return apply
-
-    def sensors(self, state: state_lib.LearnerState) -> Any:
-        """Returns a tree of arrays, whose gradients in an update `measure` gets.
-
-        None if there is nothing of a backward pass to get. See `gradients.Sensed`.
-        """
-        del state
-
-    def with_sensors(
-        self, state: state_lib.LearnerState, sensors: Any
-    ) -> state_lib.LearnerState:
-        """Returns the state for a loss, with the sensors where `around` finds them."""
-        del sensors
         return state
 
     def check(self, opt: base.Optimizer) -> None:
@@ -151,14 +117,6 @@ class Measure:
           outcome: the report of the update.
         """
         raise NotImplementedError
-
-    @staticmethod
-    def notes(state: state_lib.LearnerState) -> list[str]:
-        """Returns lines on what a state shows of the update that made it, for whoever
-        repeats that.
-        """
-        del state
-        return []
 
 
 def squares(applied: phases.Applied, arrays: dict[str, Any]) -> Measured:

@@ -14,7 +14,6 @@ https://arxiv.org/abs/1812.06162, appendix A.1.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,11 +67,8 @@ class NoiseScale(measures.Measure):
         # Configs made before this key existed lack it.
         return bool(self.config.get(KEY, 0))
 
-    def begin(
-        self, state: state_lib.LearnerState, apply: Callable[..., Any]
-    ) -> state_lib.LearnerState:
+    def begin(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Implements `Measure.begin`."""
-        del apply
         return state.replace(gradient_noise=initial())
 
     def check(self, opt: base.Optimizer) -> None:

@@ -43,8 +43,7 @@ class LearnerMeta:
         summed.
       lora: the low-rank adaptation of the parameters; None without one.
       has_unscaled_half: whether gradients pass through float16 without a loss scale.
-      own_products: the modules whose products a measure computes in its own way, see
-        `Measure.around`.
+      in_float8: the modules whose products are computed in float8.
     """
 
     shards_update: bool = dataclasses.field(default=False, compare=False)
@@ -58,7 +57,7 @@ class LearnerMeta:
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
     lora: adaptation.Adaptation | None = None
     has_unscaled_half: bool = dataclasses.field(default=False, compare=False)
-    own_products: tuple[str, ...] = ()
+    in_float8: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ floating-point arrays of the network's state; or what one more pass with these
 parameters gives, see the config's `estimate_statistics`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,11 +22,8 @@ class Statistics(measures.Measure):
 
     name = "statistics"
 
-    def begin(
-        self, state: state_lib.LearnerState, apply: Callable[..., Any]
-    ) -> state_lib.LearnerState:
+    def begin(self, state: state_lib.LearnerState) -> state_lib.LearnerState:
         """Implements `Measure.begin`."""
-        del apply
         name = state.meta.statistics_module
         if name is None:
             return state

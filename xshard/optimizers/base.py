@@ -26,7 +26,6 @@ Names and meanings follow `tf.compat.v1.train.Optimizer`.
 import collections
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -54,10 +53,7 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # An overriding method may call its loss itself.
-        if args and isinstance(args[0], gradients.Sensed):
-            sensed = dataclasses.replace(args[0], loss=_as_loss(args[0].loss))
-            args = (sensed, *args[1:])
-        elif args and callable(args[0]):
+        if args and callable(args[0]):
             args = (_as_loss(args[0]), *args[1:])
         with _refusing_state(method):
             return method(self, *args, **kwargs)

@@ -29,14 +29,12 @@ class MicroBatches:
     inputs doubles.
 
     Attributes:
-      loss: a function of the parameters and one input; and of `sensors`, if there are
-        any.
+      loss: a function of the parameters and one input.
       inputs: a tree of arrays whose leading dimension is the number of micro-batches.
       measures: None; or a boolean scalar, which may be traced. Then aux is `(aux,
         sq_norms)`, with the squared norm of each input's gradients, float32 of shape
         [inputs], or zeros if it is False. These are the gradients before a number given
         as `grad_loss`, such as a loss scale, multiplies them.
-      sensors: as for `Sensed`; None if there are none. Their gradients are stacked.
 
     >>> def mean_loss(params, x):
     ...     opt = xshard.OptaxOptimizer(optax.sgd(0.5))
@@ -52,37 +50,6 @@ class MicroBatches:
     loss: Callable[..., Any]
     inputs: Any
     measures: Any = None
-    sensors: Any = None
-
-    def at(self, x: Any) -> Loss:
-        """Returns the loss at one input."""
-        if self.sensors is None:
-            return lambda params: self.loss(params, x)
-        return Sensed(lambda params, seen: self.loss(params, x, seen), self.sensors)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sensed:
-    """A loss with arguments whose gradients are no part of an update.
-
-    What a backward pass computes on its way can leave it as the gradient of such an
-    argument: a sensor, which the loss does not depend on, and whose gradient an
-    operation within it defines. No rule sees these gradients, and none scales them.
-
-    Attributes:
-      loss: a function of the parameters and the sensors that returns `(value, aux)`.
-      sensors: a tree of floating-point arrays.
-    """
-
-    loss: Callable[[trees.Params, Any], Any]
-    sensors: Any
-
-    def __call__(self, params: trees.Params) -> tuple[Any, Any]:
-        """Returns `(value, (aux, None))`: a rule that differentiates the loss by itself
-        has no gradients of sensors.
-        """
-        value, aux = self.loss(params, self.sensors)
-        return value, (aux, None)
 
 
 GATE_NONE = 0
@@ -323,22 +290,18 @@ def _evaluate_one(
       wait_for: arrays that are computed before the loss is.
     """
 
-    def objective(trained: dict[str, Any], sensors: Any) -> tuple[jax.Array, Any]:
+    def objective(trained: dict[str, Any]) -> tuple[jax.Array, Any]:
         arguments = trees.replace(params, trained)
         if wait_for:
             # Without the barrier XLA may run all forward passes first, and keep all
             # their activations alive.
             arguments, _ = lax.optimization_barrier((arguments, wait_for))
-        watched = tracker.watch(arguments, trained)
-        out = loss.loss(watched, sensors) if isinstance(loss, Sensed) else loss(watched)
+        out = loss(tracker.watch(arguments, trained))
         value, aux = _value_and_aux(out, has_aux)
         return _weighted_sum(value, weight), (value, aux)
 
-    sensors = loss.sensors if isinstance(loss, Sensed) else None
-    differentiate = hk.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-    (_, (value, aux)), (grads, sensed) = differentiate(trained, sensors)
-    if sensors is not None:
-        aux = (aux, sensed)
+    differentiate = hk.value_and_grad(objective, has_aux=True)
+    (_, (value, aux)), grads = differentiate(trained)
     return value, aux, grads
 
 
@@ -436,7 +399,8 @@ def _scan(
     zeros = jax.tree.map(lambda p: jnp.where(never, trees.widen(p), 0), trained)
 
     def of_input(x: Any) -> tuple[Any, Any]:
-        value, aux, grads = evaluate(loss.at(x), weight)
+        of_x = lambda params: loss.loss(params, x)
+        value, aux, grads = evaluate(of_x, weight)
         if loss.measures is not None:
             aux = (aux, _sq_norm(loss.measures, grads, weight))
         return _widen(grads), (trees.widen(value), aux)

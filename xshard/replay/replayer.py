@@ -17,7 +17,6 @@ from xshard import mesh as mesh_lib
 from xshard import trained as trained_lib
 from xshard.base import formatting
 from xshard.files import compile_cache, jsonfile, results, workdir
-from xshard.learners import learner as learner_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
@@ -43,7 +42,6 @@ class Step(NamedTuple):
       is_healthy: whether its metrics are finite, and all of its updates were finite and
         applied. With several updates of a learner, the row has the values of the last
         one only.
-      notes: what the measures of its learners say of an update that was applied.
     """
 
     number: int
@@ -52,7 +50,6 @@ class Step(NamedTuple):
     batch: Mapping[str, jax.Array]
     row: rows_lib.Row
     is_healthy: bool
-    notes: tuple[str, ...] = ()
 
 
 class Replayer:
@@ -245,8 +242,7 @@ class Replayer:
             row = {name: rows_lib.to_number(value) for name, value in values.items()}
             are_applied = _are_applied(stepped, counts_before, _applied_counts(state))
             is_healthy = are_applied and _are_finite(jsonfile.finite(row))
-            notes = _notes(state) if are_applied else ()
-            yield Step(number, restored, before, batch, row, is_healthy, notes)
+            yield Step(number, restored, before, batch, row, is_healthy)
 
     def _begin(self, last: int) -> state_lib.TrainState:
         """Restores the newest checkpoint up to a step, or creates the first state; sets
@@ -336,15 +332,6 @@ class Replayer:
             if np.mean([_same(x, y) for x, y in pairs]) > 0.5:
                 return order[rows].tolist()
         return []
-
-
-def _notes(state: state_lib.TrainState) -> tuple[str, ...]:
-    """Returns what measures say of the updates that made a state."""
-    notes = []
-    for learner in state_lib.learners(state).values():
-        for kind in learner_lib.MEASURES:
-            notes += kind.notes(jax.device_get(learner))
-    return tuple(notes)
 
 
 def _applied_counts(state: state_lib.TrainState) -> dict[str, np.ndarray]:

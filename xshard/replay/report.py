@@ -62,8 +62,6 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     else:
         say(_describe_difference(run, repeated, different))
     say(describe(run, repeated))
-    for note in repeated.notes:
-        say(note)
     return different is None
 
 
