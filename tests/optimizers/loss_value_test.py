@@ -10,7 +10,7 @@ from optax import contrib
 
 from tests.optimizers import harness
 from xshard import errors
-from xshard.optimizers import cross_shard, gradients, loss_scale
+from xshard.optimizers import base, cross_shard, gradients, loss_scale
 from xshard.optimizers import optax as optax_optimizer
 
 STEPS = 4
@@ -75,6 +75,87 @@ def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
         expected = on_the_whole_batch(name, replicas if mode == "sum" else 1)
         # float64 has 16 digits, of which sums in another order and some rules lose
         # half; bfloat16 has 2 to 3.
+        tolerance = 2e-2 if mode == "half the precision" else 1e-8
+        harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+
+
+class ByLayer(base.Optimizer):
+    """A rule of one's own for the weights, and another for the biases."""
+
+    def __init__(self, make):
+        super().__init__(name="by_layer")
+        self.rules = {name: make(name) for name in ("w", "b")}
+
+    def update(self, grads, params):
+        new = params
+        for name, rule in self.rules.items():
+            of_rule = lambda tree, name=name: {
+                module: {key: x if key == name else None for key, x in arrays.items()}
+                for module, arrays in tree.items()
+            }
+            new = rule.update(of_rule(grads), new)
+        return new
+
+
+class OfTheFirst(ByLayer):
+    """The same, with the gradients of one of the rules."""
+
+    def compute_gradients(self, loss, params, **kwargs):
+        return self.rules["w"].compute_gradients(loss, params, **kwargs)
+
+
+class ByItself(ByLayer):
+    """The same, which differentiates by itself."""
+
+    def compute_gradients(self, loss, params, *, grad_loss, **kwargs):
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda g: g * grad_loss.astype(g.dtype), grads)
+
+
+class Around(base.OptimizerWrapper):
+    """A wrapper of one of the rules that holds the other beside it."""
+
+    def __init__(self, make):
+        super().__init__(name="around")
+        self.opt = make("w")
+        self.other = make("b")
+        self.by_layer = ByLayer({"w": self.opt, "b": self.other}.get)
+
+    def update(self, grads, params):
+        return self.by_layer.update(grads, params)
+
+
+@pytest.mark.parametrize(
+    "kind, mode",
+    [
+        *((ByLayer, mode) for mode in MODES),
+        (OfTheFirst, "mean"),
+        (ByItself, "sharded"),
+        (Around, "mean"),
+    ],
+)
+def test_each_rule_that_another_holds_gets_the_loss(kind, mode):
+    def make():
+        of_layer = lambda name: optax_optimizer.OptaxOptimizer(
+            RULES["reduce_on_plateau"](), name=f"of_{name}"
+        )
+        rule = cross_shard.CrossShardOptimizer(kind(of_layer), **MODES[mode])
+        return loss_scale.MixedPrecisionLossScaleOptimizer(rule, 1024.0)
+
+    replicas = 4
+    with jax.enable_x64(True):
+        step = harness.transform_step(make)
+        run = harness.sharded(step, make, replicas)
+        params = harness.params(np.float64)
+        x = harness.batch(np.float64)
+        _, state = step.init(None, params, x)
+        count = 0
+        for _ in range(STEPS):
+            (_, params, count), state = run(params, state, x, count)
+        # Both follow the same loss, so a plateau is one of all parameters.
+        weight = replicas if mode == "sum" else 1
+        expected = on_the_whole_batch("reduce_on_plateau", weight)
+        # As above.
         tolerance = 2e-2 if mode == "half the precision" else 1e-8
         harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
 

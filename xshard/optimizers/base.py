@@ -48,6 +48,9 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
     The method becomes transparent to Haiku, so that the modules of a loss take the
     names that they have without a rule. State that the method itself keeps would go to
     the caller's module, where no phase of the rule finds it, so it is refused.
+
+    The loss that it returns is left with the rule and all that it holds, for their
+    updates. A rule that the method calls has had its own from that call.
     """
 
     @functools.wraps(method)
@@ -55,8 +58,18 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
         # An overriding method may call its loss itself.
         if args and callable(args[0]):
             args = (_as_loss(args[0]), *args[1:])
+        rules = all_rules(self)
+        for rule in rules:
+            rule._loss_value = None
         with _refusing_state(method):
-            return method(self, *args, **kwargs)
+            returned = method(self, *args, **kwargs)
+        value = returned[0]
+        if kwargs.get("has_aux"):
+            value, _ = value
+        for rule in rules:
+            if rule._loss_value is None:
+                rule._loss_value = value
+        return returned
 
     return hk.transparent(call)
 
@@ -97,10 +110,10 @@ class Optimizer(hk.Module):
           name: the module's name; by default the class's, in snake case.
         """
         super().__init__(name=name)
-        # What `compute_gradients` leaves for `apply_gradients`, which a user calls with
-        # nothing but gradients: the replica's own loss, unscaled, until a rule around
-        # this one reduces it; and the state that losses wrote since the last step,
-        # which a skipped step restores.
+        # What `compute_gradients` of this rule, or of one that holds it, leaves for
+        # `apply_gradients`, which a user calls with nothing but gradients: the
+        # replica's own loss, unscaled, until a rule around this one reduces it; and the
+        # state that losses wrote since the last step, which a skipped step restores.
         self._loss_value: Any = None
         self._loss_writes: skips.Writes = skips.NO_WRITES
         recorded = _RECORDED.get(None)
@@ -187,7 +200,6 @@ class Optimizer(hk.Module):
         held = self._placement.held_in_shards if self._placement is not None else {}
         state_before = skips.current_state()
         value, aux, grads = _on_each_replica(differentiate, params, held)
-        self._loss_value = value
         self._loss_writes = skips.writes_since(state_before, self._loss_writes)
         result = (value, aux) if has_aux else value
         return result, grads
