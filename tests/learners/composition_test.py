@@ -2,6 +2,7 @@
 hand.
 """
 
+import haiku as hk
 import jax
 import numpy as np
 import optax
@@ -13,6 +14,7 @@ from tests.optimizers import harness
 from xshard import checkpoint, errors, loop
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard.learners import run_context
 from xshard.training import state as state_lib
 
 FLOAT16 = "params=float32,compute=float16,output=float32"
@@ -79,6 +81,21 @@ class Composed(Plain):
         return by_hand(super().optimizer(), self.config)
 
 
+class PlainSteps(toy.Wide):
+    """Returns an object that is no tuple, but has a transformation's functions."""
+
+    def optimizer(self):
+        return optax.MultiSteps(optax.adamw(self.config.optimizer.learning_rate), 2)
+
+
+class ComposedSteps(PlainSteps):
+    """Composes the rule by hand, of the transformation that optax makes of it."""
+
+    def optimizer(self):
+        steps = super().optimizer().gradient_transformation()
+        return by_hand(steps, self.config)
+
+
 class PlainTurns(turns.Turns):
     """Gives one learner a transformation, and the other a function that returns one."""
 
@@ -129,6 +146,15 @@ def test_a_plain_transformation_trains_to_the_same_bits(tmp_path, variant):
     assert (skipped > 0) == ("overflow_above" in changes)
 
 
+@pytest.mark.parametrize("variant", ["dynamic", "shards"])
+def test_several_steps_of_optax_train_to_the_same_bits(tmp_path, variant):
+    states = []
+    for name in ("PlainSteps", "ComposedSteps"):
+        states.append(train(tmp_path / name, make_config(name, **VARIANTS[variant])))
+    check_equal(states)
+    assert "opt_state/optax_optimizer/mini_step" in states[0]
+
+
 @pytest.mark.parametrize("variant", ["groups", "shards"])
 def test_a_plain_transformation_resumes_as_the_composed_rule(tmp_path, variant):
     """Also the one from a work directory of the other."""
@@ -149,6 +175,23 @@ def test_two_learners_each_have_a_rule_of_their_own(tmp_path, changes):
     check_equal(states)
     scales = [path for path in states[0] if path.endswith("/current_loss_scale")]
     assert len(scales) == 2 * (changes is DYNAMIC)
+
+
+def test_a_learner_takes_what_its_function_may_return():
+    config = make_config("Plain")
+    mesh = xshard.make_mesh(devices=jax.devices()[:1])
+
+    def names(given):
+        learner = xshard.Learner(lambda x: hk.Linear(1)(x), given, config)
+        with run_context.run_on(mesh):
+            state = learner.init(jax.random.key(0), np.ones((2, 3), np.float32))
+        return jax.tree.structure(state.opt_state)
+
+    for rule in (optax.sgd(0.1), optax.MultiSteps(optax.sgd(0.1), 2)):
+        assert names(rule) == names(lambda rule=rule: rule)
+    for wrong in (lambda: optax.MultiSteps, lambda: optax.sgd):
+        with pytest.raises(errors.UserError, match="must return an optax transf"):
+            names(wrong)
 
 
 def test_without_a_loss_scale_there_is_no_state_of_one():

@@ -48,12 +48,14 @@ from xshard.optimizers import (
     trees,
     varying,
 )
+from xshard.optimizers import optax as optax_optimizer
 
 # A function of a learner's state, a batch and a key: see `Learner.update`.
 Loss = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
 
+Transformation: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 # A rule composed by hand, or the transformation that a run composes one of.
-Rule: TypeAlias = base.Optimizer | optax.GradientTransformation
+Rule: TypeAlias = base.Optimizer | Transformation
 
 # What is measured of each update beside its loss, in this order. A line is all that a
 # measure has outside its own file.
@@ -95,7 +97,7 @@ class Learner:
     def __init__(
         self,
         network: Callable[..., Any] | tuple[Callable[..., Any], Callable[..., Any]],
-        optimizer: optax.GradientTransformation | Callable[[], Rule],
+        optimizer: Transformation | Callable[[], Rule],
         config: ml_collections.ConfigDict,
         *,
         clip_gradients: Callable[[Any], Any] | None = None,
@@ -141,10 +143,10 @@ class Learner:
         self._lora = lora
         self._network = networks.of(network, lora)
         self._config = config
-        if isinstance(optimizer, optax.GradientTransformation):
-            transformation = optimizer
-            optimizer = lambda: transformation
-        self._make_optimizer = optimizer
+        make: Any = optimizer
+        if optax_optimizer.is_transformation(optimizer):
+            make = lambda: optimizer
+        self._make_optimizer = make
         self._clips = clip_gradients is not None
         self._clip = clip_gradients or (lambda grads: grads)
         self._frozen = frozen
@@ -593,7 +595,7 @@ class Learner:
         """Makes the rule, checks it, and tells it how arrays lie on the mesh."""
         run = run_context.current()
         opt = validation.optimizer(self._make_optimizer)
-        if isinstance(opt, optax.GradientTransformation):
+        if not isinstance(opt, base.Optimizer):
             opt = composition.rule_of(opt, self._config)
         where = validation.describe_method(self._make_optimizer)
         inspection.check_reduces(where, opt, run.mesh)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from xshard import errors
 from xshard.base import user_code
 from xshard.optimizers import base, trees
+from xshard.optimizers import optax as optax_optimizer
 
 # Names that a run logs by itself. An experiment's values need other names.
 _RESERVED = (
@@ -243,12 +243,11 @@ def check_free(what: str, name: str, families: Mapping[str, str] = _FAMILIES) ->
         )
 
 
-def optimizer(
-    method: Callable[[], Any],
-) -> base.Optimizer | optax.GradientTransformation:
-    """Calls a method that returns an update rule, and checks its result."""
+def optimizer(method: Callable[[], Any]) -> Any:
+    """Calls a method that returns a rule or a transformation, and checks its result."""
     returned = method()
-    if isinstance(returned, base.Optimizer | optax.GradientTransformation):
+    is_rule = isinstance(returned, base.Optimizer)
+    if is_rule or optax_optimizer.is_transformation(returned):
         return returned
     kind = in_words(returned)
     if returned is None:

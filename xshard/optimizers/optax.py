@@ -432,7 +432,12 @@ class OptaxOptimizer(base.Optimizer):
 
 
 def is_transformation(x: Any) -> bool:
-    """Returns whether `x` has the two functions of an optax transformation."""
+    """Returns whether `x` has the two functions of an optax transformation, such as
+    `optax.MultiSteps`, and is no rule.
+    """
+    # The class of a transformation has the same functions, but is none.
+    if isinstance(x, base.Optimizer | type):
+        return False
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
@@ -444,8 +449,7 @@ def as_optimizer(opt: Any) -> base.Optimizer:
     """
     if isinstance(opt, base.Optimizer):
         return opt
-    # The class of a transformation has the same functions, but is none.
-    if isinstance(opt, type) or not is_transformation(opt):
+    if not is_transformation(opt):
         raise ValueError(
             "opt must be an xshard Optimizer or an optax transformation, such as "
             f"optax.adam(1e-3); received {opt!r}."
