@@ -7,6 +7,7 @@ import pytest
 
 from tests import forks, pace, rows, toy
 from tests.launch import harness
+from tests.optimizers import harness as optimizers_harness
 from xshard import errors, hooks, loop
 from xshard.pod import request
 
@@ -116,6 +117,38 @@ def test_ctrl_c_ends_a_run_between_two_acts(tmp_path):
     code, output = harness.finish(forks.program(*command, env=harness.environment()))
     assert code == 0, output
     assert [step for step, _ in noted(tmp_path)] == [3, 6, 9, 12]
+
+
+class Writes(Noted):
+    """Also writes into the containers of the state."""
+
+    def act(self, step, state):
+        super().act(step, state)
+        for arrays in state.experiment.params.values():
+            for name, x in arrays.items():
+                arrays[name] = 0 * x
+        state.experiment.opt_state.clear()
+        state.experiment.net_state["other"] = {"x": 1}
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_what_a_hook_writes_into_a_state_does_not_train(tmp_path, size, monkeypatch):
+    config = config_of(tmp_path, steps_per_dispatch=size)
+    assert loop.run(config, str(tmp_path / "whole"), "") == 0
+    acts = noted(tmp_path)
+    (tmp_path / "noted").unlink()
+    # Two hooks, of which the second is shown what the first has written into.
+    make = lambda self: [Writes(self.config.noted), Noted(f"{self.config.noted}_after")]
+    monkeypatch.setattr(Hooked, "hooks", make)
+    watch = rows.ScriptedWatch(2, request.STOP)
+    assert loop.run(config, str(tmp_path / "run"), "", watch=watch) == 42
+    assert loop.run(config, str(tmp_path / "run"), "") == 0
+    assert noted(tmp_path) == acts
+    after = (tmp_path / "noted_after").read_text()
+    assert after == (tmp_path / "noted").read_text()
+    assert rows.same_bits(tmp_path / "run") == rows.same_bits(tmp_path / "whole")
+    states = [rows.final_state(tmp_path / name, config) for name in ("run", "whole")]
+    optimizers_harness.assert_equal(*states)
 
 
 class Due(hooks.Hook):

@@ -82,8 +82,9 @@ class Hook:
 
         Args:
           step: the number of the step, the last that has been dispatched.
-          state: the state after it. The next step donates it, so what is needed later
-            is copied.
+          state: the state after it. The next step donates its arrays, so what is
+            needed later is copied. What a hook of an experiment's own writes into its
+            containers changes nothing.
         """
         del step, state
 

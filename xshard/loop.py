@@ -576,10 +576,13 @@ class Run:
         for hook, due in zip(self._hooks, self._dues, strict=True):
             if due != step:
                 continue
+            shown = state
             if hook in self._own_hooks:
                 # Nobody is shown a state after a step in trouble.
                 self.flush(state)
-            hook.act(step, state)
+                # What a user's code writes into containers must not train.
+                shown = jax.tree.map(lambda x: x, state)
+            hook.act(step, shown)
         is_save_asked = self._is_save_requested or self.is_over
         if is_save_asked or self._schedule.save(step):
             self._save(step, state)
