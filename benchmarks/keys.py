@@ -90,8 +90,7 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
         if side not in (none, split):
             row = f"{side}, {where}"
             yield measure.ratio(row, peer, values, seconds[peer], most)
-        milliseconds = [1e3 * value for value in values]
-        yield measure.figure(f"a step with {side}, {where}", milliseconds, "ms")
+        yield measure.figure(f"a step with {side}, {where}", values, "ms")
 
 
 def main(argv: list[str]) -> None:

@@ -8,9 +8,8 @@ step.
 convolutions keep the plain step on CPUs.
 
 The loop is the one that `python -m xshard.main` runs: with a watch for signals, a log,
-hooks, wings, and checkpoints in the background. The bare loops log nothing. One waits
-for each step. Another keeps two in flight, as the loop does. Both use a run's batches.
-The third, also with two in flight, makes batches as one would by hand, without checks.
+hooks, wings, and checkpoints in the background. The bare loops log nothing, and use a
+run's batches. One waits for each step. The other keeps two in flight, as the loop does.
 
 Timed is the steady state: the first steps, up to the first row and the first save, are
 not. What a run does only once in these steps has its own row.
@@ -30,7 +29,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from absl import app, flags
 
 from benchmarks import keras_fit as keras_lib
@@ -38,7 +36,6 @@ from benchmarks import measure, models
 from configs import digits, lm_tiny
 from xshard import experiment as experiment_lib
 from xshard import loop
-from xshard import mesh as mesh_lib
 from xshard.pod import watchdog
 from xshard.run import preflight
 from xshard.training import state as state_lib
@@ -64,14 +61,14 @@ _JSON = flags.DEFINE_bool("json", False, "Print the rows as JSON.")
 
 # The bare loops do nothing for the first time but compile.
 _BARE_UNTIMED = 20
-# The timed share of the steps of --steps, and the largest ratio to a bare loop, by
-# size.
-_SHARES = {"1 ms": 1.0, "20 ms": 0.2, "lm_tiny": 0.05, "digits": 1.0}
-_TARGETS = {"1 ms": 0.8, "20 ms": 1.0, "lm_tiny": 0.85, "digits": 1.01}
-_WITH_TARGETS = (
-    "bare for, two steps in flight",
-    "bare for, two in flight, batches by hand",
-)
+# By size: the timed share of --steps, and the largest ratio to a bare loop.
+_EXPECTED = {
+    "1 ms": (1.0, 0.8),
+    "20 ms": (0.2, 1.0),
+    "lm_tiny": (0.05, 0.85),
+    "digits": (1.0, 1.01),
+}
+_IN_FLIGHT = "bare for, two steps in flight"
 _NO_KERAS = "keras is not installed: pip install '.[bench]'"
 
 
@@ -169,38 +166,21 @@ class Bare:
         self._experiment = experiment_lib.of_config(config)
         self._mesh = experiment_lib.mesh_of(config)
         self._batches = preflight.train_batches(self._experiment, self._mesh)
-        self._batch_size = config.batch_size
         self._steps = steps
         made = step.make_train_step(self._experiment, self._mesh)
         self._step = jax.jit(made, donate_argnums=0)
 
-    def by_hand(self) -> Iterator[Any]:
-        """Yields batches as one would make them by hand: each epoch in a new order."""
-        data = self._experiment.train_data()
-        size = self._batch_size
-        sharding = mesh_lib.sharding(self._mesh, mesh_lib.BATCH)
-        count = len(next(iter(data.values())))
-        order = np.random.default_rng(0)
-        while True:
-            shuffled = order.permutation(count)
-            for begin in range(0, count - size + 1, size):
-                rows = shuffled[begin : begin + size]
-                yield jax.device_put(
-                    {name: x[rows] for name, x in data.items()}, sharding
-                )
-
-    def seconds(self, in_flight: int, *, by_hand: bool = False) -> float:
+    def seconds(self, in_flight: int) -> float:
         """Returns the seconds per step, if after each dispatch at most `in_flight`
         steps may be in flight.
         """
-        batches = self.by_hand() if by_hand else self._batches
         state = state_lib.init(self._experiment, self._mesh, 0, self._batches.example)
         pending: collections.deque[Any] = collections.deque()
         for number in range(_BARE_UNTIMED + self._steps):
             if number == _BARE_UNTIMED:
                 jax.block_until_ready(state)
                 begin = time.perf_counter()
-            state, values = self._step(state, next(batches))
+            state, values = self._step(state, next(self._batches))
             pending.append(values)
             if len(pending) > in_flight:
                 jax.block_until_ready(pending.popleft())
@@ -214,18 +194,15 @@ def _keras(steps_per_execution: int) -> str:
 
 def compare(name: str) -> Iterator[measure.Row]:
     """Yields the rows of the loop and the bare loops, for one size."""
-    steps = round(_STEPS.value * _SHARES[name])
+    share, most = _EXPECTED[name]
+    steps = round(_STEPS.value * share)
     is_shipped = name in _CONFIGS
     config = make_config(name, steps)
     bare = Bare(config, steps)
     peers = {
         "bare for, waits for each step": functools.partial(bare.seconds, 0),
-        "bare for, two steps in flight": functools.partial(bare.seconds, 2),
+        _IN_FLIGHT: functools.partial(bare.seconds, 2),
     }
-    if not is_shipped:
-        peers["bare for, two in flight, batches by hand"] = functools.partial(
-            bare.seconds, 2, by_hand=True
-        )
     if not is_shipped and importlib.util.find_spec("keras"):
         for count in (1, 8):
             keras_fit = keras_lib.Timed(models.sizes()[name], steps, count)
@@ -237,20 +214,15 @@ def compare(name: str) -> Iterator[measure.Row]:
     if _PER_DISPATCH.value:
         what += f", {_PER_DISPATCH.value} a dispatch"
     for title, seconds in results.items():
-        target = _TARGETS[name] if title in _WITH_TARGETS else None
-        if title == _keras(8):
-            target = 1.0
+        target = {_IN_FLIGHT: most, _keras(8): 1.0}.get(title)
         yield measure.ratio(what, title, ours, seconds, target)
     if not is_shipped and _keras(8) not in results:
         yield measure.Row(what, _keras(8), missing=_NO_KERAS)
     for title, seconds in {"the loop": ours, **results}.items():
-        yield measure.figure(
-            f"a {name} step in {title}", [1e3 * value for value in seconds], "ms"
-        )
+        yield measure.figure(f"a {name} step in {title}", seconds, "ms")
     first = f"only once, in the first {_untimed()} {name} steps"
-    yield measure.figure(first, [1e3 * value for value in once], "ms")
-    what = f"the host in a {name} step of the loop"
-    yield measure.figure(what, [1e6 * value for value in host], "us")
+    yield measure.figure(first, once, "ms")
+    yield measure.figure(f"the host in a {name} step of the loop", host, "us")
 
 
 def main(argv: list[str]) -> None:

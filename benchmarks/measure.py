@@ -52,8 +52,15 @@ def ratio(
 
 
 def figure(what: str, values: Sequence[float], unit: str) -> Row:
-    """Returns the row of an absolute figure, from one value per round."""
-    return Row(what, "", *_spread(values), unit=unit)
+    """Returns the row of an absolute figure, from one value per round.
+
+    Args:
+      what: the name of the measurement.
+      values: the values; seconds for a unit of time.
+      unit: the unit that is shown.
+    """
+    factor = {"ms": 1e3, "us": 1e6}.get(unit, 1.0)
+    return Row(what, "", *_spread([factor * x for x in values]), unit=unit)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -9,9 +9,7 @@ Each part runs in processes of its own. Exit code 1: a part failed.
 
 import os
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 
 from absl import app, flags
@@ -47,17 +45,14 @@ _ONLY = flags.DEFINE_list("only", list(PARTS), f"The parts, of {', '.join(PARTS)
 def run(command: Sequence[str]) -> bool:
     """Runs a command and prints its tables; returns whether it failed."""
     name, *arguments = command
-    shown = " ".join(command)
-    print(f"{shown} ...", file=sys.stderr, end=" ", flush=True)
-    begin = time.monotonic()
+    print(f"== {' '.join(command)}", flush=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
             module = [f"benchmarks.{name}", *arguments]
             output = processes.output_of(module, folder, processes.LIMIT_SECONDS)
     except RuntimeError as e:
-        print(f"{shown} FAILED: {e}\n")
+        print(f"FAILED: {e}\n", flush=True)
         return True
-    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     print(output, flush=True)
     return False
 

@@ -30,13 +30,12 @@ def of_a_run() -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         return seconds_until(
             ["training from step", "step 1/1"],
-            *(
-                "-m",
-                "xshard.main",
-                "--config=configs/digits.py",
-                f"--workdir={folder}/run",
-            ),
-            *("--config.steps=1", "--config.log_every_steps=1"),
+            "-m",
+            "xshard.main",
+            "--config=configs/digits.py",
+            f"--workdir={folder}/run",
+            "--config.steps=1",
+            "--config.log_every_steps=1",
         )
 
 
@@ -78,10 +77,7 @@ def of_imports() -> list[float]:
 
 def compare() -> Iterator[measure.Row]:
     """Yields the rows."""
-    sides = {
-        "run": of_a_run,
-        "imports": of_imports,
-    }
+    sides = {"run": of_a_run, "imports": of_imports}
     seconds = measure.in_turn(sides, _ROUNDS.value, warm_up=False)
     checked, made = zip(*seconds["run"], strict=True)
     bare = [each for (each,) in seconds["imports"]]

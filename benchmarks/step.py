@@ -51,24 +51,15 @@ def compare(name: str, size: models.Size) -> Iterator[measure.Row]:
     turns = {side: timed.turn for side, timed in sides.items()}
     seconds = measure.in_turn(turns, _ROUNDS.value)
     where = _where(name)
-    for peer, title in (
-        ("hand", "by hand, lax.cond"),
-        ("hand, where", "by hand, jnp.where"),
+    for what, against, peer in (
+        ("step with both rules", "by hand, lax.cond", "hand"),
+        ("step with both rules", "by hand, jnp.where", "hand, where"),
+        ("dynamic loss scale", "none", "rules, unscaled"),
     ):
-        yield measure.ratio(
-            f"step with both rules{where}", title, seconds["rules"], seconds[peer], 1.02
-        )
-    yield measure.ratio(
-        f"dynamic loss scale{where}",
-        "none",
-        seconds["rules"],
-        seconds["rules, unscaled"],
-        1.02,
-    )
+        ours = seconds["rules"]
+        yield measure.ratio(f"{what}{where}", against, ours, seconds[peer], 1.02)
     for side, values in seconds.items():
-        yield measure.figure(
-            f"step: {side}{where}", [1e3 * value for value in values], "ms"
-        )
+        yield measure.figure(f"step: {side}{where}", values, "ms")
 
 
 def memory(side: str, name: str, size: models.Size) -> measure.Row:
