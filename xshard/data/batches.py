@@ -24,6 +24,7 @@ from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
 from xshard.base import arguments, places
 from xshard.data import batch_sizes
+from xshard.data import examples as examples_lib
 from xshard.data import rows as rows_lib
 
 # The keys that mark bytes, arrays and tuples in the JSON of a state.
@@ -472,7 +473,7 @@ class TrainBatches:
                     "batches, one after the other."
                 )
             batch[name] = np.asarray(array[0])
-        kind = _kind(batch)
+        kind = examples_lib.kinds(batch)
         if kind != self._checked_kind:
             data.check_batch(batch, len(self._rows.local_rows))
             dtypes = {name: array.dtype for name, array in batch.items()}
@@ -490,7 +491,7 @@ class TrainBatches:
         with _naming_the_end():
             batch = next(self._iterator)
         # A batch that is like the one before it passes the checks that that one passed.
-        kind = _kind(batch)
+        kind = examples_lib.kinds(batch)
         if kind is None or kind != self._checked_kind:
             data.check_batch(batch, len(self._rows.local_rows))
             self._checked_kind = kind
@@ -650,21 +651,6 @@ def check_batch_size(key: str, value: int, parts: int, what: str) -> None:
     raise errors.UserError(
         f"{key}={value} must be a positive multiple of {what}; the nearest: {nearest}."
     )
-
-
-def _kind(batch: Any) -> list[Any] | None:
-    """Returns the names, shapes and dtypes of a dictionary of NumPy arrays.
-
-    None for any other batch.
-    """
-    if type(batch) is not dict:
-        return None
-    kind = []
-    for name, array in batch.items():
-        if type(array) is not np.ndarray:
-            return None
-        kind.append((name, array.shape, array.dtype))
-    return kind
 
 
 def _warn_unless_equal(iterator: Any, first: data.Arrays, again: data.Arrays) -> None:

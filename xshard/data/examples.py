@@ -83,10 +83,10 @@ def stack(
     last = None
     for number, example in zip(numbers, examples, strict=True):
         # What is like the example before it passes the checks that that one passed.
-        kinds = _kinds(example)
-        if kinds is not None and kinds == last:
+        kind = kinds(example)
+        if kind is not None and kind == last:
             continue
-        last = kinds
+        last = kind
         shapes = _shapes(example, f"Example {number}")
         if first is None:
             first = shapes
@@ -102,16 +102,16 @@ def stack(
     return batch
 
 
-def _kinds(example: Any) -> list[Any] | None:
+def kinds(arrays: Any) -> list[Any] | None:
     """Returns the names, types, dtypes and shapes of a dictionary; None for others."""
-    if type(example) is not dict:
+    if type(arrays) is not dict:
         return None
-    kinds = []
-    for name, x in example.items():
-        kinds.append(
+    found = []
+    for name, x in arrays.items():
+        found.append(
             (name, type(x), getattr(x, "dtype", None), getattr(x, "shape", None))
         )
-    return kinds
+    return found
 
 
 def _shapes(example: Any, what: str) -> dict[str, tuple[int, ...]]:
