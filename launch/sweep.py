@@ -313,18 +313,13 @@ def _differences(job: engine.Job) -> str:
     if requested is None:
         return "the requested config cannot be read"
     there.pop(workdir.IDENTITY, None)
-    old = _with_present_names(there)
+    old = config_lib.flatten(there)
     new = config_lib.flatten(requested)
     texts = []
     for key in sorted(old.keys() | new.keys()):
         if not identity_lib.is_equal(old.get(key), new.get(key)):
             texts.append(f"{key}: {old.get(key)!r} instead of {new.get(key)!r}")
     return formatting.listed(texts, _SHOWN, "; ")
-
-
-def _with_present_names(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values of a run's config.json by path, as a config has them now."""
-    return config_lib.with_present_names(config_lib.flatten(config))
 
 
 def read_runs(directory: pathlib.Path) -> dict[str, Any]:
@@ -473,7 +468,7 @@ def has_ended(job: engine.Job) -> bool:
     if requested is None:
         return False
     is_requested = identity_lib.is_equal(
-        _with_present_names(config), config_lib.flatten(requested)
+        config_lib.flatten(config), config_lib.flatten(requested)
     )
     return is_of_this_run and is_over and is_requested
 

@@ -1,127 +1,16 @@
 """Tests of the keys of a run's config."""
 
 import json
-import logging
-import sys
 
 import pytest
-from absl import flags
 
-from tests import rows, toy, winged
-from xshard import cli, errors, trained
+from tests import toy, winged
 from xshard import config as config_lib
+from xshard import errors, trained
 from xshard.base import loss_scale_keys
 from xshard.files import identity, workdir
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-
-
-@pytest.fixture
-def logged(caplog):
-    """The lines about renamed keys, as in a process that has logged none before."""
-    config_lib._log_renamed.cache_clear()
-    caplog.set_level(logging.WARNING, "absl")
-    return caplog
-
-
-def write_as_before(directory, **renamed):
-    """Gives the values of config.json the names that they had before."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    for earlier, present in renamed.items():
-        config[earlier] = config.pop(present)
-    path.write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("earlier", config_lib.RENAMED)
-def test_a_renamed_key_is_found_under_both_names(logged, earlier):
-    present = config_lib.RENAMED[earlier]
-    config = config_lib.default()
-    config[earlier] = "roll_back"
-    assert config[present] == config[earlier] == "roll_back"
-    config.update({earlier: "stop"})
-    assert config[present] == "stop" and earlier not in config
-    copy = config.copy_and_resolve_references().lock()
-    copy.update_from_flattened_dict({earlier: "roll_back"})
-    assert copy[present] == "roll_back" and config[present] == "stop"
-    config_lib.check(copy)
-    assert logged.messages == [
-        f"The config's key {earlier} is now called {present}.",
-    ]
-
-
-def parsed(monkeypatch, path, *arguments):
-    """Returns the config that a program's flags select."""
-    values = flags.FlagValues()
-    holder = cli.define_config(values)
-    monkeypatch.setattr(sys, "argv", ["program", f"--config={path}", *arguments])
-    cli.parse(values)
-    return holder.value
-
-
-# ml_collections loads the file by a method that Python will remove.
-@pytest.mark.filterwarnings("ignore:the load_module")
-@pytest.mark.parametrize("in_file", ["on_parted", "on_divergence"])
-@pytest.mark.parametrize("in_flag", ["on_parted", "on_divergence"])
-def test_a_flag_wins_over_the_file_whatever_names_they_use(
-    tmp_path, monkeypatch, in_file, in_flag
-):
-    path = tmp_path / "config.py"
-    path.write_text(
-        "import xshard\n"
-        "def get_config():\n"
-        "    config = xshard.config.default()\n"
-        f"    config.{in_file} = 'roll_back'\n"
-        "    return config\n"
-    )
-    assert parsed(monkeypatch, path).on_divergence == "roll_back"
-    config = parsed(monkeypatch, path, f"--config.{in_flag}=stop")
-    assert config.on_divergence == "stop"
-    # The message about an unknown key does not blame the earlier name.
-    with pytest.raises(errors.UserError, match="^--config.step: .* mean steps"):
-        parsed(monkeypatch, path, f"--config.{in_flag}=stop", "--config.step=3")
-
-
-def test_a_renamed_key_keeps_its_type_and_its_check():
-    config = config_lib.default()
-    with pytest.raises(TypeError):
-        config.on_parted = 3
-    config.on_parted = "skip"
-    with pytest.raises(ValueError, match="^on_divergence='skip' must be 'stop'"):
-        config_lib.check(config)
-
-
-def test_a_present_name_is_a_key_and_an_earlier_one_is_not():
-    names = {key.name for key in config_lib.KEYS}
-    assert set(config_lib.RENAMED.values()) <= names
-    assert not set(config_lib.RENAMED) & names
-
-
-@pytest.mark.wing("roll_backs")
-def test_a_work_directory_with_earlier_names_resumes(tmp_path, logged):
-    config = toy.get_config()
-    config.on_divergence = "roll_back"
-    config.steps = 6
-    assert winged.run(config.lock(), str(tmp_path), "") == 0
-    write_as_before(tmp_path, on_parted="on_divergence")
-    assert trained.config_of(workdir.Workdir(tmp_path)).on_divergence == "roll_back"
-    longer = config.copy_and_resolve_references()
-    longer.steps = 8
-    assert workdir.Workdir(tmp_path).check(longer) == ["steps: 6 -> 8"]
-    assert winged.run(longer, str(tmp_path), "") == 0
-    assert rows.results(tmp_path)["step"] == 8
-    assert "on_divergence" in json.loads((tmp_path / "config.json").read_text())
-    lines = [x for x in logged.messages if "is now called" in x]
-    assert lines == ["The config's key on_parted is now called on_divergence."]
-
-
-def test_a_change_of_a_renamed_key_is_named_by_its_present_name():
-    old = identity.plain(config_lib.default())
-    old["on_parted"] = old.pop("on_divergence")
-    new = identity.plain(config_lib.default())
-    new["on_divergence"] = "roll_back"
-    changes = identity.compare(old, new, "it is")
-    assert changes == ["on_divergence: 'stop' -> 'roll_back'"]
 
 
 @pytest.mark.parametrize("value", ["dynamic", 128.0, True])

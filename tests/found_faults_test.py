@@ -1137,24 +1137,6 @@ def test_24_what_a_rule_cannot_be_given_is_named(make, message):
         create.init(None)
 
 
-def test_28_an_experiment_reads_a_key_by_its_earlier_name():
-    config = xshard.config.default()
-    config.on_parted = "roll_back"
-    config.model = {"on_parted": 3, "width": 8}
-    read = config_lib.ReadConfig(config)
-    assert "on_divergence" in read.unread()
-    assert read.on_parted == read["on_parted"] == read.get("on_parted") == "roll_back"
-    assert "on_divergence" not in read.unread()
-    assert "on_parted" not in read
-    assert hasattr(read, "on_parted")
-    # Only keys of the outermost level were renamed.
-    assert read.model.on_parted == 3
-    with pytest.raises(AttributeError):
-        read.checkpoint.on_parted  # noqa: B018
-    with pytest.raises(AttributeError):
-        read.model.on_divergence  # noqa: B018
-
-
 class RulesAveraged(xshard.Experiment):
     """Averages its parameters on the lower tier, and names its values itself."""
 

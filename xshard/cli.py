@@ -381,7 +381,4 @@ def _unknown_key(path: str, arguments: Sequence[str]) -> str | None:
 
 def _is_known_key(name: str, keys: Sequence[str]) -> bool:
     """Returns whether a name is that of a key, or of a part of the config with keys."""
-    for key in (*keys, *config_lib.RENAMED):
-        if key == name or key.startswith(f"{name}."):
-            return True
-    return False
+    return any(key == name or key.startswith(f"{name}.") for key in keys)

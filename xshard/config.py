@@ -1,17 +1,15 @@
 """The keys of every run's config.
 
 `KEYS` gives each key's default, description and valid values, and whether a resumed run
-may change it. `RENAMED` gives the earlier names of keys, which configs may still use.
+may change it.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import ml_collections
-from absl import logging
 
 from xshard import config_values, errors
 from xshard.base import loss_scale_keys
@@ -36,62 +34,14 @@ LINEAR = "linear"
 SQRT = "sqrt"
 BATCH_LEARNING_RATES = (NONE, LINEAR, SQRT)
 
-# The present name of each key that was renamed, by its earlier name. Config files,
-# flags and work directories may still have the earlier one. Only keys of the outermost
-# level can be renamed so: the configs within are plain ConfigDicts.
-RENAMED = {"on_parted": "on_divergence"}
-
 
 class Config(ml_collections.ConfigDict):
-    """A config in which a key is also found under its earlier name.
-
-    Only the present name is ever stored, so whatever reads a config needs to know no
-    other.
-
-    >>> config = default()
-    >>> config.on_parted = 'roll_back'
-    >>> config.on_divergence, 'on_parted' in config
-    ('roll_back', False)
-    """
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(_present_name(key))
+    """A config whose loss scale is a dictionary."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == "loss_scale" and key in self:
             _check_is_dictionary(value)
-        super().__setitem__(_present_name(key), value)
-
-    def get_type(self, key: Any) -> Any:
-        """Returns the type of a value, which determines how a flag is parsed."""
-        return super().get_type(_present_name(key))
-
-
-def _present_name(key: Any) -> Any:
-    if key not in RENAMED:
-        return key
-    _log_renamed(key)
-    return RENAMED[key]
-
-
-# Cached, so that a process logs each name once, however often it is read.
-@functools.cache
-def _log_renamed(name: str) -> None:
-    logging.warning("The config's key %s is now called %s.", name, RENAMED[name])
-
-
-def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by path, with those of renamed keys under their present names.
-
-    A kind of loss scale that an experiment kept as `loss_scale` itself, while it was a
-    key of its own, is `loss_scale.kind`.
-    """
-    present = {}
-    for name, value in flat.items():
-        if name == "loss_scale" and value in loss_scale_keys.KINDS:
-            name = "loss_scale.kind"
-        present[_present_name(name)] = value
-    return present
+        super().__setitem__(key, value)
 
 
 def default() -> Config:
@@ -116,8 +66,6 @@ def default() -> Config:
 class ReadConfig(ml_collections.FrozenConfigDict):
     """A frozen config that records which of its keys have been read.
 
-    As in `Config`, a key is also found under its earlier name.
-
     >>> config = ReadConfig({'rate': 0.1, 'model': {'width': 8, 'depth': 2}})
     >>> config.model.width
     8
@@ -139,8 +87,6 @@ class ReadConfig(ml_collections.FrozenConfigDict):
     def __getitem__(self, key: Any) -> Any:
         """Returns a value, and records that it was read."""
         # Attributes, `get` and `items` all end up here.
-        if key in RENAMED and key not in self:
-            key = _present_name(key)
         value = super().__getitem__(key)
         if isinstance(key, str) and "." in key:
             # Each part of the key has been read in turn.
@@ -376,10 +322,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def with_defaults(flat: dict[str, Any]) -> dict[str, Any]:
     """Returns values by path in the form that a new config has them.
 
-    Keys that a config may lack are added with their defaults, and renamed ones get
-    their present names.
+    Keys that a config may lack are added with their defaults. A kind that an experiment
+    kept as `loss_scale` itself, while that was a key of its own, is `loss_scale.kind`.
     """
-    flat = with_present_names(flat)
+    if flat.get("loss_scale") in loss_scale_keys.KINDS:
+        flat = {**flat, "loss_scale.kind": flat["loss_scale"]}
+        del flat["loss_scale"]
     has_own = _has_own_loss_scale(flat)
     optional = {}
     for key in KEYS:

@@ -149,8 +149,7 @@ def with_merged_lora(state: state_lib.TrainState) -> state_lib.TrainState:
 def config_of(run: workdir.Workdir) -> ml_collections.ConfigDict:
     """Returns the config of the run in a work directory.
 
-    Optional keys that it lacks have their defaults, and renamed ones their present
-    names.
+    Optional keys that it lacks have their defaults.
 
     Raises:
       UserError: if there is no run.
