@@ -181,7 +181,7 @@ def locked(values: flags.FlagValues) -> Any:
     Raises:
       UserError: if a required value is missing.
     """
-    flag = values["config"]
+    flag: Any = values["config"]
     if flag.value is None:
         return None
     for reference in flag.parser.required:
