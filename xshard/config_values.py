@@ -7,18 +7,14 @@ of them. A function or a class is held by the path that imports it, as the text
 '$import jax.nn:relu'. Anything else is refused, with what to write instead.
 """
 
-import datetime
-import decimal
-import enum
 import functools
 import importlib
 import importlib.machinery
 import json
 import os
-import pathlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import ml_collections
@@ -412,57 +408,13 @@ def _cannot(kind: type) -> str:
 
 def _instead(value: Any) -> str:
     """Returns what to write instead of a value that is refused."""
-    kind = type(value)
-    top_module = kind.__module__.partition(".")[0]
-    if isinstance(value, enum.Enum):
-        return (
-            f"its name {value.name!r}, and look it up in the experiment: "
-            f"{kind.__name__}[self.config...]"
-        )
-    if top_module == "numpy" and hasattr(value, "names") and hasattr(value, "kind"):
-        return f"its name {str(value)!r}, of which numpy.dtype makes the type"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        # A scalar of NumPy, or an array of NumPy or JAX.
-        if value.shape == ():
-            return f"{_python_number(value)}, a number of Python, as .item() returns it"
-        return "its numbers as a list, as .tolist() returns it"
-    if isinstance(value, bool | int | float | str):
-        for plain in (int, float, str):
-            if isinstance(value, plain):
-                return f"{plain.__name__}(...) of it"
-    if isinstance(value, set | frozenset):
-        return "a tuple of its items, in an order of your choice"
-    if isinstance(value, bytes | bytearray | memoryview):
-        return "a text: its decode() if it is one, or else its hex()"
-    if isinstance(value, pathlib.PurePath):
-        return f"the text {str(value)!r}"
-    if isinstance(value, slice):
-        return f"the tuple {(value.start, value.stop, value.step)}"
-    if isinstance(value, range):
-        return f"the tuple {(value.start, value.stop, value.step)}, or list(...) of it"
-    if isinstance(value, complex):
-        return f"the tuple {(value.real, value.imag)}"
-    if isinstance(value, decimal.Decimal):
-        return f"the text {str(value)!r}, or a float"
-    if isinstance(value, datetime.date | datetime.time):
-        return f"the text {value.isoformat()!r}"
-    if isinstance(value, datetime.timedelta):
-        return f"{value.total_seconds()}, its seconds"
-    if isinstance(value, types.ModuleType):
-        return f"its name {value.__name__!r}, and import it in the experiment"
-    if isinstance(value, tuple | list):
-        return "a plain tuple, or a dictionary"
-    if isinstance(value, Mapping):
-        return "a dictionary"
-    return "a dictionary of what it is made from, and make it in the experiment"
-
-
-def _python_number(value: Any) -> str:
-    try:
-        return repr(value.item())
-    # A traced array or a key of JAX has no number.
-    except Exception:
-        return "a number"
+    if hasattr(value, "tolist"):
+        # Of NumPy or JAX.
+        return "its numbers, as .tolist() returns them"
+    return (
+        "its name, or the numbers and texts that it is made from, or a tuple or a "
+        "dictionary of them, and make it in the experiment"
+    )
 
 
 def _shown(value: Any) -> str:
