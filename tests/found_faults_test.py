@@ -86,7 +86,6 @@ from xshard.pod import (
     watchdog,
 )
 from xshard.replay import replayer
-from xshard.report import charts
 from xshard.report import rows as report_rows
 from xshard.run import preflight, saving
 from xshard.training import state as state_lib
@@ -2709,7 +2708,7 @@ def test_42_rows_of_earlier_versions_are_read(tmp_path):
     assert {step: row["loss"] for step, row in training.items()} == {1: 1.0, 2: 0.5}
     assert evaluations == {1: {"step": 1, "eval/error": 2.0}}
     read = report_rows.read(path)
-    assert read.training["loss"].steps.tolist() == [1, 2]
+    assert read.training["loss"].index.tolist() == [1, 2]
     assert read.evaluation["error"].values.tolist() == [[2.0]]
 
 
@@ -2962,71 +2961,6 @@ def test_16_an_experiment_may_log_nothing(tmp_path, fingerprints):
         config.steps = 6
     assert _rows_run(tmp_path, config) == 0
     assert int(rows.final_state(tmp_path, config).experiment["count"]) == 6
-
-
-def test_20_curves_are_smoothed_as_one_row_after_the_other():
-    def one_by_one(values, weight):
-        averages = []
-        total = total_weight = 0.0
-        for value in values.tolist():
-            if math.isfinite(value):
-                total = weight * total + (1 - weight) * value
-                total_weight = weight * total_weight + (1 - weight)
-                averages.append(total / total_weight)
-            else:
-                averages.append(math.nan)
-        return np.array(averages)
-
-    rng = np.random.default_rng(0)
-    for count in (0, 1, 127, 128, 129, 3000):
-        values = rng.normal(size=count) * 10.0 ** rng.integers(-9, 9, size=count)
-        values[rng.random(count) < 0.2] = np.nan
-        for weight in (0.0, 0.6, 0.99):
-            # The sums have another order.
-            scale = one_by_one(np.abs(values), weight)
-            gap = charts.smooth(values, weight) - one_by_one(values, weight)
-            np.testing.assert_array_less(np.abs(gap[~np.isnan(scale)]), 1e-12 * 1e9)
-            np.testing.assert_allclose(
-                charts.smooth(np.abs(values), weight), scale, rtol=1e-12
-            )
-
-
-def test_20_no_peak_is_lost_where_rows_are_thinned():
-    rng = np.random.default_rng(0)
-    for count in (201, 1000, 1003):
-        values = rng.normal(size=count)
-        values[300:340] = np.nan
-        wanted = {0, count - 1}
-        for part in np.array_split(np.arange(count), 100):
-            known = part[np.isfinite(values[part])]
-            if len(known):
-                wanted.add(int(known[values[known].argmin()]))
-                wanted.add(int(known[values[known].argmax()]))
-            else:
-                wanted.add(int(part[0]))
-        assert charts.thin(values, 100).tolist() == sorted(wanted)
-
-
-def test_20_columns_of_rows_with_other_names(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    rows = [
-        {"step": 1, "a": 1.0, "b": 1},
-        {"step": 2, "a": 2.0},
-        {"step": 3, "b": 3, "a": None, "c": [1.0, None]},
-        {"step": 2, "a": 5.0, "b": 10**400},
-        {"step": 4, "c": "text", "a": True},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = report_rows.read(path)
-    assert list(read.training) == ["a", "b", "c"]
-    a, b, c = read.training.values()
-    assert a.steps.tolist() == [1, 2, 3, 4]
-    np.testing.assert_array_equal(a.values[:, 0], [1.0, 5.0, np.nan, 1.0])
-    np.testing.assert_array_equal(b.values[:, 0], [1.0, np.nan, 3.0])
-    np.testing.assert_array_equal(c.values, [[1.0, np.nan]])
-    assert read.notes == [
-        "metrics.jsonl: skipped 1 value(s) of 'c' that are not numbers."
-    ]
 
 
 class _RowsBoard:

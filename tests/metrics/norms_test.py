@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +73,7 @@ def test_damaged_entries_are_left_out(tmp_path, damaged):
     assert norms.by_name(row) == {"step": 1}
     write(tmp_path / "norms.jsonl", [row, row_of(2, ["w"]), {"step": 3}])
     (shown,) = maps.read(tmp_path / "norms.jsonl", [])
-    assert shown.steps == [2]
+    assert list(shown.values["ratio"]) == [2]
 
 
 def test_a_row_that_no_reader_would_read_is_refused():
@@ -114,18 +115,30 @@ def test_the_writers_of_a_run(tmp_path, shared_programs):
     output = tmp_path / "report.html"
     assert report.main([str(tmp_path), f"--output={output}"]) == 0
     page = output.read_text()
-    assert "<h2>Norms of parameters</h2>" in page and '"linear/w"' in page
+    assert "<h2>Norms of parameters</h2>" in page
+    names = set()
+    for source in re.findall(r'<script type="application/json">(.*?)</script>', page):
+        for trace in json.loads(source)["data"]:
+            if trace["type"] == "heatmap":
+                names |= set(trace["y"])
+    assert "linear/w" in names
 
 
 def test_a_map_has_few_columns_and_rows(tmp_path):
     paths = [f"block_{n}/{part}" for n in range(60) for part in ("w", "b")]
     write(tmp_path / "norms.jsonl", [row_of(step, paths) for step in range(1, 1001)])
     (shown,) = maps.read(tmp_path / "norms.jsonl", [])
-    assert 100 <= len(shown.steps) <= 200 and shown.steps[0] == 1
+    gradient = shown.values["gradient"]
+    assert 100 <= gradient.shape[1] <= 200 and gradient.columns[0] == 1
     # The norm of a module is that of its two arrays together.
-    assert shown.paths == [f"block_{n}" for n in range(60)]
-    np.testing.assert_allclose(shown.values["gradient"], np.sqrt(2), rtol=1e-12)
+    assert list(gradient.index) == [f"block_{n}" for n in range(60)]
+    np.testing.assert_allclose(gradient, np.sqrt(2), rtol=1e-12)
     np.testing.assert_allclose(shown.values["ratio"], 1, rtol=1e-12)
+    row = row_of(1, paths)
+    row["norms"][""]["gradient"][1] = None
+    write(tmp_path / "norms.jsonl", [row])
+    (shown,) = maps.read(tmp_path / "norms.jsonl", [])
+    assert shown.values["gradient"][1].isna().tolist() == [True] + 59 * [False]
 
 
 def test_a_map_is_of_one_learner_and_group(tmp_path):

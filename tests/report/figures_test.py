@@ -5,7 +5,9 @@ drawn.
 import json
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
+import plotly.io.json
 import pytest
 
 from tests.report import samples
@@ -23,18 +25,16 @@ def read(tmp_path, *contents, **kwargs):
 
 def draw(some_runs, name):
     """Returns the traces and the layout of a chart."""
-    figure = draw_figure(some_runs, name)
-    return figure["data"], figure["layout"]
-
-
-def draw_figure(some_runs, name):
     (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
-    figure = figures.figure(chart, some_runs)
+    return checked(figures.figure(chart, some_runs))
+
+
+def checked(figure):
+    """Returns the traces and the layout as the page has them."""
+    figure = json.loads(plotly.io.json.to_json_plotly(figure))
     # Plotly knows all properties, and it refuses wrong ones.
-    go.Figure(figure["data"], figure["layout"])
-    # The page has the figure as JSON, without numbers that are not finite.
-    json.dumps(figure, allow_nan=False)
-    return figure
+    go.Figure(**figure)
+    return figure["data"], figure["layout"]
 
 
 def losses(*values):
@@ -133,22 +133,19 @@ def test_each_group_has_a_curve(tmp_path):
 
 def test_smoothing_changes_the_averages_and_never_the_rows(tmp_path):
     values = [1.0, 3.0, None, 5.0]
-    figure = draw_figure(read(tmp_path, losses(*values)), "loss")
-    rows, average, cross = figure["data"]
+    traces, _ = draw(read(tmp_path, losses(*values)), "loss")
+    rows, average, cross = traces
     assert rows["y"] == values and rows["x"] == [1, 2, 3, 4]
     assert rows["legendgroup"] == average["legendgroup"] == cross["legendgroup"]
-    # The trace with the number 1 is smoothed.
-    assert figure["averages"].keys() == {1}
-    levels = figure["averages"][1]
-    for w, smoothed in zip(figures.WEIGHTS, levels, strict=True):
+    for w, smoothed in zip(figures.WEIGHTS, average["meta"], strict=True):
         # An average is the weighted sum of the values so far, divided by the sum of
         # their weights.
         expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
         assert smoothed[2] is None
         assert smoothed[:2] + smoothed[3:] == pytest.approx(expected[:2] + expected[3:])
-    assert levels[figures.FIRST_WEIGHT] == average["y"]
-    figure = draw_figure(read(tmp_path / "more", samples.rows()), "loss_scale")
-    assert not figure["averages"]
+    assert average["meta"][figures.FIRST_WEIGHT] == average["y"]
+    traces, _ = draw(read(tmp_path / "more", samples.rows()), "loss_scale")
+    assert not any("meta" in trace for trace in traces)
 
 
 def test_values_that_are_not_finite_are_marked(tmp_path):
@@ -198,16 +195,29 @@ def test_a_long_curve_is_thinned_but_keeps_peaks_and_crosses(tmp_path):
     ]
 
 
-def test_a_part_without_a_finite_value_stays_a_gap():
-    values = np.array([1.0, 2.0, 3.0, np.nan, np.nan, np.nan, 4.0, 5.0, 6.0])
-    np.testing.assert_array_equal(charts.thin(values, 3), [0, 2, 3, 6, 8])
-    np.testing.assert_array_equal(charts.thin(values, 5), np.arange(9))
+def test_no_peak_is_lost_where_rows_are_thinned():
+    values = pd.Series([1.0, 2.0, 3.0, np.nan, np.nan, np.nan, 4.0, 5.0, 6.0])
+    # A part without a finite value stays a gap.
+    assert charts.thin(values, 3).index.tolist() == [0, 2, 3, 6, 8]
+    assert charts.thin(values, 5) is values
+    rng = np.random.default_rng(0)
+    for count in (201, 1000, 1003):
+        values = pd.Series(rng.normal(size=count))
+        values[300:340] = np.nan
+        kept = charts.thin(values, 100)
+        assert len(kept) <= 202 and {0, count - 1} <= set(kept.index)
+        length = -(-count // 100)
+        for first in range(0, count, length):
+            part = values[first : first + length]
+            if part.notna().any():
+                assert {part.idxmin(), part.idxmax()} <= set(kept.index)
+            else:
+                assert first in kept.index
 
 
 def test_the_shares_of_the_time_add_up_to_one(tmp_path):
-    figure = figures.bars(read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS))
-    traces = figure["data"]
-    go.Figure(traces, figure["layout"])
+    some_runs = read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS)
+    traces, _ = checked(figures.bars(some_runs))
     assert [trace["name"] for trace in traces] == [
         *attempts.TIME_CATEGORIES,
         attempts.DOWN,

@@ -19,7 +19,7 @@ def test_rows_are_read_as_columns(tmp_path):
     samples.write_rows(tmp_path / "metrics.jsonl", logged)
     read = rows.read(tmp_path / "metrics.jsonl")
     assert read.notes == []
-    np.testing.assert_array_equal(read.training["loss"].steps, [2, 4])
+    np.testing.assert_array_equal(read.training["loss"].index, [2, 4])
     np.testing.assert_array_equal(read.training["loss"].values, [[0.5], [np.nan]])
     np.testing.assert_array_equal(read.training["n"].values, [[3], [4]])
     np.testing.assert_array_equal(read.evaluation["error"].values, [[0.1, 0.2]])
@@ -49,9 +49,9 @@ def test_slices_whose_number_changes_are_shown_as_their_mean(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     read = rows.read(path)
     loss = read.training["loss"]
-    assert list(loss.steps) == [1, 2, 3, 4]
+    assert list(loss.index) == [1, 2, 3, 4]
     np.testing.assert_array_equal(loss.values, [[2.0], [np.nan], [4.0], [3.0]])
-    assert list(read.training["rate"].steps) == [1, 2, 3]
+    assert list(read.training["rate"].index) == [1, 2, 3]
     of_rate, of_loss = read.notes
     assert "skipped 1 value(s) of 'rate' that are not numbers" in of_rate
     assert "the number of slices has changed, so their mean is shown" in of_loss
@@ -67,14 +67,14 @@ def test_damaged_lines_are_skipped_with_a_note(tmp_path):
         )
     )
     read = rows.read(path)
-    np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
+    np.testing.assert_array_equal(read.training["loss"].index, [1, 2])
     cut, damaged = read.notes
     assert "last line of metrics.jsonl is incomplete" in cut
     assert damaged.endswith("skipped 3 invalid line(s): 2, 3, 4.")
     # A last row that only lacks its newline is read, whatever precedes it.
     path.write_text(f"{texts[0]}\nnonsense\n{texts[1]}")
     read = rows.read(path)
-    np.testing.assert_array_equal(read.training["loss"].steps, [1, 2])
+    np.testing.assert_array_equal(read.training["loss"].index, [1, 2])
     assert read.notes == ["metrics.jsonl: skipped 1 invalid line(s): 2."]
     # An incomplete last line that ends with a newline is damaged: it is not still being
     # written.
@@ -90,8 +90,8 @@ def test_the_last_row_of_a_repeated_step_counts(tmp_path):
     ]
     samples.write_rows(tmp_path / "m", logged)
     column = rows.read(tmp_path / "m").training["loss"]
-    np.testing.assert_array_equal(column.steps, [1, 2, 3, 4])
-    np.testing.assert_array_equal(column.values[:, 0], [1, 20, 3, 4])
+    np.testing.assert_array_equal(column.index, [1, 2, 3, 4])
+    assert column[0].tolist() == [1, 20, 3, 4]
 
 
 def test_values_that_are_not_numbers_are_left_out_with_a_note(tmp_path):
@@ -104,10 +104,33 @@ def test_values_that_are_not_numbers_are_left_out_with_a_note(tmp_path):
         )
     )
     read = rows.read(path)
-    np.testing.assert_array_equal(read.training["x"].steps, [1, 3, 4, 5])
-    np.testing.assert_array_equal(
-        read.training["x"].values[:, 0], [1, 1, np.nan, np.nan]
-    )
+    np.testing.assert_array_equal(read.training["x"].index, [1, 5])
+    np.testing.assert_array_equal(read.training["x"][0], [1, np.nan])
     assert "y" not in read.training and "z\ufffd\ufffd" in read.training
-    assert any("2 value(s) of 'x'" in note for note in read.notes)
+    assert any("4 value(s) of 'x'" in note for note in read.notes)
     assert any("6 value(s) of 'y'" in note for note in read.notes)
+
+
+def test_rows_may_differ_in_their_names(tmp_path):
+    logged = [
+        {"step": 1, "a": 1.0, "b": 1},
+        {"step": 2, "a": 2.0},
+        {"step": 3, "b": 3, "a": None, "c": [1.0, None]},
+        {"step": 2, "a": 5.0, "b": 2},
+        {"step": 4, "c": "text"},
+    ]
+    samples.write_rows(tmp_path / "m", logged)
+    read = rows.read(tmp_path / "m")
+    assert list(read.training) == ["a", "b", "c"]
+    a, b, c = read.training.values()
+    assert a.index.tolist() == b.index.tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(a[0], [1.0, 5.0, np.nan])
+    assert b[0].tolist() == [1, 2, 3]
+    np.testing.assert_array_equal(c, [[1.0, np.nan]])
+    assert read.notes == ["m: skipped 1 value(s) of 'c' that are not numbers."]
+
+
+def test_a_number_too_large_for_a_float_is_not_finite(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1, "x": 1e999}\n{"step": 2, "x": [1e999]}\n')
+    (x,) = rows.read(tmp_path / "m").training.values()
+    assert x[0].isna().tolist() == [True, True]

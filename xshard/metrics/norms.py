@@ -90,7 +90,7 @@ def parameters(norms_row: Mapping[str, Any]) -> Iterator[Norms]:
         for path, *of_kinds in zip(*columns, strict=False):
             values = {}
             for kind, value in zip(KINDS, of_kinds, strict=True):
-                values[kind] = _of_groups(value)
+                values[kind] = rows.of_groups(value)
             groups = {len(numbers) for numbers in values.values()}
             if isinstance(path, str) and len(groups) == 1 and 0 not in groups:
                 pairs = zip(values["update"], values["parameter"], strict=True)
@@ -129,17 +129,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(number) for number in value]
     return float(f"{value:.6g}")
-
-
-def _of_groups(value: Any) -> list[float]:
-    """Returns the numbers of all groups; an empty list for anything else."""
-    numbers = value if isinstance(value, list) else [value]
-    of_groups = []
-    for number in numbers:
-        if number is None:
-            of_groups.append(math.nan)
-        elif jsonfile.is_number(number):
-            of_groups.append(float(number))
-        else:
-            return []
-    return of_groups

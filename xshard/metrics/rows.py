@@ -104,6 +104,22 @@ def numbers(row: Row) -> Row:
     return values
 
 
+def of_groups(value: Any) -> list[float]:
+    """Returns the numbers of all groups in a value of a row, nan for those that are not
+    finite; an empty list for anything else.
+    """
+    listed = value if isinstance(value, list) else [value]
+    of_all = []
+    for number in listed:
+        if number is None:
+            of_all.append(math.nan)
+        elif jsonfile.is_number(number):
+            of_all.append(float(number))
+        else:
+            return []
+    return of_all
+
+
 def to_number(value: Any) -> Any:
     """Converts an array to a value of a row.
 

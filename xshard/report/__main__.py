@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from xshard import cli, errors
 from xshard.files import disk
-from xshard.report import runs as runs_lib
 
 
 @cli.program
@@ -38,16 +37,18 @@ def make(workdirs: Sequence[str], output: pathlib.Path) -> str:
     """Writes the report on runs; returns a description of what was written.
 
     Raises:
-      UserError: if a directory holds no run, the page cannot be written, or plotly is
-        missing.
+      UserError: if a directory holds no run, the page cannot be written, or a library
+        is missing.
     """
-    if importlib.util.find_spec("plotly") is None:
-        raise errors.UserError(
-            "plotly is not installed, which draws the charts: pip install '.[report]', "
-            "or 'xshard[report]'."
-        )
-    # Imported here, since it needs plotly, which is an extra.
+    for library in ("pandas", "plotly"):
+        if importlib.util.find_spec(library) is None:
+            raise errors.UserError(
+                f"{library} is not installed, which a report needs: pip install "
+                "'.[report]', or 'xshard[report]'."
+            )
+    # Imported here, since they need these libraries, which are an extra.
     from xshard.report import page
+    from xshard.report import runs as runs_lib
 
     if output.suffix != ".html" or output.is_dir():
         raise errors.UserError(

@@ -1,14 +1,15 @@
 """Lays out the page, as one self-contained HTML file."""
 
+import itertools
 import json
 import pathlib
 import shlex
 import string
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
+import pandas as pd
+import plotly.io.json
 import plotly.offline
 
 from xshard.base import formatting
@@ -64,7 +65,8 @@ def build(runs: Sequence[runs_lib.Run]) -> str:
     left_out = len(all_charts) - _MAX_CHARTS
     if left_out > 0:
         notes.append(f"{left_out} charts are left out: the rows have too many names.")
-    has_bands = any(chart.has_bands for chart in all_charts)
+    lines = itertools.chain.from_iterable(chart.lines for chart in all_charts)
+    has_bands = any(line.band is not None for line in lines)
     sections = _sections(runs, all_charts[:_MAX_CHARTS])
     page = string.Template(_PAGE.read_text(encoding="utf-8"))
     return page.substitute(
@@ -129,14 +131,13 @@ def _norm_maps(runs: Sequence[runs_lib.Run]) -> str:
     return "".join(drawings)
 
 
-def _drawing(title: str, figure: Mapping[str, Any], captions: Sequence[str]) -> str:
+def _drawing(title: str, figure: figures.Figure, captions: Sequence[str]) -> str:
     """Returns a chart: its place, and its data, which the page's script draws there."""
-    # A text in the data could otherwise end the script element.
-    data = json.dumps(figure, allow_nan=False).replace("<", "\\u003c")
-    height = figure["layout"]["height"]
+    # Plotly escapes the characters by which a text could end the script element.
+    data = plotly.io.json.to_json_plotly(figure)
     return (
         f"<div><h3>{figures.text(title)}</h3>\n"
-        f'<div style="height: {height}px"></div>'
+        f'<div style="height: {figure["layout"]["height"]}px"></div>'
         f'<script type="application/json">{data}</script>\n'
         f"{_paragraphs(captions)}</div>\n"
     )
@@ -145,7 +146,7 @@ def _drawing(title: str, figure: Mapping[str, Any], captions: Sequence[str]) -> 
 def _captions(chart: charts.Chart) -> list[str]:
     """Returns notes on how a chart is drawn, and on values that it cannot show."""
     captions = []
-    useful = charts.useful_batch(chart)
+    useful = chart.useful_batch
     if useful is not None:
         size = formatting.number(float(f"{max(useful, 1):.2g}"))
         captions.append(
@@ -154,10 +155,10 @@ def _captions(chart: charts.Chart) -> list[str]:
             "falls."
         )
     # A mean is not finite only where its members are not, so means are not counted.
-    rows = [line for line in chart.lines if line.band is None]
-    values = np.concatenate([line.values for line in rows])
-    num_not_finite = np.count_nonzero(np.isnan(values))
-    num_not_positive = np.count_nonzero(values <= 0)
+    curves = [line.values for line in chart.lines if line.band is None]
+    values = pd.concat(curves)
+    num_not_finite = values.isna().sum()
+    num_not_positive = (values <= 0).sum()
     if num_not_finite and useful is not None:
         captions.append(
             f"{num_not_finite} values are unknown, as the mean gradient is too small "
@@ -174,7 +175,7 @@ def _captions(chart: charts.Chart) -> list[str]:
             f"{num_not_positive} values are not above 0; a log scale shows them as "
             "gaps."
         )
-    if max(len(line.steps) for line in rows) > 2 * figures.num_parts(chart):
+    if max(map(len, curves)) > 2 * figures.num_parts(chart):
         captions.append(
             "Long curves show only the smallest and the largest row of each part."
         )

@@ -5,8 +5,7 @@ no device is used.
 import pathlib
 import threading
 import time
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xshard import checkpoint, errors
@@ -24,13 +23,10 @@ _SAMPLES = 10
 
 
 class Checkpoints(NamedTuple):
-    """The checkpoints of a run, the versions that the newest was written with, and the
-    problem if they are unknown.
-    """
+    """The checkpoints of a run, and the problem if they are unknown."""
 
     place: str
-    entries: Sequence[checkpoint.Entry] = ()
-    written_with: Mapping[str, Any] = types.MappingProxyType({})
+    catalog: checkpoint.Catalog = checkpoint.Catalog([], {})
     problem: str = ""
 
 
@@ -94,53 +90,40 @@ def read(
             problems.append(str(e))
     if problems:
         raise errors.UserError("\n".join(problems))
+    # An object store may not answer for a long time, so threads ask, all at once. They
+    # are daemons, so that the program can exit without waiting for them.
+    listed: dict[str, Checkpoints] = {}
+    places = []
+    threads = []
+    for directory, config in zip(directories, configs, strict=True):
+        elsewhere = config.get("checkpoint.directory")
+        places.append(str(elsewhere or directory / "checkpoints"))
+        # A run that has not saved yet has no such directory, which is no error.
+        if elsewhere or pathlib.Path(places[-1]).is_dir():
+            arguments = (places[-1], listed)
+            threads.append(threading.Thread(target=_list, args=arguments, daemon=True))
+            threads[-1].start()
+        else:
+            listed[places[-1]] = Checkpoints(places[-1])
     deadline = time.monotonic() + checkpoint_seconds
-    # All readers start before the first result is awaited.
-    readers = [
-        _CheckpointReader(directory, config.get("checkpoint.directory"))
-        for directory, config in zip(directories, configs, strict=True)
-    ]
-    parts = zip(directories, _names(directories), configs, readers, strict=True)
-    return [
-        _run(directory, name, config, reader.wait(deadline))
-        for directory, name, config, reader in parts
-    ]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    runs = []
+    parts = zip(directories, _names(directories), configs, places, strict=True)
+    for directory, name, config, place in parts:
+        late = Checkpoints(place, problem="the storage did not answer in time")
+        runs.append(_run(directory, name, config, listed.get(place, late)))
+    return runs
 
 
-class _CheckpointReader:
-    """Lists a run's checkpoints in a thread, since an object store may not answer for a
-    long time.
-    """
-
-    def __init__(self, directory: pathlib.Path, elsewhere: str | None):
-        self._place = str(elsewhere or directory / "checkpoints")
-        # A run that has not saved yet has no such directory, which is not an error.
-        self._may_lack = not elsewhere
-        self._result = Checkpoints(
-            self._place, problem="the storage did not answer in time"
-        )
-        # A daemon thread, so that the program can exit without waiting for it.
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def wait(self, deadline: float) -> Checkpoints:
-        """Waits until a time of the monotonic clock; returns the checkpoints, or why
-        they are unknown.
-        """
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        return self._result
-
-    def _read(self) -> None:
-        try:
-            if self._may_lack and not pathlib.Path(self._place).is_dir():
-                self._result = Checkpoints(self._place)
-            else:
-                self._result = Checkpoints(
-                    self._place, *checkpoint.read_catalog(self._place)
-                )
-        except Exception as e:
-            # No error here may prevent the rest of the page.
-            self._result = Checkpoints(self._place, problem=str(e) or type(e).__name__)
+def _list(place: str, listed: dict[str, Checkpoints]) -> None:
+    """Lists the checkpoints at a place."""
+    try:
+        found = Checkpoints(place, checkpoint.read_catalog(place))
+    except Exception as e:
+        # No error here may prevent the rest of the page.
+        found = Checkpoints(place, problem=str(e) or type(e).__name__)
+    listed[place] = found
 
 
 def _run(
@@ -151,20 +134,17 @@ def _run(
     notes = [*rows.notes, *(f"eval/: {note}" for note in evaluation_job.notes)]
     results = _noted(notes, lambda: jsonfile.read_if_exists(path / workdir.RESULTS), {})
     processes = _noted(notes, lambda: status.read_if_exists(path), [])
-    attempts = _noted(notes, lambda: attempts_lib.read(path), [])
     columns = [*rows.training.values(), *rows.evaluation.values()]
     if not columns:
         notes.append("no metrics yet.")
     # Rows may be older than the status, and results may be from before the run was
     # resumed.
-    steps = [int(column.steps[-1]) for column in columns]
+    steps = [int(column.index[-1]) for column in columns]
     steps += [row["step"] for row in processes[:1] if row["step"] is not None]
     if not steps and jsonfile.is_number(results.get("step")):
         steps = [results["step"]]
     step = max(steps, default=None)
     state, doing = _state(processes, results, step)
-    samples = rows_lib.newest_samples(path / "samples.jsonl", _SAMPLES, notes)
-    norms = norms_lib.read(path / "norms.jsonl", notes)
     return Run(
         path=path,
         name=name,
@@ -172,16 +152,32 @@ def _run(
         training=rows.training,
         evaluation=rows.evaluation,
         evaluation_job=evaluation_job.evaluation,
-        attempts=attempts,
+        attempts=_noted(notes, lambda: attempts_lib.read(path), []),
         state=state,
         doing=doing,
         step=step,
         results=rows_lib.numbers_of(results.get("eval")),
         checkpoints=checkpoints,
-        samples=samples,
-        norms=norms,
+        samples=_newest_samples(path / "samples.jsonl", notes),
+        norms=norms_lib.read(path / "norms.jsonl", notes),
         notes=notes,
     )
+
+
+def _newest_samples(path: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Returns the newest rows of a file of samples, by ascending steps; each step once.
+
+    Args:
+      path: the file, which may be missing, and which a run may be writing.
+      notes: receives notes on the file to show.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for row in rows_lib.of_file(path, notes):
+        # If a step has two rows, the later one counts.
+        rows[row["step"]] = row
+        if len(rows) > _SAMPLES:
+            del rows[min(rows)]
+    return [rows[step] for step in sorted(rows)]
 
 
 def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
@@ -207,12 +203,10 @@ def _config(path: pathlib.Path) -> dict[str, Any]:
         )
     file = path / "config.json"
     if not file.exists():
+        hint = ""
         below = ", ".join(p.parent.name for p in sorted(path.glob("*/config.json")))
-        hint = (
-            f" The directories below it are: give {path}/*/, or some of {below}."
-            if below
-            else ""
-        )
+        if below:
+            hint = f" The directories below it are: give {path}/*/, or some of {below}."
         raise errors.UserError(
             f"{path} is not a run's work directory: it has no {file.name}.{hint}"
         )

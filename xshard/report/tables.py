@@ -1,19 +1,17 @@
 """The tables on the page: runs side by side, checkpoints, configs."""
 
-import itertools
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 
 from xshard import checkpoint
 from xshard.base import formatting
 from xshard.pod import attempts
 from xshard.report import charts, figures
-from xshard.report import rows as rows_lib
 from xshard.report import runs as runs_lib
 
 # The text of an empty cell.
@@ -40,17 +38,22 @@ class Cell(NamedTuple):
     color: str = ""
 
 
-def table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Returns a table that scrolls sideways in a narrow window."""
-    head = "".join(f"<th>{figures.text(name)}</th>" for name in names)
+def table(*parts: Sequence[dict[str, Cell]]) -> str:
+    """Returns a table that scrolls sideways in a narrow window.
+
+    Args:
+      parts: from left to right, the cells of each row by the names of their columns; a
+        row may lack some.
+    """
+    frame = pd.concat([pd.DataFrame(part, dtype=object) for part in parts], axis=1)
+    head = "".join(f"<th>{figures.text(name)}</th>" for name in frame)
     lines = [f"<tr>{head}</tr>"]
-    for row in rows:
+    for row in frame.itertuples(index=False, name=None):
         cells = ""
         for cell in row:
-            style = ""
-            if cell.color:
-                style = f' style="border-left-color: {cell.color}"'
-            cells += f'<td class="{cell.kind}"{style}>{figures.text(cell.content)}</td>'
+            content, kind, color = cell if isinstance(cell, Cell) else Cell(NOTHING)
+            style = f' style="border-left-color: {color}"' if color else ""
+            cells += f'<td class="{kind}"{style}>{figures.text(content)}</td>'
         lines.append(f"<tr>{cells}</tr>")
     body = "\n".join(lines)
     return f'<div class="scroll"><table>{body}</table></div>'
@@ -62,100 +65,113 @@ def comparison(runs: Sequence[runs_lib.Run]) -> str:
     It has a column for each key in which their configs differ.
     """
     changed = _differing(runs)
-    finals = [_final(run) for run in runs]
-    evaluated = _union(final for final, _ in finals)
-    trained = [*_of_learners(runs, "loss"), *_of_learners(runs, "skipped")]
-    names = ["run", "state", *changed]
-    names += [f"eval {name}" for name in evaluated]
-    for name in trained:
-        is_loss = charts.without_learner(name) == "loss"
-        names.append(f"training {name}" if is_loss else name)
-    names += ["step", "time", "attempts", "goodput", *_RATES]
-
-    rows = []
-    for run, family, (final, note) in zip(
-        runs, charts.seeds(runs), finals, strict=True
-    ):
-        row = [
-            Cell(run.name, color=figures.color(family)),
-            Cell(run.doing, f"state {run.state}"),
-        ]
-        row += [_setting(run, key) for key in changed]
-        row += [numbers(final.get(name, []), note) for name in evaluated]
-        row += [numbers(_last(run.training.get(name))) for name in trained]
-        row.append(Cell(f"{_number(run.step)} of {run.config.get('steps', NOTHING)}"))
-        row += _time(run)
-        row += [_median(run.training.get(f"perf/{name}")) for name in _RATES]
-        rows.append(row)
-    return table(names, rows)
+    heads = []
+    for run, family in zip(runs, charts.seeds(runs), strict=True):
+        head = {"run": Cell(run.name, color=figures.color(family))}
+        head["state"] = Cell(run.doing, f"state {run.state}")
+        heads.append(head | {key: _setting(run, key) for key in changed})
+    losses = [_trained(run, "loss", "training ") for run in runs]
+    skipped = [_trained(run, "skipped", "") for run in runs]
+    return table(heads, [_final(run) for run in runs], losses, skipped, _progress(runs))
 
 
-def _time(run: runs_lib.Run) -> list[Cell]:
-    """Returns the cells on a run's time, attempts and goodput."""
-    goodput = attempts.goodput(run.attempts)
-    if goodput is None:
-        return [Cell(NOTHING), Cell(str(len(run.attempts) or NOTHING)), Cell(NOTHING)]
-    return [
-        Cell(formatting.duration(goodput.seconds)),
-        Cell(str(len(run.attempts))),
-        Cell(f"{goodput.share:.1%}"),
-    ]
-
-
-def _of_learners(runs: Sequence[runs_lib.Run], quantity: str) -> list[str]:
-    """Returns a quantity's names in the rows of all learners, such as `actor/loss`.
-
-    Or the quantity itself if no row has it.
-    """
-    names = []
-    for name in _union(run.training for run in runs):
+def _trained(run: runs_lib.Run, quantity: str, before: str) -> dict[str, Cell]:
+    """Returns the last values of a quantity of all learners, such as `actor/loss`."""
+    cells = {}
+    for name, column in run.training.items():
         if charts.without_learner(name) == quantity:
-            names.append(name)
-    return names or [quantity]
+            cells[f"{before}{name}"] = numbers(_last(column))
+    return cells
+
+
+def _progress(runs: Sequence[runs_lib.Run]) -> list[dict[str, Cell]]:
+    """Returns how far each run is, its time and its rates."""
+    rows = []
+    for run in runs:
+        row = {
+            "step": Cell(f"{_number(run.step)} of {run.config.get('steps', NOTHING)}"),
+            "time": Cell(NOTHING),
+            "attempts": Cell(str(len(run.attempts) or NOTHING)),
+            "goodput": Cell(NOTHING),
+        }
+        goodput = attempts.goodput(run.attempts)
+        if goodput is not None:
+            row["time"] = Cell(formatting.duration(goodput.seconds))
+            row["goodput"] = Cell(f"{goodput.share:.1%}")
+        for name in _RATES:
+            column = run.training.get(f"perf/{name}", pd.DataFrame())
+            median = float(column.stack().median())
+            shown = NOTHING
+            if not math.isnan(median):
+                is_small = median < 1e4
+                shown = _number(median) if is_small else formatting.scaled(median, "")
+            row[name] = Cell(shown)
+        rows.append(row)
+    return rows
 
 
 def checkpoints(runs: Sequence[runs_lib.Run]) -> str:
     """Returns the checkpoints of all runs, and the reasons why some are unknown."""
-    entries = itertools.chain.from_iterable(run.checkpoints.entries for run in runs)
-    evaluated = _union(entry.metrics for entry in entries)
-    parts = []
+    lines = []
     rows = []
+    metrics = []
     for run in runs:
-        saved = run.checkpoints
-        newest = saved.entries[-_CHECKPOINTS:]
-        num_shown = 0
-        for entry in saved.entries:
-            if entry in newest or entry.best or entry.pinned:
-                rows.append([Cell(run.name), *_saved(entry, evaluated)])
-                num_shown += 1
-        note = f"{len(saved.entries)}, of which {num_shown} are shown"
-        if saved.problem:
-            note = f"cannot be read: {saved.problem}"
-        if saved.written_with:
-            versions = [f"{name} {v}" for name, v in saved.written_with.items()]
+        place, catalog, problem = run.checkpoints
+        shown: list[checkpoint.Entry] = []
+        for number, entry in enumerate(reversed(catalog.entries)):
+            if number < _CHECKPOINTS or entry.best or entry.pinned:
+                shown.insert(0, entry)
+        rows += [{"run": Cell(run.name), **_saved(entry)} for entry in shown]
+        for entry in shown:
+            of_entry = entry.metrics.items()
+            metrics.append({name: Cell(_number(value)) for name, value in of_entry})
+        note = f"{len(catalog.entries)}, of which {len(shown)} are shown"
+        if problem:
+            note = f"cannot be read: {problem}"
+        if catalog.written_with:
+            versions = [f"{name} {v}" for name, v in catalog.written_with.items()]
             note += f"; written with {', '.join(versions)}"
-        parts.append(f"<p>{figures.text(f'{run.name}: {saved.place}: {note}')}</p>")
+        lines.append(f"<p>{figures.text(f'{run.name}: {place}: {note}')}</p>")
     if rows:
-        names = ["run", "step", "committed", "size", "state", "kept", *evaluated]
-        parts.append(table(names, rows))
-    return "\n".join(parts)
+        lines.append(table(rows, metrics))
+    return "\n".join(lines)
+
+
+def _saved(entry: checkpoint.Entry) -> dict[str, Cell]:
+    when = NOTHING
+    size = NOTHING
+    if entry.time is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry.time))
+    if entry.nbytes is not None:
+        size = formatting.scaled(entry.nbytes, "B")
+    reasons = []
+    if entry.best:
+        reasons.append(f"best {entry.best} by {entry.best_metric}")
+    if entry.pinned:
+        reasons.append("pinned")
+    return {
+        "step": Cell(_number(entry.step)),
+        "committed": Cell(when),
+        "size": Cell(size),
+        "state": Cell(entry.state, "" if entry.state == "complete" else "failed"),
+        "kept": Cell(", ".join(reasons)),
+    }
 
 
 def config(runs: Sequence[runs_lib.Run]) -> str:
     """Returns a table of the configs, with the keys in which they differ first."""
     changed = _differing(runs)
-    keys = _union([changed, *(run.config for run in runs)])
     rows = []
-    for key in keys:
-        name = Cell(key, "best" if key in changed else "")
-        rows.append([name, *(_setting(run, key) for run in runs)])
+    for key in dict.fromkeys([*changed, *_keys(runs)]):
+        row = {"key": Cell(key, "best" if key in changed else "")}
+        rows.append(row | {run.name: _setting(run, key) for run in runs})
     summary = "All keys"
     if changed:
         summary = f"They differ in {', '.join(changed)}."
     elif len(runs) > 1:
         summary = "All are equal."
-    values = table(["key", *(run.name for run in runs)], rows)
-    return f"<details><summary>{figures.text(summary)}</summary>{values}</details>"
+    shown = figures.text(summary)
+    return f"<details><summary>{shown}</summary>{table(rows)}</details>"
 
 
 def numbers(values: Sequence[float], after: str = "") -> Cell:
@@ -164,11 +180,9 @@ def numbers(values: Sequence[float], after: str = "") -> Cell:
     Of many groups, it shows the range.
 
     Args:
-      values: the numbers.
+      values: the numbers; at least one.
       after: a text that follows them.
     """
-    if not values:
-        return Cell(NOTHING)
     finite = [value for value in values if math.isfinite(value)]
     num_not_finite = len(values) - len(finite)
     shown = " · ".join(map(_number, values))
@@ -178,11 +192,6 @@ def numbers(values: Sequence[float], after: str = "") -> Cell:
             shown = f"{_number(min(finite))} to {_number(max(finite))}"
         shown += f" ({len(values)} groups, {num_not_finite} not finite)"
     return Cell(shown + after, "failed" if num_not_finite else "")
-
-
-def _union(names: Iterable[Iterable[str]]) -> list[str]:
-    """Returns each name once, in the order in which they first occur."""
-    return list(dict.fromkeys(itertools.chain.from_iterable(names)))
 
 
 def _number(value: float | None) -> str:
@@ -196,66 +205,44 @@ def _number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def _saved(entry: checkpoint.Entry, evaluated: Sequence[str]) -> list[Cell]:
-    when = NOTHING
-    size = NOTHING
-    if entry.time is not None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(entry.time))
-    if entry.nbytes is not None:
-        size = formatting.scaled(entry.nbytes, "B")
-    reasons = []
-    if entry.best:
-        reasons.append(f"best {entry.best} by {entry.best_metric}")
-    if entry.pinned:
-        reasons.append("pinned")
-    return [
-        Cell(_number(entry.step)),
-        Cell(when),
-        Cell(size),
-        Cell(entry.state, "" if entry.state == "complete" else "failed"),
-        Cell(", ".join(reasons)),
-        *(Cell(_number(entry.metrics.get(name))) for name in evaluated),
-    ]
+def _final(run: runs_lib.Run) -> dict[str, Cell]:
+    """Returns the results of a run.
 
-
-def _final(run: runs_lib.Run) -> tuple[dict[str, list[float]], str]:
-    """Returns the results of a run, and a note.
-
-    Until there are any, they are its last evaluation, and the note says its step.
+    Until there are any, they are its last evaluation, and say its step.
     """
-    if run.results and run.state in ("done", "unknown"):
-        return run.results, ""
-    columns = {}
-    for name, column in run.evaluation.items():
-        if not name.startswith("perf/"):
-            columns[name] = column
-    last_step = max([int(c.steps[-1]) for c in columns.values()], default=None)
-    # Metrics that the last evaluation lacks are left out.
-    final = {}
-    for name, column in columns.items():
-        if column.steps[-1] == last_step:
-            final[name] = _last(column)
-    return final, f" at step {_number(last_step)}"
+    final = run.results
+    note = ""
+    if not final or run.state not in ("done", "unknown"):
+        columns = {}
+        for name, column in run.evaluation.items():
+            if not name.startswith("perf/"):
+                columns[name] = column
+        last_step = max([column.index[-1] for column in columns.values()], default=None)
+        note = f" at step {_number(last_step)}"
+        # Metrics that the last evaluation lacks are left out.
+        final = {}
+        for name, column in columns.items():
+            if column.index[-1] == last_step:
+                final[name] = _last(column)
+    return {f"eval {name}": numbers(values, note) for name, values in final.items()}
 
 
-def _last(column: rows_lib.Column | None) -> list[float]:
-    return [] if column is None else column.values[-1].tolist()
+def _last(column: pd.DataFrame) -> list[float]:
+    return column.iloc[-1].tolist()
 
 
-def _median(column: rows_lib.Column | None) -> Cell:
-    """Returns a cell with the median of a rate's finite rows."""
-    if column is None or np.isnan(column.values).all():
-        return Cell(NOTHING)
-    median = float(np.nanmedian(column.values))
-    if median < 1e4:
-        return Cell(_number(median))
-    return Cell(formatting.scaled(median, ""))
+def _keys(runs: Sequence[runs_lib.Run]) -> list[str]:
+    """Returns each key of the configs once."""
+    keys: dict[str, Any] = {}
+    for run in runs:
+        keys |= run.config
+    return list(keys)
 
 
 def _differing(runs: Sequence[runs_lib.Run]) -> list[str]:
     """Returns the keys whose values are not the same in all configs."""
     differing = []
-    for key in _union(run.config for run in runs):
+    for key in _keys(runs):
         if len({json.dumps(run.config.get(key)) for run in runs}) > 1:
             differing.append(key)
     return differing
