@@ -18,7 +18,7 @@ from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import array_reader, arrays, metadata_files
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import claim, disk, provenance, workdir
+from xshard.files import claim, disk, sources, workdir
 from xshard.modes import continuous_eval
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -63,7 +63,7 @@ def test_every_file_of_a_run_names_the_run(run):
     identity = workdir.Workdir(run).identity()
     assert len(identity.id) == 16
     noted = {**identity._asdict(), "step_program": "loop"}
-    noted |= provenance.source(config["experiment"])
+    noted |= sources.of_experiment(config["experiment"])
     assert config[workdir.IDENTITY] == noted and noted["file"].endswith("/toy.py")
     assert json.loads((run / "results.json").read_bytes())["run"] == identity.id
     store = store_lib.Store(run / "checkpoints")

@@ -49,7 +49,7 @@ import ml_collections
 
 from xshard import config_values, errors
 from xshard.files import claim as claim_lib
-from xshard.files import disk, jsonfile
+from xshard.files import disk, jsonfile, sources
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 
@@ -163,7 +163,7 @@ class Workdir:
           UserError: if it is other code, from another file.
         """
         noted = (_read(self.config, "config") or {}).get(IDENTITY)
-        return provenance_lib.compare_source(noted, experiment, f"{self.path} holds")
+        return sources.compare(noted, experiment, f"{self.path} holds")
 
     def check(self, config: ml_collections.ConfigDict) -> list[str]:
         """Checks whether a config may run in this directory; writes nothing.
@@ -199,7 +199,7 @@ class Workdir:
         whose = f"--workdir={self.path} holds"
         changes = identity_lib.compare(old, new, whose)
         experiment = str(new.get("experiment"))
-        return changes + provenance_lib.compare_source(noted, experiment, whose)
+        return changes + sources.compare(noted, experiment, whose)
 
     def _check_holds_no_run(self) -> None:
         """Raises UserError if a directory without a config has files of a run."""
@@ -321,7 +321,7 @@ class Workdir:
             run = {
                 **identity._asdict(),
                 identity_lib.STEP_PROGRAM: step_program,
-                **provenance_lib.source(str(config.get("experiment"))),
+                **sources.of_experiment(str(config.get("experiment"))),
             }
             content = {IDENTITY: run, **identity_lib.plain(config)}
             self.write(self.config, content, keep_nonfinite=True)
