@@ -25,10 +25,10 @@ for argument in "$@"; do
 done
 
 export JAX_PLATFORMS=cpu
-# Tests compile the same small programs over and over. Their processes, and later runs on the same kind of processor, share
-# what has been compiled. What was not used for two weeks is removed.
+# Tests compile the same small programs over and over. Their processes, and later runs of any checkout on the same kind of
+# processor, share what has been compiled. What was not used for two weeks is removed.
 processor="$(uname -m)-$({ grep -m1 -E '^(flags|Features)' /proc/cpuinfo || sysctl -n machdep.cpu; } 2>/dev/null | cksum | cut -d' ' -f1)"
-export JAX_COMPILATION_CACHE_DIR="$PWD/.venv/compiled/$processor"
+export JAX_COMPILATION_CACHE_DIR="${XDG_CACHE_HOME:-$HOME/.cache}/xshard/compiled/$processor"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 mkdir -p "$JAX_COMPILATION_CACHE_DIR"
 find "$JAX_COMPILATION_CACHE_DIR" -type f -atime +14 -delete
@@ -49,15 +49,18 @@ if command -v bazel >/dev/null && [[ $PWD != *" "* ]]; then
   )
   export PATH="$PWD/.venv/bin:$PATH"
   stage "tests of the rules" bazel test "${options[@]}" //tests:heart
-  # Bazel does not repeat a test that has passed.
+  # Bazel does not repeat a test that has passed, and keeps its log.
   stage "all tests, and the build" bazel test "${options[@]}" //...
+  logs=bazel-testlogs/
 else
   echo "== bazel: not installed, or in a path with spaces, which it refuses; BUILD files not checked"
   # By file: a file's tests share what is slow to make.
   pytest=("$python" -m pytest -q -n 2 --dist=loadfile ${all[@]+--all})
-  stage "tests of the rules" "${pytest[@]}" tests/optimizers
-  stage "all other tests" "${pytest[@]}" tests --ignore=tests/optimizers
+  logs=.venv/logs
+  stage "tests of the rules" "${pytest[@]}" --junitxml="$logs/rules.xml" tests/optimizers
+  stage "all other tests" "${pytest[@]}" --junitxml="$logs/others.xml" tests --ignore=tests/optimizers
 fi
+"$python" -m tests.durations "$logs" .venv/durations.txt
 if [ ${#all[@]} -gt 0 ]; then
   stage coverage "$python" -m pytest -q -n 2 --dist=loadfile --all --cov --cov-report=term-missing \
     tests/optimizers tests/collectives_test.py
