@@ -918,6 +918,26 @@ def test_a_weight_makes_the_mean_over_a_step_independent_of_its_parts():
         np.testing.assert_allclose(step_of(Weighted, replicas, parts), whole, rtol=1e-5)
 
 
+class Undefined(Weighted):
+    """Divides by the number that counts, also where that is 0."""
+
+    def loss(self, outputs, batch):
+        count = jnp.sum(batch["counts"])
+        errors = batch["counts"] * jnp.abs(outputs - batch["y"])
+        return jnp.sum(errors**2) / count, {"error": jnp.sum(errors) / count}
+
+
+def test_a_loss_that_a_part_does_not_have_is_nan_as_its_gradients_are():
+    whole = step_of(Weighted, 1, 1)
+    # Of 16 examples the first five count, so each half but the first has none.
+    np.testing.assert_allclose(step_of(Undefined, 1, 1), whole, rtol=1e-6)
+    for replicas, parts in ((1, 2), (2, 1), (4, 2)):
+        loss, gradient_norm, error = step_of(Undefined, replicas, parts)
+        assert np.isnan(loss) and np.isnan(gradient_norm)
+        # What is logged beside the loss does not count there.
+        np.testing.assert_allclose(error, whole[2], rtol=1e-5)
+
+
 def test_a_weight_for_each_example_is_refused():
     class Each(Masked):
         def weight(self, batch):

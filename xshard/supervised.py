@@ -127,8 +127,9 @@ class Supervised(experiment.Experiment):
         batch is divided. With their number as the weight, the loss of a step and its
         gradients are those of the mean over all tokens of the step, on any number of
         replicas and micro-batches. Scalars beside the loss count by the same weight, as
-        means over the same tokens. The loss and the scalars of a part without weight do
-        not count, but its gradients must be finite: divide by `jnp.maximum(tokens, 1)`.
+        means over the same tokens. Those of a part without weight do not count, but its
+        loss and gradients must be finite: divide the loss by `jnp.maximum(tokens, 1)`.
+        Where it is 0/0 in a part, the loss of the step is NaN, as its gradients are.
         """
         return jnp.float32(1)
 
@@ -194,17 +195,15 @@ class Supervised(experiment.Experiment):
             averaged = set(scalars)
             if any(jnp.issubdtype(x.dtype, jnp.integer) for x in scalars.values()):
                 averaged -= equal_integers()
-            # What does not count is selected away: a mean over none of its tokens may
-            # be NaN, which zero times would be, too.
-            counts = factor != 0
             for name in averaged:
+                # What does not count is selected away: a mean over none of its tokens
+                # may be NaN, which zero times would be, too.
                 weighted = scalars[name].astype(jnp.float32) * factor
-                scalars[name] = jnp.where(counts, weighted, 0)
+                scalars[name] = jnp.where(factor != 0, weighted, 0)
+            # The loss is not: its gradients would be NaN all the same, and not be seen.
             # In a narrow type the product may overflow, where the mean does not.
             value = trees.widen(value)
-            weighted = value * factor.astype(value.dtype)
-            value = jnp.where(counts, weighted, jnp.zeros_like(weighted))
-            return value, net_state, scalars
+            return value * factor.astype(value.dtype), net_state, scalars
 
         return self.learner.update(state, weighted_loss, batch, key)
 
