@@ -929,7 +929,7 @@ class Undefined(Weighted):
 
 def test_a_loss_that_a_part_does_not_have_is_nan_as_its_gradients_are():
     whole = step_of(Weighted, 1, 1)
-    # Of 16 examples the first five count, so each half but the first has none.
+    # Of 16 examples the first five count, so the second half has none.
     np.testing.assert_allclose(step_of(Undefined, 1, 1), whole, rtol=1e-6)
     for replicas, parts in ((1, 2), (2, 1), (4, 2)):
         loss, gradient_norm, error = step_of(Undefined, replicas, parts)
