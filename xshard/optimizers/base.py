@@ -60,7 +60,7 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
             args = (_as_loss(args[0]), *args[1:])
         rules = all_rules(self)
         for rule in rules:
-            rule._loss_value = None
+            rule._keep_loss(None)
         with _refusing_state(method):
             returned = method(self, *args, **kwargs)
         value = returned[0]
@@ -68,7 +68,7 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
             value, _ = value
         for rule in rules:
             if rule._loss_value is None:
-                rule._loss_value = value
+                rule._keep_loss(value)
         return returned
 
     return hk.transparent(call)
@@ -455,6 +455,10 @@ class Optimizer(hk.Module):
         """
         del params
         return None
+
+    def _keep_loss(self, value: Any) -> None:
+        """Keeps the loss of this step for this rule's own update; None for none."""
+        self._loss_value = value
 
     def restore_unless_applied(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if it is skipped.
