@@ -399,7 +399,7 @@ BUDGETS = {
     # What each test took is listed after each run, and kept by CI.
     "tokens of what builds and checks": 4_500,
     "tokens of xshard/*.py": 24_800,
-    # The check of arrays that enter is one function, and a printed command can be pasted
+    # Arrays that enter are checked by one function, and printed commands can be pasted,
     # whatever stdout can show.
     "tokens of xshard/base": 8_800,
     "tokens of xshard/checkpoint": 30_700,
