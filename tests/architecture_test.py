@@ -350,21 +350,6 @@ def test_the_locked_libtpu_is_the_one_that_jax_requires():
     assert requirements.Requirement(required).specifier.contains(version)
 
 
-def test_what_only_the_long_run_tests_is_listed():
-    listed = re.findall(
-        r"^\| `(tests/\S+_test\.py)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M
-    )
-    marks = re.compile(
-        r"^@pytest\.mark\.(long|sample)\b|getoption\(\"--all\"\)", re.MULTILINE
-    )
-    marked = [
-        path
-        for path in (ROOT / "tests").rglob("*_test.py")
-        if marks.search(path.read_text())
-    ]
-    assert listed == sorted(path.relative_to(ROOT).as_posix() for path in marked)
-
-
 def test_no_test_file_imports_another():
     """Bazel's sandbox contains the one test file that runs and the shared files that
     are not tests.

@@ -18,7 +18,6 @@ from xshard.learners import learner, statistics
 from xshard.wings import installed
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-GUIDE = "CONTRIBUTING.md"
 # What imports and checks all of the package, and runs most of the core.
 FAST = (
     "tests/architecture_test.py",
@@ -75,12 +74,6 @@ def copy(name: str, folder: pathlib.Path, paths: Iterable[str]) -> None:
         shutil.copy2(ROOT / path, folder / path)
     text = (ROOT / listing).read_text()
     (folder / listing).write_text(without(text, name))
-    # Its long tests are listed for whoever changes the code.
-    kept = []
-    for line in (ROOT / GUIDE).read_text().splitlines(keepends=True):
-        if own[1] not in line:
-            kept.append(line)
-    (folder / GUIDE).write_text("".join(kept))
 
 
 def main() -> int:

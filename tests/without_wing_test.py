@@ -10,7 +10,7 @@ from tests import without_wing
 @pytest.mark.parametrize("name", [*without_wing.WINGS, *without_wing.MEASURES])
 def test_a_copy_lacks_one_thing_and_its_lines(tmp_path, name):
     listing, own = without_wing.place(name)
-    left = ("xshard/loop.py", listing, without_wing.GUIDE)
+    left = ("xshard/loop.py", listing)
     gone = []
     for path in own:
         found = without_wing.ROOT / path
