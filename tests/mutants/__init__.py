@@ -1,0 +1,3 @@
+"""Mutation testing: small faults, drawn from the package's syntax trees by a seed, and
+which test finds each.
+"""
