@@ -10,7 +10,7 @@ import pytest
 from tests.mutants import __main__ as program
 from tests.mutants import operators, places, trials
 
-BASE_TABLE = places.ROOT / "tests/mutants/table.json"
+TABLE = places.ROOT / "tests/mutants/table.json"
 # The operator, a line, and what it makes of it.
 EDITS = (
     ("sign", "x = (a + b) - (c)", ["x = (a - b) - (c)", "x = (a + b) + (c)"]),
@@ -169,8 +169,8 @@ def test_the_nearest_and_shortest_tests_that_reach_a_mutant_come_first(tmp_path)
 
 
 def test_each_mutant_of_the_table_changes_the_code_or_is_gone():
-    table = program.Table(BASE_TABLE, 0)
-    mutants = table.mutants()
+    table = program.read(TABLE, 0)
+    mutants = program.mutants_of(table)
     files = sorted({mutant.path for mutant in mutants})
     present = [places.ROOT / path for path in files if (places.ROOT / path).exists()]
     read = []
@@ -179,7 +179,7 @@ def test_each_mutant_of_the_table_changes_the_code_or_is_gone():
     for place, edit in places.find(mutants, read).values():
         ast.parse(places.changed(place, edit))
         assert places.changed(place, edit) != place.text
-    for row in table.rows:
+    for row in table["rows"]:
         assert row["verdict"] in program.VERDICTS
         # A reader learns why nothing notices it.
         assert bool(row.get("reason")) >= (row["verdict"] == "equivalent")

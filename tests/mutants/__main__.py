@@ -1,6 +1,6 @@
 """Draws mutants of the package, and finds the tests that notice them.
 
-    python -m tests.mutants draw [--seed=1] [--count=100]
+    python -m tests.mutants draw [--seed=1] [--count=100] [--table=FILE]
     python -m tests.mutants probe
     python -m tests.mutants run [--only=3,17] [--seconds=300] [--again]
     python -m tests.mutants show
@@ -28,73 +28,66 @@ from tests.mutants import places, trials
 from xshard.base import formatting
 
 VERDICTS = ("found", "missed", "equivalent", "not run")
+# Where the copies are, and how many are tried at a time.
+_WORK = pathlib.Path("/tmp/mutants")
+_WORKERS = 2
 _FIELDS = [field.name for field in dataclasses.fields(places.Mutant)]
 
 
-class Table:
-    """The table of mutants.
+def mutants_of(table):
+    """Returns the mutants of the rows of a table."""
+    return [places.Mutant(*map(row.get, _FIELDS)) for row in table["rows"]]
 
-    Attributes:
-      path: its file.
-      base: the commit that the verdicts hold for.
-      seed: the seed of the draw.
-      rows: a row for each mutant, with what it is and its verdict.
+
+def read(path, seed):
+    """Reads a table: the commit that its verdicts hold for, the seed of its draw, and a
+    row for each mutant with what it is and its verdict. Without a file it is empty.
     """
+    if path.exists():
+        return json.loads(path.read_text())
+    return {"base": "", "seed": seed, "rows": []}
 
-    def __init__(self, path, seed):
-        self.path = path
-        table = {"base": "", "seed": seed, "rows": []}
-        if path.exists():
-            table = json.loads(path.read_text())
-        self.base = table["base"]
-        self.seed = table["seed"]
-        self.rows = table["rows"]
 
-    def mutants(self):
-        """Returns the mutants of the rows."""
-        return [places.Mutant(*map(row.get, _FIELDS)) for row in self.rows]
-
-    def write(self):
-        """Writes the file, whole or not at all."""
-        table = {"base": self.base, "seed": self.seed, "rows": self.rows}
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(table, indent=1) + "\n")
-        part.replace(self.path)
+def write(path, table):
+    """Writes a table, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(table, indent=1) + "\n")
+    part.replace(path)
 
 
 def draw(table, count):
     """Fills the table, and replaces the rows whose code is gone."""
     among = places.sources()
-    mutants = table.mutants()
+    mutants = mutants_of(table)
     found = places.find(mutants, among)
     drawn = {mutant.content for mutant in mutants}
     rooms = collections.defaultdict(list)
-    for mutant, row in zip(mutants, table.rows, strict=True):
+    for mutant, row in zip(mutants, table["rows"], strict=True):
         rooms[places.room_of(mutant.path)].append(row if mutant in found else None)
     if not mutants:
         for room, share in places.shares(among, count).items():
             rooms[room] = [None] * share
-    table.rows = []
+    table["rows"] = []
     for room, rows in rooms.items():
-        others = places.draw(among, room, table.seed)
+        others = places.draw(among, room, table["seed"])
         for row in rows:
             while row is None:
                 mutant = next(others)
                 if mutant.content not in drawn:
                     row = {**dataclasses.asdict(mutant), "verdict": "not run"}
-            table.rows.append(row)
+            table["rows"].append(row)
 
 
 def run(table, numbers, options):
     """Tries mutants, as many at a time as there are workers, and writes each verdict
     when it is there.
     """
-    probe = trials.Probe(options.work / "probed")
-    mutants = table.mutants()
+    probe = trials.Probe(_WORK / "probed")
+    mutants = mutants_of(table)
     found = places.find(mutants, places.sources())
     copies = queue.SimpleQueue()
-    for worker in range(options.workers):
-        copies.put(trials.Copy(options.work / f"worker_{worker}"))
+    for worker in range(_WORKERS):
+        copies.put(trials.Copy(_WORK / f"worker_{worker}"))
 
     def attempt(number):
         source, edit = found[mutants[number]]
@@ -109,29 +102,26 @@ def run(table, numbers, options):
             copies.put(copy)
         return number, test, round(seconds), f"{len(tests)} of {count}"
 
-    with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
         wanted = [number for number in numbers if mutants[number] in found]
         for ended in concurrent.futures.as_completed(
             pool.submit(attempt, number) for number in wanted
         ):
             number, test, seconds, tests = ended.result()
-            table.rows[number] |= {
-                "verdict": "found" if test else "missed",
-                "test": test,
-                "seconds": seconds,
-                "tests": tests,
-            }
-            table.write()
-            print(number, table.rows[number], flush=True)
+            row = table["rows"][number]
+            row["verdict"] = "found" if test else "missed"
+            row |= {"test": test, "seconds": seconds, "tests": tests}
+            write(options.table, table)
+            print(number, row, flush=True)
 
 
 def show(table):
     """Prints the verdicts by room, and what was missed or is gone."""
-    mutants = table.mutants()
+    mutants = mutants_of(table)
     found = places.find(mutants, places.sources())
     rooms = collections.defaultdict(collections.Counter)
     for number, mutant in enumerate(mutants):
-        verdict = table.rows[number]["verdict"] if mutant in found else "gone"
+        verdict = table["rows"][number]["verdict"] if mutant in found else "gone"
         for room in (places.room_of(mutant.path), "all"):
             rooms[room][verdict] += 1
         if verdict in ("missed", "gone"):
@@ -141,19 +131,18 @@ def show(table):
     for room, counts in sorted(rooms.items()):
         verdicts = {name: counts[name] for name in (*VERDICTS, "gone")}
         rows.append({"room": room, **verdicts})
-    print(f"commit {table.base}, seed {table.seed}\n{formatting.table(rows)}")
+    print("commit {base}, seed {seed}".format(**table))
+    print(formatting.table(rows))
 
 
 def _parsed():
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("command", choices=("draw", "probe", "run", "show"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=100, help="of an empty table")
     parser.add_argument("--only", help="the numbers of some mutants: 3,17")
     parser.add_argument("--again", action="store_true", help="all but the equivalent")
     parser.add_argument("--seconds", type=float, default=300, help="for each mutant")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--work", type=pathlib.Path, default="/tmp/mutants")
     default = places.ROOT / "tests/mutants/table.json"
     parser.add_argument("--table", type=pathlib.Path, default=default)
     return parser.parse_args()
@@ -162,14 +151,14 @@ def _parsed():
 def main():
     """Runs a command."""
     options = _parsed()
-    table = Table(options.table, options.seed)
+    table = read(options.table, options.seed)
     if options.command == "draw":
         draw(table, options.count)
     elif options.command == "probe":
-        trials.probe(options.work / "probed", table.mutants())
+        trials.probe(_WORK / "probed", mutants_of(table))
     elif options.command == "run":
         wanted = ("not run", "found", "missed") if options.again else ("not run",)
-        numbers = [i for i, row in enumerate(table.rows) if row["verdict"] in wanted]
+        numbers = [i for i, row in enumerate(table["rows"]) if row["verdict"] in wanted]
         if options.only:
             numbers = [int(number) for number in options.only.split(",")]
         run(table, numbers, options)
@@ -177,8 +166,8 @@ def main():
         # All verdicts are those of the package's newest commit.
         command = ["git", "log", "-1", "--format=%h", "--", "xshard"]
         base = subprocess.check_output(command, cwd=places.ROOT, text=True)
-        table.base = base.strip()
-        table.write()
+        table["base"] = base.strip()
+        write(options.table, table)
     show(table)
 
 

@@ -46,7 +46,7 @@ class Copy:
         (self.folder / "ran").unlink(missing_ok=True)
         files = f"--basetemp={self.folder}_files"
         program = [sys.executable, "-m", "pytest", "-q", "-p", "reached", files]
-        with open(f"{self.folder}.log", "wb") as log:
+        with open(f"{self.folder}.log", "ab") as log:
             try:
                 ended = subprocess.run(
                     [*_ALONE, *_SHELL, *program, *arguments],
