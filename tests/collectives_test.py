@@ -336,6 +336,18 @@ def test_the_table_of_a_step_s_collectives():
     assert names == ["sent", "between_slices", "is_conditional", "hops", "mean_hops"]
 
 
+def test_a_collective_is_conditional_in_a_branch_alone():
+    mesh = jax.sharding.Mesh(jax.devices(), ("r",))
+
+    def f(x):
+        total = jax.lax.psum(x, "r")
+        again = lambda: jax.lax.pmax(total * x, "r")
+        return jax.lax.cond(total[0] > 0, again, lambda: total)
+
+    found = collectives.of(compile_map(f, mesh, jax.P("r"), jax.P(), (16,)))
+    assert sorted(each.is_conditional for each in found) == [False, True]
+
+
 def test_a_collective_in_a_loop_counts_once_per_iteration():
     mesh = jax.sharding.Mesh(jax.devices(), ("r",))
     layer = lambda x, w: (jax.lax.psum(x * w, "r"), None)

@@ -1718,7 +1718,8 @@ def test_41_a_head_that_is_not_the_embedding_is_refused_by_name(
     ]
     changed = embedding.copy()
     changed[3, 2] = 0
-    for head in [changed, embedding[:3], embedding.T.copy(), np.full_like(changed, 2)]:
+    unset = np.full_like(embedding, np.nan)
+    for head in [changed, embedding[:3], embedding.T.copy(), 0 * embedding + 2, unset]:
         untied = tied | {"lm_head.weight": head}
         with pytest.raises(
             errors.UserError, match="'lm_head.weight' .* does not equal"
@@ -1727,7 +1728,6 @@ def test_41_a_head_that_is_not_the_embedding_is_refused_by_name(
     # The same numbers of another type, and numbers that are none.
     half = tied | {"lm_head.weight": embedding.astype(ml_dtypes.bfloat16)}
     _data_mapped(tmp_path, half, rules, "transformer.")
-    unset = np.full_like(embedding, np.nan)
     both = {"wte.weight": unset, "lm_head.weight": unset.copy()}
     _data_mapped(tmp_path, both, rules, "transformer.")
 

@@ -129,6 +129,26 @@ def test_batches_drawn_together_that_do_not_fit_are_refused(change, match):
         stacked(lambda part: Many(part, change))
 
 
+class Renaming(Counter):
+    """Calls its array otherwise once it has been put back."""
+
+    name = "x"
+
+    def __next__(self):
+        return {self.name: super().__next__()["x"]}
+
+    def set_state(self, state):
+        super().set_state(state)
+        self.name = "y"
+
+
+def test_arrays_of_other_names_after_it_was_put_back_are_another_batch(caplog):
+    train = make(iterator=Renaming)
+    for _ in range(2):
+        next(train)
+    assert caplog.text.count("Renaming gave another batch") == 1
+
+
 def test_the_end_of_data_that_is_drawn_together_is_named():
     train = make(iterator=lambda part: Many(part, lambda x: {"x": x}))
     next(train)
