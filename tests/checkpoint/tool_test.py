@@ -159,6 +159,20 @@ def test_diff_prints_the_largest_difference_of_each_array(directory, capsys):
     }
 
 
+def test_diff_names_what_one_checkpoint_lacks_and_loses_no_difference(tmp_path, capsys):
+    manager = make_manager(tmp_path / "ck")
+    for step in (1, 2):
+        # complex64 has no numbers between these.
+        state = {"z": np.array([1e9 + step + 0j]), f"only/{step}": np.zeros(1)}
+        manager.save(step, state, {})
+    manager.close()
+    _, rows = run(capsys, "diff", tmp_path / "ck", 1, 2)
+    found = {row["path"]: row["largest difference"] for row in rows}
+    assert found.pop("z") == 1
+    assert found.keys() == {"only/1", "only/2"}
+    assert all("only in one checkpoint" in text for text in found.values())
+
+
 def test_a_pinned_step_is_kept_until_it_is_unpinned(directory, capsys):
     assert run(capsys, "pin", directory, 1)[0] == 0
     assert run(capsys, "pin", directory, 1)[0] == 0

@@ -175,6 +175,13 @@ def test_a_ragged_product_counts_each_row_once():
     # In the gradient of the matrices, each row counts once, too.
     loss = lambda w, x, sizes: jnp.sum(f(x, w, sizes))
     assert flops.of(jax.grad(loss), args[1], args[0], sizes) == 2 * 2 * 24 * 8 * 5
+    # And in those of two layers, which have group sizes each.
+    dims = jax.lax.RaggedDotDimensionNumbers((([1], [1]), ([0], [0])), [1], [])
+    grads = functools.partial(
+        jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=dims
+    )
+    args = (array(2, 24, 8), array(2, 24, 5), array(2, 3, dtype=np.int32))
+    assert flops.of(grads, *args) == 2 * 2 * 24 * 8 * 5
 
 
 @pytest.mark.parametrize(

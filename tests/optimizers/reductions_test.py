@@ -359,6 +359,25 @@ def test_int8_with_one_slice_is_refused(shard_update):
         run(params, state, x)
 
 
+def test_a_gradient_that_the_state_has_no_rounding_error_for_is_refused():
+    def step(x):
+        opt = cross_shard.CrossShardOptimizer(
+            optax.sgd(1.0), "sum", **options(slice_dtype="int8")
+        )
+        b = None if hk.running_init() else jnp.ones(3)
+        return opt.apply_gradients({"m": {"w": x, "b": b}}, PARAMS)
+
+    rules = hk.transform_with_state(step)
+    _, state = rules.init(None, GRADS[0])
+    sharding = state_layouts.StateSharding(
+        state, PARAMS, MESH[1], slices=MESH[0], slice_axis_name="slice"
+    )
+    local = lambda state, x: rules.apply({}, state, None, x[0])
+    run = on_replicas(local, sharding, False, jax.P())
+    with pytest.raises(ValueError, match="'m/b' has a gradient.* no slot for it"):
+        run(sharding.store(state), GRADS)
+
+
 @pytest.mark.parametrize("more", [{}, {"slice_dtype": "int8"}, {"shard_update": True}])
 def test_parameters_without_a_gradient_are_not_sent(more):
     make = lambda: cross_shard.CrossShardOptimizer(

@@ -58,6 +58,13 @@ def test_arrays_are_combined_over_all_units(count, units):
             assert size == count
 
 
+def test_a_part_of_another_type_is_refused():
+    # NumPy would round it to the result's.
+    sums = exchange._Sums("step 1", [np.empty(2, np.float32)], 2, [np.add])
+    with pytest.raises(ValueError, match="float32 and float64 are not float32"):
+        sums.add(0, [np.ones(2, np.float32)], [np.ones(2)])
+
+
 def test_each_unit_is_computed_once():
     computed = []
 
