@@ -6,12 +6,13 @@ import logging
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import xshard
 from tests import toy
-from xshard import errors, experiment, export, loop
+from xshard import errors, experiment, export, loop, mesh
 from xshard.files import workdir
 from xshard.modes import continuous_eval
 from xshard.replay import replayer
@@ -188,3 +189,14 @@ def test_whatever_reads_a_run_wants_its_experiment(tmp_path, monkeypatch):
     set_aside = workdir.Workdir(runs["a"]).run_id()
     assert loop.run(project_config(), str(runs["a"]), "", set_aside=set_aside) == 0
     xshard.load(runs["a"])
+
+
+def test_slices_that_train_one_model_share_the_examples_of_a_step():
+    config = toy.get_config()
+    config.outer.every_steps = 2
+    of_slices = mesh.make_mesh(slices=2, separate_slices=True)
+    assert experiment.examples_per_step(config, of_slices) == config.batch_size
+    # Groups are models of their own.
+    config.outer.every_steps = 0
+    of_groups = mesh.make_mesh([[0, 1], [2, 3]], devices=jax.devices()[:4])
+    assert experiment.examples_per_step(config, of_groups) == 2 * config.batch_size

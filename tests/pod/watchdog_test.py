@@ -451,6 +451,21 @@ with watching._exit_stack:
     assert said in ended.stderr and failure in ended.stderr
 
 
+def test_process_0_is_the_last_to_end(monkeypatch):
+    monkeypatch.setattr(watchdog, "_LEAVE_SECONDS", 0)
+    # Process 3 is lost; the others end one after the other.
+    gone = iter([{}, {2: ""}, {1: "", 2: ""}, {1: "", 2: "", 3: ""}])
+    watching = types.SimpleNamespace(
+        _post_status=lambda: None,
+        _index=0,
+        _count=4,
+        _heartbeat=types.SimpleNamespace(lost={3}),
+        _board=types.SimpleNamespace(read=lambda _: next(gone)),
+    )
+    watchdog.Watchdog._announce_exit(watching)
+    assert len(list(gone)) == 1
+
+
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_signal_ends_the_wait_for_a_cause(tmp_path, is_early):
     program = f"""
