@@ -44,6 +44,8 @@ def test_an_image_becomes_a_png_file_of_its_pixels(shape):
     np.testing.assert_array_equal(
         xshard.Image(whole / np.float32(255)).pixels.reshape(shape), whole
     )
+    below = (np.arange(255.0) + 0.49) / 255
+    assert xshard.Image([below]).pixels.ravel().tolist() == list(range(255))
     odd = xshard.Image(np.array([[np.nan, -1.0, 2.0, np.inf]])).pixels
     assert odd.ravel().tolist() == [0, 0, 255, 255]
 

@@ -21,6 +21,20 @@ def test_a_disk_that_was_unmounted_is_named(held, tmp_path):
     held.release()
 
 
+def test_a_file_appears_where_the_disk_has_no_links(held, tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", fails)
+    path = tmp_path / "run" / "config.json"
+    held.create(path, b"first")
+    assert path.read_bytes() == b"first"
+    with pytest.raises(FileExistsError):
+        held.create(path, b"other")
+    assert path.read_bytes() == b"first"
+    held.release()
+
+
 def test_a_lock_that_cannot_be_closed_does_not_stop_a_release(
     held, tmp_path, monkeypatch
 ):

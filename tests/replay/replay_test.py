@@ -18,7 +18,7 @@ from tests.replay import planted
 from xshard import loop
 from xshard.pod import status
 from xshard.replay import __main__ as program
-from xshard.replay import diagnosis, replayer
+from xshard.replay import dataflow, diagnosis, observations, replayer
 
 KINDS = {
     "zero_over_zero": {},
@@ -133,6 +133,57 @@ def test_a_step_whose_updates_are_all_in_a_loop_has_no_table_of_norms():
     step = types.SimpleNamespace(program=types.SimpleNamespace(gradients={}))
     (line,) = diagnosis.Diagnosis._norms(step)
     assert line.startswith("no norms of gradients: ")
+
+
+def test_the_norm_of_a_gradient_in_shards_is_that_of_all_replicas(monkeypatch):
+    monkeypatch.setattr(diagnosis.state_lib, "params", lambda _: {"m/w": np.zeros(4)})
+    some = types.SimpleNamespace
+    step = some(
+        program=some(gradients={("m", "w"): 0}, values=[some(shape=(2,))]),
+        observed=some(squares=np.array([[9], [16]]), largest=np.array([[3], [4]])),
+        _run=some(mesh=some(shape=dict(zip(mesh.BATCH, (1, 1, 2), strict=True)))),
+        _step=some(state=None),
+    )
+    _, line = diagnosis.Diagnosis._norms(step)
+    assert line.split() == ["5", "4", "m/w"]
+
+
+def test_what_a_scan_carries_alone_comes_from_the_round_before():
+    scan = lambda x: jax.lax.scan(lambda sum_, x: (sum_ + x, sum_ * x), x[0], x)
+    numbering = dataflow._Numbering()
+    numbering.function(jax.make_jaxpr(scan)(jnp.ones(3)))
+    inputs = [x for x in numbering.values if x.loops and not x.place]
+    sources = [[numbering.values[i].primitive for i in x.sources] for x in inputs]
+    # The sum and the array, which begin as the scan's operands.
+    assert [names[1:] for names in sources] == [["add"], []]
+
+
+def test_the_rounds_of_a_while_loop_are_observed():
+    def f(x, least, factor):
+        return jax.lax.while_loop(lambda x: x > least, lambda x: x * factor, x)
+
+    inputs = [jnp.float32(x) for x in (8, 1, 0.5)]
+    numbering = dataflow._Numbering()
+    function, _ = numbering.function(jax.make_jaxpr(f)(*inputs))
+    program = types.SimpleNamespace(values=numbering.values, gradients={})
+    evaluation = observations._Evaluation(program)
+    nothing = evaluation.nothing_observed()
+    results, observed = evaluation.run(function, inputs, (), nothing)
+    assert results == [1.0]
+    largest = {}
+    for value, magnitude in zip(numbering.values, observed.largest, strict=True):
+        largest[value.primitive, bool(value.loops)] = magnitude
+    assert largest["mul", True] == 4 and largest["while", False] == 1
+
+
+def test_a_value_of_a_replica_with_one_row_depends_on_no_other():
+    some = types.SimpleNamespace
+    step = some(
+        observed=some(largest=[np.inf]),
+        _observe=lambda state, batch: some(bad=lambda replica, value: True),
+        _step=some(state=None, batch={"x": jnp.zeros(1)}),
+    )
+    assert diagnosis.Diagnosis._find_rows(step, some(replicas=[0], value=0)) is None
 
 
 @pytest.mark.sample(3, of="replays")
