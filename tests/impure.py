@@ -2,7 +2,6 @@
 mistake, and some without one.
 """
 
-import random
 import time
 
 import haiku as hk
@@ -38,29 +37,6 @@ class Line(xshard.Supervised):
         return {"error": (outputs - batch["y"]) ** 2}
 
 
-class Rough(Line):
-    """Has no mistake, but the sums of its numbers are rounded."""
-
-    def train_data(self):
-        x = np.sin(np.arange(32)).astype(np.float32)
-        return {"x": x, "y": x**3}
-
-    def forward(self, batch, *, is_training):
-        return hk.nets.MLP([16, 1])(batch["x"][:, None])[:, 0]
-
-
-class Drawing(Line):
-    """Adds noise of each replica's own key, as dropout does."""
-
-    def forward(self, batch, *, is_training):
-        noise = (
-            jax.random.normal(hk.next_rng_key(), batch["x"].shape)
-            if is_training
-            else 0.0
-        )
-        return super().forward({"x": batch["x"] + noise}, is_training=is_training)
-
-
 class Clock(Line):
     """Uses the time of day in its loss."""
 
@@ -78,49 +54,29 @@ class HashOrder(Line):
         return {"x": x, "y": 2 * x}
 
 
-class Changed(Line):
-    """A base class whose `change` modifies the batches of its iterator."""
-
-    def train_batches(self, part):
-        return _Changed(super().train_batches(part), self.change)
-
-    def change(self, batch):
-        """Returns the modified batch."""
-        raise NotImplementedError
-
-
-class _Changed:
-    """Batches that a function modifies. The iterator's state does not contain what the
-    function uses.
-    """
-
-    state_is_shared = True
-
-    def __init__(self, batches, change):
-        self._batches, self._change = batches, change
-        self.get_state, self.set_state = batches.get_state, batches.set_state
-
-    def __next__(self):
-        return self._change(dict(next(self._batches)))
-
-
-class Augmented(Changed):
-    """Adds noise from Python's random numbers, which have no seed here."""
-
-    def change(self, batch):
-        return {**batch, "x": batch["x"] + np.float32(random.random())}
-
-
-class Counting(Changed):
+class Counting(Line):
     """Counts its batches in an attribute, which no checkpoint stores, and adds the
     count to each batch.
     """
 
-    count = 0
+    def train_batches(self, part):
+        return _Counted(super().train_batches(part))
 
-    def change(self, batch):
-        self.count += 1
-        return {**batch, "x": batch["x"] + np.float32(self.count)}
+
+class _Counted:
+    """Batches to which their count is added, which is not in the iterator's state."""
+
+    state_is_shared = True
+
+    def __init__(self, batches):
+        self._batches = batches
+        self._count = 0
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def __next__(self):
+        batch = next(self._batches)
+        self._count += 1
+        return {**batch, "x": batch["x"] + np.float32(self._count)}
 
 
 class Remembering(Line):

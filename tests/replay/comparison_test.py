@@ -8,7 +8,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests import toy
@@ -144,60 +143,6 @@ def test_a_missing_run_and_runs_without_a_common_step_are_refused(tmp_path, caps
     rows.write_text("")
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) != 0
     assert "has no rows of training" in capsys.readouterr().err
-
-
-def test_the_gap_between_arrays_is_relative_to_the_largest_value():
-    gap = comparison._gap
-    x = np.array([1.0, -4.0], np.float32)
-    assert gap(x, x.copy()) == 0
-    assert gap(x, x + np.float32([0.5, 0])) == 0.125
-    half = np.asarray(jnp.bfloat16([1.0, 4.0]))
-    assert gap(half, np.asarray(jnp.bfloat16([1.5, 4.0]))) == 0.125
-    assert gap(np.float32([np.nan]), np.float32([np.nan])) == 0
-    # Other dtypes and shapes, values that are not finite, and integers have no gap.
-    assert gap(x, x.astype(int)) == np.inf
-    assert gap(x, x[:1]) == np.inf
-    assert gap(x, x.astype("f8")) == np.inf
-    assert gap(x, np.float32([1, np.nan])) == np.inf
-    assert gap(x, np.float32([1, np.inf])) == np.inf
-    assert gap(np.int32([1]), np.int32([2])) == np.inf
-
-
-def test_rows_are_compared_within_a_tolerance():
-    def row(step, loss, text="ab", **more):
-        row = {"step": step, "loss": loss, "fingerprint/params": text, "skipped": 0}
-        return {**row, **more}
-
-    first = [row(1, 2.0), row(2, 1.0), row(3, 0.5, eval=[8.0, 0.0])]
-
-    def difference(second):
-        near = comparison._with_near_equal(first, second, tolerance=1e-2, restored=1)
-        return comparison.first_row(*near)
-
-    def place(second):
-        return difference(second)[:2]
-
-    # Gaps are relative to the column's largest value. Step 2 begins with the restored
-    # state, whose fingerprint must be equal.
-    last = row(3, 0.519, "cd", eval=[8.0, 0.07])
-    assert difference([row(1, 2.0), row(2, 1.01), last]) is None
-    last = row(3, 0.5, eval=[8.0, 0.09])
-    assert place([row(1, 2.0), row(2, 1.0), last]) == (3, "eval")
-    last = row(3, 0.53, eval=[8.0, 0.0])
-    assert place([row(1, 2.0), row(2, 1.0), last]) == (3, "loss")
-    restored = row(2, 1.0, "cd")
-    assert place([first[0], restored, first[2]]) == (2, "fingerprint/params")
-    restored = {**first[1], "skipped": 1}
-    assert place([first[0], restored, first[2]]) == (2, "skipped")
-    assert place([row(1, 2.01), *first[1:]]) == (1, "loss")
-    assert difference(first[:2]).step == 3
-    assert difference([*first, row(4, 1.0)]).step == 4
-
-
-def test_results_are_compared_within_a_tolerance():
-    here = {"a": {"b": 1.0}, "c": "x"}
-    there = {"a": {"b": 1.001}, "c": "y"}
-    assert comparison._near(here, there, 1e-2) == {"a": {"b": 1.0}, "c": "y"}
 
 
 def test_the_first_difference_of_rows_is_found():

@@ -8,8 +8,7 @@ only read, and may still be training.
 
 With --verify_resume=N, and the flags of `python -m xshard.main` instead of a run, it
 checks that a run of N steps that is killed and resumed ends with the same bits as an
-undisturbed run: see `xshard.replay.verify`. With --verify_devices=M it resumes on other
-devices, and compares within a tolerance.
+undisturbed run: see `xshard.replay.verify`.
 
 Exit codes: 0 reproduced, as far as there are rows; 4 not reproduced, or not the same
 bits; 1 failed.
@@ -26,13 +25,6 @@ from xshard.files import jsonfile, workdir
 from xshard.pod import exit_codes, origin
 
 NOT_REPRODUCED = 4
-# The flags of this program that are not flags of `xshard.main`.
-_VERIFY_FLAGS = (
-    "verify_resume",
-    "verify_devices",
-    "verify_processes",
-    "verify_tolerance",
-)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,27 +46,6 @@ def _parser() -> argparse.ArgumentParser:
         help="check that a run of N steps ends with the same bits when interrupted; "
         "add the flags of xshard.main",
     )
-    parser.add_argument(
-        "--verify_devices",
-        type=int,
-        metavar="M",
-        help="resume on M virtual devices of the CPU, and compare within "
-        "--verify_tolerance",
-    )
-    parser.add_argument(
-        "--verify_processes",
-        type=int,
-        metavar="P",
-        default=1,
-        help="the processes that share these devices",
-    )
-    parser.add_argument(
-        "--verify_tolerance",
-        type=float,
-        default=1e-3,
-        help="the largest difference, as a fraction of the largest number of the "
-        "array; at least two roundings of the dtype",
-    )
     return parser
 
 
@@ -85,14 +56,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
-        if options.verify_processes != 1 and options.verify_devices is None:
-            parser.error(
-                "--verify_processes needs --verify_devices, of all of them together"
-            )
         # What this parser does not know, and --cpu_devices, is for the runs.
-        return options, flag_words.without_flags(argv, _VERIFY_FLAGS)
-    if options.verify_devices is not None:
-        parser.error("--verify_devices is for --verify_resume")
+        return options, flag_words.without_flags(argv, ["verify_resume"])
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.run is None:
@@ -120,14 +85,7 @@ def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:
     # Imported here, since its imports initialize the devices.
     from xshard.replay import verify
 
-    resume_devices = None
-    if options.verify_devices is not None:
-        resume_devices = verify.ResumeDevices(
-            devices=options.verify_devices,
-            processes=options.verify_processes,
-            tolerance=options.verify_tolerance,
-        )
-    return verify.verify(flags, options.verify_resume, print, resume_devices)
+    return verify.verify(flags, options.verify_resume, print)
 
 
 def _replay(options: argparse.Namespace) -> bool:

@@ -11,9 +11,6 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 from xshard import config as config_lib
 from xshard import errors
 from xshard.base import formatting
@@ -298,36 +295,25 @@ class Comparison(NamedTuple):
         return lines
 
 
-def compare(
-    first: pathlib.Path, second: pathlib.Path, tolerance: float = 0.0, restored: int = 0
-) -> Comparison:
-    """Compares two runs that have ended.
-
-    Args:
-      first: the work directory of one run.
-      second: the work directory of the other run.
-      tolerance: 0 compares bits. Otherwise, the largest difference of floating-point
-        numbers: in arrays as a fraction of the array's largest number, but at least two
-        roundings of the dtype; in rows as a fraction of the column's largest.
-      restored: the rows up to this step, and the state that it leaves, must have the
-        same bits in any case.
-    """
+def compare(first: pathlib.Path, second: pathlib.Path) -> Comparison:
+    """Compares two runs that have ended, by their work directories, bit for bit."""
     rows = rows_of(first)
-    other_rows = rows_of(second)
     end = _last_checkpoint(first)
-    array, gap = _first_array(end, _last_checkpoint(second), tolerance)
+    array = ""
+    for pair in diff_lib.differing_arrays(end, _last_checkpoint(second)):
+        array = pair.path
+        break
+    here = jsonfile.read(first / workdir.RESULTS)
+    there = jsonfile.read(second / workdir.RESULTS)
+    results = []
+    for name in differing(sorted((here.keys() | there.keys()) - {"run"}), here, there):
+        results.append(f"{name}: {here.get(name)} | {there.get(name)}")
     num_arrays = len(metadata_files.read_array_metas(end))
-    size = f"{len(rows)} rows, {num_arrays} arrays"
-    if tolerance:
-        rows, other_rows = _with_near_equal(rows, other_rows, tolerance, restored)
-        size += (
-            f" (the largest difference in an array is {gap:.1g} of its largest number)"
-        )
     return Comparison(
-        row=first_row(rows, other_rows),
+        row=first_row(rows, rows_of(second)),
         array=array,
-        results=_differing_results(first, second, tolerance),
-        size=size,
+        results=", ".join(results),
+        size=f"{len(rows)} rows, {num_arrays} arrays",
     )
 
 
@@ -356,134 +342,6 @@ def checkpoints(directory: pathlib.Path) -> dict[int, format_lib.SaveAttempt]:
     return {attempt.step: attempt for attempt in format_lib.committed(store)}
 
 
-def _first_array(
-    first: format_lib.SaveAttempt, second: format_lib.SaveAttempt, tolerance: float
-) -> tuple[str, float]:
-    """Compares the arrays of two checkpoints.
-
-    Returns:
-      The path of the first array that differs by more than the tolerance, or ''; and
-      the largest gap before it.
-    """
-    largest = 0.0
-    for path, x, y in diff_lib.differing_arrays(first, second):
-        if not tolerance or x is None or y is None:
-            return path, largest
-        gap = _gap(x, y)
-        if np.isinf(gap):
-            return path, largest
-        # In half precision, two roundings may exceed the tolerance.
-        two_roundings = 2 * float(jnp.finfo(x.dtype).eps)
-        if gap > max(tolerance, two_roundings):
-            return path, largest
-        largest = max(largest, gap)
-    return "", largest
-
-
-def _gap(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns the largest difference of two arrays as a fraction of the largest number
-    of the first.
-
-    It is inf if their dtypes or shapes differ, if they differ and are not floats, or if
-    only one has a NaN or an infinity in some place.
-    """
-    if x.dtype != y.dtype or x.shape != y.shape:
-        return np.inf
-    if x.tobytes() == y.tobytes():
-        return 0.0
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return np.inf
-    x = x.astype(np.float64)
-    y = y.astype(np.float64)
-    difference = np.max(np.abs(x - y))
-    largest = np.max(np.abs(x))
-    # `tiny` avoids a division by zero for an array of zeros.
-    gap = float(difference / max(largest, np.finfo(np.float64).tiny))
-    return gap if np.isfinite(gap) else np.inf
-
-
 def _last_checkpoint(directory: pathlib.Path) -> format_lib.SaveAttempt:
     attempts = checkpoints(directory)
     return attempts[max(attempts)]
-
-
-def _with_near_equal(
-    first: list[rows_lib.Row],
-    second: list[rows_lib.Row],
-    tolerance: float,
-    restored: int,
-) -> tuple[list[rows_lib.Row], list[rows_lib.Row]]:
-    """Returns the rows of two runs such that an exact comparison ignores what is within
-    the tolerance.
-
-    After the step `restored`, each number of the second run that is near the first
-    run's is replaced by it. After the next step, which begins with the restored state,
-    there are no fingerprints: on other devices, later states have other bits.
-    """
-    largest: dict[str, float] = {}
-    for row in first:
-        for name, value in row.items():
-            for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, float):
-                    largest[name] = max(largest.get(name, 0.0), abs(number))
-    near = []
-    for here, there in zip(first, second, strict=False):
-        if there["step"] > restored:
-            replaced = {}
-            for name, value in there.items():
-                limit = largest.get(name, 0.0)
-                replaced[name] = _near(here.get(name), value, tolerance, limit)
-            there = replaced
-        near.append(there)
-    near += second[len(first) :]
-    last = restored + 1
-    return _without_fingerprints(first, last), _without_fingerprints(near, last)
-
-
-def _without_fingerprints(rows: list[rows_lib.Row], last: int) -> list[rows_lib.Row]:
-    """Returns rows without the fingerprints in those after the step `last`."""
-    kept = []
-    for row in rows:
-        if row["step"] > last:
-            row = rows_lib.without_fingerprints(row)
-        kept.append(row)
-    return kept
-
-
-def _near(here: Any, there: Any, tolerance: float, largest: float = 0.0) -> Any:
-    """Returns `there`, with each number that is near its counterpart replaced by it.
-
-    Args:
-      here: a value of a row or of the results: a number, or a dictionary or list of
-        values.
-      there: the same value of another run.
-      tolerance: the largest difference of two numbers that are near, as a fraction of
-        the larger one.
-      largest: a number to take the fraction of, if it is larger than both.
-    """
-    if isinstance(here, dict) and isinstance(there, dict):
-        return {name: _near(here.get(name), x, tolerance) for name, x in there.items()}
-    if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        pairs = zip(here, there, strict=True)
-        return [_near(x, y, tolerance, largest) for x, y in pairs]
-    if isinstance(here, float) and isinstance(there, float):
-        limit = tolerance * max(abs(here), abs(there), largest)
-        return here if abs(here - there) <= limit else there
-    return there
-
-
-def _differing_results(
-    first: pathlib.Path, second: pathlib.Path, tolerance: float
-) -> str:
-    """Describes the results that differ, with their values; empty if none does."""
-    here = jsonfile.read(first / workdir.RESULTS)
-    there = jsonfile.read(second / workdir.RESULTS)
-    names = (here.keys() | there.keys()) - {"run"}
-    if tolerance:
-        # Samples may contain digits of numbers, which differ within the tolerance.
-        names -= {"samples"}
-        there = _near(here, there, tolerance)
-    texts = []
-    for name in differing(sorted(names), here, there):
-        texts.append(f"{name}: {here.get(name)} | {there.get(name)}")
-    return ", ".join(texts)

@@ -4,9 +4,6 @@ one that is killed and resumed.
 If they differ, further runs determine the kind of cause: whether two undisturbed runs
 differ as well, whether they differ only by Python's hash seed, or whether the batches
 after a restore are others.
-
-On another number of devices or processes, sums are added in another order and bits may
-differ, so runs are compared within a tolerance.
 """
 
 import hashlib
@@ -20,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,45 +42,6 @@ _REFUSED = (
     "mode",
     "restart_from_scratch",
 )
-
-
-class ResumeDevices(NamedTuple):
-    """Other devices and processes to resume on.
-
-    Attributes:
-      devices: the number of virtual CPU devices, of all processes together.
-      processes: the number of processes.
-      tolerance: the largest difference of numbers, as a fraction of the largest number
-        of their array.
-    """
-
-    devices: int
-    processes: int
-    tolerance: float
-
-    def __str__(self) -> str:
-        if self.processes == 1:
-            return f"{self.devices} devices"
-        return f"{self.devices} devices of {self.processes} processes"
-
-    def check(self) -> None:
-        """Raises UserError if a number is invalid, or the backend is not the CPU."""
-        if self.devices < 1 or self.processes < 1 or self.devices % self.processes:
-            raise errors.UserError(
-                f"--verify_devices={self.devices} must be a number of devices from 1 "
-                f"that --verify_processes={self.processes} divides."
-            )
-        if not 0 < self.tolerance < 1:
-            raise errors.UserError(
-                f"--verify_tolerance={self.tolerance} must be a number between 0 and "
-                "1: the largest difference of numbers, as a fraction of the largest "
-                "number of their array."
-            )
-        if jax.default_backend() != "cpu":
-            raise errors.UserError(
-                f"--verify_devices={self.devices} splits the CPU, and this is "
-                f"{jax.default_backend()}: set JAX_PLATFORMS=cpu, or leave it out."
-            )
 
 
 def kill(config: dict[str, Any]) -> tuple[int, int]:
@@ -122,12 +80,7 @@ class Killer:
         """Does nothing."""
 
 
-def verify(
-    flags: Sequence[str],
-    steps: int,
-    say: Callable[[str], None],
-    resume_devices: ResumeDevices | None = None,
-) -> bool:
+def verify(flags: Sequence[str], steps: int, say: Callable[[str], None]) -> bool:
     """Runs an experiment undisturbed and interrupted, in child processes, and compares
     rows, results and arrays.
 
@@ -137,7 +90,6 @@ def verify(
       flags: the flags of `xshard.main`; a work directory among them is not touched.
       steps: the number of steps of each run.
       say: takes texts to print.
-      resume_devices: other devices for the killed run to resume on, if any.
 
     Returns:
       Whether everything is equal.
@@ -147,11 +99,7 @@ def verify(
         process.
     """
     _check(flags, steps)
-    equality = "the same bits"
-    if resume_devices is not None:
-        resume_devices.check()
-        equality = f"the same within {resume_devices.tolerance:g}"
-    runs = _Runs(flags, steps, resume_devices)
+    runs = _Runs(flags, steps)
     undisturbed = runs.train(_UNDISTURBED)
     step, saved = kill(jsonfile.read(undisturbed / "config.json"))
     before_kill = comparison.rows_of(runs.train("resumed", is_killed=True))
@@ -163,19 +111,17 @@ def verify(
         compared = comparison.Comparison(row)
         what = f"two runs of {steps} steps, up to a kill at step {step}"
     else:
-        compared = runs.compare(runs.train("resumed", on_resume_devices=True), saved)
+        compared = comparison.compare(undisturbed, runs.train("resumed"))
         what = (
             f"{steps} undisturbed steps, and {steps} killed at step {step} and resumed "
             f"from step {saved}"
         )
-        if resume_devices is not None:
-            what += f" on {resume_devices}"
     differences = compared.lines()
     if not differences:
         shutil.rmtree(runs.folder)
-        say(f"{equality}: {what}; {compared.size} and the results are equal")
+        say(f"the same bits: {what}; {compared.size} and the results are equal")
         return True
-    say("\n".join([f"not {equality}: {what}", *differences]))
+    say("\n".join([f"not the same bits: {what}", *differences]))
     if row is not None:
         kind = runs.diagnose_nondeterminism()
     else:
@@ -209,14 +155,8 @@ class _Runs:
       folder: the folder, in which each run has a work directory of its name.
     """
 
-    def __init__(
-        self,
-        flags: Sequence[str],
-        steps: int,
-        resume_devices: ResumeDevices | None = None,
-    ):
+    def __init__(self, flags: Sequence[str], steps: int):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="xshard_verify_"))
-        self._resume_devices = resume_devices
         self._steps = steps
         every = steps // _NUM_SAVES
         # Each step is logged and fingerprinted, and each checkpoint kept, to find the
@@ -237,22 +177,8 @@ class _Runs:
         self._command = [sys.executable, "-m", "xshard.main", *rest]
         self._command += [f"--config.{name}={value}" for name, value in values.items()]
 
-    def compare(self, other: pathlib.Path, restored: int) -> comparison.Comparison:
-        """Compares the undisturbed run with another: its bits, or on other devices what
-        follows the step `restored` within the tolerance.
-        """
-        tolerance = self._resume_devices.tolerance if self._resume_devices else 0.0
-        return comparison.compare(
-            self.folder / _UNDISTURBED, other, tolerance, restored
-        )
-
     def train(
-        self,
-        name: str,
-        *,
-        is_killed: bool = False,
-        environment: str = "",
-        on_resume_devices: bool = False,
+        self, name: str, *, is_killed: bool = False, environment: str = ""
     ) -> pathlib.Path:
         """Starts or resumes a run, waits for it, and returns its directory.
 
@@ -260,7 +186,6 @@ class _Runs:
           name: the run's name.
           is_killed: whether the run kills itself.
           environment: a variable to set for it, as NAME=VALUE.
-          on_resume_devices: whether it runs on the other devices, if there are any.
 
         Raises:
           UserError: if the run ends otherwise than it should.
@@ -276,8 +201,6 @@ class _Runs:
         ]
         if environment:
             command = ["env", environment, *command]
-        if on_resume_devices and self._resume_devices is not None:
-            command = _command_on(self._resume_devices, command)
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             done = subprocess.run(command, stdout=out, stderr=out, check=False)
@@ -313,17 +236,6 @@ class _Runs:
                 f"the state: {only} step {step} begins with a different state than "
                 "before the kill"
             )
-        if self._resume_devices is not None:
-            elsewhere = self.train("elsewhere", on_resume_devices=True)
-            # Nothing was restored, so all rows may differ within the tolerance.
-            if self.compare(elsewhere, restored=-1).lines():
-                return (
-                    "the number of devices: an undisturbed run on "
-                    f"{self._resume_devices} differs, too, so the resume is not the "
-                    "cause; does a replica draw by its own key, or use only its part "
-                    "of a batch? Otherwise, sums in another order differ by more than "
-                    "--verify_tolerance."
-                )
         only_results = compared.row is None and not compared.array
         if column.startswith("eval/") or only_results:
             return (
@@ -387,21 +299,3 @@ def _examples(directory: pathlib.Path, step: int) -> str:
     if not numbers:
         return ""
     return f" (undisturbed: examples {formatting.listed([str(n) for n in numbers])})"
-
-
-def _command_on(place: ResumeDevices, command: Sequence[str]) -> list[str]:
-    """Returns the command of a run on other devices."""
-    devices = f"--cpu_devices={place.devices // place.processes}"
-    rest = flag_words.without_flags(command, ["cpu_devices"])
-    if place.processes == 1:
-        return [*rest, devices]
-    return [
-        sys.executable,
-        "-m",
-        "launch",
-        f"--num_processes={place.processes}",
-        devices,
-        "--max_failures=1",
-        "--",
-        *rest,
-    ]
