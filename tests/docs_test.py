@@ -315,6 +315,7 @@ BAD = [
     ["xshard.new"],
     ["xshard.export", "runs/digits"],
     ["xshard.replay", "runs/digits", "--step=many"],
+    ["xshard.replay", "runs/digits", "--config.stepz=3"],
     ["xshard.replay", "--verify_resume=8", "--config=configs/no.py"],
     ["xshard.nothing"],
     ["launch", "--engin=slurm", "--", "python", "-m", "xshard.main", "--workdir=x"],
@@ -367,9 +368,11 @@ def check(module, *arguments):
     elif module == "xshard.replay":
         from xshard.replay import __main__ as program
 
-        _, rest = program.parse(arguments)
-        if rest:
+        options, rest = program.parse(arguments)
+        if options.verify_resume is not None:
             check("xshard.main", *rest)
+        elif rest:
+            cli.override(config_lib.default(), rest)
     elif module == "xshard.new":
         assert len(arguments) == 1
     elif module != "-c":

@@ -4,6 +4,7 @@ A user's mistake is one message; a bug has a traceback.
 """
 
 import argparse
+import contextlib
 import difflib
 import functools
 import itertools
@@ -219,6 +220,26 @@ def parse(values: flags.FlagValues = flags.FLAGS) -> list[str]:
     return words
 
 
+def override(config: ml_collections.ConfigDict, arguments: Sequence[str]) -> None:
+    """Sets values of a config by arguments such as '--config.precision=float32'.
+
+    Raises:
+      UserError: if the config lacks a key, or has a value of another type there.
+    """
+    values = flags.FlagValues()
+    words = ["", *arguments]
+    try:
+        config_flags.DEFINE_config_dict(
+            "config", config, lock_config=False, flag_values=values, sys_argv=words
+        )
+        values(words)
+    except flags.Error as e:
+        raise errors.UserError(flag_error(e)) from e
+    except (AttributeError, KeyError) as e:
+        unknown = _unknown_key("the run's config", config, arguments)
+        raise errors.UserError(unknown or message(e)) from e
+
+
 def is_bug(e: Exception) -> bool:
     """Returns whether an exception needs a traceback.
 
@@ -345,9 +366,12 @@ def _parse_error(e: Exception) -> str:
     if isinstance(e, OSError) and not os.path.isfile(os.path.expanduser(path)):
         return f"--config={path}: there is no such file (seen from {os.getcwd()})."
     if isinstance(e, AttributeError | KeyError):
-        unknown = _unknown_key(path, arguments)
-        if unknown:
-            return unknown
+        # If the config file itself raises, its keys are unknown.
+        with contextlib.suppress(Exception):
+            config = _ConfigParser("config", lock_config=False).parse(path)
+            unknown = _unknown_key(path, config, arguments)
+            if unknown:
+                return unknown
     text = f"--config={path} raised {type(e).__name__}: {e}"
     where = user_code.location(e)
     if where:
@@ -355,23 +379,18 @@ def _parse_error(e: Exception) -> str:
     return f"{text}."
 
 
-def _unknown_key(path: str, arguments: Sequence[str]) -> str | None:
-    """Returns the message for a flag that overrides a key that the config lacks.
-
-    Returns:
-      The message; None if there is no such flag, or if the file itself cannot be run.
+def _unknown_key(
+    where: str, config: ml_collections.ConfigDict, arguments: Sequence[str]
+) -> str | None:
+    """Returns the message for a flag that overrides a key that the config lacks; None
+    if there is no such flag.
     """
-    try:
-        config = _ConfigParser("config", lock_config=False).parse(path)
-        keys = list(config_lib.flatten(config.to_dict()))
-    except Exception:
-        # The config file itself raises, so its keys are unknown.
-        return None
+    keys = list(config_lib.flatten(config.to_dict()))
     for argument in arguments:
         match = re.match(r"--?config\.([^=]+)", argument)
         if match is None or _is_known_key(match[1], keys):
             continue
-        text = f"--config.{match[1]}: {path} has no such key;"
+        text = f"--config.{match[1]}: {where} has no such key;"
         near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
         if near:
             return f"{text} did you mean {' or '.join(near)}?"

@@ -219,23 +219,8 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
         checks["line"] = (finding.first.line, line(fault.kind))
         is_backward = fault.kind in ("root_gradient", "gradient_overflow")
         checks["backward"] = (finding.first.backward, is_backward)
-    checks |= _cure_checks(fault, finding)
     differences = []
     for name, (actual, expected) in checks.items():
         if actual != expected:
             differences.append(f"{name}: {actual!r} for {expected!r}")
     return differences
-
-
-def _cure_checks(
-    fault: Fault, finding: diagnosis.Finding
-) -> dict[str, tuple[object, object]]:
-    if fault.kind == "bad_example":
-        return {"cure": (finding.cure, "")}
-    if fault.kind == "gradient_overflow" and fault.loss_scale == "dynamic":
-        return {"scale": ("too high" in finding.cure, True)}
-    no_scale = "no loss scale would cure it" in finding.cure
-    if fault.kind == "forward_overflow":
-        finite = "in float32 the step is finite" in finding.cure
-        return {"cure": ((no_scale, finite), (fault.loss_scale == "dynamic", True))}
-    return {"cure": (no_scale, fault.loss_scale == "dynamic")}

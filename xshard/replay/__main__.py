@@ -4,7 +4,9 @@ xshard.replay runs/digits --step=41287`.
 It starts from the newest checkpoint before the step, or from the run's first state,
 repeats the steps up to it, and compares their metrics with the run's rows, bit for bit.
 Without --step it selects the first step that was not finite or was skipped. The run is
-only read, and may still be training.
+only read, and may still be training. With --config.key=value it repeats the steps with
+this value instead of the run's: is the step finite with --config.precision=float32, or
+with another loss scale?
 
 With --verify_resume=N, and the flags of `python -m xshard.main` instead of a run, it
 checks that a run of N steps that is killed and resumed ends with the same bits as an
@@ -50,19 +52,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns the options, and with --verify_resume the flags of `xshard.main`; exits
-    with 2 if they are invalid.
+    """Returns the options, and the flags of the config; with --verify_resume, those of
+    `xshard.main`. It exits with 2 if the options are invalid.
     """
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if options.verify_resume is not None:
         # What this parser does not know, and --cpu_devices, is for the runs.
         return options, flag_words.without_flags(argv, ["verify_resume"])
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    others = [word for word in unknown if not word.startswith("--config.")]
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     if options.run is None:
         parser.error("give a RUN")
-    return options, []
+    return options, unknown
 
 
 @cli.program
@@ -76,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if options.verify_resume is not None:
         is_reproduced = _verify(options, flags)
     else:
-        is_reproduced = _replay(options)
+        is_reproduced = _replay(options, flags)
     return exit_codes.DONE if is_reproduced else NOT_REPRODUCED
 
 
@@ -88,14 +91,14 @@ def _verify(options: argparse.Namespace, flags: Sequence[str]) -> bool:
     return verify.verify(flags, options.verify_resume, print)
 
 
-def _replay(options: argparse.Namespace) -> bool:
+def _replay(options: argparse.Namespace, flags: Sequence[str]) -> bool:
     files = workdir.Workdir(options.run)
     config = jsonfile.read_if_exists(files.config) or {}
     origin.set_up_backends(config, options.cpu_devices or _num_devices(files))
     # Imported here, since its imports initialize the devices.
     from xshard.replay import report
 
-    return report.replay(options.run, options.step, print)
+    return report.replay(options.run, options.step, print, flags)
 
 
 def _num_devices(files: workdir.Workdir) -> int:

@@ -76,14 +76,6 @@ class Value:
         """The name of the primitive that computes it; empty for an input."""
         return self.equation.primitive.name if self.place else ""
 
-    @property
-    def runs_once(self) -> bool:
-        """Whether it is outside of all loops and branches."""
-        around = self.place[:-1]
-        return not self.loops and all(
-            eqn.primitive.name in primitives.CALLS for eqn in around
-        )
-
 
 class Equation(NamedTuple):
     """An equation of a function.
@@ -128,11 +120,8 @@ class Program:
       results: the value numbers of the results by name: the state by path, and the
         metrics. Results that are not values of the program are left out.
       losses: the value numbers of the losses that a run observes, by learner.
-      gradients: the value numbers of the gradients that the update receives, by learner
-        and parameter; those of the last update outside of a loop, if a step has
-        several.
-      all_gradients: the learner, parameter and value number of each gradient that an
-        update receives, also in a loop.
+      gradients: the learner, parameter and value number of each gradient that an update
+        receives, also in a loop.
     """
 
     def __init__(self, traced: Any, arguments: Any):
@@ -160,8 +149,7 @@ class Program:
         # from them, and are then left out.
         self.results: dict[str, int] = {}
         self.losses: dict[str, int] = {}
-        self.gradients: dict[tuple[str, str], int] = {}
-        self.all_gradients: list[tuple[str, str, int]] = []
+        self.gradients: list[tuple[str, str, int]] = []
         by_variable = dict(zip(self.mapped.outvars, outputs, strict=True))
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         for (path, _), variable in zip(results, self.outer.jaxpr.outvars, strict=True):
@@ -193,12 +181,8 @@ class Program:
         for check in self._finite_checks(number):
             value = self.values[check]
             path = name_stack(value).partition(inspection.GRADIENT)[2]
-            if not path:
-                continue
-            gradient = value.sources[0]
-            self.all_gradients.append((learner, path, gradient))
-            if self.values[gradient].runs_once:
-                self.gradients[learner, path] = gradient
+            if path:
+                self.gradients.append((learner, path, value.sources[0]))
 
     def _finite_checks(self, number: int) -> list[int]:
         """Returns the nearest `is_finite` equations that a value depends on, in program

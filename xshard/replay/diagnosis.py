@@ -1,32 +1,24 @@
-"""The analysis of a step: its first value that is not finite, the examples that cause
-it, and what would cure it.
+"""The analysis of a step: its first value that is not finite, and the examples that
+cause it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import jmp
-import ml_collections
 import numpy as np
 
-from xshard import config as config_lib
 from xshard import mesh as mesh_lib
-from xshard.base import formatting, primitives
+from xshard.base import primitives
 from xshard.optimizers import trees
 from xshard.replay import dataflow, observations, replayer
 from xshard.run import preflight
-from xshard.training import state as state_lib
 
-_SCALE = "current_loss_scale"
 # The number of examples that are tried before the cause is reported as independent of
 # the examples.
 _MAX_TRIED = 16
 # The most causes among the examples that are searched for.
 _MOST_CAUSES = 4
-# The most lines of the user's code that the table of a finite step shows.
-_MOST_LINES = 5
 # Primitives whose results are elements of their operands.
 _CHOOSE = {
     "select_n",
@@ -76,8 +68,6 @@ class Finding(NamedTuple):
       rows: the rows of the batch of all groups that cause it, a list for each cause;
         None if it does not depend on the examples.
       results: the results that become not finite.
-      cure: the change that would make the step finite, or a note that no loss scale
-        would; empty if not examined.
     """
 
     first: Operation
@@ -85,7 +75,6 @@ class Finding(NamedTuple):
     replicas: list[int]
     rows: list[list[int]] | None
     results: list[str]
-    cure: str
 
 
 class Cause(NamedTuple):
@@ -105,12 +94,7 @@ class Cause(NamedTuple):
 
 
 class Diagnosis:
-    """A repeated step of a run, with observations of all its values.
-
-    Attributes:
-      program: the step's program.
-      observed: the observations.
-    """
+    """A repeated step of a run, with observations of all its values."""
 
     def __init__(self, run: replayer.Replayer, step: replayer.Step):
         """Traces the step once more, and observes its values."""
@@ -118,46 +102,44 @@ class Diagnosis:
         self._step = step
         program = preflight.single_program(run.experiment, run.mesh)
         traced = program.trace(step.state, step.batch)
-        self.program = dataflow.Program(traced, (step.state, step.batch))
-        self._observe = observations.make_observer(self.program, run.mesh)
-        self.observed = self._observe(step.state, step.batch)
+        self._program = dataflow.Program(traced, (step.state, step.batch))
+        self._observe = observations.make_observer(self._program, run.mesh)
+        self._observed = self._observe(step.state, step.batch)
 
     def find(self) -> Finding | None:
         """Finds the first value that is not finite; None if every value that reaches a
         result is finite.
         """
-        cause = find_cause(self.program, self.observed, self._run.mesh)
+        cause = find_cause(self._program, self._observed, self._run.mesh)
         if cause is None:
             return None
         first = self._operation(cause.value, cause.replicas)
         nan = None
         if cause.nan is not None and cause.nan != cause.value:
-            nan = self._operation(cause.nan, range(len(self.observed.largest)))
+            nan = self._operation(cause.nan, range(len(self._observed.largest)))
         return Finding(
             first=first,
             nan=nan,
             replicas=cause.replicas,
             rows=self._find_rows(cause),
             results=cause.results,
-            # Nothing in the step cures what was not finite before it.
-            cure="" if first.input else self._find_cure(cause),
         )
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         """Describes a value that is not finite on some replicas."""
-        value = self.program.values[number]
+        value = self._program.values[number]
         input_name = ""
-        if not value.primitive and number < len(self.program.inputs):
-            input_name = self.program.inputs[number]
+        if not value.primitive and number < len(self._program.inputs):
+            input_name = self._program.inputs[number]
         line, innermost = dataflow.lines(value)
-        largest = self.observed.largest[list(replicas), number]
+        largest = self._observed.largest[list(replicas), number]
         return Operation(
             primitive=value.primitive,
             input=input_name,
             line=line,
             innermost=innermost,
             module=dataflow.module_path(value),
-            backward=self.program.is_backward(number),
+            backward=self._program.is_backward(number),
             kind=f"{value.dtype}{list(value.shape)}",
             gives="nan" if np.isnan(largest).any() else "inf",
         )
@@ -168,7 +150,7 @@ class Diagnosis:
         """
         batch = {name: np.asarray(x) for name, x in self._step.batch.items()}
         num_rows = len(next(iter(batch.values())))
-        size = num_rows // len(self.observed.largest)
+        size = num_rows // len(self._observed.largest)
         # Only the rows of the replicas on which the value is not finite can cause it.
         rows = np.concatenate(
             [np.arange(size) + size * replica for replica in cause.replicas]
@@ -199,165 +181,6 @@ class Diagnosis:
 
         micro_batches = self._run.config.micro_batches * len(cause.replicas)
         return blame_examples(is_caused_by, np.split(rows, micro_batches))
-
-    def _find_cure(self, cause: Cause) -> str:
-        """Describes the cure: a lower loss scale, a wider dtype, or neither."""
-        scale = 1.0
-        for path, x in jax.tree_util.tree_leaves_with_path(self._step.state):
-            if _is_scale(path):
-                scale = max(scale, float(jnp.max(x)))
-        texts = []
-        if scale > 1:
-            text, is_cured = self._cure_by_scale(cause, scale)
-            if is_cured:
-                return text
-            texts.append(text)
-        policy = jmp.get_policy(self._run.config.precision)
-        # A computation in float32 or wider cannot be cured by a wider type.
-        if jnp.dtype(policy.compute_dtype).itemsize <= 2:
-            texts.append(self._cure_by_float32(cause, policy))
-        return "; ".join(texts)
-
-    def _cure_by_scale(self, cause: Cause, scale: float) -> tuple[str, bool]:
-        """Describes whether a lower loss scale would make the step finite, and returns
-        whether it would.
-        """
-
-        def observe_at(exponent: int) -> observations.Observations | None:
-            """Observes the step at a scale that is 2**exponent lower; None if it is not
-            finite there.
-            """
-            state = _scaled(self._step.state, 2.0**-exponent)
-            observed = self._observe(state, self._step.batch)
-            bad = find_cause(self.program, observed, self._run.mesh)
-            return observed if bad is None else None
-
-        # The smallest exponent, by bisection: the step is not finite at `low`, and is
-        # finite at `high`.
-        low = 0
-        high = int(np.ceil(np.log2(scale)))
-        if observe_at(high) is None:
-            text = "not finite at a loss scale of 1 either: no loss scale would cure it"
-            return text, False
-        while high - low > 1:
-            middle = (low + high) // 2
-            if observe_at(middle) is not None:
-                high = middle
-            else:
-                low = middle
-        finite = formatting.number(scale / 2**high)
-        text = (
-            f"the loss scale {formatting.number(scale)} is 2^{high} too high: at "
-            f"{finite} the step is finite"
-        )
-        observed = observe_at(high)
-        dtype = self.program.values[cause.value].dtype
-        if observed is not None and jnp.issubdtype(dtype, jnp.floating):
-            # As it would be at the full scale, if the dtype had the range.
-            largest = observed.largest[cause.replicas, cause.value].max()
-            text += (
-                f"; the value that overflows is {float(largest) * 2**high:.3g}, and "
-                f"the largest {dtype} is {_largest_of(dtype)}"
-            )
-        return text, True
-
-    def _cure_by_float32(self, cause: Cause, policy: jmp.Policy) -> str:
-        """Describes the outcome of the same step in float32."""
-        config = ml_collections.ConfigDict(self._run.config)
-        params = jnp.dtype(policy.param_dtype).name
-        config.update(precision=f"params={params},compute=float32,output=float32")
-        experiment = type(self._run.experiment)(config_lib.ReadConfig(config))
-        state = self._step.state
-        batch = self._step.batch
-        step = preflight.single_program(experiment, self._run.mesh)
-        program = dataflow.Program(step.trace(state, batch), (state, batch))
-        observed = observations.make_observer(program, self._run.mesh)(state, batch)
-        if find_cause(program, observed, self._run.mesh) is not None:
-            return "not finite in float32 either: the precision is not the cause"
-        text = "in float32 the step is finite"
-        # The float32 program numbers its values differently, so the value is found by
-        # its place in the code.
-        value = self.program.values[cause.value]
-        place = _place(value)
-        same = [n for n, other in enumerate(program.values) if _place(other) == place]
-        if same and jnp.issubdtype(value.dtype, jnp.floating):
-            largest = float(observed.largest[np.ix_(cause.replicas, same)].max())
-            text += (
-                f", and this value is {largest:.3g}: the largest {value.dtype} is "
-                f"{_largest_of(value.dtype)}"
-            )
-        return text
-
-    def table(self) -> str:
-        """Formats the norm of each gradient and the largest values of a finite step."""
-        return "\n".join([*self._norms(), *self._largest_by_line()])
-
-    def _norms(self) -> list[str]:
-        """Returns a line for each gradient that the update receives."""
-        if not self.program.gradients:
-            return ["no norms of gradients: the step has no update outside of a loop"]
-        groups, slices, replicas = (
-            self._run.mesh.shape[axis] for axis in mesh_lib.BATCH
-        )
-        squares = self.observed.squares.reshape(groups, slices, replicas, -1)
-        params = state_lib.params(self._step.state)
-        lines = ["gradients that the update receives: norm, largest |element|"]
-        for index, (gradient, number) in enumerate(self.program.gradients.items()):
-            name = trees.join(*gradient)
-            # All slices have the same gradients. With a sharded update, each replica of
-            # a slice has a part.
-            square = squares[:, 0, :, index]
-            size = np.prod(self.program.values[number].shape)
-            # A parameter of the run has a dimension of groups, if there are several.
-            global_size = np.prod(params[name].shape) // groups if name in params else 0
-            square = square.sum(axis=1) if size < global_size else square[:, 0]
-            norms = " ".join(f"{x:.4g}" for x in np.sqrt(square))
-            largest = self.observed.largest[:, number].max()
-            lines.append(f"  {norms}  {largest:.4g}  {name}")
-        return lines
-
-    def _largest_by_line(self) -> list[str]:
-        """Returns a text for each of the lines of code with the largest values."""
-        largest = self.observed.largest.max(axis=0)
-        texts: dict[str, str] = {}
-        for number in np.argsort(-largest).tolist():
-            if len(texts) == _MOST_LINES:
-                break
-            value = self.program.values[number]
-            line, _ = dataflow.lines(value)
-            if line and line not in texts and np.isfinite(largest[number]):
-                texts[line] = (
-                    f"  {largest[number]:.4g}  {value.dtype}  {value.primitive}  {line}"
-                )
-        return ["the largest |value|s of the user's code, by line:", *texts.values()]
-
-
-def _place(value: dataflow.Value) -> tuple[Any, ...]:
-    """Returns features that identify an operation in the same step at another
-    precision.
-    """
-    lines = dataflow.lines(value)
-    return value.primitive, lines, dataflow.name_stack(value), value.shape
-
-
-def _largest_of(dtype: Any) -> str:
-    return f"{float(jnp.finfo(dtype).max):.6g}"
-
-
-def _scaled(state: state_lib.TrainState, factor: float) -> state_lib.TrainState:
-    """Returns the state with its loss scales multiplied by `factor`, but at least 1."""
-
-    def change(path: Any, x: jax.Array) -> jax.Array:
-        if not _is_scale(path):
-            return x
-        scale = jnp.maximum(x * jnp.float32(factor), jnp.float32(1))
-        return jax.device_put(scale, x.sharding)
-
-    return jax.tree_util.tree_map_with_path(change, state)
-
-
-def _is_scale(path: Any) -> bool:
-    return trees.path_name(path).rpartition("/")[2] == _SCALE
 
 
 # A value on a replica: the replica's number, and the value's.
@@ -409,7 +232,7 @@ def _losses_and_gradients(program: dataflow.Program) -> list[tuple[str, int]]:
         found.append((f"the loss{of_learner}", number))
     # All gradients, since an update that was skipped leaves no trace in the results,
     # nor in what is observed of a later one.
-    for learner, path, number in program.all_gradients:
+    for learner, path, number in program.gradients:
         found.append((f"the gradient of {trees.join(learner, path)}", number))
     return found
 

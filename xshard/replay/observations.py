@@ -35,13 +35,10 @@ class Observations(NamedTuple):
         magnitude in the first round that was not finite; 0 for integers.
       rounds: the rounds of the enclosing loops in which a value was first not finite,
         [replicas, values, loops].
-      squares: the sum of the squares of each gradient on each replica, [replicas,
-        gradients].
     """
 
     largest: Any
     rounds: Any
-    squares: Any
 
     def bad(self, replica: int, value: int) -> bool:
         """Returns whether a value was not finite on a replica."""
@@ -117,8 +114,6 @@ class _Evaluation:
 
     def __init__(self, program: dataflow.Program):
         self._program = program
-        gradients = program.gradients.values()
-        self._gradients = {number: index for index, number in enumerate(gradients)}
 
     def nothing_observed(self) -> Observations:
         """Returns the observations before a step."""
@@ -126,7 +121,6 @@ class _Evaluation:
         return Observations(
             largest=jnp.zeros(count, jnp.float32),
             rounds=jnp.zeros((count, dataflow.DEPTH), jnp.int32),
-            squares=jnp.zeros(len(self._gradients), jnp.float32),
         )
 
     def run(
@@ -160,7 +154,6 @@ class _Evaluation:
                 eqn, equation.functions, operands, rounds, observed
             )
             if equation.numbers:
-                observed = self._add_squares(equation.numbers, results, observed)
                 magnitudes.update(_magnitudes(equation.numbers, results))
             return results
 
@@ -278,19 +271,6 @@ class _Evaluation:
             for name in names or ["default"]:
                 by_platform[name] = of_platforms
         return lax.platform_dependent(observed, *inputs, **by_platform)
-
-    def _add_squares(
-        self, numbers: Sequence[int], values: Sequence[Any], observed: Observations
-    ) -> Observations:
-        """Adds the sums of squares of those values that are gradients."""
-        squares = observed.squares
-        for number, value in zip(numbers, values, strict=True):
-            if number in self._gradients:
-                # Summed in float32, since squares may overflow half precision.
-                magnitude = jnp.abs(value).astype(jnp.float32)
-                square = jnp.sum(jnp.square(magnitude))
-                squares = squares.at[self._gradients[number]].set(square)
-        return observed._replace(squares=squares)
 
 
 def _add(

@@ -3,14 +3,14 @@ is written.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from xshard import checkpoint, data, errors
+from xshard import checkpoint, cli, data, errors
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
@@ -59,13 +59,18 @@ class Replayer:
       config: the run's config.
       experiment: its experiment.
       mesh: the run's mesh, of the devices here.
-      changes: descriptions of what differs from the original run: code, libraries,
-        devices, flags.
+      changes: descriptions of what differs from the original run: values of the config,
+        code, libraries, devices, flags.
       rows: the rows of training by step.
     """
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, flags: Sequence[str] = ()):
         """Reads a run, and creates its experiment, mesh and data.
+
+        Args:
+          directory: the run's work directory.
+          flags: values of the config that replace those of the run, such as
+            '--config.precision=float32'.
 
         Raises:
           UserError: if the directory holds no run, or if its data or config does not
@@ -73,6 +78,14 @@ class Replayer:
         """
         self._workdir = workdir.Workdir(directory)
         self.config = trained_lib.config_of(self._workdir)
+        self.changes = []
+        if flags:
+            before = config_lib.flatten(self.config.to_dict())
+            cli.override(self.config, flags)
+            config_lib.check(self.config)
+            for name, value in config_lib.flatten(self.config.to_dict()).items():
+                if value != before.get(name):
+                    self.changes.append(f"config.{name}: {before.get(name)} -> {value}")
         # Where slots lie changes no value, and these devices may have no other memory.
         self.config.slots_memory = config_lib.DEVICE
         self.mesh = experiment_lib.mesh_of(self.config)
@@ -84,7 +97,7 @@ class Replayer:
         self._batches.set_skips(self._skips)
         module = type(self.experiment).__module__
         self._provenance = origin.find_provenance(module, self._batches.summary(), "")
-        self.changes = self._find_changes()
+        self.changes += self._find_changes()
         self.rows, self._evaluations = rows_lib.by_step(self._workdir.metrics)
         # The step that ended the run, because it was not finite or was skipped; 0 if
         # none did.

@@ -8,7 +8,12 @@ from xshard.base import formatting
 from xshard.replay import comparison, diagnosis, replayer
 
 
-def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool:
+def replay(
+    directory: str,
+    step: int | None,
+    say: Callable[[str], None],
+    flags: Sequence[str] = (),
+) -> bool:
     """Repeats a step of a run, compares it with the run's rows, and reports its first
     value that is not finite.
 
@@ -16,6 +21,8 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
       directory: the run's work directory.
       step: the step; None: the first one that was not finite, or was skipped.
       say: takes lines to print.
+      flags: values of the config that replace those of the run, such as
+        '--config.precision=float32'.
 
     Returns:
       Whether all rows on the way were reproduced.
@@ -23,7 +30,7 @@ def replay(directory: str, step: int | None, say: Callable[[str], None]) -> bool
     Raises:
       UserError: if there is no such run or step, or if it cannot be repeated here.
     """
-    run = replayer.Replayer(directory)
+    run = replayer.Replayer(directory, flags)
     for change in run.changes:
         say(f"changed since the run: {change}")
     is_elsewhere = any(change.startswith("devices") for change in run.changes)
@@ -97,8 +104,7 @@ def _describe_difference(
 
 def describe(run: replayer.Replayer, step: replayer.Step) -> str:
     """Analyzes a repeated step, and describes what was found."""
-    analyzed = diagnosis.Diagnosis(run, step)
-    finding = analyzed.find()
+    finding = diagnosis.Diagnosis(run, step).find()
     if finding is None and not step.is_healthy:
         return (
             "The step is not finite, or is skipped, but all of its values are finite "
@@ -106,10 +112,7 @@ def describe(run: replayer.Replayer, step: replayer.Step) -> str:
             "fused operations round differently."
         )
     if finding is None:
-        return (
-            "Every value that reaches a result of the step is finite.\n"
-            f"{analyzed.table()}"
-        )
+        return "Every value that reaches a result of the step is finite."
     text = _describe_finding(run, step, finding)
     # The state is not among the metrics.
     only_in_state = all(name.startswith("the state ") for name in finding.results)
@@ -143,8 +146,6 @@ def _describe_finding(
         lines.append(f"which {nan.primitive} turns into nan:")
         lines += _where(nan)
     lines.append(f"  reaches      {formatting.listed(finding.results)}")
-    if finding.cure:
-        lines.append(f"  cure         {finding.cure}")
     return "\n".join(lines)
 
 
