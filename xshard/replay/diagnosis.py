@@ -77,20 +77,8 @@ class Finding(NamedTuple):
     results: list[str]
 
 
-class Cause(NamedTuple):
-    """The first value that is not finite, among those that make a result not finite.
-
-    Attributes:
-      value: the value's number.
-      replicas: the replicas on which it is not finite, numbered over all groups.
-      nan: the number of the first nan value; None if there is none.
-      results: the names of the results that become not finite.
-    """
-
-    value: int
-    replicas: list[int]
-    nan: int | None
-    results: list[str]
+# A value on a replica: the replica's number, and the value's.
+_Node = tuple[int, int]
 
 
 class Diagnosis:
@@ -107,23 +95,67 @@ class Diagnosis:
         self._observed = self._observe(step.state, step.batch)
 
     def find(self) -> Finding | None:
-        """Finds the first value that is not finite; None if every value that reaches a
-        result is finite.
+        """Finds the origin of the step's non-finite results; None if every value that
+        reaches a result is finite.
+
+        The search goes back from a result through values that are not finite, so an
+        infinity that reaches no result, such as a mask's, is not a cause. From nan it
+        first goes back through nan values only. If an operation makes nan from
+        infinities, both this operation and the origin of the infinities are reported.
         """
-        cause = find_cause(self._program, self._observed, self._run.mesh)
-        if cause is None:
+        program = self._program
+        # Losses and gradients are searched first, since the new state and other metrics
+        # follow from them.
+        observed = []
+        for learner, number in program.losses.items():
+            of_learner = f" of {learner}" if learner else ""
+            observed.append((f"the loss{of_learner}", number))
+        # All gradients, since an update that was skipped leaves no trace in the
+        # results, nor in what is observed of a later one.
+        for learner, path, number in program.gradients:
+            observed.append((f"the gradient of {trees.join(learner, path)}", number))
+        ends = self._nonfinite(observed) or self._nonfinite(program.results.items())
+        if not ends:
             return None
-        first = self._operation(cause.value, cause.replicas)
+        origins = self._origins(ends, only_nan=True)
+        nans = [number for _, number in filter(self._is_nan, origins)]
+        deeper = self._origins(origins, only_nan=False)
+        # A constant of the program, such as a mask's infinity, is not a cause. The
+        # operation that makes nan from it is.
+        computed = [node for node in deeper if not self._is_constant(node)]
+        first = min(number for _, number in computed or origins)
+        replicas = sorted({r for r, number in [*deeper, *origins] if number == first})
         nan = None
-        if cause.nan is not None and cause.nan != cause.value:
-            nan = self._operation(cause.nan, range(len(self._observed.largest)))
+        if nans and min(nans) != first:
+            nan = self._operation(min(nans), range(len(self._observed.largest)))
         return Finding(
-            first=first,
+            first=self._operation(first, replicas),
             nan=nan,
-            replicas=cause.replicas,
-            rows=self._find_rows(cause),
-            results=cause.results,
+            replicas=replicas,
+            rows=self._find_rows(first, replicas),
+            # Each name once, in the order in which they were found.
+            results=list(dict.fromkeys(ends.values())),
         )
+
+    def _nonfinite(self, named: Iterable[tuple[str, int]]) -> dict[_Node, str]:
+        """Returns the names of the values that are not finite, by where they are
+        not.
+        """
+        ends = {}
+        for name, number in named:
+            for replica in range(len(self._observed.largest)):
+                if self._observed.bad(replica, number):
+                    ends[replica, number] = name
+        return ends
+
+    def _is_constant(self, node: _Node) -> bool:
+        """Returns whether a non-finite value without non-finite sources is a constant
+        of the program.
+        """
+        value = self._program.values[node[1]]
+        if not value.primitive:
+            return False
+        return not value.sources or value.primitive in _CHOOSE
 
     def _operation(self, number: int, replicas: Sequence[int]) -> Operation:
         """Describes a value that is not finite on some replicas."""
@@ -144,16 +176,18 @@ class Diagnosis:
             gives="nan" if np.isnan(largest).any() else "inf",
         )
 
-    def _find_rows(self, cause: Cause) -> list[list[int]] | None:
-        """Finds the rows of the batch that cause it, by replacing others; None if it
-        does not depend on the rows.
+    def _find_rows(
+        self, number: int, replicas: Sequence[int]
+    ) -> list[list[int]] | None:
+        """Finds the rows of the batch for which a value is not finite on some replicas,
+        by replacing others; None if it does not depend on the rows.
         """
         batch = {name: np.asarray(x) for name, x in self._step.batch.items()}
         num_rows = len(next(iter(batch.values())))
         size = num_rows // len(self._observed.largest)
         # Only the rows of the replicas on which the value is not finite can cause it.
         rows = np.concatenate(
-            [np.arange(size) + size * replica for replica in cause.replicas]
+            [np.arange(size) + size * replica for replica in replicas]
         )
 
         def is_bad(source: np.ndarray) -> bool:
@@ -166,7 +200,7 @@ class Diagnosis:
                 x[rows] = batch[name][source]
                 changed[name] = jax.device_put(x, self._step.batch[name].sharding)
             observed = self._observe(self._step.state, changed)
-            return any(observed.bad(replica, cause.value) for replica in cause.replicas)
+            return any(observed.bad(replica, number) for replica in replicas)
 
         # An example is harmless if the value is finite when every row is a copy of it.
         places = np.linspace(0, len(rows) - 1, _MAX_TRIED).astype(int)
@@ -179,101 +213,10 @@ class Diagnosis:
         def is_caused_by(kept: np.ndarray) -> bool:
             return is_bad(np.where(np.isin(rows, kept), rows, harmless))
 
-        micro_batches = self._run.config.micro_batches * len(cause.replicas)
+        micro_batches = self._run.config.micro_batches * len(replicas)
         return blame_examples(is_caused_by, np.split(rows, micro_batches))
 
-
-# A value on a replica: the replica's number, and the value's.
-_Node = tuple[int, int]
-
-
-def find_cause(
-    program: dataflow.Program,
-    observed: observations.Observations,
-    mesh: jax.sharding.Mesh,
-) -> Cause | None:
-    """Finds the origin of a step's non-finite results; None if all results are finite.
-
-    The search goes back from a result through values that are not finite, so an
-    infinity that reaches no result, such as a mask's, is not a cause. From nan it first
-    goes back through nan values only. If an operation makes nan from infinities, both
-    this operation and the origin of the infinities are reported.
-    """
-    # Losses and gradients are searched first, since the new state and other metrics
-    # follow from them.
-    ends = _nonfinite(_losses_and_gradients(program), observed)
-    if not ends:
-        ends = _nonfinite(list(program.results.items()), observed)
-    if not ends:
-        return None
-    graph = _Graph(program, observed, mesh)
-    origins = graph.origins(ends, only_nan=True)
-    nans = [value for r, value in origins if np.isnan(observed.largest[r, value])]
-    deeper = graph.origins(origins, only_nan=False)
-    # A constant of the program, such as a mask's infinity, is not a cause. The
-    # operation that makes nan from it is.
-    computed = [node for node in deeper if not _is_constant(program.values[node[1]])]
-    first = min((value for _, value in computed or origins), default=0)
-    replicas = {r for r, value in [*deeper, *origins] if value == first}
-    return Cause(
-        value=first,
-        replicas=sorted(replicas),
-        nan=min(nans, default=None),
-        # Each name once, in the order in which they were found.
-        results=list(dict.fromkeys(ends.values())),
-    )
-
-
-def _losses_and_gradients(program: dataflow.Program) -> list[tuple[str, int]]:
-    """Returns the names and numbers of the values that a run observes."""
-    found = []
-    for learner, number in program.losses.items():
-        of_learner = f" of {learner}" if learner else ""
-        found.append((f"the loss{of_learner}", number))
-    # All gradients, since an update that was skipped leaves no trace in the results,
-    # nor in what is observed of a later one.
-    for learner, path, number in program.gradients:
-        found.append((f"the gradient of {trees.join(learner, path)}", number))
-    return found
-
-
-def _nonfinite(
-    named: Sequence[tuple[str, int]], observed: observations.Observations
-) -> dict[_Node, str]:
-    """Returns the names of the values that are not finite, by where they are not."""
-    ends = {}
-    for name, value in named:
-        for replica in range(len(observed.largest)):
-            if observed.bad(replica, value):
-                ends[replica, value] = name
-    return ends
-
-
-def _is_constant(value: dataflow.Value) -> bool:
-    """Returns whether a non-finite value without non-finite sources is a constant of
-    the program.
-    """
-    if not value.primitive:
-        return False
-    return not value.sources or value.primitive in _CHOOSE
-
-
-class _Graph:
-    """The graph of values that are not finite, with edges to their sources that are not
-    finite either.
-    """
-
-    def __init__(
-        self,
-        program: dataflow.Program,
-        observed: observations.Observations,
-        mesh: jax.sharding.Mesh,
-    ):
-        self._values = program.values
-        self._observed = observed
-        self._axes = {name: mesh.shape[name] for name in mesh_lib.BATCH}
-
-    def origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
+    def _origins(self, ends: Iterable[_Node], *, only_nan: bool) -> list[_Node]:
         """Returns the values without non-finite sources; with `only_nan`, a nan counts
         if it has no nan source.
         """
@@ -299,7 +242,7 @@ class _Graph:
     def _causes(self, node: _Node) -> list[_Node]:
         """Returns the sources that are not finite, and were so before the value was."""
         replica, number = node
-        value = self._values[number]
+        value = self._program.values[number]
         peers = self._peers(replica, value.equation)
         causes = []
         for source in value.sources:
@@ -313,8 +256,8 @@ class _Graph:
         """Returns whether the source was first not finite in the same round of the
         common loops as the node, or earlier.
         """
-        source_loops = self._values[source[1]].loops
-        loops = self._values[node[1]].loops
+        source_loops = self._program.values[source[1]].loops
+        loops = self._program.values[node[1]].loops
         # Loops have unique numbers, so the common ones are those with equal numbers.
         common = sum(a == b for a, b in zip(source_loops, loops, strict=False))
         common = min(common, dataflow.DEPTH)
@@ -325,23 +268,21 @@ class _Graph:
         """Returns the replicas whose values an equation reads: for a collective, all
         along its axes.
         """
-        over = _collective_axes(equation)
+        over = []
+        # A replica's index has the axes that it counts along, but reads no other
+        # replica.
+        if equation is not None and equation.primitive.name != "axis_index":
+            over = primitives.mapped_axes(equation)
         if not over:
             return [replica]
-        shape = tuple(self._axes.values())
+        mesh = self._run.mesh
+        shape = tuple(mesh.shape[name] for name in mesh_lib.BATCH)
         numbers = np.arange(np.prod(shape)).reshape(shape)
         place = np.unravel_index(replica, shape)
         index: list[Any] = []
-        for name, coordinate in zip(self._axes, place, strict=True):
+        for name, coordinate in zip(mesh_lib.BATCH, place, strict=True):
             index.append(slice(None) if name in over else coordinate)
         return numbers[tuple(index)].ravel().tolist()
-
-
-def _collective_axes(equation: Any) -> list[str]:
-    # A replica's index has the axes that it counts along, but reads no other replica.
-    if equation is None or equation.primitive.name == "axis_index":
-        return []
-    return primitives.mapped_axes(equation)
 
 
 def blame_examples(

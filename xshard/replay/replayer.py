@@ -289,28 +289,22 @@ class Replayer:
         names = [name for name in step.row if name in logged and name not in totals]
         # A row has null for what is not finite.
         now = jsonfile.finite(step.row)
-        for name in names:
-            self._check_slices(step.number, np.size(logged[name]), np.size(now[name]))
+        if config_lib.separates_slices(self.config):
+            for name in names:
+                # A value of each slice.
+                before = np.size(logged[name])
+                if before != np.size(now[name]):
+                    raise errors.UserError(
+                        f"Step {step.number} was made by {before} slice(s), and the "
+                        "run has had other ones since: it cannot be repeated by the "
+                        f"{np.size(now[name])} of its config. Give a --step after the "
+                        "last such change."
+                    )
         for name in comparison.differing(names, logged, now):
             return comparison.Difference(
                 step.number, name, logged[name], step.row[name]
             )
         return None
-
-    def _check_slices(self, step: int, logged: int, now: int) -> None:
-        """Raises UserError if a step was made by another number of slices.
-
-        Args:
-          step: the step.
-          logged: how many values its row has under a name.
-          now: how many values the repeated step has.
-        """
-        if config_lib.separates_slices(self.config) and logged != now:
-            raise errors.UserError(
-                f"Step {step} was made by {logged} slice(s), and the run has had other "
-                f"ones since: it cannot be repeated by the {now} of its config. Give a "
-                "--step after the last such change."
-            )
 
     def examples(
         self, step: int, batch: Mapping[str, jax.Array], rows: list[int]
