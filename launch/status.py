@@ -125,7 +125,7 @@ def _compare(directories: Sequence[str], as_json: bool) -> int:
                 for name, step in zip(directories, logged, strict=True)
             ]
             print(f"They have logged: {', '.join(ends)}.")
-    return 0 if divergence_found.step is None else 1
+    return 1 if divergence_found.states or divergence_found.values else 0
 
 
 def _row(index: int, process: dict[str, Any]) -> dict[str, Any]:

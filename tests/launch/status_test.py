@@ -302,6 +302,16 @@ def test_comparison_of_two_runs_that_are_equal_so_far(tmp_path, capsys):
     )
     assert status.show([directories[0], directories[0]], False) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+    # Equal training does not make equal evaluations.
+    for name, error in (("a", 0.5), ("b", 0.25)):
+        with (tmp_path / name / "metrics.jsonl").open("a") as rows:
+            rows.write(json.dumps({"step": 2, "eval/error": error}) + "\n")
+    assert status.show(directories, False) == 1
+    evaluated = "But the evaluation after step 2 differs in eval/error"
+    assert evaluated in capsys.readouterr().out
+    assert status.show(directories, True) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["step"] is None and shown["evaluation"] == 2
 
 
 def test_comparison_of_two_runs_that_diverge(tmp_path, capsys):

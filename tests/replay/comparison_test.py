@@ -33,7 +33,7 @@ def compared(tmp_path):
 def test_two_equal_runs_are_reported_as_equal(tmp_path, capsys):
     for name in "AB":
         assert loop.run(config(), str(tmp_path / name), "") == 0
-    assert compared(tmp_path) == (8, None, [], [], 8)
+    assert compared(tmp_path) == (8, None, [], [], 8, None)
     capsys.readouterr()
     assert bisect.main([str(tmp_path / "A"), str(tmp_path / "B")]) == 0
     output = capsys.readouterr().out

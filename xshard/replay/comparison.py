@@ -79,9 +79,12 @@ class Divergence(NamedTuple):
       step: the first logged step with a difference; None if there is none.
       states: the kinds of arrays, such as 'params', that differ in the state that
         `step` began with; empty if none differs, or if its rows have no fingerprints.
-      values: the logged values of `step` that differ.
+      values: the logged values of `step`, or of `evaluation`, that differ. The runs are
+        equal, as far as both have logged, if neither states nor values differ.
       same_state: the last step whose fingerprints show that it began with the same
         state; 0 if there is none.
+      evaluation: the first step after which runs of equal training are evaluated
+        differently; None if there is none.
     """
 
     alike: int
@@ -89,6 +92,7 @@ class Divergence(NamedTuple):
     states: list[str]
     values: list[str]
     same_state: int
+    evaluation: int | None = None
 
 
 def read(directory: str) -> Run:
@@ -154,6 +158,12 @@ def find_divergence(first: Run, second: Run) -> Divergence:
         if states or values:
             return Divergence(alike, step, states, values, same_state)
         alike = step
+    for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
+        here = first.evaluations[step]
+        there = second.evaluations[step]
+        names = differing([name for name in here if name in there], here, there)
+        if names:
+            return Divergence(alike, None, [], names, same_state, step)
     return Divergence(alike, None, [], [], same_state)
 
 
@@ -177,10 +187,17 @@ def describe(divergence: Divergence) -> str:
     begin = divergence.same_state
     if step is None:
         compared = "fingerprints and values" if begin else "logged values"
-        return (
+        text = (
             f"The runs are equal: the {compared} of all steps that both logged, up to "
             f"step {divergence.alike}."
         )
+        if divergence.evaluation is not None:
+            text += (
+                f" But the evaluation after step {divergence.evaluation} differs in "
+                f"{formatting.listed(divergence.values)}: in its data, its code or "
+                "the devices."
+            )
+        return text
     states = formatting.listed(divergence.states)
     values = formatting.listed(divergence.values)
     if states and step == 1:
@@ -223,17 +240,13 @@ def report(first: Run, second: Run) -> tuple[str, bool]:
     equal.
     """
     divergence = find_divergence(first, second)
-    evaluations = ""
-    if divergence.step is None:
-        evaluations = _describe_evaluations(first, second)
-    lines = [describe(divergence) + evaluations, ""]
+    lines = [describe(divergence), ""]
     facts = differing_facts(first, second)
     if facts:
         lines += ["Differences between the runs:", formatting.table(facts)]
     else:
         lines.append("Their configs and origins are the same.")
-    are_equal = divergence.step is None and not evaluations
-    return "\n".join(lines), are_equal
+    return "\n".join(lines), not (divergence.states or divergence.values)
 
 
 def differing_facts(first: Run, second: Run) -> list[dict[str, str]]:
@@ -245,22 +258,6 @@ def differing_facts(first: Run, second: Run) -> list[dict[str, str]]:
         if not identity.is_equal(here, there):
             rows.append({"what": name, "A": str(here), "B": str(there)})
     return rows
-
-
-def _describe_evaluations(first: Run, second: Run) -> str:
-    """Describes the first evaluation that differs between runs of equal training; empty
-    if none does.
-    """
-    for step in sorted(first.evaluations.keys() & second.evaluations.keys()):
-        here = first.evaluations[step]
-        there = second.evaluations[step]
-        names = differing([name for name in here if name in there], here, there)
-        if names:
-            return (
-                f" But the evaluation after step {step} differs in "
-                f"{formatting.listed(names)}: in its data, its code or the devices."
-            )
-    return ""
 
 
 # Two runs with the same flags that have ended, as `--verify_resume` compares them.
