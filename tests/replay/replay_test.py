@@ -6,6 +6,7 @@ import inspect
 import json
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -206,11 +207,11 @@ def test_the_rounds_of_a_while_loop_are_observed():
 def test_a_value_of_a_replica_with_one_row_depends_on_no_other():
     some = types.SimpleNamespace
     step = some(
-        observed=some(largest=[np.inf]),
+        _observed=some(largest=[np.inf]),
         _observe=lambda state, batch: some(bad=lambda replica, value: True),
         _step=some(state=None, batch={"x": jnp.zeros(1)}),
     )
-    assert diagnosis.Diagnosis._find_rows(step, some(replicas=[0], value=0)) is None
+    assert diagnosis.Diagnosis._find_rows(step, 0, [0]) is None
 
 
 @pytest.mark.sample(3, of="replays")
