@@ -36,7 +36,6 @@ RUNS = {
     "noise scale": (*_TOY, "noise_scale_steps=4"),
     "groups": (*_TOY, "group_assignment=((0, 1), (2, 3))"),
     "slices apart": (*_TOY, "slices=2", "outer.every_steps=5"),
-    "growing batches": (*_TOY, "batch_schedule=((5, 32), (12, 48))"),
     "shard_update": (*_TOY, "reduction.shard_update=True"),
     "shard_params": (
         *_TOY,

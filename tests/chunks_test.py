@@ -33,7 +33,6 @@ CHANGES = {
         "slices": 2,
         "outer.every_steps": 5,
     },
-    "growing batches": {"batch_schedule": ((5, 32), (8, 48))},
     "skips": {"overflow_above": 2.0},
     "shards": {
         "experiment": "tests.toy.Wide",

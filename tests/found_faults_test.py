@@ -1020,26 +1020,6 @@ def test_06_a_jitted_function_tells_states_apart_by_their_rules():
     assert jax.tree.structure(state) != jax.tree.structure(evaluated)
 
 
-@pytest.mark.parametrize("table", [(), ((2, 32), (4, 16)), ((2, 32), (50, 64))])
-def test_04_a_rate_that_follows_the_batch_needs_a_rule_that_follows(tmp_path, table):
-    config = toy.get_config()
-    config.batch_schedule = table
-    config.batch_learning_rate = "linear"
-    with pytest.raises(xshard.errors.UserError, match="backs_off=True"):
-        loop.Run(config, str(tmp_path))
-
-
-def test_04_the_rate_returns_with_the_batch(tmp_path):
-    config = toy.get_config()
-    config.experiment = "tests.toy.Lowered"
-    config.update(steps=6, log_every_steps=1, batch_schedule=((2, 32), (4, 16)))
-    config.batch_learning_rate = "linear"
-    assert loop.run(config, str(tmp_path), "") == 0
-    logged = rows.read(tmp_path)
-    scales = [row["update_scale"] for row in logged if "update_scale" in row]
-    assert scales == [1, 1, 2, 2, 1, 1]
-
-
 def _rules_by_layer(params):
     """Labels the weights and the biases of a network, whose modules it looks up."""
     return {"linear": {"w": "weights", "b": "biases"} if params["linear"] else {}}

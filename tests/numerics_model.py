@@ -128,15 +128,19 @@ class Predicted:
 class Model:
     """The steps of one program of the sweep."""
 
-    def __init__(self, choice: Mapping[str, Any], replicas: int, slices: int = 1):
+    def __init__(
+        self, choice: Mapping[str, Any], rows: int, replicas: int, slices: int = 1
+    ):
         """Stores what was drawn.
 
         Args:
           choice: the value of each key.
+          rows: the number of rows of a replica.
           replicas: the number of replicas of a group, in all its slices.
           slices: the number of slices among which a group sums in each step.
         """
         self.choice = choice
+        self.rows = rows
         self.replicas = replicas
         self.slices = slices
 
@@ -579,14 +583,14 @@ class Model:
         return estimated
 
     def _move_noise(self, old: State, new: State, found: Differentiated) -> None:
-        size = found.small * self.rows_of_replica * self.replicas
+        size = found.small * self.rows * self.replicas
         if np.isfinite(size):
             # That of another group may be what a fault left.
             self._noise_size = size
         if int(old["global_step"]) % NOISE_EVERY:
             return
         parts = self.replicas if self.replicas > 1 else self.choice["micro_batches"]
-        large = self.rows_of_replica * self.replicas
+        large = self.rows * self.replicas
         small = large // parts
         difference = large - small
         sq_norm = (large * found.large - small * found.small) / difference
@@ -703,7 +707,6 @@ class Model:
             totals[smallest] += sizes[path]
         return fragments
 
-    rows_of_replica = 0
     _noise_size = 0.0
 
 

@@ -116,7 +116,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "estimate_statistics": (False, True),
     "backs_off": (False, False, True),
     "schedule": ("constant", "falling"),
-    "batch_schedule": (False, False, False, True),
     "lora": (False, False, True),
     "frozen": ("", "", "b/"),
     "noise_scale": (False, False, True),
@@ -185,9 +184,7 @@ def _refused_keys(choice: Mapping[str, Any]) -> list[str]:
         "arithmetic": exact and not logical,
         "reduce_dtype": logical and choice["reduce_dtype"] != "float32",
         "clip": shards_params and choice["clip"] != "none",
-        # Growing batches are of other sizes, of which the noise would be another.
-        "noise_scale": choice["noise_scale"]
-        and (shards_params or one_part or choice["batch_schedule"]),
+        "noise_scale": choice["noise_scale"] and (shards_params or one_part),
         # Schedule-free rules evaluate other parameters themselves, and slices apart
         # those of the last exchange.
         "average": averages and (schedule_free or apart),
@@ -466,12 +463,10 @@ class _Feed:
         self._taken = 0
 
     def __next__(self):
-        # The whole batches of all models, of which a step takes one or several.
-        number = self._taken % len(next(iter(self._experiment.feed.values())))
         self._taken += 1
         batch = {}
         for name, array in self._experiment.feed.items():
-            rows = [array[number][g][r] for g, r in enumerate(self._part.rows)]
+            rows = [array[g][r] for g, r in enumerate(self._part.rows)]
             batch[name] = np.concatenate(rows)
         return batch
 
@@ -528,8 +523,6 @@ def config_of(choice: Mapping[str, Any]) -> Any:
         )
     shape = _shape(choice)
     config.batch_size = shape.models_rows
-    if choice["batch_schedule"]:
-        config.batch_schedule = ((3, 2 * config.batch_size),)
     config.lock()
     return config
 
@@ -633,7 +626,6 @@ def _fits(choice: Mapping[str, Any], kind: str) -> bool:
             and choice["network"] != "norm"
             and not choice["weighted"]
             and choice["rule"] in MODELLED
-            and not choice["batch_schedule"]
         )
     return True
 
@@ -652,7 +644,7 @@ class Program:
         self.experiment = kind(config)
         devices = jax.devices()[: LAYOUTS[self.choice["layout"]]["devices"]]
         self.mesh = experiment_lib.mesh_of(config, devices)
-        self.experiment.feed = self._feed([self._batch(np.random.default_rng(0))])
+        self.experiment.feed = self._feed(self._batch(np.random.default_rng(0)))
         self._batches = preflight.train_batches(self.experiment, self.mesh)
         self._step = preflight.jitted_step(self.experiment, self.mesh)
         self._evaluated: Any = None
@@ -663,7 +655,8 @@ class Program:
         self._specs = jax.tree.map(lambda x: x.sharding, state.experiment)
         self._rng = state.rng
         self._root = np.asarray(jax.random.key_data(state.rng))
-        self.model = model_lib.Model(self.choice, self.shape.replicas)
+        rows = _ROWS * self.shape.micro_batches
+        self.model = model_lib.Model(self.choice, rows, self.shape.replicas)
 
     def run(self, pattern: int) -> list[Fault]:
         """Makes the steps of one draw; raises DrawError if one does not hold."""
@@ -688,8 +681,7 @@ class Program:
         is_free = self._is_free()
         modelled = self._is_modelled()
         for number in range(1, STEPS + 1):
-            count = self._batches.sizes.drawn_at(number)
-            drawn = [self._batch(generator) for _ in range(count)]
+            drawn = self._batch(generator)
             now = [fault for fault in faults if fault.step == number]
             scales = [_scale_of(leaves) for leaves in before]
             for fault in now:
@@ -701,7 +693,6 @@ class Program:
             state = stepped.state
             after = self._leaves(state.experiment)
             parts = self._parts(drawn)
-            self.model.rows_of_replica = count * _ROWS * self.shape.micro_batches
             with np.errstate(all="ignore"):
                 predicted = self.model.step(before, parts)
                 if is_free:
@@ -861,31 +852,21 @@ class Program:
             "overflows": np.zeros(lead, bool),
         }
 
-    def _feed(self, drawn: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Returns the rows of each batch and model."""
+    def _feed(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the rows of each model."""
         feed = {}
         for name in ("x", "y", "gain", "extra", "mass"):
-            stacked = np.stack([batch[name] for batch in drawn])
-            rest = stacked.shape[5:]
-            feed[name] = stacked.reshape(
-                len(drawn), self.shape.models, self.shape.models_rows, *rest
+            rest = batch[name].shape[4:]
+            feed[name] = batch[name].reshape(
+                self.shape.models, self.shape.models_rows, *rest
             )
         return feed
 
-    def _parts(self, drawn: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+    def _parts(self, batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
         """Returns the batch of each group, in replicas and micro-batches."""
         groups = []
         for group in range(self.shape.groups):
-            parts = {}
-            for name in drawn[0]:
-                # A replica has its rows of one batch after those of another.
-                own = [batch[name][group] for batch in drawn]
-                own = [x.reshape(len(x), -1, *x.shape[3:]) for x in own]
-                rows = np.concatenate(own, axis=1)
-                parts[name] = rows.reshape(
-                    len(rows), self.shape.micro_batches, -1, *rows.shape[2:]
-                )
-            groups.append(parts)
+            groups.append({name: x[group] for name, x in batch.items()})
         return groups
 
     def _leaves(self, state: Any) -> list[dict[str, np.ndarray]]:
@@ -919,10 +900,13 @@ def _scale_of(leaves: Mapping[str, np.ndarray]) -> float:
 
 
 def _plant(
-    program: Program, drawn: list[Any], fault: Fault, before: list[Any], scale: float
+    program: Program,
+    batch: dict[str, np.ndarray],
+    fault: Fault,
+    before: list[Any],
+    scale: float,
 ) -> None:
-    """Puts a fault into the batches of a step."""
-    batch = drawn[0]
+    """Puts a fault into the batch of a step."""
     place = (fault.group, fault.replica, fault.micro_batch, fault.row)
     word, _, value = fault.kind.partition(" ")
     if word == "input":
@@ -949,7 +933,7 @@ def _plant(
             scale = 1.0
         group = batch["y"][fault.group]
         group[:] = 1e3
-        parts = program._parts(drawn)[fault.group]
+        parts = program._parts(batch)[fault.group]
         largest = 0.0
         for replica in range(program.shape.replicas):
             for number in range(program.shape.micro_batches):

@@ -4,7 +4,6 @@
 may change it.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -27,12 +26,6 @@ ON_NONFINITE = (STOP, SKIP, WARN, ROLL_BACK)
 # The reactions to replicas that hold different copies of an array that must be equal on
 # all of them.
 ON_DIVERGENCE = (STOP, ROLL_BACK)
-
-# How the learning rate follows the size of a batch.
-NONE = "none"
-LINEAR = "linear"
-SQRT = "sqrt"
-BATCH_LEARNING_RATES = (NONE, LINEAR, SQRT)
 
 
 class Config(ml_collections.ConfigDict):
@@ -348,19 +341,6 @@ def _must_be(is_good: Callable[[Any], bool], rule: str) -> Callable[[str, Any], 
     return check
 
 
-def _is_table(value: Any) -> bool:
-    """Returns whether a value is a table of rising steps, and sizes."""
-    if not isinstance(value, (tuple, list)):
-        return False
-    for row in value:
-        if not isinstance(row, (tuple, list)) or len(row) != 2:
-            return False
-        if not all(_is_int(number) and number >= 1 for number in row):
-            return False
-    steps = [row[0] for row in value]
-    return all(a < b for a, b in itertools.pairwise(steps))
-
-
 def _are_texts(value: Any) -> bool:
     """Returns whether a value is a tuple of strings, at least one."""
     is_list = isinstance(value, (tuple, list)) and len(value) > 0
@@ -396,15 +376,6 @@ _factor_to_lower = _must_be(
 _factor_or_never = _must_be(
     lambda x: _is_number(x) and (x == 0 or 1 < x < math.inf),
     "a number above 1, or 0, which is never",
-)
-_batch_table = _must_be(
-    _is_table,
-    "rows (steps, size) of integers of at least 1, with rising steps, such as "
-    "((500, 256), (1000, 512)): after 500 steps batches of 256",
-)
-_batch_learning_rate = _must_be(
-    lambda x: x in BATCH_LEARNING_RATES,
-    "'none', 'linear' or 'sqrt'",
 )
 _loss_scale = _must_be(
     lambda x: x in loss_scale_keys.KINDS, "'none', 'dynamic' or 'fixed'"
@@ -496,22 +467,6 @@ KEYS = (
         128,
         "The examples per step, over all replicas of a group.",
         _count,
-    ),
-    Key(
-        "batch_schedule",
-        (),
-        "Rows (steps, size) by which batches grow: after that many steps, batches of "
-        "that size, a multiple of batch_size. Empty: batch_size throughout.",
-        _batch_table,
-        is_optional=True,
-    ),
-    Key(
-        "batch_learning_rate",
-        "none",
-        "How updates of rules with `backs_off` grow with the batch, relative to "
-        "batch_size: 'none', 'linear' or 'sqrt'.",
-        _batch_learning_rate,
-        is_optional=True,
     ),
     Key(
         "eval_batch_size",

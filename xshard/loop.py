@@ -218,11 +218,9 @@ class Run:
         # The shapes of the run's state.
         self.target = self.checkpoints.target
         self.past = roll_backs.Past(
-            config=self.config,
             directory=self.workdir,
             manager=self.checkpoints.manager,
             batches=self.batches,
-            target=self.target,
             channel=self.channel,
             announce=self._write_ahead,
         )
@@ -239,7 +237,6 @@ class Run:
             mesh=self.mesh,
             state=self.target,
             batch=self.batches.shapes(),
-            larger=[self.batches.shapes(size) for size in self.batches.sizes.others],
             act=self.batches.rehearsal(),
             asks=asks,
             step_program=self.checkpoints.step_program(),
@@ -492,7 +489,8 @@ class Run:
                 _note(self.members, batch)
 
             # The host only dispatches the steps, and does not wait for them.
-            self._announce(first)
+            if first == self._start + 1:
+                self.set_phase("compiling")
             with spans.Span(spans.STEP):
                 chunk = dispatch.dispatch(
                     self.dispatches, self.train_step, first, count, state, batch
@@ -605,15 +603,6 @@ class Run:
             self.batches.next_boundary(self.step + 1),
             self.step + self.dispatches.most,
         )
-
-    def _announce(self, first: int) -> None:
-        """Tells what the run does before it dispatches steps."""
-        has_grown = self.batches.sizes.changes_at(first)
-        if has_grown:
-            size = self.batches.sizes.at(first)
-            self.terminal.say(f"step {first}: batches of {size} examples from here")
-        if has_grown or first == self._start + 1:
-            self.set_phase("compiling")
 
     def _note_compiled(self, state: state_lib.TrainState) -> None:
         """Starts the clock after the first dispatch, which has compiled the program."""

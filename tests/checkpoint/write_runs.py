@@ -271,19 +271,7 @@ RUNS = {
     ),
     "warn": _curve(on_nonfinite="warn", outliers=((0, 15, float("nan")),)),
     # Batches.
-    "batch_linear": _curve(
-        batch_schedule=((5, 32), (14, 64)),
-        batch_learning_rate="linear",
-        backs_off=True,
-        noise_scale_steps=5,
-    ),
-    "batch_sqrt_windows": _curve(
-        data="windows",
-        batch_schedule=((12, 32),),
-        batch_learning_rate="sqrt",
-        backs_off=True,
-        reduction__shard_update=True,
-    ),
+    "windows": _curve(data="windows", backs_off=True, reduction__shard_update=True),
     "mix": _curve(data="mix", micro_batches=2, aggregation_method="ADD_N"),
     "noise_scale_slices": _curve(
         slices=2, noise_scale_steps=5, micro_batches=2, reduction__shard_update=True

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xshard import data, errors, mesh
-from xshard.data import batch_sizes, batches
+from xshard.data import batches
 
 DATA = {"x": np.arange(20), "y": np.arange(40).reshape(20, 2)}
 GROUPS = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -157,18 +157,16 @@ def test_the_end_of_data_that_is_drawn_together_is_named():
         train.batches_for_steps(range(10, 14), MOST, None, None)
 
 
-@pytest.mark.parametrize("sizes", [((4, 16),), ()], ids=str)
-def test_arrays_without_columns_are_stacked(sizes):
+def test_arrays_without_columns_are_stacked():
     class Empty(Counter):
         def __next__(self):
             return {"x": np.zeros((len(super().__next__()["x"]), 0), np.float32)}
 
-    table = batch_sizes.BatchSizes(8, sizes)
-    train = make(iterator=Empty, batch_size=table)
+    train = make(iterator=Empty)
     for _ in range(4):
         next(train)
     drawn, _ = train.batches_for_steps(range(5, 7), MOST, None, None)
-    assert drawn["x"].shape == (MOST, table.at(5), 0)
+    assert drawn["x"].shape == (MOST, 8, 0)
 
 
 def test_rows_are_split_over_the_replicas():

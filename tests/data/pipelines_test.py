@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xshard import data, errors, mesh
-from xshard.data import batch_sizes, batches, pipelines, text
+from xshard.data import batches, pipelines, text
 
 LENGTH = 8
 NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -320,17 +320,6 @@ def test_a_mix_resumes_at_any_row_on_other_processes(stop):
     resumed = restored(saved(pod), 4, make=scheduled)
     for batch, other in zip(begun + read(resumed, 12 - stop), expected, strict=True):
         np.testing.assert_equal(batch, other)
-
-
-def test_the_table_counts_steps_of_batches_that_grow():
-    sizes = batch_sizes.BatchSizes(8, ((3, 16),))
-    part = dataclasses.replace(parts(1)[0], sizes=sizes)
-    streams = pipelines.Streams(scheduled, 4, part)
-    found = [is_second(next(streams)).mean() for _ in range(3 + 2 * 7)]
-    # Steps 4 to 9 take two batches each.
-    assert found[:7].count(1.0) == 0
-    assert found[7:15] == 8 * [1.0]
-    assert found[15:].count(1.0) == 0
 
 
 @pytest.mark.parametrize(

@@ -412,13 +412,11 @@ def test_the_noise_scale_is_shown_beside_the_batch_size(tmp_path):
     noisy[-1]["noise_scale"] = None
     folder = samples.write(tmp_path / "one", noisy)
     config = json.loads((folder / "config.json").read_text())
-    # Rows are at every tenth step, and the batch grows after half of them.
-    grown = {**config, "batch_size": 96, "batch_schedule": [[50, 192]]}
-    (folder / "config.json").write_text(json.dumps(grown))
+    (folder / "config.json").write_text(json.dumps({**config, "batch_size": 96}))
     page = report(tmp_path, folder)
     assert "Batches above 1200 examples bring little" in words(page)
     assert "1 values are unknown, as the mean gradient is too small" in words(page)
-    assert batch_sizes(page, "batch size") == {96, 192}
+    assert batch_sizes(page, "batch size") == {96}
     # A slice that trains on its own has a gradient of its part of the batch.
     for row in noisy:
         if "noise_scale" in row:

@@ -10,6 +10,7 @@ import functools
 import io
 import json
 import math
+import sys
 import time
 import tokenize
 import zlib
@@ -23,7 +24,6 @@ from absl import logging
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
 from xshard.base import arguments, places
-from xshard.data import batch_sizes
 from xshard.data import examples as examples_lib
 from xshard.data import rows as rows_lib
 
@@ -51,7 +51,7 @@ class TrainBatches:
       example: one row of a batch.
       epoch_examples: the number of examples of an epoch, of one group; None if
         unknown.
-      sizes: the number of examples of each step.
+      batch_size: the number of examples of a step, of one group.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainBatches:
         mesh: jax.sharding.Mesh,
         replicas: logical.Replicas | None = None,
         *,
-        batch_size: int | batch_sizes.BatchSizes,
+        batch_size: int,
         seed: int,
         micro_batches: int = 1,
         separate_slices: bool = False,
@@ -73,7 +73,7 @@ class TrainBatches:
           mesh: the run's mesh.
           replicas: the logical replicas on it, if there are any.
           batch_size: the number of examples per step of one model, over all its
-            replicas; or the numbers of its steps.
+            replicas.
           seed: the seed of the order.
           micro_batches: the number of parts that each replica computes one after the
             other.
@@ -85,10 +85,7 @@ class TrainBatches:
             iterator is invalid.
         """
         replica_mesh = mesh if replicas is None else replicas.mesh
-        if isinstance(batch_size, int):
-            batch_size = batch_sizes.BatchSizes(batch_size)
-        self.sizes = batch_size
-        batch_size = self.sizes.first
+        self.batch_size = batch_size
         groups = mesh_lib.num_groups(mesh)
         check_train_batch(
             batch_size, replica_mesh, micro_batches, separate_slices=separate_slices
@@ -98,9 +95,9 @@ class TrainBatches:
         self._rows = rows_lib.Rows(group_size, self._sharding, replicas, groups)
         self._skips: Mapping[int, int] = {}
         self._first: dict[str, np.ndarray] | None = None
-        # The batches of the next step, if they have been drawn with those of steps
-        # before; and whether any batch has differed from the one before it.
-        self._held: list[data.Arrays] = []
+        # The batch of the next step, if it has been drawn with those of steps before;
+        # and whether any batch has differed from the one before it.
+        self._held: data.Arrays | None = None
         self._has_varied = False
         # The error of the iterator in drawing the next batch.
         self._failure: Exception | None = None
@@ -114,9 +111,7 @@ class TrainBatches:
         for group in range(models):
             rows_of_group = local_rows[local_rows // batch_size == group]
             rows_of_groups.append(rows_of_group - group * batch_size)
-        part = data.Part(
-            batch_size, rows=tuple(rows_of_groups), seed=seed, sizes=self.sizes
-        )
+        part = data.Part(batch_size, rows=tuple(rows_of_groups), seed=seed)
         self._iterator: Any = make(part)
         # The size of the arrays of the iterator's first state.
         self._initial_bytes = _check_iterator(self._iterator)
@@ -164,25 +159,17 @@ class TrainBatches:
             return str(self._iterator.summary())
         return ""
 
-    def shapes(self, size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes, dtypes and shardings of a batch.
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes, dtypes and shardings of a batch."""
+        return shapes(self.example, self._rows.count, self._sharding)
 
-        Args:
-          size: one of the sizes of the run's batches, by default the first.
+    @property
+    def rows(self) -> np.ndarray:
+        """For each row on the devices, the row of the batch that it holds.
+
+        Those of a group g begin at g * batch_size.
         """
-        count = (size or self.sizes.first) // self.sizes.first
-        return shapes(self.example, count * self._rows.count, self._sharding)
-
-    def origins(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where each row of a step's batch comes from.
-
-        Returns:
-          For each row on the devices, how many batches of the first size are read
-          before its own, apart from skipped ones; and its row there, in which the rows
-          of a group g begin at g * batch_size.
-        """
-        numbers, rows = self._rows.origins(self.sizes.drawn_at(step))
-        return self.sizes.drawn(step - 1) + numbers, rows
+        return self._rows.rows
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the iterator's next batch.
@@ -212,12 +199,8 @@ class TrainBatches:
           state: the run's state.
         """
         self._act_if_due(step, predict, state)
-        count = self.sizes.drawn_at(step)
-        drawn = self._held or self._draw(step, count)
-        self._held = []
-        if count == 1:
-            return self._rows.to_devices(drawn[0], copy=self._may_overwrite)
-        return self._rows.join_on_devices(drawn)
+        batch = self._draw(step)
+        return self._rows.to_devices(batch, copy=self._may_overwrite)
 
     def _act_if_due(
         self, step: int, predict: Callable[[Any, Mapping[str, Any]], Any], state: Any
@@ -227,33 +210,28 @@ class TrainBatches:
             self._first = None
             self._iterator.act(step, functools.partial(predict, state))
 
-    def _draw(self, step: int, count: int) -> list[data.Arrays]:
-        """Draws the iterator's batches of a step, after those that it passes over."""
+    def _draw(self, step: int) -> data.Arrays:
+        """Draws the batch of a step, after those that it passes over."""
+        batch = self._held
+        if batch is not None:
+            self._held = None
+            return batch
         for _ in range(self._skips.get(step, 0)):
             self._take_next()
-        if count == 1:
-            return [self._take_next()]
-        drawn = []
-        for _ in range(count):
-            batch = self._take_next()
-            if self._may_overwrite:
-                batch = {name: np.array(array) for name, array in batch.items()}
-            drawn.append(batch)
-        return drawn
+        return self._take_next()
 
     def next_boundary(self, step: int) -> int:
         """Returns the last step, from a step on, whose batch may be drawn with its own.
 
-        The iterator acts before the one after it, or the batches change their size.
+        The iterator acts before the one after it.
 
         Args:
           step: the number of the next step, from 1.
         """
-        last = self.sizes.last_of_size(step)
         every = self._acts_every_steps
-        if every is not None:
-            last = min(last, (step - 1) // every * every + every)
-        return last
+        if every is None:
+            return sys.maxsize
+        return (step - 1) // every * every + every
 
     def batches_for_steps(
         self,
@@ -279,15 +257,13 @@ class TrainBatches:
         if self._failure is not None:
             raise self._failure
         self._act_if_due(steps.start, predict, state)
-        count = self.sizes.drawn_at(steps.start)
         if self._has_varied:
             # No batch can be put back, and a save may follow the last step.
             steps = steps[:1]
         stacked: dict[str, np.ndarray] = {}
-        if self._can_take(steps, count):
+        if self._can_take(steps):
             for name, array in self._take_many(len(steps)).items():
-                # Each step consists of one of the iterator's batches.
-                stacked[name] = _padded(array, most)[:, None]
+                stacked[name] = _padded(array, most)
             return self._rows.stack_on_devices(stacked), len(steps)
         # A stop must not wait for many batches of slow data. Several processes must
         # make the same steps together, so only a lone one ends them by its clock, which
@@ -300,38 +276,31 @@ class TrainBatches:
             if place and time.monotonic() > end:
                 return self._rows.stack_on_devices(stacked), place
             try:
-                drawn = self._held or self._draw(step, count)
+                batch = self._draw(step)
             except Exception as e:
                 if not place:
                     raise
                 # The steps before this one are made and logged first.
                 self._failure = e
                 return self._rows.stack_on_devices(stacked), place
-            self._held = []
-            kind_of_step = _names_and_types(drawn[0])
-            for batch in drawn[1:]:
-                _check_joined(step, kind_of_step, _names_and_types(batch))
+            kind_of_step = _names_and_types(batch)
             if kind is None:
                 kind = kind_of_step
-                for name, array in drawn[0].items():
-                    shape = (most, count, *np.shape(array))
+                for name, array in batch.items():
+                    shape = (most, *np.shape(array))
                     stacked[name] = np.zeros(shape, np.asarray(array).dtype)
             elif kind_of_step != kind:
                 # The iterator may write into its arrays for the next batch.
-                self._held = [
-                    {name: np.array(array) for name, array in batch.items()}
-                    for batch in drawn
-                ]
+                self._held = {name: np.array(array) for name, array in batch.items()}
                 self._has_varied = True
                 return self._rows.stack_on_devices(stacked), place
-            for number, batch in enumerate(drawn):
-                for name, array in batch.items():
-                    stacked[name][place, number] = array
+            for name, array in batch.items():
+                stacked[name][place] = array
         return self._rows.stack_on_devices(stacked), len(steps)
 
-    def _can_take(self, steps: range, count: int) -> bool:
+    def _can_take(self, steps: range) -> bool:
         """Returns whether the iterator can draw the batches of these steps at once."""
-        is_simple = count == 1 and not self._held and len(steps) > 1
+        is_simple = self._held is None and len(steps) > 1
         # The first batch of all is compared with the one before it was put back.
         if not is_simple or self._first is not None:
             return False
@@ -344,7 +313,7 @@ class TrainBatches:
         """Whether the next step's batch has been drawn, or could not be, so that no
         position can be saved.
         """
-        return bool(self._held) or self._failure is not None
+        return self._held is not None or self._failure is not None
 
     @property
     def draws_many(self) -> bool:
@@ -406,7 +375,7 @@ class TrainBatches:
           ValueError: if they are not positions in this data, or do not fit the number
             of processes.
         """
-        self._held = []
+        self._held = None
         self._failure = None
         step = positions[0]["step"]
         if any("iterator" not in position for position in positions):
@@ -681,16 +650,6 @@ def _names_and_types(batch: data.Arrays) -> dict[str, Any]:
     for name, array in batch.items():
         types[name] = (np.shape(array), getattr(array, "dtype", None))
     return types
-
-
-def _check_joined(step: int, first: dict[str, Any], other: dict[str, Any]) -> None:
-    """Raises UserError unless the batches that one step joins are alike."""
-    if other != first:
-        raise errors.UserError(
-            f"Step {step} joins several batches of the iterator (batch_schedule), and "
-            f"they differ: {first}, then {other}. Give them the same names, shapes and "
-            "dtypes."
-        )
 
 
 def _draws_many(iterator: Any) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from xshard import errors
-from xshard.data import batch_sizes
 from xshard.data import examples as examples_lib
 
 # The threads that read a source, and the number of batches that they read ahead.
@@ -80,14 +79,11 @@ class Part:
         and so on. If one model is spread over several processes, all of them read its
         rows.
       seed: the seed of the order.
-      sizes: the sizes of the run's batches, of which `batch_size` is the first; None if
-        all are equal.
     """
 
     batch_size: int
     rows: tuple[np.ndarray, ...]
     seed: int
-    sizes: batch_sizes.BatchSizes | None = None
 
 
 class _Iterator:

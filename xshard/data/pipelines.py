@@ -19,7 +19,6 @@ import numpy as np
 
 from xshard import data, errors
 from xshard.base import arguments
-from xshard.data import batch_sizes
 
 if TYPE_CHECKING:
     import grain
@@ -43,7 +42,6 @@ class Stream:
       seed: the seed of the group's order, from 0 to below 2**32; equal for all streams
         of a group.
       rows: the number of rows of each batch that it provides.
-      sizes: the sizes of the run's batches; None if all are equal.
       examples: the number of examples that each call of `part` divided.
     """
 
@@ -51,7 +49,6 @@ class Stream:
     count: int
     seed: int
     rows: int = 1
-    sizes: batch_sizes.BatchSizes | None = None
     examples: list[int] = dataclasses.field(default_factory=list, compare=False)
 
     def part(self, examples: "grain.MapDataset") -> "grain.MapDataset":
@@ -70,12 +67,6 @@ class Stream:
             )
         self.examples.append(len(examples))
         return examples.shuffle(self.seed)[self.index :: self.count].repeat()
-
-    def rows_until(self, step: int) -> int:
-        """Returns the number of its rows in all steps up to this one."""
-        if self.sizes is None:
-            return step * self.rows
-        return self.sizes.drawn(step) * self.rows
 
 
 class Mix:
@@ -121,7 +112,7 @@ class Mix:
         self._table: list[list[Any]] = []
         for steps, weights in table:
             self._table.append([steps, [float(weight) for weight in weights]])
-        self._begins = [stream.rows_until(steps) for steps, _ in table]
+        self._begins = [steps * stream.rows for steps, _ in table]
         self._bounds = [_bounds(weights) for _, weights in self._table]
         # Streams take their rows from different places of the order, so that a batch
         # of one row of each has the proportions, too.
@@ -257,7 +248,6 @@ class Streams:
         self._make = make
         self._count = count
         self._seed = part.seed
-        self._sizes = part.sizes
         # The number of rows of a batch that a stream provides.
         self._rows = part.batch_size // count
         # What the parts of the streams were taken from, equal for all streams.
@@ -276,7 +266,7 @@ class Streams:
 
     def _make_stream(self, group: int, index: int) -> Any:
         seed = np.random.SeedSequence([self._seed, group]).generate_state(1)[0]
-        identity = Stream(index, self._count, int(seed), self._rows, self._sizes)
+        identity = Stream(index, self._count, int(seed), self._rows)
         stream = self._make(identity)
         self._examples = identity.examples
         return stream

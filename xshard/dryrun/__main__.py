@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from absl import flags, logging
 
 from xshard import cli, errors
-from xshard.data import batch_sizes
 from xshard.dryrun import analysis, summary
 from xshard.files import jsonfile
 from xshard.pod import exit_codes
@@ -58,13 +57,6 @@ def main(argv: Sequence[str]) -> int:
     if _SLICES.value is not None:
         with config.unlocked():
             config.update(slices=_SLICES.value)
-    largest = batch_sizes.BatchSizes.of(config).largest
-    if largest != config.batch_size:
-        # Memory is needed for the largest batch of a run.
-        logging.warning(
-            "Of batch_schedule, the largest batch is compiled: %d.", largest
-        )
-        config.update(batch_size=largest, batch_schedule=())
     show = jsonfile.dumps if _JSON.value else summary.show
     # The compiler ignores signals, so it runs in a thread and this one can be
     # interrupted.

@@ -86,7 +86,7 @@ class Log(hooks.Hook):
         self._mesh = mesh
         self._clock = clock
         self._terminal = terminal
-        self._sizes = batches.sizes
+        self._batch_size = batches.batch_size
         self._epoch_examples = batches.epoch_examples
         self._members = members
         # What this process would write if it led, with the number of rows before it,
@@ -276,10 +276,8 @@ class Log(hooks.Hook):
         row = with_skips(row)
         if self._epoch_examples is not None:
             # An experiment may log its own 'epoch', which takes precedence.
-            examples = self._sizes.examples(step)
+            examples = step * self._batch_size
             row.setdefault("epoch", examples / self._epoch_examples)
-        if self._sizes.others:
-            row.setdefault("batch_size", self._sizes.at(step))
         seconds = self._clock.seconds()
         rate = self._rate(last, seconds)
         self._send(row | self._performance(step, rate, seconds))
@@ -376,9 +374,8 @@ class Log(hooks.Hook):
     def _performance(
         self, step: int, rate: float, seconds: Mapping[str, float]
     ) -> rows_lib.Row:
-        # A row during which the batch grew counts all of its steps as the last one.
-        size = self._sizes.at(step)
-        examples = size * experiment_lib.num_models(self._config, self._mesh)
+        models = experiment_lib.num_models(self._config, self._mesh)
+        examples = self._batch_size * models
         row = {"steps_per_second": rate, "examples_per_second": rate * examples}
         # When members are lost must not show among what has the same bits.
         row |= self._members.standing

@@ -1,7 +1,6 @@
 """A factor on a rule's updates, kept in its state.
 
 Each roll-back that passes over data multiplies it by `roll_back.learning_rate_factor`.
-It grows with the batch as `batch_learning_rate` says.
 """
 
 from typing import Any, NamedTuple

@@ -237,9 +237,7 @@ class Replayer:
         state = self._begin(keep.start - 1)
         restored = int(state.step)
         for number in range(restored + 1, keep.stop):
-            state = roll_backs.with_update_scale(
-                self._roll_backs, self._batches.sizes, number, state
-            )
+            state = roll_backs.with_update_scale(self._roll_backs, number, state)
             batch = self._batches.batch_for_step(number, self._predict, state)
             before = state
             if number in keep:
@@ -322,10 +320,9 @@ class Replayer:
         for first_step, count in self._skips.items():
             if first_step <= step:
                 num_skipped += count
-        size = self._batches.sizes.first
-        num_before, rows_of_batch = self._batches.origins(step)
-        groups, places = np.divmod(rows_of_batch, size)
-        positions = (num_skipped + num_before) * size + places
+        size = self._batches.batch_size
+        groups, places = np.divmod(self._batches.rows, size)
+        positions = (num_skipped + step - 1) * size + places
         of_groups = []
         for group in np.unique(groups).tolist():
             of_groups.append(numbers(group, positions[groups == group]))

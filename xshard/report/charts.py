@@ -252,9 +252,6 @@ def _batch_sizes(lines: Sequence[Line], runs: Sequence[runs_lib.Run]) -> list[Li
         if not of_run or size is None or not jsonfile.is_number(size):
             continue
         values = pd.Series(float(size), index=of_run[0].values.index)
-        # A batch may grow; rows then say so.
-        for steps, larger in run.config.get("batch_schedule") or ():
-            values[values.index > steps] = float(larger)
         what = BATCH_SIZE
         if run.config.get("outer.every_steps"):
             # Each slice steps along the gradient of its own part.

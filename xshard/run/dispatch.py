@@ -87,7 +87,7 @@ def plan(
       config: the run's config.
       mesh: the run's mesh.
       traced_step: the training step, traced.
-      batch: the shapes of its largest batch.
+      batch: the shapes of its batch.
       updates_in_shards: whether each replica updates its shards of global arrays.
       acts: whether the training data uses the model.
       waits: whether several processes draw the data batch by batch. It may be slow, and

@@ -110,7 +110,9 @@ def _further(config: ml_collections.ConfigDict, steps: int, command: str) -> str
     What the config file computes from the steps keeps the value that the run began
     with.
     """
-    longer = copy.deepcopy(config).unlock()
+    # A function's copy would be another one, which config.json could not hold.
+    values = config_lib.flatten(config.to_dict()).values()
+    longer = copy.deepcopy(config, {id(value): value for value in values}).unlock()
     before = config_lib.flatten(identity_lib.plain(longer))
     longer.steps = steps
     after = config_lib.flatten(identity_lib.plain(longer))

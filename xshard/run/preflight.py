@@ -18,7 +18,7 @@ from xshard import errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.base import formatting, loss_scale_keys, mesh_axes
-from xshard.data import batch_sizes, batches
+from xshard.data import batches
 from xshard.files import identity
 from xshard.learners import composition, statistics, validation
 from xshard.optimizers import base, cross_shard, layouts, trees
@@ -70,7 +70,7 @@ def train_batches(
         experiment.train_batches,
         mesh,
         logical.of_config(config, mesh),
-        batch_size=batch_sizes.BatchSizes.of(config),
+        batch_size=config.batch_size,
         seed=config.seed,
         micro_batches=config.micro_batches,
         separate_slices=config_lib.separates_slices(config),
@@ -84,7 +84,6 @@ def programs(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     act: PredictionCaller | None = None,
     asks: Sequence[PredictionCaller] = (),
-    larger: Sequence[Mapping[str, jax.ShapeDtypeStruct]] = (),
     step_program: str | None = identity.STEP,
     *,
     waits: bool = False,
@@ -103,7 +102,6 @@ def programs(
       act: lets the training data act, given a function that predicts; None if the data
         does not act on the model.
       asks: what else asks for predictions in the run.
-      larger: the shapes of the larger batches of the run.
       step_program: the program that makes the run's steps; None: it is chosen.
       waits: whether several processes draw the data batch by batch.
       exchange: connects the members of the run; None if there are no others.
@@ -134,15 +132,11 @@ def programs(
     replica_analysis.check_updates(experiment, mesh, state, batch, traced_step)
     if updates_in_shards:
         train_step.trace(state, batch)
-    if larger:
-        _check_no_rows_of_examples(experiment, state)
-    for larger_batch in larger:
-        train_step.trace(state, larger_batch)
     plan = dispatch.plan(
         experiment.config,
         mesh,
         traced_step,
-        [batch, *larger][-1],
+        batch,
         updates_in_shards=updates_in_shards,
         acts=act is not None,
         waits=waits,
@@ -156,20 +150,6 @@ def programs(
         replica_analysis.check_prediction(experiment, mesh, traced)
         replica_state.check_unread(experiment.predict, traced.jaxpr, state, mesh)
     return Programs(train_step, predict, plan)
-
-
-def _check_no_rows_of_examples(
-    experiment: experiment_lib.Experiment, state: state_lib.TrainState
-) -> None:
-    """Raises UserError if the state has rows of examples, whose number is fixed."""
-    is_rows = lambda x: isinstance(x, experiment_lib.PerExample)
-    if any(map(is_rows, jax.tree.leaves(state.experiment, is_leaf=is_rows))):
-        where = validation.describe_method(experiment.init)
-        raise errors.UserError(
-            f"batch_schedule={experiment.config.batch_schedule} lets the batch grow, "
-            f"but {where} returns a state with a row for each example (PerExample), "
-            "such as environments: leave out batch_schedule."
-        )
 
 
 def jitted_step(

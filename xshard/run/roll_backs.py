@@ -18,12 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 
 from xshard import checkpoint, errors, hooks
-from xshard import config as config_lib
-from xshard.data import batch_sizes
 from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.learners.state import LearnerState
@@ -128,27 +125,22 @@ def batches_to_skip(entries: Sequence[RollBack]) -> dict[int, int]:
 
 def with_update_scale(
     entries: Mapping[int, RollBack],
-    sizes: batch_sizes.BatchSizes,
     step: int,
     state: state_lib.TrainState,
 ) -> state_lib.TrainState:
     """Returns the state for a step, with the factor on the updates from there on.
 
-    A roll-back lowers it, and it grows with the batch.
+    A roll-back that skips data lowers it.
 
     Args:
       entries: the roll-backs that `in_effect` returns.
-      sizes: the sizes of the run's batches.
       step: the number of the step that is about to be made.
       state: the state after the previous step.
     """
-    if step - 1 not in entries and not sizes.changes_at(step):
+    if step - 1 not in entries:
         return state
-    scale = sizes.factor(step)
-    before = [restored for restored in entries if restored < step]
-    if before:
-        # The newest one's factor contains those of all earlier roll-backs.
-        scale *= entries[max(before)].update_scale
+    # It contains the factors of all earlier roll-backs.
+    scale = entries[step - 1].update_scale
 
     def scaled(path: Any, x: jax.Array) -> jax.Array:
         if not back_off.is_scale(path[-1].key):
@@ -178,36 +170,22 @@ class Past(hooks.Hook):
 
     def __init__(
         self,
-        config: ml_collections.ConfigDict,
         directory: workdir.Workdir,
         manager: checkpoint.Manager,
         batches: batches_lib.TrainBatches,
-        target: state_lib.TrainState,
         channel: host_collectives.Channel,
         announce: Callable[[rows_lib.Row, state_lib.TrainState], None],
     ):
-        """Checks the config; reads and writes nothing.
+        """Reads and writes nothing.
 
         Args:
-          config: the run's config.
           directory: the run's work directory.
           manager: the run's checkpoints.
           batches: the run's training batches, which are told what to skip.
-          target: the shapes of the run's state.
           channel: the processes' channel of the main thread.
           announce: called with a row that comes before that of the next step, and with
             the state.
-
-        Raises:
-          UserError: if no rule has the factor on updates that the config sets.
         """
-        follows = config.get("batch_learning_rate", config_lib.NONE) != config_lib.NONE
-        if follows and not has_update_scale(target):
-            raise errors.UserError(
-                f"batch_learning_rate={config.batch_learning_rate!r} raises the "
-                "updates of rules made by OptaxOptimizer(..., backs_off=True), but "
-                "this experiment has none: pass backs_off=True, or set it to 'none'."
-            )
         self.entries: list[RollBack] = []
         self._directory = directory
         self._path = directory.roll_backs
@@ -248,13 +226,13 @@ class Past(hooks.Hook):
         """Returns the state for a step, and announces one after a roll-back."""
         if step - 1 in self._in_effect:
             self._announce(self.row(step), state)
-        return with_update_scale(self._in_effect, self._batches.sizes, step, state)
+        return with_update_scale(self._in_effect, step, state)
 
     def next_due(self, step: int) -> int:
         """Returns the first step after a given one, before whose successor the state is
         edited.
         """
-        due = self._batches.sizes.last_of_size(step + 1)
+        due = hooks.NEVER
         for restored in self._in_effect:
             if restored > step:
                 due = min(due, restored)
@@ -277,7 +255,7 @@ class Past(hooks.Hook):
 
     def batches_drawn(self, step: int) -> int:
         """Returns the number of batches drawn up to a step, used or skipped."""
-        count = self._batches.sizes.drawn(step)
+        count = step
         for restored, entry in self._in_effect.items():
             if restored < step:
                 count += entry.num_skipped

@@ -19,20 +19,19 @@ class Utilisation(hooks.Wing):
         # FLOPs are counted with the first row. By then the devices are busy, so the
         # trace delays nothing.
         self._flops = functools.cache(
-            lambda size: model_flops.if_known(
-                run.experiment, run.mesh, batches.shapes(size), run.terminal.say
+            lambda: model_flops.if_known(
+                run.experiment, run.mesh, batches.shapes(), run.terminal.say
             )
         )
         compute_dtype = jmp.get_policy(run.config.precision).compute_dtype
         self._peak = model_flops.peak(run.mesh, compute_dtype)
-        self._sizes = batches.sizes
 
     def speed(self, step: int, steps_per_second: float) -> dict[str, float]:
         """Returns the FLOPs per second, and their fraction of the peak if it is known.
 
         Neither, if the FLOPs cannot be counted.
         """
-        flops = self._flops(self._sizes.at(step))
+        flops = self._flops()
         if flops is None:
             return {}
         rates = {"flops_per_second": steps_per_second * flops}
