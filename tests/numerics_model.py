@@ -31,13 +31,12 @@ NOISE_EVERY = 8
 NOISE_STEPS = 16
 
 # The unit roundoff of each type. The integers are codes for a block, whose largest
-# magnitude is 127 or 7 of them.
+# magnitude is 127 of them.
 EPSILON = {
     "float32": 2.0**-23,
     "float16": 2.0**-10,
     "bfloat16": 2.0**-7,
     "int8": 1 / 127,
-    "int4": 1 / 7,
 }
 _TYPES = {
     "float32": np.float32,
@@ -349,7 +348,7 @@ class Model:
             for state, grads, skip in zip(states, found, skipped, strict=True):
                 new.append(self._apply(state, grads, skip, sign))
             if self.choice["outer"]:
-                exchanged = self._exchange(states, new, skipped, sign)
+                exchanged = self._exchange(states, new, sign)
             variants.append(new)
         results = []
         for group, state in enumerate(states):
@@ -604,9 +603,7 @@ class Model:
 
     # The exchange between slices.
 
-    def _exchange(
-        self, before: list[State], after: list[State], skipped: list[bool], sign: int
-    ) -> bool:
+    def _exchange(self, before: list[State], after: list[State], sign: int) -> bool:
         """Exchanges parameters between slices; returns whether any were."""
         choice = self.choice
         every = choice["outer"]
@@ -614,18 +611,8 @@ class Model:
         fragments = self.fragments(before[0])
         step = int(before[0][_only(before[0], "/OuterOptimizer/steps")]) + 1
         any_exchange = False
-        weighted = choice["weights"] == "applied_steps"
-
-        def count() -> None:
-            for new, skip in zip(after, skipped, strict=True):
-                if weighted and not skip:
-                    name = _only(new, "/applied_steps")
-                    new[name] = new[name] + 1
-
         for new in after:
             new[_only(new, "/OuterOptimizer/steps")] = np.asarray(float(step))
-        if not delay:
-            count()
         source = before if delay else after
         sent_after = step - 1 if delay else step
         for index, paths in enumerate(fragments):
@@ -636,14 +623,12 @@ class Model:
             taken = step - delay
             if taken > 0 and (taken - offset) % every == 0:
                 any_exchange = True
-                kept = choice["mixing"] if delay else 0.0
+                kept = 0.5 if delay else 0.0
                 for new in after:
                     for path in paths:
                         name = f"params/{path}"
                         exchanged = new[_only(new, f"/exchanged/{path}")]
                         new[name] = kept * new[name] + (1 - kept) * exchanged
-        if delay:
-            count()
         return any_exchange
 
     def _send(
@@ -655,31 +640,23 @@ class Model:
         sign: int,
     ) -> None:
         """Moves the parameters of the last exchange by the outer rule."""
-        weights = [1.0] * len(after)
-        if self.choice["weights"] == "applied_steps":
-            weights = []
-            for new in after:
-                applied = new[_only(new, "/applied_steps")]
-                weights.append(float(applied[index]) / self.choice["outer"])
-                applied[index] = 0
-        total_weight = sum(weights) or 1.0
         differences = {}
         largest = 0.0
         for path in paths:
             total: Any = 0.0
-            for state, new, weight in zip(source, after, weights, strict=True):
+            for state, new in zip(source, after, strict=True):
                 exchanged = new[_only(new, f"/exchanged/{path}")]
                 # What is sent is the parameter as it is stored.
                 param = np.asarray(state[f"params/{path}"], np.float64)
-                sent = weight * (exchanged - param)
+                sent = exchanged - param
                 for name in new:
                     if name.endswith(f"/residual/{path}"):
                         sent = sent + new[name]
                 largest = max(largest, _finite_max(sent))
                 total = total + sent
-            differences[path] = total / total_weight
+            differences[path] = total / len(after)
         epsilon = EPSILON[self.choice["outer_dtype"]]
-        error = epsilon * largest * len(after) / total_weight
+        error = epsilon * largest
         # Parameters may be rounded the other way.
         stored = max(_finite_max(source[0][f"params/{path}"]) for path in paths)
         error += EPSILON[self.choice["params"]] * stored

@@ -122,11 +122,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "norms": (0, 0, 1),
     "fingerprints": (0, 0, 1),
     "outer": (0, 2, 3),
-    "outer_dtype": ("float32", "bfloat16", "int8", "int4"),
+    "outer_dtype": ("float32", "bfloat16", "int8"),
     "fragments": (1, 2),
     "delay_steps": (0, 1),
-    "mixing": (0.5, 0.25),
-    "weights": ("equal", "applied_steps"),
 }
 
 # How a row of a batch is not finite.
@@ -155,8 +153,6 @@ _OF_OUTER = (
     "outer_dtype",
     "fragments",
     "delay_steps",
-    "mixing",
-    "weights",
 )
 
 
@@ -220,7 +216,6 @@ def _refused_keys(choice: Mapping[str, Any]) -> list[str]:
         "aggregation_method": choice["micro_batches"] == 1,
         **dict.fromkeys(_OF_OUTER, not apart),
     }
-    without_effect["mixing"] |= not choice["delay_steps"]
     keys = [key for key, is_refused in refused.items() if is_refused]
     for key, has_no_effect in without_effect.items():
         if has_no_effect and choice[key] != VALUES[key][0]:
@@ -517,8 +512,6 @@ def config_of(choice: Mapping[str, Any]) -> Any:
                 "dtype": choice["outer_dtype"],
                 "fragments": choice["fragments"],
                 "delay_steps": choice["delay_steps"],
-                "mixing": choice["mixing"],
-                "weights": choice["weights"],
             }
         )
     shape = _shape(choice)

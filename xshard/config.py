@@ -234,13 +234,6 @@ def _check_outer(config: ml_collections.ConfigDict, values: Mapping[str, Any]) -
             "group_assignment: each group is a model of its own, and an outer rule "
             "makes one model of all. Leave group_assignment empty, and set slices."
         )
-    mixing = values.get("outer.mixing", 0.5)
-    if mixing != 0.5 and not values.get("outer.delay_steps", 0):
-        raise errors.UserError(
-            f"outer.mixing={mixing} has no effect without outer.delay_steps: slices "
-            "then take over the whole result of an exchange. Set outer.delay_steps, "
-            "or leave outer.mixing out."
-        )
     dtype = values.get("reduction.slice_dtype", "float32")
     if dtype != "float32":
         raise errors.UserError(
@@ -743,8 +736,8 @@ KEYS = (
     Key(
         "outer.dtype",
         "float32",
-        "The dtype that slices send: 'float32', 'bfloat16', or 'int8' or 'int4', which "
-        "carry the rounding error to the next exchange.",
+        "The dtype that slices send: 'float32', 'bfloat16', or 'int8', which carries "
+        "the rounding error to the next exchange.",
         is_optional=True,
     ),
     Key(
@@ -760,20 +753,6 @@ KEYS = (
         "The number of steps that slices train on before they take over the result of "
         "an exchange.",
         _count_or_never,
-        is_optional=True,
-    ),
-    Key(
-        "outer.mixing",
-        0.5,
-        "With a delay: the fraction of its own parameters that a slice keeps then.",
-        _fraction,
-        is_optional=True,
-    ),
-    Key(
-        "outer.weights",
-        "equal",
-        "The weights of slices in an exchange: 'equal', or 'applied_steps', the number "
-        "of steps that were not skipped.",
         is_optional=True,
     ),
     Key(

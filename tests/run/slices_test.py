@@ -20,10 +20,9 @@ from xshard.replay import replayer
 from xshard.run import slices, states
 
 EVERYTHING = {
-    "dtype": "int4",
+    "dtype": "int8",
     "fragments": 2,
     "delay_steps": 1,
-    "weights": "applied_steps",
 }
 
 
@@ -221,7 +220,7 @@ def test_a_reader_has_the_parameters_of_the_last_exchange_alone(tmp_path, capfd)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("now", [4, 1])
 def test_another_number_of_slices_goes_on_from_the_last_exchange(tmp_path, capfd, now):
-    outer = {"dtype": "int8", "weights": "applied_steps"}
+    outer = {"dtype": "int8"}
     _, before = train(tmp_path, outer, steps=6, save_every=6)
     run = loop.Run(config(outer, slices=now, steps=12), str(tmp_path))
     state = run.resume_or_init().state
@@ -321,7 +320,7 @@ def test_an_experiment_may_have_an_outer_rule_of_its_own(tmp_path):
         loop.Run(config({"every_steps": 2}, experiment=own), "unused")
     # What the rule does not take would have no effect.
     with pytest.raises(xshard.UserError, match="dtype='float32', and config.outer.dt"):
-        loop.Run(config({"dtype": "int4"}, experiment=own), "unused")
+        loop.Run(config({"dtype": "int8"}, experiment=own), "unused")
     run = loop.Run(config({"momentum": 0.5}, experiment=own), "unused")
     assert "outer.momentum" in config_lib.unread(run.experiment.config, run.config)
     run = loop.Run(config({"momentum": 0.5}), "unused")
@@ -345,7 +344,6 @@ def test_slices_that_never_exchange_are_refused(experiment, message):
         ({"momentum": 1.0}, {}, "outer.momentum=1.0 must be a number"),
         ({"dtype": "int2"}, {}, "dtype must be one of"),
         ({"delay_steps": 4}, {}, "delay_steps must be"),
-        ({"mixing": 0.2}, {}, "no effect without outer.delay_steps"),
         ({}, {"slices": 3}, "slices=3 must divide"),
         ({}, {"batch_size": 18, "slices": 4}, "slices x replicas x micro_batches"),
         ({}, {"group_assignment": ((0, 1), (2, 3))}, "each group is a model"),

@@ -36,8 +36,6 @@ _OUTER_ARGUMENTS = (
     "dtype",
     "fragments",
     "delay_steps",
-    "mixing",
-    "weights",
 )
 
 
@@ -237,8 +235,6 @@ def with_outer_rule(where: str, opt: base.Optimizer, options: Any) -> base.Optim
         dtype=options.dtype,
         fragments=options.fragments,
         delay_steps=options.delay_steps,
-        mixing=options.mixing,
-        weights=options.weights,
     )
 
 

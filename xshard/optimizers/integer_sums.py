@@ -1,4 +1,4 @@
-"""Sums in int8 or int4 for slow networks, with error feedback.
+"""Sums in int8 for slow networks, with error feedback.
 
 Each device rounds its summand to integers, keeps the rounding error, and adds it to its
 next summand. So errors do not add up over steps.
@@ -105,55 +105,43 @@ def all_reduce(
     return sums, new_errors
 
 
-def quantize(x: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds a float32 array to integers, in blocks that have a scale each.
 
     Args:
       x: the array, of any shape.
-      bits: the bits of a code: 8, or 4, of which an int8 holds two.
 
     Returns:
-      The codes, int8 of shape (blocks, BLOCK * bits / 8), the last of them padded; and
-      the scales, float32 of shape (blocks, 1).
+      The codes, int8 of shape (blocks, BLOCK), the last of them padded; and the scales,
+      float32 of shape (blocks, 1).
     """
-    largest = 2 ** (bits - 1) - 1
     padding = -x.size % BLOCK
     blocks = jnp.pad(jnp.ravel(x), (0, padding)).reshape(-1, BLOCK)
     # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the
     # CPU.
     magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
-    scales = jnp.max(magnitudes, axis=1, keepdims=True) / largest
+    scales = jnp.max(magnitudes, axis=1, keepdims=True) / 127
     # A block of zeros has the scale 0. Any other divisor gives its codes of 0.
     divisors = jnp.where(scales == 0, jnp.ones_like(scales), scales)
     codes = jnp.round(blocks / divisors)
     # A block with a non-finite element has a non-finite scale, which makes the whole
     # block non-finite for any codes.
     codes = jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes))
-    codes = codes.astype(jnp.int8)
-    if bits == 8:
-        return codes, scales
-    low = codes[:, : BLOCK // 2] & 15
-    high = codes[:, BLOCK // 2 :] << 4
-    return low | high, scales
+    return codes.astype(jnp.int8), scales
 
 
-def values(codes: jax.Array, scales: jax.Array, bits: int = 8) -> jax.Array:
+def values(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns what codes stand for, float32 of shape (..., blocks, BLOCK).
 
     Args:
       codes: the codes of `quantize`, with any leading dimensions.
       scales: its scales.
-      bits: the bits of a code.
     """
-    if bits == 4:
-        # A shift to the right repeats the sign.
-        low = (codes << 4) >> 4
-        codes = jnp.concatenate([low, codes >> 4], axis=-1)
     return codes.astype(jnp.float32) * scales
 
 
 def dequantize(
-    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...], bits: int = 8
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """Restores a quantized array, up to rounding.
 
@@ -161,9 +149,8 @@ def dequantize(
       codes: the codes of `quantize`.
       scales: its scales.
       shape: the array's shape.
-      bits: the bits of a code.
     """
-    elements = jnp.ravel(values(codes, scales, bits))
+    elements = jnp.ravel(values(codes, scales))
     # Without the padding of the last block.
     elements = elements[: math.prod(shape)]
     return elements.reshape(shape)

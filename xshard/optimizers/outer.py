@@ -11,7 +11,6 @@ al., "Streaming DiLoCo with overlapping communication", 2025,
 https://arxiv.org/abs/2501.18512.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,11 +41,11 @@ EXCHANGED = "exchanged"
 RESIDUAL = "residual"
 
 _STEPS = "steps"
-# The number of steps that a slice has applied since it last sent each fragment.
-APPLIED = "applied_steps"
-_BITS = {"int8": 8, "int4": 4}
-_DTYPES = ("float32", "bfloat16", *_BITS)
-_WEIGHTS = ("equal", "applied_steps")
+_INT8 = "int8"
+_DTYPES = ("float32", "bfloat16", _INT8)
+# With a delay: the fraction of its own parameters that a slice keeps, as in Streaming
+# DiLoCo.
+_KEPT = 0.5
 
 
 class OuterOptimizer(base.OptimizerWrapper):
@@ -69,9 +68,8 @@ class OuterOptimizer(base.OptimizerWrapper):
 
     State: `exchanged/<path>` for each trained parameter, its value at the last
     exchange, in float32 or wider, equal on all slices; `steps`, an int32 scalar; the
-    state of `outer`; with the weights 'applied_steps', `applied_steps`, int32 of shape
-    (fragments,); with an integer `dtype`, `residual/<path>` in float32, the slice's own
-    errors of rounding.
+    state of `outer`; with 'int8', `residual/<path>` in float32, the slice's own errors
+    of rounding.
 
     >>> def step(params, x):
     ...     inner = xshard.OptaxOptimizer(optax.sgd(0.5), name='inner')
@@ -102,8 +100,6 @@ class OuterOptimizer(base.OptimizerWrapper):
         dtype: str = "float32",
         fragments: int = 1,
         delay_steps: int = 0,
-        mixing: float = 0.5,
-        weights: str = "equal",
         name: str = "OuterOptimizer",
     ):
         """Wraps an optimizer.
@@ -116,18 +112,15 @@ class OuterOptimizer(base.OptimizerWrapper):
           every_steps: the number of steps between exchanges, at least 1.
           axis_name: the mapped axis of the slices.
           dtype: the type in which differences are sent: 'float32' (or wider, if a
-            parameter is), 'bfloat16', or 'int8' or 'int4', of which each slice adds the
-            error of rounding to what it sends next.
+            parameter is), 'bfloat16', or 'int8', of which each slice adds the error of
+            rounding to what it sends next.
           fragments: the number of parts of the parameters, which are exchanged in turn,
             each every `every_steps` steps, to send less at a time. An array is never
             divided.
           delay_steps: for how many steps slices train on before they take over the
             result of an exchange, less than `every_steps`. The parameters after a step
-            are then sent during the next one.
-          mixing: with a delay, the fraction of its own parameters that a slice keeps
-            when it takes over the result.
-          weights: the weights of slices in the mean: 'equal', or 'applied_steps', the
-            number of steps that a slice has applied since it last sent.
+            are then sent during the next one, and a slice takes the mean of the result
+            and its own.
           name: the module's name.
 
         Raises:
@@ -149,15 +142,6 @@ class OuterOptimizer(base.OptimizerWrapper):
             f"an integer of at least 0 and below every_steps={self.every_steps}",
         )
         self.delay_steps = int(delay_steps)
-        arguments.check(
-            "mixing",
-            mixing,
-            arguments.is_number(mixing) and 0 <= mixing < 1,
-            "a number of at least 0 and below 1, the fraction of its own parameters "
-            "that a slice keeps",
-        )
-        self.mixing = float(mixing)
-        self.weights = arguments.one_of("weights", weights, _WEIGHTS)
         if self.fragments > self.every_steps:
             raise errors.UserError(
                 f"fragments={fragments} must be at most every_steps={every_steps}: at "
@@ -216,8 +200,6 @@ class OuterOptimizer(base.OptimizerWrapper):
 
     def _create_state(self, grads: trees.Gradients, params: trees.Params) -> None:
         hk.get_state(_STEPS, [], jnp.int32, jnp.zeros)
-        if self.weights == "applied_steps":
-            hk.get_state(APPLIED, [self.fragments], jnp.int32, jnp.zeros)
         leaves = trees.leaves_by_path(params)
         trained = {path: leaves[path] for path in trees.present(grads)}
         for path, x in trained.items():
@@ -228,7 +210,7 @@ class OuterOptimizer(base.OptimizerWrapper):
                     "in its own type."
                 )
             slots.create(f"{EXCHANGED}/{path}", trees.widen(x))
-            if self.dtype in _BITS:
+            if self.dtype == _INT8:
                 zeros = jnp.zeros(x.shape, jnp.float32)
                 slots.create(f"{RESIDUAL}/{path}", zeros)
         for outer, paths in zip(self.outers, self._divide(trained), strict=True):
@@ -250,11 +232,9 @@ class OuterOptimizer(base.OptimizerWrapper):
         sent_after = step
         if self.delay_steps:
             # The parameters from before this step are sent, so that this does not wait
-            # for the step's gradients. This step counts in the next exchange.
+            # for the step's gradients.
             sent = trees.leaves_by_path(before)
             sent_after = step - 1
-        else:
-            self._count_applied(applied)
         for index, paths in enumerate(self._divide(self._slots_named(EXCHANGED))):
             offset = _offset(index, self.every_steps, self.fragments)
             is_sent = self._is_due(sent_after, offset)
@@ -262,15 +242,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             is_taken = self._is_due(step - self.delay_steps, offset)
             own = {path: params[path] for path in paths}
             params |= hk.cond(is_taken, self._take, lambda own: own, own)
-        if self.delay_steps:
-            self._count_applied(applied)
         return trees.rebuild(after, params)
-
-    def _count_applied(self, applied: Any) -> None:
-        """Counts a step, if it was applied, for the weights of later exchanges."""
-        if self.weights == "applied_steps":
-            counts = hk.get_state(APPLIED)
-            hk.set_state(APPLIED, counts + jnp.asarray(applied, counts.dtype))
 
     def _is_due(self, step: jax.Array, offset: int) -> jax.Array:
         """Returns whether a fragment is exchanged after a step: each in turn."""
@@ -305,13 +277,10 @@ class OuterOptimizer(base.OptimizerWrapper):
         taken = {}
         for path, param in own.items():
             exchanged = hk.get_state(f"{EXCHANGED}/{path}")
-            # Zero times what is not finite would be NaN.
-            if self.delay_steps and self.mixing:
+            if self.delay_steps:
+                # Two halves of equal numbers add up to these.
                 own_param = param.astype(exchanged.dtype)
-                mixed = self.mixing * own_param + (1 - self.mixing) * exchanged
-                # The two parts of equal numbers do not always add up to these.
-                is_equal = own_param == exchanged
-                exchanged = jnp.where(is_equal, exchanged, mixed)
+                exchanged = _KEPT * own_param + (1 - _KEPT) * exchanged
             taken[path] = exchanged.astype(param.dtype)
         return taken
 
@@ -330,14 +299,9 @@ class OuterOptimizer(base.OptimizerWrapper):
           params: the slice's parameters in the fragment, by path.
           all_params: all parameters, in dicts.
         """
-        weight = None
-        if self.weights == "applied_steps":
-            # In units of a round, of which the errors of rounding are, too.
-            count = hk.get_state(APPLIED)[index].astype(jnp.float32)
-            weight = count / self.every_steps
 
         def exchange(params: dict[str, jax.Array]) -> None:
-            self._move(index, self._mean(params, weight), all_params)
+            self._move(index, self._mean(params), all_params)
 
         if replica_calls.is_current() and self.axis_name != mesh_axes.GROUP:
             raise errors.UserError(
@@ -351,7 +315,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             return
         # Here `jax.vmap` maps the slices, which makes of a branch a selection. So only
         # what each replica calls by itself is in a branch, which has the collectives.
-        mean = self._mean(params, weight, is_due)
+        mean = self._mean(params, is_due)
         state_before = skips.current_state()
         self._move(index, mean, all_params)
         writes = skips.writes_since(state_before)
@@ -374,21 +338,14 @@ class OuterOptimizer(base.OptimizerWrapper):
         leaves = trees.leaves_by_path(new)
         for path in mean:
             hk.set_state(f"{EXCHANGED}/{path}", leaves[path])
-        if self.weights == "applied_steps":
-            counts = hk.get_state(APPLIED)
-            hk.set_state(APPLIED, counts.at[index].set(0))
 
     def _mean(
-        self,
-        params: dict[str, jax.Array],
-        weight: jax.Array | None,
-        is_due: jax.Array | None = None,
+        self, params: dict[str, jax.Array], is_due: jax.Array | None = None
     ) -> dict[str, jax.Array]:
         """Returns the slices' mean difference to the last exchange, by path.
 
         Args:
           params: the slice's parameters.
-          weight: the slice's weight, a float32 scalar; None if all are equal.
           is_due: whether to exchange anything; None stands for True.
         """
         differences = {}
@@ -396,7 +353,7 @@ class OuterOptimizer(base.OptimizerWrapper):
         for path, param in params.items():
             exchanged = hk.get_state(f"{EXCHANGED}/{path}")
             differences[path] = exchanged - param.astype(exchanged.dtype)
-            if self.dtype in _BITS:
+            if self.dtype == _INT8:
                 errors_of_rounding[path] = hk.get_state(f"{RESIDUAL}/{path}")
         if axes.size(self.axis_name, type(self).__name__) == 1:
             return differences
@@ -426,16 +383,16 @@ class OuterOptimizer(base.OptimizerWrapper):
         def on_replica(is_due: Any, *operands: Any) -> Any:
             if is_due is None:
                 return exchange(operands)
-            differences, errors_of_rounding, _ = operands
+            differences, errors_of_rounding = operands
             zeros = jax.tree.map(jnp.zeros_like, differences)
             keep = lambda operands: (zeros, errors_of_rounding)
             return lax.cond(is_due, exchange, keep, operands)
 
         mean, errors_of_rounding = replica_calls.on_each_replica(
             on_replica,
-            in_specs=(jax.P(), specs, specs_of_errors, jax.P()),
+            in_specs=(jax.P(), specs, specs_of_errors),
             out_specs=(specs, specs_of_errors),
-        )(is_due, differences, errors_of_rounding, weight)
+        )(is_due, differences, errors_of_rounding)
         for path, x in errors_of_rounding.items():
             hk.set_state(f"{RESIDUAL}/{path}", x)
         return mean
@@ -458,7 +415,6 @@ class OuterOptimizer(base.OptimizerWrapper):
         self,
         differences: dict[str, jax.Array],
         errors_of_rounding: dict[str, jax.Array],
-        weight: jax.Array | None,
         *,
         parts_axis: str | None,
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -467,22 +423,13 @@ class OuterOptimizer(base.OptimizerWrapper):
         Args:
           differences: the differences, by path.
           errors_of_rounding: the errors of what the slice sent last, by path.
-          weight: as for `_mean`.
           parts_axis: the axis of the replicas that each send a part; None if this
             replica sends all.
 
         Returns:
           The means, and the new errors of rounding.
         """
-        total_weight: Any = axes.size(self.axis_name)
-        if weight is not None:
-            differences = jax.tree.map(
-                functools.partial(_weighted, weight), differences
-            )
-            total_weight = lax.psum(weight, self.axis_name)
-            # If no slice has applied a step, all differences are 0.
-            total_weight = jnp.where(total_weight == 0, 1, total_weight)
-
+        count = axes.size(self.axis_name)
         is_narrow = all(x.dtype == jnp.float32 for x in differences.values())
         if self.dtype == "float32" and not is_narrow:
             totals = {path: self._sum(x) for path, x in differences.items()}
@@ -495,9 +442,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             totals = _split(total, differences)
             if errors_of_rounding:
                 errors_of_rounding = _split(_finite(vector - sent), errors_of_rounding)
-        means = {
-            path: x / jnp.asarray(total_weight, x.dtype) for path, x in totals.items()
-        }
+        means = {path: x / jnp.asarray(count, x.dtype) for path, x in totals.items()}
         # JAX may track that sums do not vary along the axis, as state does.
         return axes.mark_varying((means, errors_of_rounding), self.axis_name)
 
@@ -521,12 +466,11 @@ class OuterOptimizer(base.OptimizerWrapper):
             count = axes.size(parts_axis)
         blocks = count * integer_sums.BLOCK
         vector = jnp.pad(vector, (0, -size % blocks))
-        bits = _BITS.get(self.dtype, 0)
         message: tuple[jax.Array, ...] = (vector,)
         sent = vector
-        if bits:
-            message = integer_sums.quantize(vector, bits)
-            sent = integer_sums.dequantize(*message, vector.shape, bits)
+        if self.dtype == _INT8:
+            message = integer_sums.quantize(vector)
+            sent = integer_sums.dequantize(*message, vector.shape)
         elif self.dtype == "bfloat16":
             rounded = vector.astype(jnp.bfloat16)
             # As integers, since XLA for CPUs would send float32.
@@ -542,9 +486,9 @@ class OuterOptimizer(base.OptimizerWrapper):
         else:
             # Every slice adds the same numbers in the same order.
             received = lax.all_gather(message, self.axis_name)
-            if bits:
+            if self.dtype == _INT8:
                 codes, scales = received
-                summands = integer_sums.values(codes, scales, bits)
+                summands = integer_sums.values(codes, scales)
             else:
                 (codes,) = received
                 summands = lax.bitcast_convert_type(codes, jnp.bfloat16)
@@ -584,7 +528,7 @@ class OuterOptimizer(base.OptimizerWrapper):
     def get_slot(self, var: str, name: str) -> Any:
         """Implements `Optimizer.get_slot`, with the slots of exchanges.
 
-        These are 'exchanged' and, with an integer `dtype`, 'residual'.
+        These are 'exchanged' and, with the `dtype` 'int8', 'residual'.
         """
         if name in (EXCHANGED, RESIDUAL):
             return self._slots_named(name).get(var)
@@ -677,15 +621,6 @@ def _split(vector: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Ar
         arrays[path] = part.reshape(x.shape).astype(x.dtype)
         begin += x.size + -x.size % integer_sums.BLOCK
     return arrays
-
-
-def _weighted(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns the product of a difference and its slice's weight, at least 0.
-
-    Without weight, what is not finite does not count either: the product would be NaN.
-    """
-    is_left_out = (weight == 0) & ~jnp.isfinite(x)
-    return jnp.where(is_left_out, jnp.zeros_like(x), x * weight.astype(x.dtype))
 
 
 def _finite(x: jax.Array) -> jax.Array:

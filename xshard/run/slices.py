@@ -111,7 +111,7 @@ def continued(state: state_lib.TrainState) -> state_lib.TrainState:
         for name, x in slots.items():
             # What the first slice kept for its next exchange is about steps that no
             # longer count.
-            if name.startswith(f"{outer.RESIDUAL}/") or name == outer.APPLIED:
+            if name.startswith(f"{outer.RESIDUAL}/"):
                 slots[name] = jnp.zeros_like(x)
         return learner.replace(
             params=outer.exchanged(slots, learner.params),
