@@ -6,7 +6,7 @@ Text: as for `lm_tiny`.
 Cost: not trained; `tests/hub_test.py` trains a small one.
 
 Command: python -m xshard.main --config=configs/lm_gpt2.py --workdir=runs/lm_gpt2
---init_from=model.safetensors --init_map=experiments/lm/gpt2_map.json
+--init_from=model.safetensors --init_convert=experiments.lm.gpt2.HUB
 """
 
 import ml_collections

@@ -193,6 +193,9 @@ def test_experiments_are_exported(tmp_path, name):
 def test_another_run_restores_exported_arrays(tmp_path):
     trained = train(tmp_path / "run", group_assignment=HALVES)
     path = tmp_path / "a.safetensors"
+    convert = checkpoint.Conversion(dict, dict)
+    with pytest.raises(errors.UserError, match="one model, and this run has 2 groups"):
+        export.write(trained, path, convert=convert)
     assert "4 arrays" in export.write(trained, path)
     restored = checkpoint.init_from(checkpoint.Source(str(path)), trained.state, print)
     jax.tree.map(
@@ -235,6 +238,12 @@ def test_a_failed_export_is_explained_and_writes_nothing(tmp_path, monkeypatch):
         export.write(trained, path, select="^weights/")
     with pytest.raises(errors.UserError, match="a JAX random key"):
         export.write(trained, path, select="rng")
+    convert = checkpoint.Conversion(dict, dict)
+    with pytest.raises(errors.UserError, match="--convert is for a .safetensors file"):
+        export.write(trained, tmp_path / "a.stablehlo", convert=convert)
+    lossy = checkpoint.Conversion(dict, lambda arrays: {})
+    with pytest.raises(errors.UserError, match="'params/.*/w' is left over"):
+        export.write(trained, path, convert=lossy)
     path.write_bytes(b"mine")
     with pytest.raises(errors.UserError, match="already exists.*--overwrite"):
         export.write(trained, path)

@@ -4,22 +4,24 @@ reference in NumPy.
 
 import json
 import math
-import pathlib
 import tracemalloc
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
 import xshard
 from configs import lm_gpt2
+from experiments.lm import gpt2
 from tests import winged
 from xshard import checkpoint, errors, export
+from xshard.checkpoint import conversion
 from xshard.data import text
-from xshard.files import tensors, weight_map
+from xshard.files import tensors
 
-MAP = "experiments/lm/gpt2_map.json"
 LAYERS, WIDTH, HEADS, LENGTH = 2, 16, 2, 8
 VOCABULARY, POSITIONS = 300, 12
 
@@ -160,11 +162,11 @@ def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(
 ):
     arrays = hub_arrays()
     stored = {prefix + name: x for name, x in arrays.items()}
-    # Files also have what a map leaves out.
+    # Files also have what is left out.
     stored["lm_head.weight"] = arrays["wte.weight"]
     stored[f"{prefix}h.0.attn.bias"] = np.ones((1, 1, POSITIONS, POSITIONS), np.float32)
     place = save(stored, tmp_path, files=files)
-    source = checkpoint.Source(str(place), map_path=MAP)
+    source = checkpoint.Source(str(place), convert=gpt2.HUB)
     run = tmp_path / "run"
     assert winged.run(change(make_config(tmp_path)), str(run), "", init=source) == 0
     trained = xshard.load(str(run))
@@ -182,7 +184,7 @@ def test_a_model_of_the_hub_computes_its_logits_and_is_written_back(
     expected = np.concatenate([reference(arrays, tokens) for tokens in texts])
     # Sums of float32 beside float64.
     np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
-    export.write(trained, tmp_path / "back.safetensors", map_path=MAP)
+    export.write(trained, tmp_path / "back.safetensors", convert=gpt2.HUB)
     back = safetensors.load_file(tmp_path / "back.safetensors")
     assert back.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -200,157 +202,180 @@ def test_a_new_model_trains_in_half_precision(tmp_path):
     assert last["step"] == 3 and last["skipped"] < 3
 
 
-def test_any_part_of_an_array_is_read(tmp_path):
-    """A process reads what its own devices hold."""
-    arrays = hub_arrays()
-    arrays["q"] = np.arange(24, dtype=np.float32).reshape(4, 6)
-    found = weight_map.read(MAP)
-    found.rules.append(
-        weight_map.Rule("q", ["params/a", "params/b"], split=1, transpose=[1, 0])
-    )
-    file = tensors.open_path(str(save(arrays, tmp_path)))
-    mapped = weight_map.Mapped(file, found, MAP)
-    whole = {}
-    for path, shape in mapped.shapes.items():
-        whole[path] = mapped.read(path, tuple(slice(0, size) for size in shape))
-        assert whole[path].shape == shape
-        part = tuple(slice(size // 4, 3 * size // 4 + 1) for size in shape)
-        np.testing.assert_array_equal(mapped.read(path, part), whole[path][part])
-    np.testing.assert_array_equal(whole["params/b"], arrays["q"][:, 3:].T)
-    stacked = [np.split(arrays[f"h.{i}.attn.c_attn.weight"], 3, axis=1) for i in (0, 1)]
-    for part, name in enumerate("qkv"):
-        np.testing.assert_array_equal(
-            whole[f"params/gpt2/layers/{name}/w"], [x[part] for x in stacked]
-        )
+def converted(arrays, folder, convert=gpt2.HUB):
+    file = tensors.open_path(str(save(arrays, folder)))
+    return conversion.Converted(file, convert)
 
 
-def test_a_stack_is_in_memory_once(tmp_path):
-    names = [f"h.{layer}.w" for layer in range(8)]
-    arrays = {name: np.ones((64, 256), np.float32) for name in names}
-    found = weight_map.Map([weight_map.Rule("h.{i}.w", "params/w", stack="i")])
-    file = tensors.open_path(str(save(arrays, tmp_path)))
-    mapped = weight_map.Mapped(file, found, "map")
+def identity(arrays):
+    return dict(arrays.items())
+
+
+def renamed(old, new):
+    """Returns a function that converts an array of one name to that of another."""
+    return lambda arrays: {new: arrays[old]}
+
+
+def test_arrays_are_read_one_at_a_time(tmp_path):
+    arrays = {f"{number}.w": np.ones((64, 256), np.float32) for number in range(32)}
+    size = sum(x.nbytes for x in arrays.values())
     tracemalloc.start()
     try:
-        stacked = mapped.read("params/w", (slice(0, 8), slice(0, 64), slice(0, 256)))
+        found = converted(arrays, tmp_path, checkpoint.Conversion(identity, identity))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Beside it are two layers of eight: the first, and the one that is read.
-    assert stacked.nbytes <= peak < 1.5 * stacked.nbytes
+    assert len(found.shapes) == 32
+    # Beside what is converted are one array that is compared with it, and its copies.
+    assert size <= peak < 1.25 * size
+
+
+def test_arrays_of_size_zero_scalars_and_nan_come_back(tmp_path):
+    arrays = {
+        "a": np.zeros((2, 0, 3), np.float32),
+        "b": np.array(np.nan, np.float32),
+        "c": np.full(2, -0.0, ml_dtypes.bfloat16),
+    }
+    found = converted(arrays, tmp_path, checkpoint.Conversion(identity, identity))
+    assert found.shapes == {"a": (2, 0, 3), "b": (), "c": (2,)}
+    assert found.dtypes["c"] == "bfloat16"
+    assert found.read("a", (slice(1, 2), slice(0, 0), slice(0, 3))).shape == (1, 0, 3)
+
+
+@pytest.mark.parametrize(
+    "from_hub, to_hub, message",
+    [
+        (renamed("w", "a"), renamed("a", "w"), "'v' is left over"),
+        (identity, renamed("w", "w"), "'v' is left over"),
+        (identity, lambda x: identity(x) | {"u": x["v"]}, "'u' is new"),
+        (
+            identity,
+            lambda x: {"v": x["v"], "w": x["w"].T},
+            r"'w' float32\[2, 3\] becomes float32\[3, 2\]",
+        ),
+        (
+            lambda x: {"v": x["v"], "w": x["w"].astype(ml_dtypes.bfloat16)},
+            identity,
+            "'w' .* becomes bfloat16",
+        ),
+        (identity, lambda x: {"v": -x["v"], "w": x["w"]}, "'v' has other values"),
+        (renamed("u", "u"), identity, "no array 'u'. Give arrays"),
+        (identity, renamed("u", "u"), "no array 'u'. Give arrays"),
+        (lambda x: x["w"] + x["v"], identity, r"hub_test.py:\d+, in .*broadcast"),
+        (identity, lambda x: list(x), "returned a list"),
+        (lambda x: {"w": jnp.zeros(2)}, identity, "'w': ArrayImpl"),
+    ],
+)
+def test_functions_that_do_not_invert_each_other_are_refused(
+    tmp_path, from_hub, to_hub, message
+):
+    arrays = {"v": np.arange(4, dtype=np.float32), "w": np.ones((2, 3), np.float32)}
+    convert = checkpoint.Conversion(from_hub, to_hub)
+    with pytest.raises(errors.UserError, match=message):
+        converted(arrays, tmp_path, convert)
+    # An export goes the other way.
+    backwards = checkpoint.Conversion(to_hub, from_hub)
+    with pytest.raises(errors.UserError, match=message):
+        conversion.to_hub(arrays, backwards)
 
 
 def test_each_array_that_does_not_fit_is_named(tmp_path):
     arrays = hub_arrays()
-    found = weight_map.read(MAP)
-
-    def mapped(changed):
-        path = save(changed, tmp_path)
-        return weight_map.Mapped(tensors.open_path(str(path)), found, MAP)
-
-    with pytest.raises(errors.UserError, match="no rule matches h.0.new, rotary.x"):
-        mapped(arrays | {"rotary.x": np.zeros(2), "h.0.new": np.zeros(2)})
-    lacking = {k: x for k, x in arrays.items() if k not in ("h.0.ln_1.bias",)}
-    with pytest.raises(errors.UserError, match=r"offset' stacks \[1\], which has gaps"):
-        mapped(lacking)
-    without = {k: x for k, x in arrays.items() if not k.startswith("ln_f.")}
-    with pytest.raises(errors.UserError, match=r"matches none: 'ln_f.weight'.*'ln_f"):
-        mapped(without)
+    more = arrays | {"rotary.x": np.zeros(2), "h.0.new": np.zeros(2)}
+    with pytest.raises(errors.UserError, match="'h.0.new' is left .*'rotary.x' is lef"):
+        converted(more, tmp_path)
+    for name in ("h.0.ln_1.bias", "ln_f.weight"):
+        lacking = {k: x for k, x in arrays.items() if k != name}
+        with pytest.raises(errors.UserError, match=f"there is no array '{name}'"):
+            converted(lacking, tmp_path)
     odd = arrays | {"h.1.attn.c_attn.bias": np.zeros(7, np.float32)}
     with pytest.raises(
-        errors.UserError, match="c_attn.bias' .*the arrays to stack dif"
+        errors.UserError, match=r"gpt2.py:\d+, in .*from_hub.*same shape"
     ):
-        mapped(odd)
+        converted(odd, tmp_path)
+    both = arrays | {"transformer.wte.weight": arrays["wte.weight"]}
+    with pytest.raises(errors.UserError, match="'wte.weight', which are one name"):
+        converted(both, tmp_path)
     # The shapes here are compared with the run's, and all that differ are named.
     deep = hub_arrays(layers=LAYERS + 1)
-    source = checkpoint.Source(str(save(deep, tmp_path)), map_path=MAP)
-    with pytest.raises(errors.UserError, match=f"Correct the rules of {MAP}") as caught:
+    source = checkpoint.Source(str(save(deep, tmp_path)), convert=gpt2.HUB)
+    with pytest.raises(errors.UserError, match="Correct from_hub of --init") as caught:
         winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
-    of_layers = [path for path in mapped(deep).shapes if "/layers/" in path]
+    of_layers = [x for x in converted(deep, tmp_path).shapes if "/layers/" in x]
     assert len(of_layers) == 16
     for path in of_layers:
         assert f"'{path}' is float32[3, " in str(caught.value)
-    wide = arrays | {"wte.weight": np.zeros((301, WIDTH), np.float32)}
-    source = checkpoint.Source(str(save(wide, tmp_path)), map_path=MAP)
-    with pytest.raises(errors.UserError, match="'params/gpt2/wte' is .*301.* in it"):
-        winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(errors.UserError, match="no rule has 'ours' for params/other"):
-        weight_map.to_theirs({"params/other": np.zeros(2)}, found, MAP)
-    two = [weight_map.Rule("w", "params/a"), weight_map.Rule("w", "params/b")]
-    pair = {"params/a": np.zeros(2), "params/b": np.ones(2)}
-    with pytest.raises(errors.UserError, match="'w' is that of another array, too"):
-        weight_map.to_theirs(pair, weight_map.Map(two), MAP)
-    uneven = {
-        f"params/gpt2/layers/{name}/b": np.zeros((2, size), np.float32)
-        for name, size in (("q", 8), ("k", 4), ("v", 4))
-    }
-    with pytest.raises(
-        errors.UserError, match="parts of 'h.0.attn.c_attn.bias' differ"
-    ):
-        weight_map.to_theirs(uneven, found, MAP)
-    # An array of theirs with a rule, but for which this run has no parameter.
-    more = tmp_path / "more.json"
-    content = json.loads(pathlib.Path(MAP).read_text())
-    content["rules"].append({"theirs": "wqe.weight", "ours": "params/gpt2/wqe"})
-    more.write_text(json.dumps(content))
-    place = save(arrays | {"wqe.weight": np.zeros(2, np.float32)}, tmp_path)
-    source = checkpoint.Source(str(place), map_path=str(more))
+    # An array that is converted, but for which this run has no parameter.
+    convert = checkpoint.Conversion(
+        lambda x: (
+            gpt2.from_hub({k: v for k, v in x.items() if k != "wqe"})
+            | {"params/gpt2/wqe": x["wqe"]}
+        ),
+        lambda x: gpt2.to_hub(x) | {"wqe": x["params/gpt2/wqe"]},
+    )
+    place = save(arrays | {"wqe": np.zeros(2, np.float32)}, tmp_path)
+    source = checkpoint.Source(str(place), convert=convert)
     with pytest.raises(errors.UserError, match="does not have: params/gpt2/wqe"):
         winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
-    part = {"params/gpt2/layers/q/b": np.zeros((2, 4), np.float32)}
-    with pytest.raises(errors.UserError, match="c_attn.bias' lacks 2 of its parts"):
-        weight_map.to_theirs(part, found, MAP)
+    assert not (tmp_path / "run").exists()
 
 
-def test_reshaped_and_transposed_arrays_come_back(tmp_path):
-    rules = [
-        weight_map.Rule(
-            "q.{i}.weight",
-            "params/l_{i}/w",
-            reshape=([6, 4], [2, 3, 4]),
-            transpose=[2, 0, 1],
-        )
-    ]
-    theirs = {"q.7.weight": np.arange(24, dtype=np.float16).reshape(6, 4)}
-    path = save(theirs, tmp_path)
-    found = weight_map.Map(rules)
-    mapped = weight_map.Mapped(tensors.open_path(str(path)), found, "map")
-    assert mapped.shapes == {"params/l_7/w": (4, 2, 3)}
-    part = mapped.read("params/l_7/w", (slice(1, 3), slice(0, 2), slice(0, 3)))
-    whole = theirs["q.7.weight"].reshape(2, 3, 4).transpose(2, 0, 1)
-    np.testing.assert_array_equal(part, whole[1:3])
-    back = weight_map.to_theirs({"params/l_7/w": whole}, found, "map")
-    np.testing.assert_array_equal(back["q.7.weight"], theirs["q.7.weight"])
+def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
+    arrays = hub_arrays()
+    embedding = arrays["wte.weight"]
+    changed = embedding.copy()
+    changed[3, 2] = 0
+    for head in (changed, embedding[:3], embedding.T.copy()):
+        with pytest.raises(errors.UserError, match="'lm_head.weight' does not equal"):
+            converted(arrays | {"lm_head.weight": head}, tmp_path)
+    # The same numbers of another type, and numbers that are none.
+    rounded = embedding.astype(ml_dtypes.bfloat16)
+    tied = {"wte.weight": rounded.astype(np.float32), "lm_head.weight": rounded}
+    converted(arrays | tied, tmp_path)
+    unset = np.full_like(embedding, np.nan)
+    tied = {"wte.weight": unset, "lm_head.weight": unset.copy()}
+    converted(arrays | tied, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "rule, message",
-    [
-        ({"theirs": "a"}, "needs either 'ours' or 'ignore'"),
-        ({"theirs": "a", "ours": ["b", "c"]}, "'split' exactly if"),
-        ({"theirs": "a.{x}", "ours": "b"}, "must have these {names} in 'b': x"),
-        ({"theirs": "a", "ours": "b", "stack": "x"}, "stacks 'x', which is no"),
-        ({"theirs": "a", "ours": "b", "transpose": [0, 2]}, "no permutation"),
-        ({"theirs": "a", "ours": "b", "reshape": [[2, 3], [5]]}, "of another size"),
-        ({"theirs": "a", "ours": 3}, "rules/0/ours"),
-        ({"theirs": "a", "ours": ["b", "c"], "split": -1}, "which is below 0"),
-        ({"theirs": "a", "ours": "b", "scale": 2}, "scale"),
-    ],
-)
-def test_a_rule_that_is_none_is_refused(tmp_path, rule, message):
-    file = tmp_path / "map.json"
-    file.write_text(json.dumps({"rules": [rule]}))
-    with pytest.raises(errors.UserError, match=message):
-        weight_map.read(str(file))
+def test_what_a_conversion_leaves_out_is_printed(tmp_path):
+    def from_hub(arrays):
+        del arrays["mask"]
+        return {"params/w": arrays["w"]}
+
+    arrays = {"p.w": np.ones(2, np.float32), "p.mask": np.ones((2, 2), bool)}
+    place = str(save(arrays, tmp_path))
+    convert = checkpoint.Conversion(from_hub, renamed("params/w", "w"), prefix="p.")
+    said = []
+    found = checkpoint.init_from(
+        checkpoint.Source(place, convert=convert),
+        {"params": {"w": jnp.zeros(2)}},
+        said.append,
+    )
+    np.testing.assert_array_equal(found["params"]["w"], [1, 1])
+    assert "; left out by from_hub: p.mask bool[2, 2]" in said[0]
 
 
-def test_a_map_is_for_files_and_for_one_model(tmp_path):
-    source = checkpoint.Source(str(tmp_path / "other"), map_path=MAP)
+def test_a_conversion_is_found_by_its_dotted_path():
+    assert conversion.load("", "--convert") is None
+    assert conversion.load("experiments.lm.gpt2.HUB", "--convert") is gpt2.HUB
+    for path, message in [
+        ("HUB", "--convert=HUB must be the dotted path"),
+        (".HUB", "such as experiments.lm.gpt2.HUB: invalid format"),
+        ("experiments.lm.gpt2.HUBS", "has no attribute 'HUBS'"),
+        ("experiments.lm.nowhere.HUB", "No module named 'experiments.lm.nowhere'"),
+        ("experiments.lm.gpt2.from_hub", "it is a function"),
+    ]:
+        with pytest.raises(errors.UserError, match=message):
+            conversion.load(path, "--convert")
+
+
+def test_a_conversion_is_for_files(tmp_path):
+    source = checkpoint.Source(str(tmp_path / "other"), convert=gpt2.HUB)
     with pytest.raises(errors.UserError, match="is for a .safetensors file"):
         winged.run(make_config(tmp_path), str(tmp_path / "run"), "", init=source)
-    with pytest.raises(errors.UserError, match="There is no map nowhere.json"):
-        weight_map.read("nowhere.json")
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(errors.UserError, match="gone.safetensors cannot be read"):

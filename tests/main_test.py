@@ -18,7 +18,7 @@ from xshard import checkpoint
 from xshard.checkpoint import __main__ as tool
 from xshard.checkpoint import place
 from xshard.export import __main__ as export_main
-from xshard.files import inputs, weight_map, workdir
+from xshard.files import inputs, workdir
 from xshard.new import __main__ as new_main
 from xshard.optimizers import trees
 from xshard.report import __main__ as report_main
@@ -374,7 +374,6 @@ def test_whatever_takes_a_path_takes_a_tilde(tmp_path, monkeypatch):
     here.mkdir()
     monkeypatch.chdir(here)
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "map.json").write_text('{"rules": []}')
     assert workdir.Workdir("~/run").path == tmp_path / "run"
     assert checkpoint.Store("~/run").path == tmp_path / "run"
     (tmp_path / "run@7").mkdir()
@@ -383,7 +382,6 @@ def test_whatever_takes_a_path_takes_a_tilde(tmp_path, monkeypatch):
     assert inputs.find("~/*.txt") == [f"{tmp_path}/a.txt"]
     assert inputs.read("~/a.txt")[0] == b"text"
     assert inputs.missing(["~/a.txt", "~/b.txt"]) == [f"{tmp_path}/b.txt"]
-    assert weight_map.read("~/map.json").rules == []
     job = engine.Job("job", ("program", "--workdir=~/run"))
     assert job.workdir == tmp_path / "run"
     assert new_main.main(["~/project"]) == 0 and (tmp_path / "project").is_dir()

@@ -39,6 +39,7 @@ from absl import flags, logging
 from xshard import checkpoint, cli, errors, hooks, logical, loop
 from xshard import config as config_lib
 from xshard.base import flag_words, user_code
+from xshard.checkpoint import conversion
 from xshard.files import disk, standard_streams, workdir
 from xshard.metrics import terminal
 from xshard.modes import continuous_eval
@@ -87,11 +88,12 @@ _INIT_RENAME = flags.DEFINE_multi_string(
     "OLD=NEW: a path that begins with OLD in the --init_from source begins with NEW in "
     "this run. Repeat the flag or separate pairs with commas.",
 )
-_INIT_MAP = flags.DEFINE_string(
-    "init_map",
+_INIT_CONVERT = flags.DEFINE_string(
+    "init_convert",
     "",
-    "With --init_from=FILE.safetensors, or FILE.safetensors.index.json: a map from the "
-    "arrays of another program to this run's. See docs/trained_models.md.",
+    "With --init_from=FILE.safetensors, or FILE.safetensors.index.json: the dotted "
+    "path of the checkpoint.Conversion of another program's arrays. See "
+    "docs/trained_models.md.",
 )
 _INIT_GROUP = flags.DEFINE_integer(
     "init_group",
@@ -220,8 +222,10 @@ def main(argv: Sequence[str], config: Any) -> int:
         raise errors.UserError(
             "--init_rename is for --init_from, whose paths it renames."
         )
-    if _INIT_MAP.value and _INIT_FROM.value is None:
-        raise errors.UserError("--init_map is for --init_from, whose arrays it maps.")
+    if _INIT_CONVERT.value and _INIT_FROM.value is None:
+        raise errors.UserError(
+            "--init_convert is for --init_from, whose arrays it converts."
+        )
     timeouts = rendezvous.Timeouts(
         start=_START.value,
         heartbeat=_HEARTBEAT.value,
@@ -413,7 +417,7 @@ def _run_mode(
             select=_INIT_SELECT.value,
             group=_INIT_GROUP.value,
             rename=checkpoint.renames(_INIT_RENAME.value),
-            map_path=_INIT_MAP.value,
+            convert=conversion.load(_INIT_CONVERT.value, "--init_convert"),
         )
     return loop.run(
         config,

@@ -1,9 +1,8 @@
 """A language model over tokens with the architecture of GPT-2, whose weights the hub
 has.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. The
-map `gpt2_map.json` beside this file takes the hub's arrays to these parameters, and
-back.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+`HUB` converts the hub's arrays to these parameters, and back.
 """
 
 import functools
@@ -11,11 +10,36 @@ import functools
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import xshard
 from experiments.lm import attention, words
+from xshard import checkpoint
 
 _EPSILON = 1e-5
+# The hub's names of arrays, and the paths of these parameters.
+_WHOLE = {
+    "wte.weight": "params/gpt2/wte",
+    "wpe.weight": "params/gpt2/wpe",
+    "ln_f.weight": "params/gpt2/norm/scale",
+    "ln_f.bias": "params/gpt2/norm/offset",
+}
+# Of each layer, where these parameters are one array of all layers.
+_LAYERS = "params/gpt2/layers/"
+_STACKED = {
+    "ln_1.weight": "attention_norm/scale",
+    "ln_1.bias": "attention_norm/offset",
+    "attn.c_proj.weight": "out/w",
+    "attn.c_proj.bias": "out/b",
+    "ln_2.weight": "mlp_norm/scale",
+    "ln_2.bias": "mlp_norm/offset",
+    "mlp.c_fc.weight": "up/w",
+    "mlp.c_fc.bias": "up/b",
+    "mlp.c_proj.weight": "down/w",
+    "mlp.c_proj.bias": "down/b",
+}
+# Likewise, where the hub has queries, keys and values side by side.
+_JOINED = {"attn.c_attn.weight": "w", "attn.c_attn.bias": "b"}
 
 
 class Gpt2(hk.Module):
@@ -114,3 +138,56 @@ class LanguageModel(words.Words):
 
     def sharding_rules(self):
         return ()
+
+
+def from_hub(arrays):
+    """Returns these parameters, by path.
+
+    Args:
+      arrays: the hub's arrays, by name. `del` leaves one out.
+    """
+    head = "lm_head.weight"
+    if head in arrays:
+        if not np.array_equal(arrays[head], arrays["wte.weight"], equal_nan=True):
+            raise xshard.UserError(
+                f"'{head}' does not equal 'wte.weight', so it is more than the "
+                "embedding, to which the head is tied here, and would be lost. Train "
+                "a model with a parameter for it"
+            )
+        del arrays[head]
+    for name in arrays:
+        # The causal masks, which old files have.
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            del arrays[name]
+    layers = len({name.split(".")[1] for name in arrays if name.startswith("h.")})
+    of_layers = lambda name: np.stack(
+        [arrays[f"h.{layer}.{name}"] for layer in range(layers)]
+    )
+    params = {path: arrays[name] for name, path in _WHOLE.items()}
+    for name, path in _STACKED.items():
+        params[_LAYERS + path] = of_layers(name)
+    for name, kind in _JOINED.items():
+        parts = np.split(of_layers(name), 3, axis=-1)
+        for module, part in zip("qkv", parts, strict=True):
+            params[f"{_LAYERS}{module}/{kind}"] = part
+    return params
+
+
+def to_hub(params):
+    """Returns the hub's arrays, by name.
+
+    Args:
+      params: these parameters, by path.
+    """
+    arrays = {name: params[path] for name, path in _WHOLE.items()}
+    stacked = {name: params[_LAYERS + path] for name, path in _STACKED.items()}
+    for name, kind in _JOINED.items():
+        parts = [params[f"{_LAYERS}{module}/{kind}"] for module in "qkv"]
+        stacked[name] = np.concatenate(parts, axis=-1)
+    for name, of_layers in stacked.items():
+        for layer, array in enumerate(of_layers):
+            arrays[f"h.{layer}.{name}"] = array
+    return arrays
+
+
+HUB = checkpoint.Conversion(from_hub, to_hub, prefix="transformer.")

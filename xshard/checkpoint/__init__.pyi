@@ -1,6 +1,7 @@
 """The names of `xshard.checkpoint`, and the modules that define them."""
 
 from .catalog import Catalog, Entry, newest_entry, read_catalog
+from .conversion import Conversion
 from .finite import is_finite
 from .format import Owner, read_owner
 from .leaves import flatten
@@ -34,6 +35,7 @@ __all__ = [
     "Catalog",
     "CheckpointError",
     "Committed",
+    "Conversion",
     "Entry",
     "Groups",
     "Keep",

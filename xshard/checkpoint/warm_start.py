@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xshard.base import formatting
 from xshard.checkpoint import arrays as arrays_lib
+from xshard.checkpoint import conversion as conversion_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
-from xshard.files import disk, tensors, weight_map
+from xshard.files import disk, tensors
 
 # The parameters of every network. With several networks, paths begin with the network's
 # name, as in 'generator/params/mlp/w'. Paths below opt_state/ are excluded, since slots
@@ -58,15 +60,15 @@ class Source(NamedTuple):
       rename: pairs (prefix in the checkpoint, prefix in the state). A prefix consists
         of whole names. The first pair whose prefix matches applies; an empty prefix
         matches every path.
-      map_path: the file of a map (see `xshard.files.weight_map`), by which the arrays
-        of another program's .safetensors file become this run's; empty for none.
+      convert: the conversion by which the arrays of another program's .safetensors
+        file become this run's.
     """
 
     place: str
     select: str = BY_DEFAULT
     group: int = 0
     rename: Sequence[tuple[str, str]] = ()
-    map_path: str = ""
+    convert: conversion_lib.Conversion | None = None
 
 
 class Offer(NamedTuple):
@@ -79,7 +81,7 @@ class Offer(NamedTuple):
       num_groups: the size of the leading dimension of groups; 0: the arrays have none.
       read: reads arrays, by their stored names, onto devices.
       metadata: the metadata of the checkpoint, or the texts of the file.
-      ignored: descriptions of arrays that a map leaves out.
+      left_out: descriptions of arrays that a conversion leaves out.
       unsupported: the names of the types that are not supported, by the path in the
         state of each array of such a type.
     """
@@ -90,7 +92,7 @@ class Offer(NamedTuple):
     num_groups: int
     read: Callable[[list[reader.ArrayTarget], Callable[[str], None]], list[Any]]
     metadata: Mapping[str, Any] = types.MappingProxyType({})
-    ignored: Sequence[str] = ()
+    left_out: Sequence[str] = ()
     unsupported: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -208,8 +210,8 @@ def init_from(
     message = f"initialized {len(targets)} arrays from {offer.where}"
     if unused:
         message += f"; not used: {', '.join(unused)}"
-    if offer.ignored:
-        message += f"; ignored by {source.map_path}: {', '.join(offer.ignored)}"
+    if offer.left_out:
+        message += f"; left out by from_hub: {formatting.listed(offer.left_out)}"
     if lacking:
         message += (
             f"; not taken, and left at their initial values: {', '.join(lacking)}"
@@ -265,10 +267,10 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
     """Opens the checkpoint or the file, and applies the renamings."""
     if tensors.is_path(source.place):
         return _open_file(source, leaves)
-    if source.map_path:
+    if source.convert is not None:
         raise format_lib.CheckpointError(
-            f"--init_map={source.map_path} is for a .safetensors file or an index of "
-            f"such; --init_from={source.place} is neither."
+            "--init_convert is for a .safetensors file or an index of such; "
+            f"--init_from={source.place} is neither."
         )
     attempt = place_lib.find(source.place)
     meta = metadata_files.read_meta(attempt)
@@ -292,35 +294,32 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
 
 def _open_file(source: Source, leaves: Iterable[str]) -> Offer:
     opened = tensors.open_path(disk.expanded(source.place))
-    file: weight_map.Arrays = opened
-    ignored: Sequence[str] = ()
-    if source.map_path:
+    file: tensors.File | tensors.Files | conversion_lib.Converted = opened
+    left_out: Sequence[str] = ()
+    if source.convert is not None:
         if opened.unsupported:
             described = [f"{x} ({kind})" for x, kind in opened.unsupported.items()]
             raise format_lib.CheckpointError(
                 f"{source.place} has arrays of types that are not supported: "
                 f"{', '.join(described)}. {_CONVERT}"
             )
-        found = weight_map.read(source.map_path)
-        mapped = weight_map.Mapped(opened, found, source.map_path)
-        ignored = mapped.ignored
-        file = mapped
-        homeless = [x for x in _selected(source, file.shapes) if x not in set(leaves)]
-        if homeless:
-            raise format_lib.CheckpointError(
-                f"{source.map_path} gives arrays of {source.place} paths that this run "
-                f"does not have: {', '.join(homeless)}. Nothing is "
-                "taken in part: correct 'ours', or 'ignore' them."
-            )
-    stored = [*file.shapes, *opened.unsupported]
-    if source.map_path:
-        stored = list(file.shapes)
+        converted = conversion_lib.Converted(opened, source.convert)
+        left_out = converted.left_out
+        file = converted
+    stored = [*file.shapes, *file.unsupported]
     names = _renamed(source, source.place, stored, leaves)
+    homeless = [path for path in _selected(source, names) if path not in set(leaves)]
+    if source.convert is not None and homeless:
+        raise format_lib.CheckpointError(
+            f"--init_convert gives arrays of {source.place} paths that this run does "
+            f"not have: {', '.join(homeless)}. Nothing is taken in part: correct "
+            "from_hub, or leave their arrays out there."
+        )
     metas = {}
     unsupported = {}
     for path, name in names.items():
         if name not in file.shapes:
-            unsupported[path] = opened.unsupported[name]
+            unsupported[path] = file.unsupported[name]
             continue
         shape = file.shapes[name]
         # A file has no chunks: each array is one.
@@ -337,12 +336,15 @@ def _open_file(source: Source, leaves: Iterable[str]) -> Offer:
         num_groups=int(count) if count.isdecimal() else 0,
         read=read,
         metadata=file.metadata,
-        ignored=ignored,
+        left_out=left_out,
         unsupported=unsupported,
     )
 
 
-def _read_from_file(file: weight_map.Arrays, target: reader.ArrayTarget) -> jax.Array:
+def _read_from_file(
+    file: tensors.File | tensors.Files | conversion_lib.Converted,
+    target: reader.ArrayTarget,
+) -> jax.Array:
     def read_shard(shard: Any) -> Any:
         slices = arrays_lib.as_slices(target.stored_index(shard))
         return target.to_shard(file.read(target.path, slices), shard)
@@ -474,10 +476,10 @@ def _targets(
         remedy = ""
         if needs_conversion:
             remedy = f"{_CONVERT} "
-        elif source.map_path:
-            remedy = f"Correct the rules of {source.map_path}, or this run's config. "
+        elif source.convert is not None:
+            remedy = "Correct from_hub of --init_convert, or this run's config. "
         elif tensors.is_path(source.place):
-            remedy = "If another program wrote it, give a map by --init_map. "
+            remedy = "If another program wrote it, convert it by --init_convert. "
         raise format_lib.CheckpointError(
             f"{offer.where} does not fit --init_select='{source.select}': "
             f"{'; '.join(problems)}. {remedy}"

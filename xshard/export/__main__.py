@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from xshard import checkpoint, cli, errors, export
 from xshard import trained as trained_lib
+from xshard.checkpoint import conversion
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,10 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--map",
+        "--convert",
         default="",
-        metavar="FILE",
-        help="write the arrays under the names and in the forms of another program",
+        metavar="PATH",
+        help="the dotted path of a checkpoint.Conversion to another program's arrays",
     )
     parser.add_argument(
         "--raw",
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         merge_lora=not options.separate_lora,
         overwrite=options.overwrite,
         raw=options.raw,
-        map_path=options.map,
+        convert=conversion.load(options.convert, "--convert"),
     )
     print(description)
     return 0

@@ -12,8 +12,9 @@ from xshard import checkpoint, errors
 from xshard import mesh as mesh_lib
 from xshard import trained as trained_lib
 from xshard.base import formatting
+from xshard.checkpoint import conversion
 from xshard.export import program
-from xshard.files import disk, jsonfile, tensors, weight_map
+from xshard.files import disk, jsonfile, tensors
 from xshard.learners import lora as lora_lib
 from xshard.run import adaptations
 from xshard.training import state as state_lib
@@ -32,7 +33,7 @@ def write(
     merge_lora: bool = True,
     overwrite: bool = False,
     raw: bool = False,
-    map_path: str = "",
+    convert: checkpoint.Conversion | None = None,
 ) -> str:
     """Writes a trained model to a file.
 
@@ -58,8 +59,8 @@ def write(
       overwrite: whether to replace an existing file.
       raw: whether the arrays and the prediction are those of the parameters that
         train, also if the run evaluates others, such as averages.
-      map_path: the file of a map (see `xshard.files.weight_map`), by which the arrays
-        of a .safetensors file get the names and forms of another program.
+      convert: the conversion by which the arrays of a .safetensors file get the names
+        and forms of another program.
 
     Returns:
       A description of what was written.
@@ -94,16 +95,16 @@ def write(
     else:
         arrays = _arrays(state, select)
     what = f"{path}: step {int(trained.state.step)}{note}{_nonfinite(arrays)}"
-    if map_path:
-        _check_map(path, trained, map_path)
-        arrays = weight_map.to_theirs(arrays, weight_map.read(map_path), map_path)
+    if convert is not None:
+        _check_converts(path, trained)
+        arrays = conversion.to_hub(arrays, convert)
     if not is_program:
         groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
         if groups == 1:
             # The arrays then have no dimension of groups.
             groups = 0
         # Programs that read the hub's files ask for the format.
-        notes = {"format": "pt"} if map_path else {checkpoint.GROUPS: str(groups)}
+        notes = {"format": "pt"} if convert else {checkpoint.GROUPS: str(groups)}
         lora = adaptations.of(state)
         if lora:
             # Without it the low-rank matrices would not say what they mean.
@@ -167,18 +168,17 @@ def _check(to: str | pathlib.Path, overwrite: bool) -> None:
         )
 
 
-def _check_map(path: pathlib.Path, trained: trained_lib.Trained, map_path: str) -> None:
-    """Raises UserError if a map cannot be used."""
+def _check_converts(path: pathlib.Path, trained: trained_lib.Trained) -> None:
+    """Raises UserError if a conversion cannot be used."""
     if path.suffix != tensors.SUFFIX:
         raise errors.UserError(
-            f"--map={map_path} is for the arrays of a {tensors.SUFFIX} file; "
-            f"--to={path} is none."
+            f"--convert is for a {tensors.SUFFIX} file, and --to={path} is none."
         )
     groups = mesh_lib.num_groups(trained.state.step.sharding.mesh)
     if groups > 1:
         raise errors.UserError(
-            f"--map={map_path} is for one model, and this run has {groups} groups: "
-            "export without a map, and take a group by --init_group in another run."
+            f"--convert is for one model, and this run has {groups} groups: export "
+            "without it, and take a group by --init_group in another run."
         )
 
 
