@@ -17,6 +17,7 @@ import numpy as np
 import tests
 from tests import forks
 from xshard import checkpoint
+from xshard.checkpoint import array_reader, metadata_files, place
 
 # Seconds that no operation takes, even on busy cores: this limit only ends operations
 # that hang.
@@ -44,6 +45,13 @@ def make_tree(seed=0, shape=(4, 6)):
             jax.random.split(jax.random.key(seed, impl="rbg"), 3),
         ],
     }
+
+
+def read_all(directory, step):
+    """Returns the arrays of a checkpoint by path."""
+    attempt = place.find(f"{directory}@{step}")
+    metas = metadata_files.read_array_metas(attempt)
+    return dict(array_reader.read_arrays(attempt, metas))
 
 
 def make_manager(folder, keep_last=3, **options):

@@ -1,6 +1,5 @@
 """Tests of `python -m xshard.checkpoint` on intact and damaged checkpoints."""
 
-import errno
 import json
 import os
 import subprocess
@@ -246,36 +245,6 @@ def test_an_orbax_checkpoint_is_imported(tmp_path, capsys, use_zarr3, use_ocdbt)
     assert code == 1 and "already holds checkpoints" in error
     code, error = run(capsys, "import", tmp_path, tmp_path / "new2")
     assert code == 1 and "is not an orbax checkpoint" in error
-
-
-def test_export_writes_the_arrays_to_an_npz_file(directory, capsys, tmp_path):
-    file = tmp_path / "out.npz"
-    assert run(capsys, "export", directory, 2, file)[0] == 0
-    with np.load(file) as arrays:
-        np.testing.assert_array_equal(arrays["w"], np.full((2, 3), 2.0, np.float32))
-        assert arrays["same"].dtype == np.int32
-    code, error = run(capsys, "export", directory, 2, file)
-    assert code == 1 and f"{file} already exists: give another FILE" in error
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "no room"), KeyboardInterrupt()]
-)
-def test_an_interrupted_export_leaves_no_file_of_that_name(
-    directory, capsys, tmp_path, monkeypatch, error
-):
-    file, seen = tmp_path / "out.npz", []
-
-    def write(out, arrays):
-        # A process that is killed here leaves what is there now.
-        out.write(b"some arrays")
-        seen.append(file.exists())
-        raise error
-
-    monkeypatch.setattr(tool.npz, "write", write)
-    code, text = run(capsys, "export", directory, 2, file)
-    assert code and seen == [False] and not list(tmp_path.glob("*.npz*"))
-    assert str(file) in text or isinstance(error, KeyboardInterrupt)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Helpers that the tests of pods and engines share."""
 
 import contextlib
-import io
 import json
 import os
 import pathlib
@@ -11,11 +10,8 @@ import sys
 import threading
 import time
 
-import numpy as np
-
 from tests import forks, pace, rows
 from tests.checkpoint import harness as system
-from xshard.checkpoint import __main__ as tool
 
 environment, free_port, FOREVER = system.environment, system.free_port, system.FOREVER
 
@@ -149,27 +145,12 @@ def run_disturbed(folder, start, steps, disturb):
         return finish(process)
 
 
-def final_state(directory, step):
-    """Returns the arrays of a checkpoint by name."""
-    file = pathlib.Path(directory) / "final.npz"
-    file.unlink(missing_ok=True)
-    with contextlib.redirect_stdout(io.StringIO()):
-        arguments = [
-            "export",
-            str(pathlib.Path(directory) / "checkpoints"),
-            str(step),
-            str(file),
-        ]
-        assert tool.main(arguments) == 0
-    with np.load(file) as arrays:
-        return dict(arrays)
-
-
 def assert_same_end(directory, other, step):
     """Asserts that two runs have the same final arrays, logged rows and results, bit
     for bit.
     """
-    left, right = final_state(directory, step), final_state(other, step)
+    left = system.read_all(directory, step)
+    right = system.read_all(other, step)
     assert left.keys() == right.keys()
     assert [
         name for name in left if left[name].tobytes() != right[name].tobytes()

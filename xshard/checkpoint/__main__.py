@@ -3,7 +3,7 @@ runs/digits/checkpoints`.
 
 DIR is a run's work directory or a folder of checkpoints: a path, gs://BUCKET/FOLDER or
 s3://BUCKET/FOLDER. DIR@STEP names one checkpoint, as DIR STEP does; without a step,
-show, export and orbax take the newest one.
+show and orbax take the newest one.
 
     ls DIR                lists the steps: age, size, whether they are complete, finite,
                           pinned, or among the best
@@ -19,10 +19,6 @@ show, export and orbax take the newest one.
                           the step before
     heal DIR STEP         reads every byte of a step that is marked as damaged, and
                           removes the mark if it is whole
-    export DIR STEP FILE  writes the arrays to an .npz file; types that NumPy lacks
-                          become float32. Characters that a file name cannot have are
-                          written %XX ('..' is %2E%2E), and a name that is too long
-                          becomes % and its SHA-256
     orbax DIR STEP        adds the file by which orbax's StandardCheckpointer opens the
                           step
     import ORBAX DIR      converts an orbax checkpoint that has params, for use with
@@ -33,7 +29,6 @@ show, export and orbax take the newest one.
 
 import argparse
 import math
-import pathlib
 import signal
 import sys
 import time
@@ -42,14 +37,13 @@ from typing import Any
 
 import numpy as np
 
-from xshard import cli, errors
+from xshard import cli
 from xshard.base import formatting, hashing
 from xshard.checkpoint import (
     array_reader,
     catalog,
     manager,
     metadata_files,
-    npz,
     orbax,
     retention,
     writer,
@@ -59,7 +53,7 @@ from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import place as place_lib
 from xshard.checkpoint import store as store_lib
-from xshard.files import disk, jsonfile, tensors
+from xshard.files import jsonfile
 
 Rows = list[dict[str, Any]]
 # A loss scale has one value per group; at most this many values are shown.
@@ -95,13 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("ls").add_argument("store", metavar="DIR")
-    for name in ("show", "verify", "pin", "unpin", "rm", "heal", "export", "orbax"):
+    for name in ("show", "verify", "pin", "unpin", "rm", "heal", "orbax"):
         command = add(name)
         command.add_argument("store", metavar="DIR")
         # Instead of a STEP, DIR may end with @STEP.
         command.add_argument("step", metavar="STEP", type=int, nargs="?")
-        if name == "export":
-            command.add_argument("file", metavar="FILE", type=pathlib.Path)
     command = add("diff")
     command.add_argument("store", metavar="DIR")
     command.add_argument("first", metavar="STEP")
@@ -136,10 +128,6 @@ def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rows:
             return show(_open(directory), step)
         case "verify":
             return verify(_open(directory), step)
-        case "export":
-            return export(
-                _open(directory), step, pathlib.Path(disk.expanded(options.file))
-            )
         case "orbax":
             return to_orbax(_open(directory), step)
 
@@ -318,28 +306,6 @@ def heal(store: store_lib.Store, step: int) -> Rows:
             state = f"{_WHOLE}; counts again"
         rows.append({"step": step, "folder": attempt.folder, "state": state})
     return rows
-
-
-def export(store: store_lib.Store, step: int | None, file: pathlib.Path) -> Rows:
-    """Writes the arrays to an .npz file."""
-    attempt = format_lib.find(store, step)
-    if disk.exists(file):
-        raise errors.UserError(
-            f"{file} already exists: give another FILE, or delete it."
-        )
-    # The file gets its name when all arrays are in it: a part of them must not pass for
-    # an export.
-    with disk.writing(file, tensors.WRITE_ELSEWHERE), disk.replacing(file) as out:
-        names = npz.write(out, _read_all(attempt))
-    row: dict[str, Any] = {
-        "file": str(file),
-        "arrays": len(names),
-        "MB": file.stat().st_size / 1e6,
-    }
-    renamed = {path: name for path, name in names.items() if name != path}
-    if renamed:
-        row["renamed"] = renamed
-    return [row]
 
 
 def to_orbax(store: store_lib.Store, step: int | None) -> Rows:

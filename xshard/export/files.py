@@ -135,7 +135,7 @@ def _check_has_one_set(trained: trained_lib.Trained) -> None:
                 f"raw: the slices of this run train apart (outer.every_steps={every}), "
                 "so the parameters that train are each slice's own, of which no one "
                 "model consists. Leave it out, for those of the last exchange; "
-                "`python -m xshard.checkpoint export` writes the arrays of all slices."
+                "`xshard.load(run).state` has the arrays of all slices."
             )
 
 
