@@ -2,6 +2,7 @@
 finds what is wrong with a protocol that leaves something out.
 """
 
+import types
 import unittest.mock
 
 import pytest
@@ -211,3 +212,30 @@ def test_the_simulation_finds_a_protocol_without(broken):
     with pytest.raises(simulation.ViolationError):
         for seed in range(1000):
             simulation.run(seed, **{side: broken})
+
+
+@pytest.mark.parametrize(
+    ("broken", "lost"),
+    [
+        # Who broke with whom, of members 0 to 3, which 0 leads.
+        ({1: 0}, [1]),
+        ({1: 2}, [2]),
+        ({0: 1}, [1]),
+        ({1: 0, 2: 0}, [0]),
+    ],
+)
+def test_of_a_link_that_breaks_twice_the_likelier_end_is_put_out(broken, lost):
+    out = []
+    meeting = types.SimpleNamespace(
+        _broken={number: (peer, 0.0) for number, peer in broken.items()},
+        _is_changing=False,
+        is_done=False,
+        _now=generations.LINK_SECONDS,
+        _present=lambda: [0],
+        _processes=[types.SimpleNamespace(exchange=5)],
+        _repaired=5,
+        members=[0, 1, 2, 3],
+        put_out=lambda number, why: out.append(number),
+    )
+    generations.Meeting._judge_links(meeting)
+    assert out == lost and not meeting._broken
