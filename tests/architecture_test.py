@@ -377,9 +377,12 @@ def test_no_test_file_imports_another():
 BUDGETS = {
     "tokens of xshard": 269_300,
     "tokens of launch": 19_400,
-    "tokens of tests": 438_900,
+    # Planted faults with their table, the programs of benchmarks, and what these and the
+    # doors test.
+    "tokens of tests": 441_000,
     "tokens of benchmarks": 17_000,
-    "tokens of experiments": 15_700,
+    # The conversion of GPT-2 is two functions, where a table of rules was.
+    "tokens of experiments": 15_900,
     "tokens of configs": 1_400,
     # What each test took is listed after each run, and kept by CI.
     "tokens of what builds and checks": 4_500,
@@ -387,7 +390,8 @@ BUDGETS = {
     # Arrays that enter are checked by one function, and printed commands can be pasted,
     # whatever stdout can show.
     "tokens of xshard/base": 8_800,
-    "tokens of xshard/checkpoint": 30_700,
+    # The weights of others are converted here, in place of a language of rules in files.
+    "tokens of xshard/checkpoint": 31_200,
     "tokens of xshard/data": 11_400,
     "tokens of xshard/dryrun": 10_500,
     "tokens of xshard/export": 2_900,
