@@ -377,8 +377,8 @@ def test_no_test_file_imports_another():
 BUDGETS = {
     "tokens of xshard": 269_300,
     "tokens of launch": 19_400,
-    # Planted faults with their table, the programs of benchmarks, and what these and the
-    # doors test.
+    # Planted faults with their table, benchmarks in a form of seconds, and what the
+    # doors refuse.
     "tokens of tests": 441_000,
     "tokens of benchmarks": 17_000,
     # The conversion of GPT-2 is two functions, where a table of rules was.
@@ -390,7 +390,7 @@ BUDGETS = {
     # Arrays that enter are checked by one function, and printed commands can be pasted,
     # whatever stdout can show.
     "tokens of xshard/base": 8_800,
-    # The weights of others are converted here, in place of a language of rules in files.
+    # The weights of others are converted here, in place of rules read from a file.
     "tokens of xshard/checkpoint": 31_200,
     "tokens of xshard/data": 11_400,
     "tokens of xshard/dryrun": 10_500,
