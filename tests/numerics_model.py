@@ -280,12 +280,6 @@ class Model:
         for grads in of_replicas:
             summands.append(self._clip({path: grads[path] / divisor for path in paths}))
         total = {path: sum(x[path] for x in summands) for path in paths}
-        for path in paths:
-            for name, x in state.items():
-                # The rounding errors that slices carry over from the last sum.
-                if name.endswith(f"/error/{path}"):
-                    total[path] = total[path] + x.astype(np.float64).sum(axis=0)
-                    largest = max(largest, _finite_max(x))
         # The sum has an error of each of its summands.
         magnification = max(part.magnification for part in parts)
         error = self._gradient_epsilon() * largest * replicas / divisor * magnification

@@ -676,8 +676,7 @@ KEYS = (
     Key(
         "reduction.slice_dtype",
         "float32",
-        "The dtype of that sum between slices; also 'int8', which carries the rounding "
-        "error to the next step.",
+        "The dtype of that sum between slices.",
         may_change=True,
     ),
     Key(

@@ -203,17 +203,6 @@ RUNS = {
         "Pure", reduction__shard_params=True, precision=_BFLOAT16, uncast="/x$"
     ),
     "model": _curve(model_parallel=4, log_norms_every_steps=3),
-    "int8": _curve(
-        slices=2, reduction__slice_dtype="int8", reduction__shard_update=True
-    ),
-    "int8_shard_params": _curve(
-        slices=2,
-        reduction__slice_dtype="int8",
-        reduction__shard_params=True,
-        micro_batches=2,
-        loss_scale__kind="dynamic",
-        precision=_FLOAT16,
-    ),
     "tree": _curve("Weighted", micro_batches=2, aggregation_method="EXPERIMENTAL_TREE"),
     # Sums in any order.
     "exact": _curve(
@@ -363,7 +352,6 @@ RUNS = {
         _RL
         | {
             "slices": 2,
-            "reduction.slice_dtype": "int8",
             "noise_scale_steps": 5,
             "precision": _FLOAT16,
         },
@@ -588,7 +576,6 @@ CHANGED = dict.fromkeys(
     (
         "ssl",
         "shard_params",
-        "int8_shard_params",
         "statistics",
         "schedule_free",
         "recurrent",

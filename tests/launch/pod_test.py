@@ -127,12 +127,12 @@ SHARDED = [
     "--config.hidden=20",
     "--config.slices=2",
     "--config.reduction.shard_update=True",
-    "--config.reduction.slice_dtype=int8",
+    "--config.reduction.slice_dtype=bfloat16",
 ]
 
 
 @pytest.mark.sample(1, of="pods")
-def test_a_pod_with_a_sharded_update_and_int8_resumes_to_the_same_bits(tmp_path):
+def test_a_pod_with_a_sharded_update_and_slices_resumes_to_the_same_bits(tmp_path):
     uninterrupted = tmp_path / "uninterrupted"
     code, output = harness.finish(start(uninterrupted, *SHARDED))
     assert code == 0, output

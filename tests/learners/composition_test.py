@@ -41,7 +41,7 @@ VARIANTS = {
     "groups": DYNAMIC | {"group_assignment": HALVES, "reduction.shard_update": True},
     "shards": DYNAMIC | {"reduction.shard_params": True, "micro_batches": 2},
     "sum": FIXED | {"reduction.reduction": "sum", "reduction.reduce_dtype": "bfloat16"},
-    "slices": DYNAMIC | {"slices": 2, "reduction.slice_dtype": "int8"},
+    "slices": DYNAMIC | {"slices": 2, "reduction.slice_dtype": "bfloat16"},
     "slices apart": DYNAMIC | {"slices": 2, "outer.every_steps": 3},
     "exact": DYNAMIC | {"logical_replicas": 8, "reduction.arithmetic": "exact"},
     "skip": {"on_nonfinite": "skip", "overflow_above": 2.0},

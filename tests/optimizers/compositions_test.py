@@ -18,10 +18,8 @@ from tests.optimizers import harness, written
 from xshard.optimizers import (
     base,
     cross_shard,
-    layouts,
     loss_scale,
     moving_average,
-    state_layouts,
 )
 from xshard.optimizers import optax as optax_optimizer
 
@@ -476,13 +474,6 @@ def test_a_slot_belongs_to_the_parameter_with_its_shape():
         for shard in (False, True)
     ]
     harness.assert_close(*ends, rtol=1e-5)
-
-
-def test_a_scalar_slot_named_error_is_not_a_rounding_error():
-    of_params = {"m/s": layouts.layout("m/s", (), 4)}
-    assert (
-        state_layouts.of_state(of_params, {"rule": {"error/m/s": jnp.zeros(())}}) == {}
-    )
 
 
 class ByAttribute(base.OptimizerWrapper):

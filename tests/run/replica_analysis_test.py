@@ -270,11 +270,3 @@ def test_the_update_is_the_same_in_shards(tmp_path, rule):
     for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
         # Sums over replicas are in another order.
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["replicated", "shard_update", "shard_params"])
-def test_rounding_errors_that_slices_keep_are_accepted(tmp_path, mode):
-    config = make_config("plain", mode, slices=2)
-    with config.unlocked():
-        config.reduction.slice_dtype = "int8"
-    loop.Run(config, str(tmp_path / "run"))

@@ -347,7 +347,7 @@ def test_slices_that_never_exchange_are_refused(experiment, message):
         ({}, {"slices": 3}, "slices=3 must divide"),
         ({}, {"batch_size": 18, "slices": 4}, "slices x replicas x micro_batches"),
         ({}, {"group_assignment": ((0, 1), (2, 3))}, "each group is a model"),
-        ({}, {"slice_dtype": "int8"}, "Set outer.dtype instead"),
+        ({}, {"slice_dtype": "bfloat16"}, "Set outer.dtype instead"),
         ({}, {"experiment": "tests.toy.Averaged"}, "Leave the averages out"),
     ],
 )

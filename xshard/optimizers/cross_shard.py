@@ -9,7 +9,6 @@ from typing import Any
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from xshard import errors
@@ -17,22 +16,14 @@ from xshard.base import arguments, mesh_axes
 from xshard.optimizers import (
     axes,
     base,
-    integer_sums,
     layouts,
     replica_calls,
     shards,
-    slots,
     trees,
 )
 from xshard.optimizers import optax as optax_optimizer
 
-NOTHING_BETWEEN_SLICES = (
-    "slice_dtype='int8' with one slice: there is nothing to send between slices, so "
-    "rounding would only lose precision. Leave it 'float32', or use several slices."
-)
-
 _DTYPES = ("float32", "bfloat16")
-_SLICE_DTYPES = (*_DTYPES, "int8")
 _ARITHMETIC = ("float", "exact", "exact_wide")
 
 
@@ -73,10 +64,6 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
     A run can shard the update over the replicas (ZeRO-1), and the parameters between
     steps (FSDP, ZeRO-3). It sums within a slice before it sends between slices (DCN).
-
-    State, only with `slice_dtype='int8'`: `error/<path>` for each trained parameter,
-    the rounding errors of earlier sums, in float32. Its shape is the parameter's, after
-    a leading dimension of slices.
 
     Source: `tf.compat.v1.tpu.CrossShardOptimizer`.
 
@@ -132,8 +119,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
           reduce_dtype: the type in which gradients are summed over `axis_name`:
             'float32' (or wider, if a gradient is) or 'bfloat16', which halves the
             bytes.
-          slice_dtype: the same for `slice_axis_name`, or 'int8'. With 'int8' the
-            rounding error is kept as state and added to the next step's gradients.
+          slice_dtype: the same for `slice_axis_name`.
           arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with
             `config.logical_replicas` supports.
           shard_update: whether each replica updates only its shard of each array, holds
@@ -174,7 +160,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         known = arguments.one_of("reduction", known, tuple(Reduction))
         self.reduction = Reduction(known)
         self.reduce_dtype = arguments.one_of("reduce_dtype", reduce_dtype, _DTYPES)
-        self.slice_dtype = arguments.one_of("slice_dtype", slice_dtype, _SLICE_DTYPES)
+        self.slice_dtype = arguments.one_of("slice_dtype", slice_dtype, _DTYPES)
         self.arithmetic = arguments.one_of("arithmetic", arithmetic, _ARITHMETIC)
         self.group_assignment = mesh_axes.check_groups(group_assignment)
         self._check_axes()
@@ -288,9 +274,8 @@ class CrossShardOptimizer(base.OptimizerWrapper):
 
         Raises:
           ValueError: for a gradient that is summed already, or complex in a type of
-            real numbers; for an exact arithmetic outside a run; for groups that do not
-            fit the axis, or that JAX cannot sum over here; and for a parameter whose
-            rounding errors were never created.
+            real numbers; for an exact arithmetic outside a run; and for groups that do
+            not fit the axis, or that JAX cannot sum over here.
         """
         grads = jax.tree.map(trees.widen, self.opt.aggregate(grads))
         if self.arithmetic != "float" and self._placement is None:
@@ -300,15 +285,10 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             )
         if {self.reduce_dtype, self.slice_dtype} != {"float32"}:
             shards.check_real(grads, self.reduce_dtype, self.slice_dtype)
-        rounding_errors = self._rounding_errors(grads)
         with self._explaining_groups():
             if replica_calls.is_current():
-                sums, rounding_errors = self._reduce_mapped(grads, rounding_errors)
-            else:
-                sums, rounding_errors = self._reduce(grads, rounding_errors)
-        for path, error in rounding_errors.items():
-            hk.set_state(f"{layouts.ERROR}/{path}", error)
-        return sums
+                return self._reduce_mapped(grads)
+            return self._reduce(grads)
 
     @contextlib.contextmanager
     def _explaining_groups(self) -> Iterator[None]:
@@ -322,27 +302,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
                 "values vary, nor under vmap."
             ) from e
 
-    def _rounding_errors(self, grads: trees.Gradients) -> dict[str, jax.Array]:
-        """Returns the errors of rounding to int8 that earlier steps left, by path.
-
-        Empty with another `slice_dtype`.
-        """
-        rounding_errors: dict[str, jax.Array] = {}
-        if self.slice_dtype != "int8":
-            return rounding_errors
-        existing = slots.state_of(self)
-        for path, grad in trees.present(grads).items():
-            name = f"{layouts.ERROR}/{path}"
-            if not hk.running_init() and name not in existing:
-                raise slots.missing_error(self.name, path)
-            # Each slice has errors of its own. State is created for one slice.
-            shape = [1, *grad.shape]
-            rounding_errors[path] = hk.get_state(name, shape, jnp.float32, jnp.zeros)
-        return rounding_errors
-
-    def _reduce_mapped(
-        self, grads: trees.Gradients, rounding_errors: dict[str, jax.Array]
-    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+    def _reduce_mapped(self, grads: trees.Gradients) -> trees.Gradients:
         """Calls `_reduce` on each replica, where `vmap_replicas` maps them.
 
         The sums are global arrays: in shards on the replicas with `shard_update`, and
@@ -360,43 +320,28 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             summand_specs[path] = jax.P()
             if layout.shards_param:
                 summand_specs[path] = shard_specs[path]
-        error_specs = {}
-        for path in rounding_errors:
-            # The leading dimension is that of slices.
-            error_specs[path] = jax.P(None, *shard_specs[path])
         keeps_shards = self.shard_update and partition.count > 1
         call = replica_calls.on_each_replica(
             functools.partial(self._reduce, keeps_shards=keeps_shards),
-            in_specs=(summand_specs, error_specs),
-            out_specs=(shard_specs if keeps_shards else jax.P(), error_specs),
+            in_specs=(summand_specs,),
+            out_specs=shard_specs if keeps_shards else jax.P(),
         )
-        sums, rounding_errors = call(summands, rounding_errors)
-        return trees.replace(grads, sums), rounding_errors
+        return trees.replace(grads, call(summands))
 
     def _reduce(
-        self,
-        grads: trees.Gradients,
-        rounding_errors: dict[str, jax.Array],
-        *,
-        keeps_shards: bool = False,
-    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
+        self, grads: trees.Gradients, *, keeps_shards: bool = False
+    ) -> trees.Gradients:
         """Sums gradients over the group and all slices, on one replica.
 
         Args:
           grads: the replica's gradients.
-          rounding_errors: the errors of earlier sums over slices, by path.
           keeps_shards: whether to return only the replica's shards of the sums.
-
-        Returns:
-          The sums, and their rounding errors.
         """
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
         has_slices = self._num_slices() > 1
-        if self.slice_dtype == "int8" and not has_slices and not hk.running_init():
-            raise ValueError(NOTHING_BETWEEN_SLICES)
         if not has_slices and not keeps_shards:
-            return self._sum(grads), rounding_errors
+            return self._sum(grads)
 
         # Within a slice each replica receives its shard of the sums, and sends only
         # that to the other slices.
@@ -404,15 +349,12 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         sums = partition.map(scatter, grads)
         if has_slices:
-            sums, rounding_errors = self._sum_over_slices(
-                partition, sums, rounding_errors
-            )
+            sums = self._sum_over_slices(sums)
         if keeps_shards:
-            return sums, rounding_errors
+            return sums
         gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
         # The program does not show that what is gathered in steps is equal.
-        sums = replica_calls.equal_on_replicas(partition.map(gather, sums))
-        return sums, rounding_errors
+        return replica_calls.equal_on_replicas(partition.map(gather, sums))
 
     def _sum(self, grads: trees.Gradients) -> trees.Gradients:
         """Returns the sums over the group, whole."""
@@ -429,31 +371,11 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             return psum(grads)
         return jax.tree.map(lambda x: shards.summed(psum, x, self.reduce_dtype), grads)
 
-    def _sum_over_slices(
-        self,
-        partition: shards.Partition,
-        sums: trees.Gradients,
-        rounding_errors: dict[str, jax.Array],
-    ) -> tuple[trees.Gradients, dict[str, jax.Array]]:
-        """Returns the sums of shards over all slices, and their rounding errors."""
+    def _sum_over_slices(self, sums: trees.Gradients) -> trees.Gradients:
+        """Returns the sums of shards over all slices."""
         assert self.slice_axis_name is not None
-        if self.slice_dtype != "int8":
-            psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
-            add = lambda x: shards.summed(psum, x, self.slice_dtype)
-            return jax.tree.map(add, sums), rounding_errors
-
-        sums, rounding_errors = integer_sums.all_reduce_tree(
-            sums, rounding_errors, self.slice_axis_name
-        )
-
-        def declare(layout: layouts.Layout, x: jax.Array) -> jax.Array:
-            # All arrays are sent in one message, so the program does not show that
-            # those without shards are equal on all replicas.
-            if layout.dim is None:
-                return replica_calls.equal_on_replicas(x)
-            return x
-
-        return partition.map(declare, sums), rounding_errors
+        psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
+        return jax.tree.map(lambda x: shards.summed(psum, x, self.slice_dtype), sums)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Implements `Optimizer.partition`.

@@ -105,8 +105,6 @@ def check_reduces(where: str, opt: base.Optimizer, mesh: jax.sharding.Mesh) -> N
                 f"run's state is sharded over '{mesh_axes.REPLICA}'. Set shard_update "
                 "on the CrossShardOptimizer over that axis."
             )
-        if rule.slice_dtype == "int8" and mesh.shape[mesh_axes.SLICE] == 1:
-            raise errors.UserError(cross_shard.NOTHING_BETWEEN_SLICES)
 
 
 def check_shards_params(opt: base.Optimizer, *, clips: bool) -> None:

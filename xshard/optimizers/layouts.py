@@ -10,9 +10,6 @@ import jax
 from xshard.base import mesh_axes
 from xshard.optimizers import trees
 
-# The first word in the names of the state arrays that hold rounding errors.
-ERROR = "error"
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -28,8 +25,6 @@ class Layout:
       count: the number of shards.
       dim: the dimension that is sharded, or None.
       along: the other mesh axes that the dimensions of `shape` lie along.
-      copies: the size of a leading dimension, for arrays that differ by slice; 0 if
-        there is none.
       shards_param: whether each replica also holds only its shard of the parameter
         itself between steps.
     """
@@ -39,7 +34,6 @@ class Layout:
     count: int
     dim: int | None
     along: tuple[Any, ...] = ()
-    copies: int = 0
     shards_param: bool = False
 
     @property
@@ -61,18 +55,11 @@ class Layout:
             shape[self.dim] //= self.count
         return tuple(shape)
 
-    def spec(
-        self,
-        axis_name: Any,
-        slice_axis_name: str | None = None,
-        *,
-        manual: bool = False,
-    ) -> jax.P:
+    def spec(self, axis_name: Any, *, manual: bool = False) -> jax.P:
         """Returns the mesh axes that the array lies along.
 
         Args:
           axis_name: the axis of the replicas, or a tuple of axes.
-          slice_axis_name: the axis of the slices, for the dimension of copies.
           manual: whether to leave out the axes of `along`, as `jax.shard_map` over the
             replicas requires.
         """
@@ -81,8 +68,6 @@ class Layout:
             dims[: len(self.along)] = self.along
         if self.dim is not None:
             dims[self.dim] = axis_name
-        if self.copies:
-            dims.insert(0, slice_axis_name)
         return jax.P(*dims)
 
     def is_param_shard(self, x: Any) -> bool:

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-# The names: of values that are declared equal on all replicas, of the results of a
-# learner's update, and of the rounding errors that each slice keeps of its own sums.
+# The names: of values that are declared equal on all replicas, and of the results of a
+# learner's update.
 EQUAL = "equal_on_replicas"
 UPDATED = "updated"
-SLICES_ERROR = "slices_error"
 
 # The name of the function that gathers a parameter held in shards.
 GATHERED = "gathered_parameter"

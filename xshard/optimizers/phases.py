@@ -272,9 +272,7 @@ class Step:
             arrays[repr(path)] = x
         modules = {rule.module_name for rule in self._rules}
         for (module, name), (_, x) in skips.writes_since(state_before).items():
-            # Each slice keeps its own rounding errors.
-            is_rounding_error = name.startswith(f"{layouts_lib.ERROR}/")
-            if module in modules and not is_rounding_error:
+            if module in modules:
                 arrays[f"{name!r} in the state of {module}"] = x
 
         def error(name: str) -> Exception:

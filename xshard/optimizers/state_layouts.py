@@ -1,11 +1,9 @@
 """How the state of rules lies in shards on replicas."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xshard.base import mesh_axes
 from xshard.optimizers import layouts as layouts_lib
@@ -13,9 +11,9 @@ from xshard.optimizers import trees
 
 
 def of_state(
-    params: layouts_lib.Layouts, state: Any, copies: int = 1, *, slots: bool = True
+    params: layouts_lib.Layouts, state: Any
 ) -> dict[str, dict[str, layouts_lib.Layout]]:
-    """Returns how the state of rules is sharded.
+    """Returns how the state of rules is sharded, where the update is.
 
     A slot is sharded like the parameter whose path ends the slot's name, if it has that
     parameter's shape.
@@ -23,8 +21,6 @@ def of_state(
     Args:
       params: the layouts of the parameters.
       state: the rules' state, or its shapes.
-      copies: the number of slices, each of which keeps its own rounding errors.
-      slots: whether the update is sharded; if not, only rounding errors are.
 
     Returns:
       The layouts as `{module: {name: layout}}`. An array without an entry is whole.
@@ -32,30 +28,19 @@ def of_state(
     layouts: dict[str, dict[str, layouts_lib.Layout]] = {}
     for module, arrays in state.items():
         for name, x in arrays.items():
-            layout = _of_slot(params, name, x.shape, copies, slots)
+            layout = _of_slot(params, name, x.shape)
             if layout is not None:
                 layouts.setdefault(module, {})[name] = layout
     return layouts
 
 
 def _of_slot(
-    params: layouts_lib.Layouts,
-    name: str,
-    shape: tuple[int, ...],
-    copies: int,
-    slots: bool,
+    params: layouts_lib.Layouts, name: str, shape: tuple[int, ...]
 ) -> layouts_lib.Layout | None:
     for path in trees.endings(name):
         layout = params.get(path)
-        if layout is None:
-            continue
-        if name == f"{layouts_lib.ERROR}/{path}":
-            # A rounding error has a leading dimension of slices.
-            leading = len(shape) - len(layout.shape)
-            if leading == 1 and shape[leading:] == layout.shape:
-                return dataclasses.replace(layout, copies=copies)
-        if shape == layout.shape:
-            return layout if slots and layout.dim is not None else None
+        if layout is not None and shape == layout.shape:
+            return layout if layout.dim is not None else None
     return None
 
 
@@ -66,8 +51,6 @@ class StateSharding:
     Attributes:
       specs: the mesh axes that each array lies along, a tree of `jax.P` with the
         state's structure, for the shardings of `jax.jit`.
-      mapped: those of them that `vmap_replicas` maps: the axis of slices for the
-        rounding errors of sums over slices, of which each slice keeps its own.
     """
 
     def __init__(
@@ -77,8 +60,6 @@ class StateSharding:
         replicas: int,
         axis_name: str = "replica",
         *,
-        slices: int = 1,
-        slice_axis_name: str | None = None,
         sharding_rules: mesh_axes.ShardingRules = (),
     ):
         """Decides how each array is sharded.
@@ -88,44 +69,17 @@ class StateSharding:
           params: the parameters, or their shapes.
           replicas: the size of the mapped axis of replicas.
           axis_name: the name of that axis.
-          slices: the size of the mapped axis of slices, if there is one.
-          slice_axis_name: the name of that axis.
           sharding_rules: as for `CrossShardOptimizer`.
         """
         param_layouts = layouts_lib.of_params(params, replicas, sharding_rules)
-        self._layouts = of_state(param_layouts, state, slices)
 
         def spec(layout: layouts_lib.Layout | None, x: Any) -> jax.P:
             del x
             if layout is None:
                 return jax.P()
-            return layout.spec(axis_name, slice_axis_name)
+            return layout.spec(axis_name)
 
-        def mapped_spec(layout: layouts_lib.Layout | None, x: Any) -> jax.P:
-            del x
-            if layout is None or not layout.copies:
-                return jax.P()
-            return jax.P(slice_axis_name)
-
-        self.specs = map_state(spec, self._layouts, state)
-        self.mapped = map_state(mapped_spec, self._layouts, state)
-
-    def store(self, state: Any) -> Any:
-        """Returns the state with the arrays of which each slice keeps its own repeated.
-
-        Rules create them for one slice.
-        """
-        return map_state(for_each_slice, self._layouts, state)
-
-
-def for_each_slice(layout: layouts_lib.Layout | None, x: Any) -> Any:
-    """Returns an array of the state of rules as all slices keep it.
-
-    It is repeated if it was created for one slice but each slice keeps its own.
-    """
-    if layout is None or not layout.copies or len(x) == layout.copies:
-        return x
-    return jnp.repeat(x, layout.copies, axis=0)
+        self.specs = map_state(spec, of_state(param_layouts, state), state)
 
 
 def map_state(

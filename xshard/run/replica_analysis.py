@@ -209,9 +209,8 @@ def _updated_values(
     inputs = []
     for variation in varying.with_causes(mapped["in_specs"], causes):
         if _LEARNER in variation.labels:
-            # A learner's state is equal on all replicas or in shards along them. What
-            # lies along slices is the rounding errors of each slice's sums.
-            shards = _labels(_SHARD, variation.axes & {mesh_lib.REPLICA})
+            # A learner's state is equal on all replicas or in shards along them.
+            shards = _labels(_SHARD, variation.axes)
             inputs.append(variation.remove_labels([_LEARNER]).add_labels(*shards))
         else:
             inputs.append(variation.add_labels(*_labels(_OWN, variation.axes)))
@@ -225,8 +224,6 @@ def _updated_values(
             names = jaxprs.argument_names(eqn)
             updated.extend(zip(names, operands, strict=True))
             return operands
-        if name == marks.SLICES_ERROR:
-            return [_without_own(x) for x in operands]
         if name == marks.EQUAL:
             # What is declared equal is not a replica's own.
             return [_without_own(x) for x in varying.of_equation(eqn, operands)]

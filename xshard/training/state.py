@@ -192,7 +192,7 @@ def _create(
     inner = jax.tree.map(trees.strong, inner)
     state = TrainState(step=jnp.int32(0), experiment=inner, rng=root)
     _check_even(experiment, mesh, state)
-    return _for_all_slices(experiment, mesh, state)
+    return state
 
 
 def _group_numbers(
@@ -334,26 +334,6 @@ def _check_even(
             local.append(trees.path_name(path))
     where = validation.describe_method(experiment.init)
     logical.check_even(experiment.config, mesh, where, local)
-
-
-def _for_all_slices(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
-) -> TrainState:
-    """Repeats the state of rules that differs by slice, which was created for one."""
-    grouped = mesh_lib.num_groups(mesh) > 1
-
-    def repeat(layout: layouts_lib.Layout | None, x: Any) -> Any:
-        if layout is None:
-            return x
-        in_group = functools.partial(state_layouts.for_each_slice, layout)
-        return jax.vmap(in_group)(x) if grouped else in_group(x)
-
-    def of_learner(_: str, learner: LearnerState) -> LearnerState:
-        layouts = _opt_layouts(experiment, mesh, learner)
-        opt_state = state_layouts.map_state(repeat, layouts, learner.opt_state)
-        return learner.replace(opt_state=opt_state)
-
-    return map_learners(of_learner, state)
 
 
 def learners(state: TrainState) -> dict[str, LearnerState]:
@@ -545,46 +525,29 @@ def _opt_specs(
 
     The arguments are those of `specs`.
     """
-    group_axes = mesh_lib.group_axes(mesh)
-
-    def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
-        # Arrays with copies are rounding errors, of which each slice keeps its own.
-        if layout is None or (whole_slots and not layout.copies):
-            return spec
-        in_group = layout.spec(mesh_lib.REPLICA, mesh_lib.SLICE, manual=manual)
-        return jax.P(*group_axes, *in_group)
-
     sharding_rules = () if manual else experiment.sharding_rules()
     by_rules = _specs_by_rules(mesh, sharding_rules, learner.opt_state, slots=True)
-    layouts = _opt_layouts(experiment, mesh, learner)
-    return state_layouts.map_state(spec_of, layouts, by_rules)
-
-
-def _opt_layouts(
-    experiment: experiment_lib.Experiment,
-    mesh: mesh_lib.AnyMesh,
-    learner: LearnerState,
-) -> Mapping[str, layouts_lib.Layouts]:
-    """Returns how the state of a learner's rules is sharded over the (logical)
-    replicas, without the dimension of groups.
-    """
-    skip = len(mesh_lib.group_axes(mesh))
+    if whole_slots or not learner.meta.shards_update:
+        return by_rules
+    group_axes = mesh_lib.group_axes(mesh)
+    skip = len(group_axes)
     in_group = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
     params, opt_state = jax.tree.map(in_group, (learner.params, learner.opt_state))
-    replica_mesh = logical.mesh_of(experiment.config, mesh)
     # With parameters in shards, their slots lie as they do. Otherwise slots alone are
     # in shards, each along the dimension that suits it best.
     param_layouts = learner.meta.param_layouts
     if not param_layouts:
         param_layouts = layouts_lib.of_params(
-            params, replica_mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
+            params, mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
         )
-    return state_layouts.of_state(
-        param_layouts,
-        opt_state,
-        mesh_lib.num_slices(replica_mesh),
-        slots=learner.meta.shards_update,
-    )
+
+    def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
+        if layout is None:
+            return spec
+        return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA, manual=manual))
+
+    layouts = state_layouts.of_state(param_layouts, opt_state)
+    return state_layouts.map_state(spec_of, layouts, by_rules)
 
 
 def _specs_by_rules(
