@@ -191,3 +191,12 @@ def test_the_end_of_a_context_waits_and_raises_the_error_of_a_save(tmp_path):
         with open_manager(tmp_path / "folder") as manager:
             manager.save(step, {"a": np.zeros(2)})
     assert manager.all_steps() == [1, 2]
+
+
+def test_what_precedes_a_step_that_counts_is_done_before(tmp_path):
+    manager = harness.make_manager(tmp_path)
+    seen = []
+    note = lambda: seen.append([*tmp_path.glob("*/COMMIT")])
+    manager.save(1, {"x": np.zeros(1)}, {}, before_commit=note)
+    manager.close()
+    assert seen == [[]] and manager.all_steps() == [1]
