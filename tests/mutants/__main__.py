@@ -11,8 +11,8 @@ copy of the repository that notes which of them reach which mutant. `run` tries 
 mutant without a verdict in a copy, with the tests that reach it: first the file that
 mirrors the mutant's, then its room, then all others, the shortest first, as far as they
 fit into the seconds, until one fails. What an import reaches is tried with all tests.
-Write 'equivalent' and the reason into the table by hand. On Linux, as root: the
-processes of a test end with it.
+Write the reason why a mutant is missed, or 'equivalent' and why, into the table by
+hand. On Linux, as root: the processes of a test end with it.
 """
 
 import argparse
@@ -109,6 +109,7 @@ def run(table, numbers, options):
         ):
             number, test, seconds, tests = ended.result()
             row = table["rows"][number]
+            row.pop("reason", None)
             row["verdict"] = "found" if test else "missed"
             row |= {"test": test, "seconds": seconds, "tests": tests}
             write(options.table, table)
