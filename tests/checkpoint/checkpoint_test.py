@@ -207,6 +207,11 @@ def test_restored_arrays_do_not_stay_in_host_memory(tmp_path, monkeypatch):
     assert len(alive) == 20 and max(alive) <= 3
 
 
+def metrics_of_first(manager):
+    """Returns the metrics of the first checkpoint in a manager's folder."""
+    return checkpoint.read_catalog(manager.store).entries[0].metrics
+
+
 def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     keep = checkpoint.Keep(1, best=1, metric="error", mode="min")
     messages = []
@@ -214,7 +219,7 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     tree = {"a": jnp.arange(3.0)}
     save(manager, 1, tree)
     manager.add_metrics(1, {"error": 0.5})
-    assert manager.metrics(1) == {"error": 0.5} and manager.metrics(7) == {}
+    assert metrics_of_first(manager) == {"error": 0.5}
     save(manager, 2, tree)
     assert manager.all_steps() == [1, 2]
     (path,) = manager.store.path.glob("step_00000001.*/METRICS")
@@ -233,10 +238,10 @@ def test_metrics_added_after_a_save_count_for_the_best(tmp_path, monkeypatch):
     # Damage to METRICS is detected and loses only the metrics. The next `add_metrics`
     # repairs it.
     path.write_bytes(intact[:-3])
-    assert manager.metrics(1) == {} and manager.restore(tree, 1).step == 1
+    assert metrics_of_first(manager) == {} and manager.restore(tree, 1).step == 1
     assert tool.main(["verify", str(manager.store.path), "1"]) == 1
     manager.add_metrics(1, {"error": 0.25})
-    assert manager.metrics(1) == {"error": 0.25}
+    assert metrics_of_first(manager) == {"error": 0.25}
     assert tool.main(["verify", str(manager.store.path), "1"]) == 0
     manager.close()
 

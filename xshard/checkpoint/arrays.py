@@ -114,17 +114,6 @@ class ArrayMeta:
         """The size of all elements in bytes."""
         return math.prod(self.shape) * self.itemsize
 
-    @property
-    def grid(self) -> Shape:
-        """The number of chunks in each dimension."""
-        sizes = zip(self.shape, self.chunk_shape, strict=True)
-        return tuple(-(-size // chunk_size) for size, chunk_size in sizes)
-
-    @property
-    def chunk_count(self) -> int:
-        """The number of chunks."""
-        return math.prod(self.grid)
-
     def chunks(self, index: Index | None = None) -> list[GridIndex]:
         """Lists the chunks that hold a part of the array; by default, all chunks."""
         if index is None:

@@ -77,16 +77,6 @@ class Listing:
         """
         return format_lib.is_given_up(self.store, folder)
 
-    def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics of a step.
-
-        They are empty if the step has none or no longer exists.
-        """
-        for attempt in reversed(self.committed()):
-            if attempt.step == step:
-                return metadata_files.read_commit(attempt).metrics
-        return {}
-
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a step's arrays by path.
 
