@@ -332,7 +332,7 @@ BAD = [
 ]
 
 
-def test_wrong_commands_are_detected(tmp_path):
+def test_wrong_commands_are_detected():
     todo = [(str(ROOT), words) for words in BAD]
     bad = json.loads(run(ROOT, "tests.docs_test", stdin=json.dumps(todo)))
     assert [words for words, _ in bad] == BAD

@@ -428,7 +428,7 @@ def test_missing_rows_are_reported(run, capsys):
     assert f"holds 1 of the {len(lines)} rows" in capsys.readouterr().out
 
 
-def test_the_row_of_an_evaluation_is_not_written_twice(tmp_path, monkeypatch):
+def test_the_row_of_an_evaluation_is_not_written_twice(tmp_path):
     folder = tmp_path / "run"
     assert loop.run(make_config(steps=6), str(folder), "") == 0
     once = rows.same_bits(folder)

@@ -3178,9 +3178,6 @@ def config_triple(x):
     return 3 * x
 
 
-config_thrice = functools.partial(config_triple)
-
-
 def _config_accepted():
     """Returns a value of each kind that a config can hold."""
     return {

@@ -211,7 +211,7 @@ def test_a_hook_that_would_never_act_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_no_hook_is_refused(tmp_path):
+def test_what_is_no_hook_is_refused():
     class Wrong(toy.Toy):
         def hooks(self):
             return [print]

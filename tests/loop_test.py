@@ -300,7 +300,7 @@ def origin(directory):
     return json.loads((directory / "origin.json").read_text())
 
 
-def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch, capsys):
+def test_a_run_refuses_changed_training_data(tmp_path, monkeypatch):
     assert loop.run(make_config(steps=5), str(tmp_path / "run"), "") == 0
     manager = loop.Run(make_config(), str(tmp_path / "run")).checkpoints.manager
     kept = manager.restore(

@@ -127,21 +127,17 @@ class Predicted:
 class Model:
     """The steps of one program of the sweep."""
 
-    def __init__(
-        self, choice: Mapping[str, Any], rows: int, replicas: int, slices: int = 1
-    ):
+    def __init__(self, choice: Mapping[str, Any], rows: int, replicas: int):
         """Stores what was drawn.
 
         Args:
           choice: the value of each key.
           rows: the number of rows of a replica.
           replicas: the number of replicas of a group, in all its slices.
-          slices: the number of slices among which a group sums in each step.
         """
         self.choice = choice
         self.rows = rows
         self.replicas = replicas
-        self.slices = slices
 
     # The network.
 

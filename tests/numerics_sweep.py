@@ -141,11 +141,6 @@ FAULTS = (
     "backward",
     "large",
 )
-# Kinds that need a type, and what is not finite with it: no gradient of "loss nan" or
-# "large", a finite gradient near float16's largest number.
-_OF_FLOAT16 = ("cast", "forward", "backward", "large")
-_OVERFLOWING = ("forward", "backward")
-
 
 # Keys that only an outer rule has.
 _OF_OUTER = (

@@ -241,7 +241,7 @@ def test_a_bucket_that_cannot_exist_is_named(s3):
         store.database("prefix")
 
 
-def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
+def test_an_unreachable_store_is_not_reported_as_damage():
     program = """
 import sys
 from tests.checkpoint import harness

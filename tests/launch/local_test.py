@@ -310,7 +310,7 @@ def test_a_signal_reaches_all_processes_and_prevents_a_restart(
     assert "start 2" not in supervisor.out.getvalue()
 
 
-def test_the_survivors_of_a_failed_process_are_ended(tmp_path, supervise, monkeypatch):
+def test_the_survivors_of_a_failed_process_are_ended(supervise, monkeypatch):
     monkeypatch.setattr(
         local,
         "commands",

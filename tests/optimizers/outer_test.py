@@ -86,23 +86,18 @@ def follow(make, replicas=1, kind="shard_map", xs=None):
     return history
 
 
-def simulate(
-    xs, every=EVERY, outer_rule=DEFAULT, weights=None, fragments=(None,), delay=0
-):
+def simulate(xs, outer_rule=DEFAULT, fragments=(None,), delay=0):
     """Trains slices as the papers say, one after the other.
 
     Args:
       xs: the batches, for each step and slice.
-      every: the number of steps between exchanges.
       outer_rule: the outer rule.
-      weights: the weight of each slice.
       fragments: for each fragment the paths in it; None for all.
       delay: the number of steps after which a result is taken over.
 
     Returns:
       The parameters of each slice after each step.
     """
-    weights = weights or [1] * SLICES
     rule = optax.adam(RATE)
     first = harness.params()
     slices = [first] * SLICES
@@ -129,12 +124,9 @@ def simulate(
             )
             slices[index] = optax.apply_updates(slices[index], updates)
         for number, fragment in enumerate(fragments):
-            offset = number * every // len(fragments)
-            if (step - offset) % every == 0:
-                mean = lambda old, *new: (
-                    sum(w * (old - x) for w, x in zip(weights, new, strict=True))
-                    / sum(weights)
-                )
+            offset = number * EVERY // len(fragments)
+            if (step - offset) % EVERY == 0:
+                mean = lambda old, *new: sum(old - x for x in new) / SLICES
                 difference = jax.tree.map(mean, exchanged, *slices)
                 updates, outer_states[number] = outer_update(
                     difference, outer_states[number], exchanged
@@ -142,7 +134,7 @@ def simulate(
                 moved = optax.apply_updates(exchanged, updates)
                 exchanged = in_fragment(fragment, moved, exchanged)
             taken_after = step - delay
-            if taken_after > 0 and (taken_after - offset) % every == 0:
+            if taken_after > 0 and (taken_after - offset) % EVERY == 0:
                 mix = lambda own, new: new if not delay else 0.5 * own + 0.5 * new
                 slices = [
                     in_fragment(fragment, jax.tree.map(mix, own, exchanged), own)

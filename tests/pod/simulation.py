@@ -216,7 +216,6 @@ class Process(Host):
         self.meeting = None
         self._program = self._run()
         self._work = None
-        self._request = None
 
     # What the protocol makes happen.
 

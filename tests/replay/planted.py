@@ -22,6 +22,8 @@ from xshard import data, loop
 from xshard.replay import diagnosis, replayer
 
 EXAMPLES = 128
+# Of all groups: one for each device of a test.
+REPLICAS = 8
 LAYERS = 3
 WIDTH = 6
 FLOAT32 = "params=float32,compute=float32,output=float32"
@@ -137,7 +139,7 @@ class Fault(NamedTuple):
     groups: int = 1
 
 
-def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
+def get_config(fault: Fault) -> ml_collections.ConfigDict:
     """Returns the config of a run of one epoch with a fault."""
     config = toy.get_config()
     config.experiment = "tests.replay.planted.Layers"
@@ -153,14 +155,14 @@ def get_config(fault: Fault, replicas: int = 8) -> ml_collections.ConfigDict:
     )
     config.checkpoint.update({"every_steps": 100})
     if fault.groups > 1:
-        numbers = np.arange(replicas).reshape(fault.groups, -1)
+        numbers = np.arange(REPLICAS).reshape(fault.groups, -1)
         config.group_assignment = tuple(map(tuple, numbers.tolist()))
     return config.lock()
 
 
-def train(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> None:
+def train(fault: Fault, directory: pathlib.Path) -> None:
     """Trains a run with a fault, until the fault stops it or to its end."""
-    loop.run(get_config(fault, replicas), str(directory), "")
+    loop.run(get_config(fault), str(directory), "")
 
 
 def line(kind: str) -> str:
@@ -190,7 +192,7 @@ def place(fault: Fault) -> tuple[int, list[int]]:
     return step + 1, rows
 
 
-def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]:
+def wrong(fault: Fault, directory: pathlib.Path) -> list[str]:
     """Returns the differences between a replay's findings and the planted fault; empty
     if there are none.
     """
@@ -200,7 +202,7 @@ def wrong(fault: Fault, directory: pathlib.Path, replicas: int = 8) -> list[str]
     finding = diagnosis.Diagnosis(run, repeated).find()
     if repeated.number != step or finding is None:
         return [f"step {repeated.number} for {step}, {finding}"]
-    size = fault.groups * get_config(fault).batch_size // replicas
+    size = fault.groups * get_config(fault).batch_size // REPLICAS
     found_rows = []
     found_examples = []
     for of_cause in finding.rows or []:

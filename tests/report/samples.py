@@ -19,33 +19,24 @@ CONFIG = {
 }
 
 
-def rows(steps=400, every=10, groups=1, seed=0, restarts=(200,), shift=0.0):
+def rows(steps=400, every=10, groups=1):
     """Returns the rows of a run with a noisy loss, skipped steps, and times that begin
-    anew at each restart.
+    anew at its restart after step 200.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     many = lambda value: (
         value if groups == 1 else [value * (1 + 0.1 * g) for g in range(groups)]
     )
     count = lambda value: value if groups == 1 else [value] * groups
     result, skipped, begin, wasted, started = [], 0, 0, 0.0, 1.79e9
     for step in range(every, steps + 1, every):
-        if restarts and step > restarts[0]:
-            begin, restarts, wasted, started = (
-                step - every,
-                restarts[1:],
-                0.0,
-                started + 5000,
-            )
+        if step - every <= 200 < step:
+            begin, wasted, started = step - every, 0.0, started + 5000
         skip = step % (13 * every) == 0
         skipped += skip
         wasted += 0.02 * every
         seconds = 12.0 + 0.11 * (step - begin)
-        loss = (
-            (2.3 + shift) * math.exp(-3 * step / steps)
-            + 0.05
-            + abs(rng.normal(0, 0.04))
-        )
+        loss = 2.3 * math.exp(-3 * step / steps) + 0.05 + abs(rng.normal(0, 0.04))
         rate = 10 + rng.normal(0, 0.3)
         result.append(
             {

@@ -550,7 +550,7 @@ def test_a_long_list_names_only_its_first_items():
     )
 
 
-def test_a_skipped_step_leaves_the_network_state_unchanged(tmp_path):
+def test_a_skipped_step_leaves_the_network_state_unchanged():
     class Counting(toy.Poisoned):
         """Adds up the means of its batches in the network state."""
 

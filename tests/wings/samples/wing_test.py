@@ -75,7 +75,7 @@ def lines(directory):
     return (directory / "samples.jsonl").read_text().splitlines()
 
 
-def test_invalid_samples_fail_before_a_run_and_large_ones_when_shown(tmp_path, capsys):
+def test_invalid_samples_fail_before_a_run_and_large_ones_when_shown(tmp_path):
     with pytest.raises(
         errors.UserError, match="Wrong.samples .* returned ndarray called 'pixels'"
     ):
