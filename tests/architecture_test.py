@@ -379,7 +379,7 @@ BUDGETS = {
     "tokens of launch": 19_400,
     # Planted faults with their table, benchmarks in a form of seconds, and what the
     # doors refuse.
-    "tokens of tests": 441_000,
+    "tokens of tests": 441_400,
     "tokens of benchmarks": 17_000,
     # The conversion of GPT-2 is two functions, where a table of rules was.
     "tokens of experiments": 15_900,
@@ -423,7 +423,7 @@ BUDGETS = {
     "floors": 12,
     "classes": 375,
     "words of docstrings and comments": 116_000,
-    "words of documents": 35_500,
+    "words of documents": 34_400,
 }
 # The files that each closure begins with.
 CLOSURES = {
