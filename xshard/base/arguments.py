@@ -4,9 +4,6 @@ import numbers
 from collections.abc import Collection
 from typing import Any
 
-import jax
-import numpy as np
-
 from xshard import errors
 
 
@@ -48,15 +45,6 @@ def is_integer(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Returns whether a value is a real number; a bool is one for Python only."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def is_array(value: Any) -> bool:
-    """Returns whether a value is an array of JAX's, or one of NumPy's own.
-
-    Others only look like one: the rows of a Series are labels, and a masked array loses
-    its mask when it is copied.
-    """
-    return type(value) in (np.ndarray, np.memmap) or isinstance(value, jax.Array)
 
 
 def _is_nan(value: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xshard.base import arguments
+from xshard.base import array_types
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import store as store_lib
 
@@ -106,7 +106,7 @@ def _checked(path: str, leaf: Any) -> Any:
         raise CheckpointError(f"The path {path!r} is no text ({e}); rename it.") from e
     # A target may have shapes in place of arrays.
     is_taken = isinstance(leaf, np.generic | jax.ShapeDtypeStruct)
-    if not is_taken and not arguments.is_array(leaf):
+    if not is_taken and not array_types.is_array(leaf):
         raise CheckpointError(
             f"'{path}' is {leaf!r}, of type {type(leaf).__name__}; make it an array of "
             "NumPy's own or of JAX's, such as jnp.int32(3), np.asarray(...), or "

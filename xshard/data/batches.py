@@ -23,7 +23,7 @@ from absl import logging
 
 from xshard import data, errors, logical
 from xshard import mesh as mesh_lib
-from xshard.base import arguments, places
+from xshard.base import array_types, places
 from xshard.data import examples as examples_lib
 from xshard.data import rows as rows_lib
 
@@ -433,7 +433,7 @@ class TrainBatches:
         batch = {}
         for name, array in many.items():
             # Fewer batches would be filled up with zeros.
-            if not arguments.is_array(array) or array.shape[:1] != (count,):
+            if not array_types.is_array(array) or array.shape[:1] != (count,):
                 shape = getattr(array, "shape", "none")
                 found = f"a {type(array).__name__} of shape {shape}"
                 raise errors.UserError(
@@ -751,7 +751,7 @@ def _to_json(state: Any, strategy: int = zlib.Z_DEFAULT_STRATEGY) -> Any:
         return {_BYTES: base64.b64encode(state).decode()}
     if isinstance(state, np.generic):
         return state.item()
-    if isinstance(state, np.ndarray) and arguments.is_array(state):
+    if isinstance(state, np.ndarray) and array_types.is_array(state):
         # NumPy's format keeps no other types, such as bfloat16.
         kept = np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(state.dtype))
         if state.dtype.hasobject or kept != state.dtype:

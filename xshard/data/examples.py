@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from xshard import errors
-from xshard.base import arguments
+from xshard.base import array_types
 
 Arrays = Mapping[str, np.ndarray]
 # The limits of a summary's checksum: arrays of at most so many bytes are hashed whole,
@@ -124,7 +124,7 @@ def _shapes(example: Any, what: str) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, x in example.items():
         has = f"{what} has {{}} under {name!r}"
-        if not arguments.is_array(x) and not isinstance(x, _NUMBERS):
+        if not array_types.is_array(x) and not isinstance(x, _NUMBERS):
             found = has.format(f"a {type(x).__name__}")
             raise errors.UserError(f"{found}. It must be a number, or {_OWN}.")
         array = np.asarray(x)
@@ -292,7 +292,7 @@ def _check_array(array: Any, has: str) -> None:
             f"{has.format(f'the scalar {array!r}')}: each array must have a row for "
             "every example. Put a constant into the config, or repeat it with np.full."
         )
-    if not arguments.is_array(array):
+    if not array_types.is_array(array):
         raise errors.UserError(
             f"{has.format(f'a {kind}')}. It must be {_OWN}; all together {_FORM}."
         )
