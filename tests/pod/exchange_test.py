@@ -102,8 +102,9 @@ def test_others_take_over_what_a_lost_member_computes(is_leader):
 
     def function(made):
         made.enter()
-        made.gather("places", None)
+        # Before all meet: once the victim has ended, another has its place.
         is_victim = (made.place.index == 0) == is_leader and made.place.index < 2
+        made.gather("places", None)
         own = []
 
         def contribute(units):
