@@ -57,13 +57,10 @@ def on_the_whole_batch(name, weight):
     return params
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", RULES)
-def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
+def assert_follows(make, mode, name):
+    """Checks that replicas with a rule train as a transformation on the whole batch."""
     replicas = 4
-    options = MODES[mode]
     with jax.enable_x64(True):
-        make = lambda: both_rules(name, options)
         step = harness.transform_step(make)
         run = harness.sharded(step, make, replicas)
         params = harness.params(np.float64)
@@ -77,6 +74,12 @@ def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
         # half; bfloat16 has 2 to 3.
         tolerance = 2e-2 if mode == "half the precision" else 1e-8
         harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RULES)
+def test_replicas_follow_the_transformation_on_the_whole_batch(name, mode):
+    assert_follows(lambda: both_rules(name, MODES[mode]), mode, name)
 
 
 class ByLayer(base.Optimizer):
@@ -142,22 +145,8 @@ def test_each_rule_that_another_holds_gets_the_loss(kind, mode):
         rule = cross_shard.CrossShardOptimizer(kind(of_layer), **MODES[mode])
         return loss_scale.MixedPrecisionLossScaleOptimizer(rule, 1024.0)
 
-    replicas = 4
-    with jax.enable_x64(True):
-        step = harness.transform_step(make)
-        run = harness.sharded(step, make, replicas)
-        params = harness.params(np.float64)
-        x = harness.batch(np.float64)
-        _, state = step.init(None, params, x)
-        count = 0
-        for _ in range(STEPS):
-            (_, params, count), state = run(params, state, x, count)
-        # Both follow the same loss, so a plateau is one of all parameters.
-        weight = replicas if mode == "sum" else 1
-        expected = on_the_whole_batch("reduce_on_plateau", weight)
-        # As above.
-        tolerance = 2e-2 if mode == "half the precision" else 1e-8
-        harness.assert_close(params, expected, rtol=tolerance, atol=tolerance)
+    # Both follow the same loss, so a plateau is one of all parameters.
+    assert_follows(make, mode, "reduce_on_plateau")
 
 
 def test_the_loss_of_micro_batches_is_their_sum():
