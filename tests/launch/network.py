@@ -104,6 +104,16 @@ class Hosts:
         path.chmod(0o755)
         return str(path)
 
+    def host(self, pid):
+        """Returns the number of the host that a process runs on."""
+        name = subprocess.run(
+            ["ip", "netns", "identify", str(pid)],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        return int(name.removeprefix(f"{self._tag}h"))
+
     def deafen(self, index, other):
         """Lets what a host sends to another be lost, but not what it receives."""
         host = f"{self._tag}h{index}"
