@@ -390,7 +390,11 @@ class Model:
             # The mean of elements that cancel.
             return 32 * epsilon * (1 + np.abs(new))
         if name.startswith("gradient_noise/"):
-            return 2e-3 * (_finite_max(new) + self._noise_size)
+            error = 2e-3
+            if "slices" in self.choice["layout"]:
+                # Squares of what slices send have twice its error.
+                error = max(error, EPSILON[self.choice["slice_dtype"]])
+            return error * (_finite_max(new) + self._noise_size)
         if any(word in name for word in _OF_STORED):
             # They follow parameters as these are stored.
             epsilon = max(epsilon, EPSILON[self.choice["params"]])

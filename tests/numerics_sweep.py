@@ -605,6 +605,9 @@ def _fits(choice: Mapping[str, Any], kind: str) -> bool:
         return False
     if kind in ("cast", "forward"):
         return choice["compute"] == "float16"
+    if kind == "backward" and choice["lora"]:
+        # The gradients of small factors may be finite in float16.
+        return choice["compute"] == "float16"
     if kind == "backward":
         return "float16" in (choice["compute"], choice["params"])
     if kind == "large":
@@ -750,8 +753,8 @@ class Program:
         skipped = np.ravel(metrics["skipped"]).tolist()
         for group, wanted in enumerate(predicted):
             of_group = f"{where}, group {group}"
-            is_off = skipped[group] or verdicts[group] == 2
-            is_off &= verdicts[group] != wanted.verdict
+            is_off = bool(skipped[group]) != wanted.skipped
+            is_off |= verdicts[group] != wanted.verdict
             if not self._is_certain() and wanted.finite and is_off:
                 # What the narrow type overflowed is skipped, or not, as any other.
                 wanted.finite = False
@@ -1007,8 +1010,11 @@ def _check_norms(
         update = new - before[f"params/{path}"].astype(np.float64)
         for x, norm in ((new, of_param), (update, of_update)):
             wanted = np.linalg.norm(x)
-            # Float32 sums of squares, of which the smallest are 0.
-            if np.isfinite(wanted) and not abs(norm - wanted) <= 1e-5 * wanted + 1e-18:
+            # Float32 sums of squares, of which the smallest are 0. XLA may compute the
+            # new value once more for them, and round its last sum otherwise.
+            rounding = 2.0**-23 * np.linalg.norm(new)
+            tolerance = 1e-5 * wanted + rounding + 1e-18
+            if np.isfinite(wanted) and not abs(norm - wanted) <= tolerance:
                 raise DrawError(f"{where}: a norm of {path} is {norm}, not {wanted}")
 
 
