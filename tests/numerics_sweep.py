@@ -104,7 +104,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reduction": ("mean", "mean", "sum"),
     "reduce_dtype": ("float32", "float32", "float32", "bfloat16"),
     "slice_dtype": ("float32", "bfloat16", "bfloat16"),
-    "arithmetic": ("float", "exact", "exact_wide"),
+    "arithmetic": ("float", "exact"),
     "shards": ("none", "none", "update", "params", "params"),
     "gather_once": (False, True),
     "micro_batches": (1, 2, 3),

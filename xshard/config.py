@@ -689,9 +689,8 @@ KEYS = (
     Key(
         "reduction.arithmetic",
         "float",
-        "How gradients of logical replicas are summed: 'float'; 'exact', which gives "
-        "the same bits on any number of devices; or 'exact_wide', which also keeps "
-        "small numbers beside large ones, and sends twice the bytes.",
+        "How gradients of logical replicas are summed: 'float', or 'exact', which "
+        "gives the same bits on any number of devices.",
         may_change=True,
     ),
     Key(

@@ -211,9 +211,9 @@ RUNS = {
         loss_scale__kind="dynamic",
         outliers=((0, 7, float("inf")), (0, 14, float("inf"))),
     ),
-    "exact_wide": _curve(
+    "exact_norm": _curve(
         logical_replicas=16,
-        reduction__arithmetic="exact_wide",
+        reduction__arithmetic="exact",
         batch_size=32,
         micro_batches=2,
         norm=True,

@@ -22,7 +22,7 @@ _NAN = float("nan")
 def collective(combine, rows, devices, exchange=None, groups=None):
     """Returns what replicas have combined, one row each."""
     mesh = mesh_lib.make_mesh(groups, devices=jax.devices()[:devices])
-    replicas = logical.Replicas(len(rows) // mesh_lib.num_groups(mesh), mesh, 1)
+    replicas = logical.Replicas(len(rows) // mesh_lib.num_groups(mesh), mesh, True)
     axes = mesh_lib.group_axes(mesh)
     of_group = lambda x: x[None] if axes else x
     mapped = logical.Mapped(

@@ -36,7 +36,7 @@ def trajectory(devices, names):
     program on `devices` devices.
     """
     mesh = mesh_lib.make_mesh(devices=jax.devices()[:devices])
-    replicas = logical.Replicas(_COUNT, mesh, num_words=1)
+    replicas = logical.Replicas(_COUNT, mesh, is_exact=True)
     transformed = {name: make_step(name) for name in names}
 
     def step(held, x):

@@ -131,10 +131,10 @@ def test_a_program_that_cannot_be_split_is_refused_with_the_reason(step, words):
         split(step, 2.0, 3.0)
 
 
-@pytest.mark.parametrize("num_words", [0, 1])
-def test_a_batch_of_another_type_gets_its_own_program(num_words):
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_batch_of_another_type_gets_its_own_program(is_exact):
     the_mesh = mesh.make_mesh(devices=jax.devices()[:2])
-    replicas = logical.Replicas(4, the_mesh, num_words=num_words)
+    replicas = logical.Replicas(4, the_mesh, is_exact=is_exact)
     rows = jax.P(mesh.BATCH)
     sizes = logical.Mapped(
         lambda x: lax.pmean(jnp.mean(x * x), _BOTH), (rows,), jax.P()

@@ -23,43 +23,42 @@ class HostSums:
       operations: how two of each are combined.
     """
 
-    def __init__(self, kinds: Sequence[split.Kind], shapes: Any, magnitudes: Any):
+    def __init__(
+        self, kinds: Sequence[split.Kind], shapes: Sequence[Any], magnitudes: Any
+    ):
         """Computes nothing yet.
 
         Args:
           kinds: the way in which each array is combined.
-          shapes: the shapes of the terms of each array.
+          shapes: the shape of the term of each array.
           magnitudes: the shape of the magnitudes; None if there are none.
         """
         self.magnitudes = magnitudes
         self.like: list[Any] = []
         self.operations: list[np.ufunc] = []
-        self._kinds: list[split.Kind] = []
+        self._kinds = kinds
         self._shapes = shapes
-        for kind, terms in zip(kinds, shapes, strict=True):
-            for like in terms:
-                is_extreme = kind.name in (split.MAX, split.MIN)
-                self.operations.append(np.maximum if is_extreme else np.add)
-                self._kinds.append(kind)
-                if kind.name == split.GATHER:
-                    size = like.size * np.dtype(like.dtype).itemsize
-                    like = jax.ShapeDtypeStruct((size,), np.uint8)
-                self.like.append(like)
+        for kind, like in zip(kinds, shapes, strict=True):
+            is_extreme = kind.name in (split.MAX, split.MIN)
+            self.operations.append(np.maximum if is_extreme else np.add)
+            if kind.name == split.GATHER:
+                size = like.size * np.dtype(like.dtype).itemsize
+                like = jax.ShapeDtypeStruct((size,), np.uint8)
+            self.like.append(like)
 
-    def arrays(self, terms: Any) -> list[np.ndarray]:
+    def arrays(self, terms: Sequence[Any]) -> list[np.ndarray]:
         """Returns what members combine, for the terms of some replicas."""
         arrays = []
-        for kind, term in zip(self._kinds, jax.tree.leaves(terms), strict=True):
+        for kind, term in zip(self._kinds, terms, strict=True):
             x = np.asarray(term)
             if kind.name == split.GATHER:
                 x = x.reshape(-1).view(np.uint8)
             arrays.append(x)
         return arrays
 
-    def terms(self, combined: Sequence[np.ndarray]) -> Any:
+    def terms(self, combined: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the terms of all replicas, given what all members have combined."""
-        shapes, structure = jax.tree.flatten(self._shapes)
         terms = []
-        for shape, x in zip(shapes, combined, strict=True):
+        for shape, x in zip(self._shapes, combined, strict=True):
             terms.append(x.view(shape.dtype).reshape(shape.shape))
-        return jax.tree.unflatten(structure, terms)
+        return terms

@@ -197,7 +197,7 @@ class Program:
             self._what, self._mapped(*args), self._replicas, args
         )
         # The sums of floats depend on the number of devices anyway.
-        if self._replicas.num_words == 0:
+        if not self._replicas.is_exact:
             return _SingleProgram(segments, **self._options)
         if self._exchange is None:
             return _SeparatePrograms(segments, **self._options)
@@ -589,7 +589,7 @@ class _SharedPrograms(_SeparatePrograms):
 
         def terms(rounds: Sequence[int]) -> list[np.ndarray]:
             send(rounds)
-            total = None
+            total: Any = None
             for i in rounds:
                 total = self.term_programs[index](total, sent[i], numbers[i], largest)
             return host.arrays(total)
@@ -609,7 +609,7 @@ class _SharedPrograms(_SeparatePrograms):
         lowered = []
         largest = None
         shapes = segments.split.collectives[index].shapes
-        if sums.exact(kinds, shapes, num_words=1):
+        if sums.floating_sums(kinds, shapes):
             magnitudes = self.magnitude_programs[index].lower(sent[0], numbers[0])
             lowered.append((magnitudes, len(sent)))
             largest = magnitudes.out_info

@@ -12,10 +12,6 @@ from xshard import errors
 from xshard import mesh as mesh_lib
 from xshard.base import mesh_axes
 
-# The number of integers that represent each summand, for each value of
-# `reduction.arithmetic`.
-_NUM_WORDS = {"exact": 1, "exact_wide": 2}
-
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
@@ -27,13 +23,13 @@ class Replicas:
     Attributes:
       count: the number of logical replicas of a group.
       device_mesh: the mesh of devices.
-      num_words: the number of integers that represent each summand, so that the order
-        of a sum does not matter; 0 to sum in floating point.
+      is_exact: whether floats are summed as integers, so that the order of a sum does
+        not matter.
     """
 
     count: int
     device_mesh: jax.sharding.Mesh
-    num_words: int
+    is_exact: bool
 
     @property
     def rounds(self) -> int:
@@ -103,9 +99,8 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
     if not count:
         if is_exact(config):
             raise errors.UserError(
-                f"reduction.arithmetic={config.reduction.arithmetic!r} makes the bits "
-                "of a run independent of the number of its devices; set a number of "
-                "replicas for it, as in "
+                "reduction.arithmetic='exact' makes the bits of a run independent of "
+                "the number of its devices; set a number of replicas for it, as in "
                 f"--config.logical_replicas={mesh_lib.num_replicas(mesh)}."
             )
         return None
@@ -116,7 +111,7 @@ def of_config(config: ml_collections.ConfigDict, mesh: Any) -> Replicas | None:
             "device. Set model_parallel to 1, or logical_replicas to 0."
         )
     _check_reduction(config.get("reduction", {}))
-    return Replicas(count, mesh, _num_words(config))
+    return Replicas(count, mesh, is_exact(config))
 
 
 def per_replica_spec(
@@ -169,12 +164,7 @@ def check_even(
 
 def is_exact(config: ml_collections.ConfigDict) -> bool:
     """Returns whether a config asks for sums that do not depend on their order."""
-    return _num_words(config) > 0
-
-
-def _num_words(config: ml_collections.ConfigDict) -> int:
-    """Returns `Replicas.num_words`."""
-    return _NUM_WORDS.get(config.get("reduction", {}).get("arithmetic"), 0)
+    return bool(config.get("reduction", {}).get("arithmetic") == "exact")
 
 
 def mesh_of(config: ml_collections.ConfigDict, mesh: Any) -> mesh_lib.AnyMesh:

@@ -300,7 +300,7 @@ class SegmentedProgram:
             [[array[0] for array in arrays] for arrays in sent],
             self._has_replica(numbers),
             count=self._replicas.count,
-            num_words=self._replicas.num_words,
+            is_exact=self._replicas.is_exact,
             gather_steps=self._replicas.gather_steps,
         )
         equal: Indexed = {}
@@ -335,18 +335,17 @@ class SegmentedProgram:
             self.whole_kinds(index),
             [[array[0] for array in sent]],
             self._has_replica([number]),
-            self._replicas.num_words,
         )
         return None if largest is None else self._of_group(largest)
 
     def terms(
         self,
         index: int,
-        total: Sequence[Sequence[Any]] | None,
+        total: Sequence[Any] | None,
         sent: Sequence[jax.Array],
         number: jax.Array,
         largest: jax.Array | None,
-    ) -> list[list[jax.Array]]:
+    ) -> list[jax.Array]:
         """Runs `sums.terms` for one replica of each device.
 
         Args:
@@ -368,15 +367,13 @@ class SegmentedProgram:
             self._has_replica([number]),
             self._in_group(largest),
             count=self._replicas.count,
-            num_words=self._replicas.num_words,
             gather_steps=self._replicas.gather_steps,
         )
         if total is None:
-            total = [[None] * len(words) for words in combined]
+            total = [None] * len(combined)
         added = []
-        for kind, *of_array in zip(kinds, combined, total, strict=True):
-            add = functools.partial(self._added, kind, number)
-            added.append(jax.tree.map(add, *of_array))
+        for kind, x, total_of_array in zip(kinds, combined, total, strict=True):
+            added.append(self._added(kind, number, x, total_of_array))
         return added
 
     def _added(
@@ -409,7 +406,7 @@ class SegmentedProgram:
     def results(
         self,
         index: int,
-        combined: Sequence[Sequence[jax.Array]],
+        combined: Sequence[jax.Array],
         largest: jax.Array | None,
         numbers: Sequence[jax.Array],
     ) -> Combined:
@@ -418,10 +415,9 @@ class SegmentedProgram:
         made = sums.results(
             self.whole_kinds(index),
             collective.shapes,
-            jax.tree.map(self._in_group, combined),
+            [self._in_group(x) for x in combined],
             self._in_group(largest),
             count=self._replicas.count,
-            num_words=self._replicas.num_words,
         )
         equal: Indexed = {}
         shards: list[Indexed] = [{} for _ in numbers]

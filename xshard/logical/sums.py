@@ -3,10 +3,9 @@
 Exact sums add integers, because the result of an integer sum does not depend on its
 order. Each array is rounded to multiples of a power of two that all replicas share,
 scaled to the largest magnitude among them. With n replicas, this leaves 30 -
-ceil(log2(n)) bits for that magnitude: 23 for 128 replicas, where a float32 has 24. The
-rounding error may be added up as a second integer. All other operations are exact
-(scaling by a power of two, and computing the rounding error), except the final rounding
-to float32.
+ceil(log2(n)) bits for that magnitude: 23 for 128 replicas, where a float32 has 24.
+Scaling by a power of two is exact, so the only other rounding is the last one, to
+float32.
 """
 
 import functools
@@ -30,7 +29,7 @@ def combine(
     sent: Sequence[Sequence[jax.Array]],
     has_replica: jax.Array | None,
     count: int,
-    num_words: int,
+    is_exact: bool,
     gather_steps: Sequence[Any] = (None,),
 ) -> list[Any]:
     """Computes the results of a collective of a group's replicas.
@@ -43,17 +42,19 @@ def combine(
       has_replica: for each place of the device, whether it has a replica; None if every
         place has one.
       count: the number of replicas of a group.
-      num_words: the number of integers that represent each floating-point summand, so
-        that the order of a sum does not matter; 0 to sum in floating point.
+      is_exact: whether floats are summed as integers, so that the order of a sum does
+        not matter.
       gather_steps: as `Replicas.gather_steps`.
 
     Returns:
       For each array, the result, equal on all devices; for a scattered array, a list
       with the shard of each place.
     """
-    largest = magnitudes(kinds, sent, has_replica, num_words)
-    combined = terms(kinds, sent, has_replica, largest, count, num_words, gather_steps)
-    made = results(kinds, sent[0], combined, largest, count, num_words)
+    largest = None
+    if is_exact:
+        largest = magnitudes(kinds, sent, has_replica)
+    combined = terms(kinds, sent, has_replica, largest, count, gather_steps)
+    made = results(kinds, sent[0], combined, largest, count)
     for i, kind in enumerate(kinds):
         if kind.name == split.SCATTER:
             made[i] = jnp.split(made[i], len(sent), kind.dim)
@@ -69,7 +70,6 @@ def magnitudes(
     kinds: Sequence[split.Kind],
     sent: Sequence[Sequence[jax.Array]],
     has_replica: jax.Array | None,
-    num_words: int,
 ) -> jax.Array | None:
     """Returns the largest magnitude in each array that is summed exactly.
 
@@ -77,7 +77,7 @@ def magnitudes(
     arguments are those of `combine`.
     """
     largest = []
-    for i in exact(kinds, sent[0], num_words):
+    for i in floating_sums(kinds, sent[0]):
         largest.append(_largest_magnitude(_summands(i, sent, has_replica)))
     if not largest:
         return None
@@ -93,62 +93,59 @@ def terms(
     has_replica: jax.Array | None,
     largest: jax.Array | None,
     count: int,
-    num_words: int,
     gather_steps: Sequence[Any] = (None,),
-) -> list[list[jax.Array]]:
+) -> list[jax.Array]:
     """Combines the arrays of the replicas, exact sums as integers.
 
     The arguments are those of `combine`, and the result of `magnitudes`.
 
     Returns:
-      For each array, the sums of its words if it is summed exactly, else one array.
-      Scattered arrays are the device's shards, gathered ones have all places, and
-      maxima and minima are integers whose maximum is wanted.
+      For each array, one array. Scattered arrays are the device's shards, gathered ones
+      have all places, and maxima and minima are integers whose maximum is wanted.
     """
     places = len(sent)
-    combined: list[list[jax.Array]] = [[] for _ in kinds]
-    indices = exact(kinds, sent[0], num_words)
+    combined: list[Any] = [None] * len(kinds)
+    indices = [] if largest is None else floating_sums(kinds, sent[0])
     for i, kind in enumerate(kinds):
         arrays = [arrays_of_place[i] for arrays_of_place in sent]
         if kind.name == split.GATHER:
-            combined[i] = [_gathered(arrays, kind.dim, gather_steps)]
+            combined[i] = _gathered(arrays, kind.dim, gather_steps)
         elif kind.name in (split.MAX, split.MIN):
-            combined[i] = [_extreme(kind.name, arrays, has_replica)]
+            combined[i] = _extreme(kind.name, arrays, has_replica)
         elif i not in indices:
             local_sum = _added(_where(has_replica, arrays))
             if kind.name == split.SUM:
-                combined[i] = [_over_devices(lax.psum, local_sum)]
+                combined[i] = _over_devices(lax.psum, local_sum)
             else:
-                combined[i] = [_scattered(local_sum, kind.dim, count, places)]
+                combined[i] = _scattered(local_sum, kind.dim, count, places)
     if largest is None:
         return combined
 
     bits = _bits(count)
-    exponents = _exponents(largest, bits, num_words)
+    exponents = _exponents(largest, bits)
     for i, exponent in zip(indices, exponents, strict=True):
-        words = []
+        integers = []
         for x in _summands(i, sent, has_replica):
-            words.append(_integers(x * _power(bits - exponent), bits, num_words))
-        combined[i] = [_added(word) for word in zip(*words, strict=True)]
+            rounded = jnp.round(x * _power(bits - exponent))
+            integers.append(rounded.astype(jnp.int32))
+        combined[i] = _added(integers)
     # One psum of the whole list, so that all sums share one collective.
     summed = [i for i in indices if kinds[i].name == split.SUM]
     sums = _over_devices(lax.psum, [combined[i] for i in summed])
-    for i, sums_of_words in zip(summed, sums, strict=True):
-        combined[i] = sums_of_words
+    for i, total in zip(summed, sums, strict=True):
+        combined[i] = total
     for i in indices:
         if kinds[i].name == split.SCATTER:
-            dim = kinds[i].dim
-            combined[i] = [_scattered(x, dim, count, places) for x in combined[i]]
+            combined[i] = _scattered(combined[i], kinds[i].dim, count, places)
     return combined
 
 
 def results(
     kinds: Sequence[split.Kind],
     like: Sequence[Any],
-    combined: Sequence[Sequence[jax.Array]],
+    combined: Sequence[jax.Array],
     largest: jax.Array | None,
     count: int,
-    num_words: int,
 ) -> list[Any]:
     """Returns the results of a collective.
 
@@ -160,11 +157,9 @@ def results(
       combined: the result of `terms`, of all replicas.
       largest: the result of `magnitudes`, of all replicas.
       count: the number of replicas of a group.
-      num_words: as in `combine`.
     """
-    made: list[Any] = [None] * len(kinds)
+    made: list[Any] = list(combined)
     for i, kind in enumerate(kinds):
-        made[i] = combined[i][0]
         if kind.name == split.GATHER:
             # The arrays of the empty places come last.
             size = like[i].shape[kind.dim] * count
@@ -174,23 +169,21 @@ def results(
     if largest is None:
         return made
     bits = _bits(count)
-    exponents = _exponents(largest, bits, num_words)
-    indices = exact(kinds, like, num_words)
+    exponents = _exponents(largest, bits)
+    indices = floating_sums(kinds, like)
     for i, exponent, x in zip(indices, exponents, largest, strict=True):
-        total = _float(combined[i], exponent, bits)
+        total = combined[i].astype(jnp.float32) * _power(exponent - bits)
         total = jnp.where(jnp.isfinite(x), total, jnp.nan)
         made[i] = total.astype(like[i].dtype)
     return made
 
 
-def exact(
-    kinds: Sequence[split.Kind], like: Sequence[Any], num_words: int
-) -> list[int]:
-    """Returns the positions of the arrays that are summed exactly."""
+def floating_sums(kinds: Sequence[split.Kind], like: Sequence[Any]) -> list[int]:
+    """Returns the positions of the arrays of floats that are summed."""
     indices = []
     for i, (kind, x) in enumerate(zip(kinds, like, strict=True)):
         is_sum = kind.name in (split.SUM, split.SCATTER)
-        if num_words and is_sum and _is_floating(x):
+        if is_sum and _is_floating(x):
             indices.append(i)
     return indices
 
@@ -203,14 +196,19 @@ def _summands(
 
 
 def _bits(count: int) -> int:
-    """Returns the bits of a word: the sum of `count` of them fits an int32."""
+    """Returns the bits of an integer: the sum of `count` of them fits an int32."""
     return _BITS - (count - 1).bit_length()
 
 
-def _exponents(largest: jax.Array, bits: int, num_words: int) -> jax.Array:
-    """Returns the exponents of the units of exact sums."""
-    # The units of all words must be normal numbers.
-    return _exponent(largest, _LEAST_EXPONENT + num_words * bits)
+def _exponents(largest: jax.Array, bits: int) -> jax.Array:
+    """Returns for each array the least n for which its magnitudes are below 2**n.
+
+    The unit of its sum, 2**(n - bits), must be a normal number, which bounds n. If a
+    magnitude is not finite, it is any n.
+    """
+    # The exponent field of a float32 is biased by 127, and its mantissa is below 2.
+    biased = lax.bitcast_convert_type(largest, jnp.int32) >> 23
+    return jnp.clip(biased - 126, _LEAST_EXPONENT + bits, 128)
 
 
 def _over_devices(combine: Callable[..., Any], x: Any) -> Any:
@@ -242,33 +240,6 @@ def _gathered(arrays: Sequence[jax.Array], dim: int, steps: Sequence[Any]) -> ja
     return x
 
 
-def _integers(x: jax.Array, bits: int, num_words: int) -> list[jax.Array]:
-    """Approximates a float32 array by integers.
-
-    The first has the unit 1, and the unit of each is 2**-bits of the one before.
-    """
-    words = []
-    for _ in range(num_words):
-        rounded = jnp.round(x)
-        words.append(rounded.astype(jnp.int32))
-        # Both are exact: the rounding error has no more bits than x.
-        x = (x - rounded) * 2.0**bits
-    return words
-
-
-def _float(words: Sequence[jax.Array], exponent: jax.Array, bits: int) -> jax.Array:
-    """Combines such integers into a float32 array.
-
-    The unit of the first is 2**(exponent - bits).
-    """
-    parts = []
-    for i, word in enumerate(words):
-        unit = _power(exponent - bits * (i + 1))
-        parts.append(word.astype(jnp.float32) * unit)
-    # Adds the smallest first, so that rounding loses little of it.
-    return _added(parts[::-1])
-
-
 def _added(arrays: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, arrays)
 
@@ -281,16 +252,6 @@ def _largest_magnitude(arrays: Sequence[jax.Array]) -> jax.Array:
     bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in arrays]
     largest = jnp.max(functools.reduce(jnp.maximum, bits), initial=0)
     return lax.bitcast_convert_type(largest, jnp.float32)
-
-
-def _exponent(x: jax.Array, least: int) -> jax.Array:
-    """Returns the least n of at least `least` for which x < 2**n.
-
-    If x is not finite, it is any n.
-    """
-    # The exponent field of a float32 is biased by 127, and its mantissa is below 2.
-    biased = lax.bitcast_convert_type(x, jnp.int32) >> 23
-    return jnp.clip(biased - 126, least, 128)
 
 
 def _power(exponent: jax.Array) -> jax.Array:

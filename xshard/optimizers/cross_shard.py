@@ -24,7 +24,7 @@ from xshard.optimizers import (
 from xshard.optimizers import optax as optax_optimizer
 
 _DTYPES = ("float32", "bfloat16")
-_ARITHMETIC = ("float", "exact", "exact_wide")
+_ARITHMETIC = ("float", "exact")
 
 
 class Reduction(enum.StrEnum):
@@ -120,7 +120,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
             'float32' (or wider, if a gradient is) or 'bfloat16', which halves the
             bytes.
           slice_dtype: the same for `slice_axis_name`.
-          arithmetic: 'float', or 'exact' or 'exact_wide', which only a run with
+          arithmetic: 'float'; or 'exact', which only a run with
             `config.logical_replicas` supports.
           shard_update: whether each replica updates only its shard of each array, holds
             only that shard's slots, and then gathers the shards of the new parameters.
