@@ -154,10 +154,10 @@ def main(argv: Sequence[str]) -> int:
     if words:
         return _execute(_manage(chosen, words), dry_run=values.dry_run)
     job = _job(tuple(command), chosen, values)
-    points: list[sweep.Point] = []
     jobs = [job]
     if values.sweep:
         points = sweep.read(pathlib.Path(disk.expanded(values.sweep)))
+        sweep.check(job.workdir, points)
         jobs = sweep.jobs(job, points)
     if job.spares is not None:
         elastic.check_spares(jobs, chosen)
@@ -170,16 +170,16 @@ def main(argv: Sequence[str]) -> int:
             f"--through={chosen.through} is for --spares=K, with which a run goes on "
             "without hosts that it loses: add it, or leave --through out."
         )
-    # The plan comes before the claim, so that a sweep that the engine refuses claims no
-    # directory.
     plan = chosen.launch(jobs)
-    if points and not values.dry_run:
-        sweep.claim(job.workdir, points, jobs)
+    if values.sweep:
+        files = {**sweep.files(job.workdir, jobs), **plan.files}
+        plan = dataclasses.replace(plan, files=files)
     # On this machine the launcher supervises the processes itself instead of running
     # the plan.
     if not isinstance(chosen, local.Local) or values.dry_run:
         return _execute(plan, dry_run=values.dry_run)
-    if points:
+    plan.write()
+    if values.sweep:
         return sweep.run(jobs, chosen)
     return local.run(jobs[0], chosen)
 

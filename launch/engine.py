@@ -48,6 +48,8 @@ class Job:
         if their number is fixed.
       spares: how many processes more wait to take the place of one that is lost,
         without which the run goes on; None if it is started again then.
+      overrides: the values by key with which a point of a sweep differs from the
+        command's config; empty for another job.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Job:
     cpu_devices: int = 0
     least: int = 0
     spares: int | None = None
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def elastic(self) -> str:
@@ -65,9 +68,17 @@ class Job:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The command with the arguments that all of its processes receive."""
-        if not self.cpu_devices:
-            return self.command
-        return (*self.command, f"--cpu_devices={self.cpu_devices}")
+        more = []
+        if self.cpu_devices:
+            more.append(f"--cpu_devices={self.cpu_devices}")
+        if self.overrides:
+            more.append(f"--config_overrides={self.overrides_file}")
+        return (*self.command, *more)
+
+    @property
+    def overrides_file(self) -> pathlib.Path:
+        """The file of the overrides, beside the work directory."""
+        return self.workdir.with_name(f"{self.workdir.name}.json")
 
     @property
     def workdir(self) -> pathlib.Path:
@@ -81,13 +92,6 @@ class Job:
             f"The command {shlex.join(self.command)} has no --workdir=DIR, the "
             "directory for its state."
         )
-
-    def with_flags(self, **flags: object) -> "Job":
-        """Returns the job with more flags, which come last and therefore override
-        earlier ones.
-        """
-        more = (f"--{name}={value}" for name, value in flags.items())
-        return dataclasses.replace(self, command=(*self.command, *more))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +121,13 @@ class Plan:
             parts.append(shlex.join(command))
         return "\n".join(parts)
 
+    def write(self) -> None:
+        """Writes the files; raises LaunchError if one cannot be written."""
+        for path, content in self.files.items():
+            with _naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                disk.replace(path, content.encode(), durably=False)
+
     def run(self, *, replace: bool = False) -> int:
         """Writes the files and runs the commands up to the first that fails; returns
         the exit code.
@@ -129,11 +140,8 @@ class Plan:
         Raises:
           LaunchError: if a file cannot be written, or if a program is missing.
         """
+        self.write()
         token = make_token()
-        for path, content in self.files.items():
-            with _naming(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                disk.replace(path, content.encode(), durably=False)
         with contextlib.ExitStack() as stack:
             for path, content in self.private.items():
                 _write_private(path, content.replace(TOKEN, token))
@@ -247,10 +255,8 @@ class Engine:
         return self._nothing("kill")
 
     def only_job(self, jobs: Sequence[Job]) -> Job:
-        """Returns the only job; raises LaunchError if there are several, as in a
-        sweep.
-        """
-        if len(jobs) != 1:
+        """Returns the only job; raises LaunchError if they are of a sweep."""
+        if jobs[0].overrides:
             raise LaunchError(
                 f"--sweep runs with --engine=local or slurm, not with {self.name}."
             )

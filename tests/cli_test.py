@@ -1,5 +1,6 @@
 """Tests of how programs fail: their messages and exit codes, and what they suggest."""
 
+import math
 import sys
 
 import pytest
@@ -205,6 +206,44 @@ def test_a_flag_gives_what_a_config_requires(tmp_path, monkeypatch):
     flagfile.write_text(f"--config={file}\n--config.needs=3\n")
     with pytest.raises(errors.UserError, match="^--config.needs: .* did you mean need"):
         parsed(monkeypatch, f"--flagfile={flagfile}")
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_files_of_overrides_come_after_the_flags(tmp_path, monkeypatch):
+    file = tmp_path / "config.py"
+    file.write_text(
+        "import ml_collections\n"
+        "from ml_collections import config_dict\n"
+        "def get_config():\n"
+        "    inner = {'rate': 0.1, 'sizes': (1, 2), 'list': [1]}\n"
+        "    config = ml_collections.ConfigDict({'inner': inner, 'none': None})\n"
+        "    config.need = config_dict.required_placeholder(int)\n"
+        "    config.inner.same = config.get_ref('need')\n"
+        "    return config\n"
+    )
+    first = tmp_path / "first.json"
+    second = tmp_path / "second.json"
+    first.write_text('{"inner.rate": 1, "inner": {"sizes": [[3], NaN]}, "need": 3}')
+    second.write_text('{"need": 4, "none": "text", "inner.list": [2.5]}')
+    base = [f"--config={file}", "--config.need=2", "--config.inner.rate=7"]
+    names = [f"--config_overrides={first}", "--config_overrides", str(second)]
+    config = parsed(monkeypatch, *names, *base)
+    assert config.is_locked and config.need == config.inner.same == 4
+    assert type(config.inner.rate) is float and config.inner.rate == 1
+    assert config.inner.sizes[0] == [3] and math.isnan(config.inner.sizes[1])
+    assert config.none == "text" and config.inner.list == [2.5]
+    for content, message in [
+        ('{"inner.rat": 1}', "inner.rat: the config has no such key; did you mean inn"),
+        ('{"inner": 1}', "inner=1 is of type int, and the config has dict there"),
+        ('{"need": true}', "need=True is of type bool, and the config has int there: "),
+    ]:
+        first.write_text(content)
+        with pytest.raises(errors.UserError) as raised:
+            parsed(monkeypatch, *base, names[0])
+        assert str(raised.value).startswith(f"--config_overrides={first}: {message}")
+    first.write_text("[1]")
+    with pytest.raises(errors.UserError, match="first.json cannot be read: it is not"):
+        parsed(monkeypatch, *base, names[0])
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

@@ -200,7 +200,6 @@ FILES = {
     "config.json": samples.CONFIG,
     "origin.json": {"training": "a", "evaluation": "b", "commit": "c"},
     "sweep.json": [{"seed": 0}, {"seed": 1}],
-    "sweep_runs.json": {"000": "0123456789abcdef", "001": "a"},
     "000/config.json": {
         "_run": {"id": "0123456789abcdef", "fingerprint": "a"},
         "seed": 0,

@@ -58,7 +58,7 @@ def flags_of(path):
         if node.func.attr.startswith("DEFINE_"):
             found.add(f"--{names[0]}")
         elif node.func.attr == "define_config":
-            found.add("--config")
+            found |= {"--config", "--config_overrides"}
         elif node.func.attr == "add_argument" and names:
             found |= {name for name in names if str(name).startswith("--")}
     return found

@@ -9,10 +9,11 @@ import difflib
 import functools
 import itertools
 import os
+import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -23,7 +24,7 @@ from ml_collections.config_flags import config_flags, tuple_parser
 from xshard import config as config_lib
 from xshard import config_values, errors
 from xshard.base import loss_scale_keys, user_code
-from xshard.files import disk, standard_streams
+from xshard.files import disk, jsonfile, standard_streams
 from xshard.pod import exit_codes
 
 # `define_config` defines its caller's flag.
@@ -158,7 +159,7 @@ def program(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], i
 def define_config(
     values: flags.FlagValues = flags.FLAGS, arguments: Sequence[str] | None = None
 ) -> flags.FlagHolder:
-    """Defines the flag --config, and returns it.
+    """Defines the flags --config, which it returns, and --config_overrides.
 
     Args:
       values: the program's flags.
@@ -173,18 +174,34 @@ def define_config(
         sys_argv=arguments,
     )
     values[holder.name].parser = _ConfigParser(holder.name, lock_config=False)
+    flags.DEFINE_multi_string(
+        "config_overrides",
+        [],
+        'A JSON file of values by key, as {"seed": 1}, which override those of '
+        "--config and --config.key=value.",
+        flag_values=values,
+    )
     return holder
 
 
-def locked(values: flags.FlagValues) -> Any:
+def locked(values: flags.FlagValues, last: Mapping[str, Any] | None = None) -> Any:
     """Returns the config of flags that are parsed, locked; None if they name none.
 
+    Args:
+      values: the flags, those of `define_config` among them.
+      last: values by key that override those of all flags.
+
     Raises:
-      UserError: if a required value is missing.
+      UserError: if a required value is missing, or if a value that overrides one has no
+        key in the config, or another type than the value there.
     """
     flag: Any = values["config"]
     if flag.value is None:
         return None
+    for path in values.config_overrides:
+        content = jsonfile.read(pathlib.Path(disk.expanded(path)))
+        _set_values(flag.value, content, f"--config_overrides={path}: ")
+    _set_values(flag.value, last or {}, "")
     for reference in flag.parser.required:
         if reference.get() is None:
             reference.set(None)
@@ -238,6 +255,34 @@ def override(config: ml_collections.ConfigDict, arguments: Sequence[str]) -> Non
     except (AttributeError, KeyError) as e:
         unknown = _unknown_key("the run's config", config, arguments)
         raise errors.UserError(unknown or message(e)) from e
+
+
+def _set_values(
+    config: ml_collections.ConfigDict, values: Mapping[str, Any], where: str
+) -> None:
+    """Sets values of a config, by key, as `locked` describes; `where` begins errors."""
+    keys = list(config_lib.flatten(config.to_dict()))
+    for key, value in config_lib.flatten(dict(values)).items():
+        if not _is_known_key(key, keys):
+            raise errors.UserError(
+                f"{where}{key}: {_no_such_key(key, keys, 'the config')}"
+            )
+        path, _, name = key.rpartition(".")
+        folder = config[path] if path else config
+        kind = folder.get_type(name)
+        try:
+            # To Python and ml_collections, a bool is a number.
+            if isinstance(value, bool) and kind in (int, float):
+                raise TypeError
+            folder[name] = value
+        except TypeError as e:
+            if issubclass(kind, ml_collections.ConfigDict):
+                kind = dict
+            raise errors.UserError(
+                f"{where}{key}={value!r} is of type {type(value).__name__}, and the "
+                f"config has {kind.__name__} there: give a value of that type, or "
+                "change the type in the config file."
+            ) from e
 
 
 def is_bug(e: Exception) -> bool:
@@ -390,12 +435,16 @@ def _unknown_key(
         match = re.match(r"--?config\.([^=]+)", argument)
         if match is None or _is_known_key(match[1], keys):
             continue
-        text = f"--config.{match[1]}: {where} has no such key;"
-        near = difflib.get_close_matches(match[1], keys, cutoff=0.4)
-        if near:
-            return f"{text} did you mean {' or '.join(near)}?"
-        return f"{text} it has {', '.join(keys)}."
+        return f"--config.{match[1]}: {_no_such_key(match[1], keys, where)}"
     return None
+
+
+def _no_such_key(name: str, keys: Sequence[str], where: str) -> str:
+    text = f"{where} has no such key;"
+    near = difflib.get_close_matches(name, keys, cutoff=0.4)
+    if near:
+        return f"{text} did you mean {' or '.join(near)}?"
+    return f"{text} it has {', '.join(keys)}."
 
 
 def _is_known_key(name: str, keys: Sequence[str]) -> bool:

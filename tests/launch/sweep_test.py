@@ -55,8 +55,8 @@ def test_a_sweep_runs_each_point_once_and_shows_the_results(tmp_path):
     ]
     config = json.loads((tmp_path / "runs" / "001" / "config.json").read_bytes())
     assert config["optimizer"]["learning_rate"] == 0.01
-    begun = json.loads((tmp_path / "runs" / "sweep_runs.json").read_bytes())
-    assert begun.keys() == {"000", "001"} and begun["001"] == config["_run"]["id"]
+    overrides = json.loads((tmp_path / "runs" / "001.json").read_bytes())
+    assert overrides == points[1]
     code, again = harness.finish(start(tmp_path, points))
     assert code == 0 and "2 of 2 jobs are done" in again and "started" not in again
     assert again.strip().splitlines()[-3:] == lines
@@ -65,7 +65,7 @@ def test_a_sweep_runs_each_point_once_and_shows_the_results(tmp_path):
 
 
 def test_a_point_that_is_not_finite_has_ended_but_is_not_done(tmp_path):
-    points = [{"poisoned": "((0,3),)"}, {"poisoned": "()"}]
+    points = [{"poisoned": ((0, 3),)}, {"poisoned": ()}]
     option = "--config.experiment=tests.toy.Poisoned"
     code, output = harness.finish(start(tmp_path, points, option))
     assert code == 3, output
@@ -109,14 +109,20 @@ def test_a_stopped_sweep_resumes(tmp_path):
     assert code == 0 and "resumed from the checkpoint" in log.read_text(), output
 
 
-def test_another_sweep_cannot_claim_the_directory(tmp_path):
-    for _ in range(2):
-        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 1}], [])
-    with pytest.raises(engine.LaunchError, match="holds another sweep"):
-        sweep.claim(tmp_path / "runs", [{"seed": 0}, {"seed": 2}], [])
+def test_another_sweep_cannot_use_the_directory(tmp_path):
+    files(tmp_path / "runs", [{"seed": 0}, {"seed": 1}])
+    sweep.check(tmp_path / "runs", [{"seed": 0}, {"seed": 1}])
+    for other in ([{"seed": 0}, {"seed": 2}], [{"seed": 0}], [{"seed": 0.0}]):
+        with pytest.raises(engine.LaunchError, match="holds another sweep, which diff"):
+            sweep.check(tmp_path / "runs", other)
 
 
-POINTS = [{"seed": 0}, {"seed": 1}]
+def files(directory, points):
+    """Writes the files of a sweep; returns its jobs."""
+    command = (*harness.TOY, f"--workdir={directory}")
+    jobs = sweep.jobs(engine.Job("s", command), points)
+    engine.Plan([], sweep.files(directory, jobs)).write()
+    return jobs
 
 
 class Sweep:
@@ -126,13 +132,9 @@ class Sweep:
 
     def __init__(self, directory):
         self.directory = directory
-        command = (*harness.TOY, f"--workdir={directory}")
-        self.jobs = sweep.jobs(engine.Job("s", command), POINTS)
+        self.jobs = files(directory, [{"seed": 0}, {"seed": 1}])
 
-    def claim(self):
-        sweep.claim(self.directory, POINTS, self.jobs)
-
-    def end(self, index, run, **changed):
+    def end(self, index, run, results=(), **changed):
         """Writes the files of an ended run into the directory of a point, in place of
         the files there.
         """
@@ -144,137 +146,72 @@ class Sweep:
             "_run": {"id": run, "fingerprint": "f"},
         }
         (job.workdir / "config.json").write_text(json.dumps(config))
-        results = {"step": 12, "finite": True, "eval": {"error": 0.5}, "run": run}
-        (job.workdir / "results.json").write_text(json.dumps(results))
+        found = {"step": 12, "finite": True, "eval": {"error": 0.5}, "run": run}
+        found.update(results)
+        (job.workdir / "results.json").write_text(json.dumps(found))
 
     def doing(self):
         return [row["doing"] for row in sweep.rows(self.directory)]
 
-    def recorded(self):
-        return json.loads((self.directory / "sweep_runs.json").read_bytes())
-
 
 @pytest.fixture
 def ended(tmp_path):
-    """A sweep that started the runs 'a' and 'b', both of which have ended."""
+    """A sweep whose runs 'a' and 'b' have ended."""
     ended = Sweep(tmp_path / "runs")
-    ended.claim()
     for index, run in enumerate("ab"):
         ended.end(index, run)
-        sweep._record_run(ended.jobs[index])
     return ended
 
 
-def test_a_run_started_anew_is_adopted_if_its_config_is_the_requested_one(
-    ended, capsys
-):
-    assert ended.recorded() == {"000": "a", "001": "b"} and ended.doing() == [
-        "done",
-        "done",
-    ]
-    ended.end(1, "c")
-    # Until the sweep is started again, it does not know the new run.
-    assert ended.doing() == [
-        "done",
-        "not known: it holds run c, but the sweep started run b",
-    ]
-    ended.claim()
-    printed = capsys.readouterr().out
-    assert (
-        "s-001: adopts run c, which this sweep did not start (it started run b)"
-        in printed
-    )
-    assert "s-000" not in printed
-    assert ended.recorded() == {"000": "a", "001": "c"} and ended.doing() == [
-        "done",
-        "done",
-    ]
-    ended.claim()
-    assert capsys.readouterr().out == ""
+def test_a_run_has_ended_if_its_results_are_those_of_the_requested_config(ended):
+    assert ended.doing() == ["done", "done"]
+    assert all(map(sweep.has_ended, ended.jobs))
+    for results in ({"step": 7}, {"run": "c"}):
+        ended.end(1, "b", results)
+        assert not sweep.has_ended(ended.jobs[1]), results
+    assert ended.doing() == ["done", "not started"]
+    # It was resumed with more steps, and killed before it made them.
+    ended.end(1, "b", steps=20)
+    assert not sweep.has_ended(ended.jobs[1])
+    ended.end(1, "b", seed=7)
+    assert not sweep.has_ended(ended.jobs[1])
+    for results in ({"step": 7, "ended": "no better"}, {"step": 7, "finite": False}):
+        ended.end(1, "b", results)
+        assert sweep.has_ended(ended.jobs[1]), results
 
 
-def test_another_run_with_another_config_is_refused_by_name(ended):
-    ended.end(1, "c", seed=7, steps=3)
-    with pytest.raises(engine.LaunchError) as e:
-        ended.claim()
-    assert "runs/001 holds run c, which this sweep did not start (it started" in str(
-        e.value
-    )
-    assert "(seed: 7 instead of 1; steps: 3 instead of 12)" in str(e.value)
-    assert ended.recorded() == {"000": "a", "001": "b"}
-    assert ended.doing() == [
-        "done",
-        "not known: it holds run c, but the sweep started run b",
-    ]
-
-
-def test_the_sweeps_own_run_may_resume_with_another_config(ended, capsys):
-    ended.end(1, "b", steps=3)
-    ended.claim()
-    assert capsys.readouterr().out == "" and not sweep.has_ended(ended.jobs[1])
-
-
-def test_a_missing_run_is_started_again(ended, capsys):
+def test_a_missing_run_is_started_again(ended):
     shutil.rmtree(ended.jobs[0].workdir)
-    assert ended.doing() == [
-        "not known: it holds no run, but the sweep started run a",
-        "done",
-    ]
-    ended.claim()
-    assert (
-        "s-000: run a, which this sweep started, no longer exists"
-        in capsys.readouterr().out
-    )
-    assert ended.recorded() == {"001": "b"} and ended.doing() == ["not started", "done"]
+    assert ended.doing() == ["not started", "done"]
     assert not sweep.has_ended(ended.jobs[0])
 
 
-def test_a_run_from_before_the_sweep_is_refused_or_adopted(tmp_path, capsys):
-    new = Sweep(tmp_path / "runs")
-    new.end(0, "x", seed=5)
-    with pytest.raises(
-        engine.LaunchError,
-        match=r"run x, .*\(it was there before\).*seed: 5 instead of 0",
-    ):
-        new.claim()
-    assert not (tmp_path / "runs" / "sweep.json").exists()
-    new.end(0, "x")
-    new.claim()
-    assert (
-        "s-000: adopts run x, which this sweep did not start" in capsys.readouterr().out
-    )
-    assert new.recorded() == {"000": "x"}
+def test_a_run_of_another_config_is_refused_by_the_run_itself(tmp_path):
+    points = [{"seed": 0}, {"seed": 1}]
+    other = [*harness.TOY, f"--workdir={tmp_path / 'runs' / '001'}", "--config.seed=5"]
+    code, output = harness.finish(harness.launch(command=other))
+    assert code == 0, output
+    code, output = harness.finish(start(tmp_path, points))
+    assert code == 1, output
+    assert "runs/001 holds a run with another config (seed: 5 -> 1)" in output
+    assert [row.split()[2] for row in output.strip().splitlines()[-2:]] == [
+        "done",
+        "exit",
+    ]
 
 
-def test_the_directory_of_a_run_is_not_claimed(tmp_path):
-    toy_run = engine.Job("toy", ("python", f"--workdir={tmp_path}"))
+def test_the_directory_of_a_run_is_not_used(tmp_path):
     config = json.dumps({"_run": {"id": "abcd", "fingerprint": ""}})
     (tmp_path / "config.json").write_text(config)
-    points = [{"seed": 0}]
     with pytest.raises(
         engine.LaunchError, match=f"{tmp_path} holds run abcd.*another directory"
     ):
-        sweep.claim(tmp_path, points, sweep.jobs(toy_run, points))
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_run_without_a_record_belongs_to_the_sweep(ended, capsys):
-    # A sweep on a cluster, or one that lost its launcher, leaves runs without a record.
-    (ended.directory / "sweep_runs.json").unlink()
-    ended.end(1, "b", steps=3)
-    ended.claim()
-    assert capsys.readouterr().out == "" and ended.recorded() == {
-        "000": "a",
-        "001": "b",
-    }
+        sweep.check(tmp_path, [{"seed": 0}])
 
 
 def test_a_damaged_config_is_left_for_its_run_to_report(ended):
     (ended.jobs[1].workdir / "config.json").write_text("{")
-    ended.claim()
-    assert ended.recorded() == {"000": "a", "001": "b"} and not sweep.has_ended(
-        ended.jobs[1]
-    )
+    assert not sweep.has_ended(ended.jobs[1])
     assert (
         ended.doing()[1].startswith("not known: ")
         and "cannot be read" in ended.doing()[1]
@@ -284,9 +221,9 @@ def test_a_damaged_config_is_left_for_its_run_to_report(ended):
 def test_a_dry_run_of_a_sweep_writes_nothing(tmp_path):
     process = start(tmp_path, [{"seed": 0}, {"seed": 1}], flags=["--dry_run"])
     code, output = harness.finish(process)
-    assert (
-        code == 0 and "--config.seed=1" in output and not (tmp_path / "runs").exists()
-    )
+    assert code == 0 and not (tmp_path / "runs").exists()
+    assert f'# {tmp_path}/runs/001.json\n{{"seed": 1}}\n' in output
+    assert f"--config_overrides={tmp_path}/runs/001.json" in output
 
 
 @pytest.mark.parametrize("points", [[], {}, [1], [{}], [{1: 2}], None])
@@ -299,24 +236,3 @@ def test_a_sweep_file_that_raises_is_reported(tmp_path):
     (tmp_path / "sweep.py").write_text("1 / 0")
     with pytest.raises(engine.LaunchError, match="raised ZeroDivisionError"):
         sweep.read(tmp_path / "sweep.py")
-
-
-def test_runs_that_trained_the_same_parameters_are_marked(ended):
-    def log(index, *prints):
-        rows = [{"step": i, "fingerprint/params": x} for i, x in enumerate(prints)]
-        lines = [json.dumps(row) for row in (*rows, {"step": 9, "eval/error": 0.5})]
-        # The last line may be cut off.
-        text = "\n".join([*lines, '{"step": 1'])
-        (ended.jobs[index].workdir / "metrics.jsonl").write_text(text)
-
-    log(0, "a", "b")
-    log(1, "a", "c")
-    assert ended.doing() == ["done", "done"]
-    log(1, "x", "b")
-    assert ended.doing() == ["done", "done; same parameters as 000"]
-    # With several groups, each has a fingerprint.
-    log(0, ["a", "b"])
-    log(1, ["a", "c"])
-    assert ended.doing() == ["done", "done"]
-    log(1, ["a", "b"])
-    assert ended.doing() == ["done", "done; same parameters as 000"]
