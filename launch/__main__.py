@@ -162,8 +162,7 @@ def main(argv: Sequence[str]) -> int:
     if job.spares is not None:
         elastic.check_spares(jobs, chosen)
     elif job.least:
-        elastic.check(jobs)
-        jobs = elastic.going_on(jobs)
+        jobs = elastic.check(jobs)
     is_lasting = all(each.spares is not None for each in jobs)
     if isinstance(chosen, local.Local) and chosen.through and not is_lasting:
         raise engine.LaunchError(
@@ -219,7 +218,7 @@ def _job(
         )
     job = engine.Job("run", command, values.num_processes, values.cpu_devices)
     if values.elastic is not None:
-        hosts = elastic.parse(values.elastic)
+        least, most = elastic.parse(values.elastic)
         elastic.check_engine(chosen)
         if values["num_processes"].present:
             raise engine.LaunchError(
@@ -227,7 +226,7 @@ def _job(
                 f"--num_processes={values.num_processes} both say how many processes "
                 "there are: leave one of them out."
             )
-        job = dataclasses.replace(job, processes=hosts.most, least=hosts.least)
+        job = dataclasses.replace(job, processes=most, least=least)
     if values.spares is not None:
         job = dataclasses.replace(job, spares=values.spares)
     if values.name is not None:

@@ -6,33 +6,22 @@ import dataclasses
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch import engine, sweep
 from xshard import cli
 
 
-class Hosts(NamedTuple):
-    """The range of the number of hosts of a run.
-
-    Attributes:
-      least: the fewest hosts on which the run is started again.
-      most: the number of hosts on which the run is started first.
+def parse(text: str) -> tuple[int, int]:
+    """Parses MIN:MAX, the fewest hosts on which a run is started again, and the number
+    on which it is started first; raises LaunchError if the text is malformed.
     """
-
-    least: int
-    most: int
-
-
-def parse(text: str) -> Hosts:
-    """Parses MIN:MAX; raises LaunchError if the text is malformed."""
     # The digits are limited because no cluster has a million hosts, and Python's int()
     # rejects very long numbers.
     if re.fullmatch("[0-9]{1,6}:[0-9]{1,6}", text):
-        least, most = text.split(":")
-        hosts = Hosts(int(least), int(most))
-        if 1 <= hosts.least <= hosts.most:
-            return hosts
+        least, most = map(int, text.split(":"))
+        if 1 <= least <= most:
+            return least, most
     raise engine.LaunchError(
         f"--elastic={text} must be MIN:MAX, two whole numbers with 1 <= MIN <= MAX, as "
         "in --elastic=2:4: the fewest hosts on which the run may continue, and the "
@@ -52,36 +41,33 @@ def check_engine(chosen: engine.Engine) -> None:
 def check_spares(jobs: Sequence[engine.Job], chosen: engine.Engine) -> None:
     """Raises LaunchError unless runs can go on without processes that they lose."""
     for job in jobs:
-        _check_spares(job, chosen)
-
-
-def _check_spares(job: engine.Job, chosen: engine.Engine) -> None:
-    flag = f"--spares={job.spares}"
-    if not chosen.has_spares:
-        raise engine.LaunchError(
-            f"{flag} is for --engine=local, slurm and mpi, not for {chosen.name}, "
-            "whose own system starts a run again: leave it out."
-        )
-    if job.least:
-        raise engine.LaunchError(
-            f"{flag} keeps the number of processes, which {job.elastic} changes: leave "
-            "one of them out."
-        )
-    if job.spares is not None and job.spares > job.processes:
-        raise engine.LaunchError(
-            f"{flag}: there are {job.processes} processes, whose places the spares "
-            f"take: give at most --spares={job.processes}."
-        )
-    config = sweep.requested_config(job)
-    if config is None:
-        # The program itself refuses what does not fit.
-        return
-    if not _is_exact(config) or not config.get("logical_replicas"):
-        raise engine.LaunchError(
-            f"{flag} is for runs whose bits do not depend on the number of processes: "
-            f"the config of {job.name} needs --config.logical_replicas=N "
-            "--config.reduction.arithmetic=exact (docs/one_trajectory.md)."
-        )
+        flag = f"--spares={job.spares}"
+        if not chosen.has_spares:
+            raise engine.LaunchError(
+                f"{flag} is for --engine=local, slurm and mpi, not for {chosen.name}, "
+                "whose own system starts a run again: leave it out."
+            )
+        if job.least:
+            raise engine.LaunchError(
+                f"{flag} keeps the number of processes, which {job.elastic} changes: "
+                "leave one of them out."
+            )
+        if job.spares is not None and job.spares > job.processes:
+            raise engine.LaunchError(
+                f"{flag}: there are {job.processes} processes, whose places the spares "
+                f"take: give at most --spares={job.processes}."
+            )
+        config = sweep.requested_config(job)
+        if config is None:
+            # The program itself refuses what does not fit.
+            continue
+        if not _is_exact(config) or not config.get("logical_replicas"):
+            raise engine.LaunchError(
+                f"{flag} is for runs whose bits do not depend on the number of "
+                f"processes: the config of {job.name} needs "
+                "--config.logical_replicas=N --config.reduction.arithmetic=exact "
+                "(docs/one_trajectory.md)."
+            )
 
 
 def _is_exact(config: dict[str, Any]) -> bool:
@@ -93,38 +79,29 @@ def _is_exact(config: dict[str, Any]) -> bool:
     return (reduction.get("arithmetic") or "float") != "float"
 
 
-def going_on(jobs: Sequence[engine.Job]) -> list[engine.Job]:
-    """Returns elastic jobs, which go on without the hosts that they lose if the bits of
-    none depend on them; otherwise they start again.
-    """
-    if not all(_can_go_on(job) for job in jobs):
-        return list(jobs)
-    return [dataclasses.replace(job, spares=0) for job in jobs]
-
-
-def _can_go_on(job: engine.Job) -> bool:
-    config = sweep.requested_config(job) or {}
-    outer = config.get("outer")
-    has_slices = isinstance(outer, dict) and bool(outer.get("every_steps"))
-    mode = cli.flag_value(job.command, "mode") or "train"
-    return mode == "train" and _is_exact(config) and not has_slices
-
-
-def check(jobs: Sequence[engine.Job]) -> None:
+def check(jobs: Sequence[engine.Job]) -> list[engine.Job]:
     """Checks that the trajectories of jobs do not depend on the number of hosts; prints
-    a warning if it cannot tell.
+    a warning if they may.
+
+    Returns:
+      The jobs. They go on without the hosts that they lose if the bits of none depend
+      on them; otherwise they start again.
 
     Raises:
       LaunchError: if a job's config has no logical replicas.
     """
-    warnings = {_warning(job) for job in jobs} - {""}
-    for warning in sorted(warnings):
+    warnings = {_warning(job) for job in jobs}
+    for warning in sorted(warnings - {""}):
         print(f"launch: warning: {warning}", file=sys.stderr, flush=True)
+    modes = {cli.flag_value(job.command, "mode") for job in jobs}
+    if warnings == {""} and modes <= {"", "train"}:
+        return [dataclasses.replace(job, spares=0) for job in jobs]
+    return list(jobs)
 
 
 def _warning(job: engine.Job) -> str:
-    """Returns the warning about a job, empty if there is none; raises LaunchError if
-    the job is refused.
+    """Returns the warning about a job, empty if its bits do not depend on its hosts;
+    raises LaunchError if the job is refused.
     """
     config = sweep.requested_config(job)
     if config is None:
@@ -135,7 +112,18 @@ def _warning(job: engine.Job) -> str:
         )
     outer = config.get("outer")
     if isinstance(outer, dict) and outer.get("every_steps"):
-        return _warning_of_slices(job, config, outer["every_steps"])
+        slices = config.get("slices")
+        if slices:
+            raise engine.LaunchError(
+                f"{job.elastic} changes the number of hosts, and the config of "
+                f"{job.name} has slices={slices}: add --config.slices=0, with which "
+                "each process is a slice."
+            )
+        return (
+            "--elastic: with other slices than before, the run goes on from the last "
+            f"exchange, so up to {outer['every_steps']} steps of each slice do not "
+            "count."
+        )
     logical_replicas = config.get("logical_replicas", 0)
     if not logical_replicas:
         raise engine.LaunchError(
@@ -152,22 +140,3 @@ def _warning(job: engine.Job) -> str:
             "than a run that loses none."
         )
     return ""
-
-
-def _warning_of_slices(
-    job: engine.Job, config: dict[str, Any], every_steps: int
-) -> str:
-    """Returns the warning about a job whose slices train apart; raises LaunchError if
-    their number does not follow the number of hosts.
-    """
-    slices = config.get("slices")
-    if slices:
-        raise engine.LaunchError(
-            f"{job.elastic} changes the number of hosts, and the config of {job.name} "
-            f"has slices={slices}: add --config.slices=0, with which each process is a "
-            "slice."
-        )
-    return (
-        "--elastic: with other slices than before, the run goes on from the last "
-        f"exchange, so up to {every_steps} steps of each slice do not count."
-    )
