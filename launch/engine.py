@@ -147,22 +147,20 @@ class Plan:
                 _write_private(path, content.replace(TOKEN, token))
                 stack.callback(path.unlink, missing_ok=True)
             environment = {**os.environ, rendezvous.TOKEN_VARIABLE: token}
-            return self._run_commands(environment, replace=replace and not self.private)
-
-    def _run_commands(self, environment: Mapping[str, str], *, replace: bool) -> int:
-        for index, command in enumerate(self.commands):
-            try:
-                if replace and index == len(self.commands) - 1:
-                    os.execvpe(command[0], list(command), environment)
-                code = subprocess.run(command, check=False, env=environment).returncode
-            except FileNotFoundError as e:
-                raise LaunchError(
-                    f"{command[0]} is not on PATH; --dry_run shows the command that "
-                    "needs it."
-                ) from e
-            if code:
-                return shell_code(code)
-        return 0
+            for number, command in enumerate(self.commands, 1):
+                is_last = number == len(self.commands)
+                try:
+                    if replace and is_last and not self.private:
+                        os.execvpe(command[0], list(command), environment)
+                    ended = subprocess.run(command, check=False, env=environment)
+                except FileNotFoundError as e:
+                    raise LaunchError(
+                        f"{command[0]} is not on PATH; --dry_run shows the command "
+                        "that needs it."
+                    ) from e
+                if ended.returncode:
+                    return shell_code(ended.returncode)
+            return 0
 
 
 def make_token() -> str:

@@ -310,7 +310,10 @@ class _Pod:
         """
         if self.num_lost:
             # The others would wait for the missing processes until the start timeout.
-            return self._kill_all()
+            self._send(signal.SIGKILL)
+            for process in self._processes.values():
+                process.wait()
+            return exit_codes.FAILED
         first_failed: list[int] = []
         # When the processes that are left are ended: since they were told to stop, and
         # since some have failed.
@@ -330,7 +333,7 @@ class _Pod:
                 failed_deadline = float("inf")
                 if first_failed:
                     failed_deadline = now + _EXIT_SECONDS
-                if any(_is_signal(codes[i]) for i in first_failed):
+                if any((codes[i] or 0) < 0 for i in first_failed):
                     # The others can neither train nor save without a process that was
                     # killed by a signal, and need not find that out.
                     failed_deadline = now
@@ -364,13 +367,6 @@ class _Pod:
         first = candidates[0]
         self.cause = self._describe(first, ends[first])
         return ends[first]
-
-    def _kill_all(self) -> int:
-        """Kills a pod that could not be started in full; returns the exit code."""
-        self._send(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
-        return exit_codes.FAILED
 
     def _codes(self) -> dict[int, int | None]:
         """Returns the exit code of each process, None while it runs, and counts the
@@ -694,10 +690,6 @@ def _failed(codes: Mapping[int, int | None]) -> list[int]:
     """Returns the indices of the processes that have ended with a failure."""
     as_told = (None, exit_codes.DONE, exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
     return [index for index, code in codes.items() if code not in as_told]
-
-
-def _is_signal(code: int | None) -> bool:
-    return code is not None and code < 0
 
 
 def _killed(codes: Mapping[int, int | None]) -> int:

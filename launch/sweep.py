@@ -137,49 +137,6 @@ def files(
     return {**contents, directory / POINTS_FILE: json.dumps(points, indent=1)}
 
 
-class Supervisor:
-    """Runs the jobs of a sweep on this machine, some at a time."""
-
-    def __init__(self, options: local.Local):
-        """Starts nothing.
-
-        Args:
-          options: how many jobs run at a time, and the options of their supervisors.
-        """
-        self._options = options
-        self._begun: list[local.Supervisor] = []
-        self._signals: list[int] = []
-
-    def signal(self, number: int) -> None:
-        """Passes a signal on to all jobs that run, and prevents the start of others. A
-        signal handler may call it.
-        """
-        self._signals.append(number)
-        for supervisor in self._begun:
-            supervisor.signal(number)
-
-    def run(self, jobs: Sequence[engine.Job]) -> list[int]:
-        """Runs jobs to their ends; returns their exit codes."""
-        with concurrent.futures.ThreadPoolExecutor(self._options.parallel) as pool:
-            return list(pool.map(self._supervise, jobs))
-
-    def _supervise(self, job: engine.Job) -> int:
-        if self._signals:
-            return exit_codes.PREEMPTED
-        job.workdir.mkdir(parents=True, exist_ok=True)
-        with (job.workdir / _LOG).open("a") as log:
-            supervisor = local.Supervisor(job, self._options, log)
-            self._begun.append(supervisor)
-            # The signal may have come before the supervisor was on the list.
-            if self._signals:
-                return exit_codes.PREEMPTED
-            print(f"{job.name}: started; its output goes to {log.name}", flush=True)
-            code = supervisor.run()
-        end = supervisor.cause or f"ended with exit code {code}"
-        print(f"{job.name}: {end}", flush=True)
-        return code
-
-
 def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
     """Runs the jobs of a sweep on this machine, and prints the table.
 
@@ -204,9 +161,7 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
             f"{names}"
         )
     sys.stdout.flush()
-    supervisor = Supervisor(options)
-    with local.forwarding_signals(supervisor.signal):
-        ends = supervisor.run(todo)
+    ends = _run_all(todo, options)
     all_rows = rows(all_jobs[0].workdir.parent)
     for job, code in zip(todo, ends, strict=True):
         row = all_rows[all_jobs.index(job)]
@@ -220,6 +175,42 @@ def run(all_jobs: Sequence[engine.Job], options: local.Local) -> int:
     if failed:
         return exit_codes.NONFINITE
     return exit_codes.DONE
+
+
+def _run_all(jobs: Sequence[engine.Job], options: local.Local) -> list[int]:
+    """Runs jobs to their ends, some at a time; returns their exit codes.
+
+    A signal goes on to all jobs that run, and prevents the start of others.
+    """
+    begun: list[local.Supervisor] = []
+    received: list[int] = []
+
+    def take(number: int) -> None:
+        received.append(number)
+        for supervisor in begun:
+            supervisor.signal(number)
+
+    def supervise(job: engine.Job) -> int:
+        if received:
+            return exit_codes.PREEMPTED
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        with (job.workdir / _LOG).open("a") as log:
+            supervisor = local.Supervisor(job, options, log)
+            begun.append(supervisor)
+            # The signal may have come before the supervisor was on the list.
+            if received:
+                return exit_codes.PREEMPTED
+            print(f"{job.name}: started; its output goes to {log.name}", flush=True)
+            code = supervisor.run()
+        end = supervisor.cause or f"ended with exit code {code}"
+        print(f"{job.name}: {end}", flush=True)
+        return code
+
+    with (
+        local.forwarding_signals(take),
+        concurrent.futures.ThreadPoolExecutor(options.parallel) as pool,
+    ):
+        return list(pool.map(supervise, jobs))
 
 
 def has_ended(job: engine.Job) -> bool:
