@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests import forks, pace, programs, rows, toy, winged
+from tests.base import timed
 from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, loop
@@ -450,16 +451,15 @@ def test_rates_and_the_seconds_of_each_phase(tmp_path, first, capsys, monkeypatc
         first_part = make_config(steps=first, steps_per_dispatch=1)
         loop.run(first_part, str(tmp_path), "")
         capsys.readouterr()
-    now = [0.0]
+    now = timed.stand_in(monkeypatch)
     began = []
-    of_run = clock.Clock(-500.0, lambda: now[0])
-    monkeypatch.setattr(clock, "Clock", lambda: of_run)
+    monkeypatch.setattr(clock, "age", lambda: 500.0)
     run = loop.Run(make_config(steps_per_dispatch=1), str(tmp_path))
-    run.terminal._now = lambda: now[0]
+    run.terminal._now = now.monotonic
 
     def taking(seconds, function):
         def called(*args, **kwargs):
-            now[0] += seconds if began else 1000.0
+            now.now += seconds if began else 1000.0
             began.append(True)
             return function(*args, **kwargs)
 

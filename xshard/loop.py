@@ -6,7 +6,6 @@ uninterrupted one: everything that determines the next step is in the checkpoint
 """
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from xshard import callbacks, checkpoint, hooks, logical
 from xshard import config as config_lib
 from xshard import experiment as experiment_lib
 from xshard.base import clock as clock_lib
-from xshard.base import places, span_file, spans
+from xshard.base import places, spans
 from xshard.files import claim as claim_lib
 from xshard.files import compile_cache, workdir
 from xshard.files import results as results_lib
@@ -288,11 +287,10 @@ class Run:
         )
         where = validation.describe_method(self.experiment.hooks)
         self._own_hooks = hooks.check(where, self.experiment.hooks())
-        self._spans = span_file.File(
+        self._spans = clock_lib.SpanFile(
             directory=self.workdir.path,
             index=self.members.number,
-            host=socket.gethostname(),
-            parts=self.clock.parts,
+            clock=self.clock,
             say=self.terminal.say,
         )
 
@@ -309,7 +307,7 @@ class Run:
             if self.watch is not None:
                 stack.enter_context(self.members.while_leading(self._published))
                 self.watch.in_each_tick(self._spans.flush)
-                stack.enter_context(self._spans.opened())
+                stack.callback(self._spans.flush, is_last=True)
             for wing in self._wings:
                 wing.opened()
             stack.enter_context(self._resources)
@@ -645,7 +643,7 @@ class Run:
         step = int(state.step)
         if self._last_evaluated[0] != step:
             self.set_phase(status.EVALUATING)
-            with self.clock.phase(clock_lib.EVALUATION):
+            with spans.Span(spans.EVALUATION):
                 for metrics in self._evaluation.by_batch(state):
                     if metrics is not None:
                         self._last_evaluated = (step, metrics)
@@ -858,7 +856,7 @@ class Run:
         if metrics is not None:
             self.log.write_evaluation(step, metrics)
             # A process whose callbacks are slow keeps the others waiting.
-            with self.clock.phase(clock_lib.EVALUATION):
+            with spans.Span(spans.EVALUATION):
                 self._evaluations.add(step, metrics)
 
     def _save(
@@ -879,7 +877,7 @@ class Run:
         metrics: dict[str, Any] = {}
         if is_evaluated:
             metrics = self._last_evaluated[1]
-        with self.clock.phase(clock_lib.CHECKPOINT):
+        with spans.Span(spans.CHECKPOINT):
             watched = self._nonfinite_check.get_state()
             for wing in self._wings:
                 watched |= wing.get_state()

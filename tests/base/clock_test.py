@@ -8,29 +8,31 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from xshard.base import clock
+from tests.base import timed
+from xshard.base import clock, spans
 
 
 class Now:
-    """A time source that a test advances.
+    """The time, which a test advances.
 
     Attributes:
       seconds: the time.
       was_read_by_thread: is set when another thread than the main one reads the time.
     """
 
-    def __init__(self):
-        self.seconds = 100.0
+    def __init__(self, stopped):
+        self._stopped = stopped
         self.was_read_by_thread = threading.Event()
+        stopped.monotonic = self
 
     def __call__(self):
-        seconds = self.seconds
+        seconds = self._stopped.now
         if threading.current_thread() is not threading.main_thread():
             self.was_read_by_thread.set()
         return seconds
 
     def pass_(self, seconds):
-        self.seconds += seconds
+        self._stopped.now += seconds
 
 
 class Step:
@@ -53,24 +55,26 @@ class Step:
 
 
 @pytest.fixture
-def now():
-    return Now()
+def now(monkeypatch):
+    monkeypatch.setattr(clock, "age", lambda: 10.0)
+    return Now(timed.stand_in(monkeypatch))
 
 
-def started(now):
-    timer = clock.Clock(now(), now)
+def started():
+    timer = clock.Clock()
     timer.started()
     return timer
 
 
 def test_each_second_is_in_one_phase(now):
-    timer = clock.Clock(90.0, now)
+    begin = now()
+    timer = clock.Clock()
     now.pass_(5)
     timer.started()
     now.pass_(10)
-    with timer.phase(clock.EVALUATION):
+    with spans.Span(spans.EVALUATION):
         now.pass_(2)
-        with timer.phase(clock.CHECKPOINT):
+        with spans.Span(spans.CHECKPOINT):
             now.pass_(3)
         now.pass_(4)
     now.pass_(1)
@@ -86,12 +90,12 @@ def test_each_second_is_in_one_phase(now):
     # Reading the seconds does not change them.
     assert timer.seconds() == expected
     now.pass_(1)
-    assert sum(timer.seconds().values()) == now() - 90.0
+    assert sum(timer.seconds().values()) == now() - begin + 10
 
 
 def test_a_phase_ends_when_an_error_leaves_it(now):
-    timer = started(now)
-    with pytest.raises(ValueError), timer.phase(clock.EVALUATION):
+    timer = started()
+    with pytest.raises(ValueError), spans.Span(spans.EVALUATION):
         now.pass_(2)
         raise ValueError
     now.pass_(1)
@@ -99,13 +103,13 @@ def test_a_phase_ends_when_an_error_leaves_it(now):
 
 
 def test_an_evaluation_before_the_first_step_is_not_counted_as_start(now):
-    timer = clock.Clock(now(), now)
-    with timer.phase(clock.EVALUATION):
+    timer = clock.Clock()
+    with spans.Span(spans.EVALUATION):
         now.pass_(2)
     with timer.waiting(None):
         now.pass_(1)
     assert timer.seconds() == {
-        "start": 1,
+        "start": 11,
         "evaluation": 2,
         "training": 0,
         "data": 0,
@@ -116,7 +120,7 @@ def test_an_evaluation_before_the_first_step_is_not_counted_as_start(now):
 
 @pytest.mark.parametrize("ends,counted", [("before", 4), ("after", 0)])
 def test_a_wait_for_data_counts_while_the_devices_are_idle(now, ends, counted):
-    timer = started(now)
+    timer = started()
     step = Step(now)
     if ends == "before":
         step.end()
@@ -131,7 +135,7 @@ def test_a_wait_for_data_counts_while_the_devices_are_idle(now, ends, counted):
 
 
 def test_a_wait_that_outlasts_the_step_counts_from_the_end_of_the_step(now):
-    timer = started(now)
+    timer = started()
     for number in range(4):
         step = Step(now)
         with timer.waiting(step):
@@ -158,7 +162,7 @@ def test_a_wait_that_outlasts_the_step_counts_from_the_end_of_the_step(now):
 
 
 def test_the_clock_can_wait_for_arrays(now):
-    timer = started(now)
+    timer = started()
     array = jnp.ones(3).block_until_ready()
     for _ in range(2):
         with timer.waiting(array):

@@ -1,21 +1,22 @@
 """A clock that stands still, for tests of what threads spend their time with."""
 
+import time
 import types
 
-from xshard.base import spans
+from xshard.base import clock, spans
 
 
 def stand_in(monkeypatch):
     """Returns the time in seconds, which only tests move."""
-    time = types.SimpleNamespace(now=1000.0)
-    time.monotonic = lambda: time.now
-    monkeypatch.setattr(spans, "time", time)
-    monkeypatch.setattr(spans, "_TRACKS", {})
-    monkeypatch.setattr(spans, "_THREAD", spans._Thread())
+    stopped = types.SimpleNamespace(**vars(time), now=1000.0)
+    stopped.monotonic = lambda: stopped.now
+    for module in (spans, clock):
+        monkeypatch.setattr(module, "time", stopped)
+    monkeypatch.setattr(spans, "_TREES", {})
     spans.LONG.clear()
-    return time
+    return stopped
 
 
-def spend(time, name, seconds):
+def spend(now, name, seconds):
     with spans.Span(name):
-        time.now += seconds
+        now.now += seconds

@@ -1,4 +1,5 @@
-"""A clock that divides a process's time into training and what keeps it from training.
+"""Views of a process's time, the tree of spans of `xshard.base.spans`: a clock, which
+divides it into training and what keeps it from training, and a file.
 
 A host runs ahead of its devices, so host work does not always delay them. The phases
 are:
@@ -21,24 +22,32 @@ synchronize in every step.
 import collections
 import concurrent.futures
 import contextlib
+import json
 import os
+import pathlib
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from xshard.base import spans
+from xshard.base.spans import CHECKPOINT, DATA, EVALUATION, TRACE
 
 START = "start"
-DATA = "data"
-CHECKPOINT = "checkpoint"
-EVALUATION = "evaluation"
-TRACE = "trace"
 TRAINING = "training"
 PHASES = (START, DATA, CHECKPOINT, EVALUATION, TRACE, TRAINING)
-# The time of the host in none of the parts of `spans`.
-OTHER = "other"
 # Several times as long as a round trip to another thread.
 _SHORT_SECONDS = 1e-3
+# How often the file of spans gets the shares of all parts.
+_SHARES_SECONDS = 10.0
+# The size above which a file is no longer appended to. The one before is kept, so a
+# process has twice as much.
+_MOST_BYTES = 4 << 20
+# No line of it is longer.
+_MOST_OF_LINE = 4096
+# Of the monotonic clock, in which spans are measured, to the time of day.
+_TO_TIME_OF_DAY = time.time() - time.monotonic()
 
 
 class Every:
@@ -83,48 +92,26 @@ class Rate:
         return (last - first) / (end - begin)
 
 
-class _Counted(NamedTuple):
-    """The present phase, when it began, and the seconds of each phase until then."""
-
-    phase: str
-    since: float
-    seconds: dict[str, float]
-
-
 class Clock:
-    """Counts the seconds of each phase since the process started.
+    """The time of a process since it started, as phases and as parts.
 
-    One thread enters phases, and any thread may read the seconds.
+    Both are views of the spans of the thread that creates it. Any thread may read them.
     """
 
-    def __init__(
-        self, begin: float | None = None, now: Callable[[], float] = time.monotonic
-    ):
-        """Starts in the phase 'start'.
-
-        Args:
-          begin: the start time of the process, on the clock of `now`; by default from
-            the operating system.
-          now: returns the time in seconds.
-        """
-        self._now = now
-        if begin is None:
-            # `age` is called first, so that the time between the two calls is lost
-            # rather than counted twice.
-            already = age()
-            begin = now() - already
-        # It is always replaced as a whole, because another thread may read it.
-        self._counted = _Counted(START, begin, dict.fromkeys(PHASES, 0.0))
+    def __init__(self) -> None:
+        """Starts in the phase 'start', with an empty tree of spans."""
+        # `age` is called first, so that the time between the two calls is lost rather
+        # than counted twice.
+        self._age = age()
+        self._tree = spans.begin_anew()
+        # The seconds of 'start', once it has ended; and those of 'data'.
+        self._start: float | None = None
+        self._data = 0.0
         # Whether the devices were idle when the last wait for data ended, and how long
         # it took, in seconds.
         self._was_idle = False
         self._last_wait = 0.0
-        # What `parts` counts from the first step on: the track of the thread, and the
-        # seconds by then.
-        self._track: spans.Track | None = None
-        self._begun = 0.0
-        self._before: dict[str, float] = {}
-        # The time of the host outside of all parts until the last wait for data began;
+        # The time of the host outside of all spans until the last wait for data began;
         # and how much of that time delayed the devices.
         self._outside = 0.0
         self._delaying = 0.0
@@ -133,52 +120,41 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each phase until now."""
-        phase, since, seconds = self._counted
-        return seconds | {phase: seconds[phase] + self._now() - since}
+        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds[TRAINING] = self._age
+        for path, spent in self._tree.seconds(time.monotonic()).items():
+            phase = TRAINING
+            for part in path:
+                if part in (CHECKPOINT, EVALUATION, TRACE):
+                    phase = part
+            seconds[phase] += spent
+        seconds[START] = seconds[TRAINING] if self._start is None else self._start
+        seconds[DATA] = self._data
+        seconds[TRAINING] -= seconds[START] + seconds[DATA]
+        return seconds
 
     def started(self) -> None:
-        """Ends the phase 'start'."""
-        self._enter(TRAINING)
-        if self._track is None:
-            self._track = spans.current_track()
-            self._begun = self._now()
-            self._before = self._counted_parts(self._track)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Counts the time in the context as this phase, not as the enclosing one."""
-        outer = self._enter(name)
-        try:
-            with spans.Span(name):
-                yield
-        finally:
-            self._enter(outer)
+        """Ends the phase 'start', if it has not ended before."""
+        if self._start is None:
+            self._start = self.seconds()[START]
 
     def parts(self) -> dict[str, float]:
-        """Returns the seconds since the first step in each part of `spans`; empty
-        before it.
+        """Returns the seconds of each part of `spans`; empty before the first step.
 
         A wait for data, and the time of the host in no part ('other'), count only as
-        far as the devices were idle; the rest is 'step'. Then what one process needs
-        more than the others is what they wait for.
+        far as the devices were idle; the rest is 'step', as is what was before the
+        first step. Then what one process needs more than the others is what they wait
+        for.
         """
-        if self._track is None:
+        if self._start is None:
             return {}
-        counted = self._counted_parts(self._track)
-        parts = {}
-        for name, seconds in counted.items():
-            parts[name] = max(0.0, seconds - self._before[name])
-        own = sum(parts.values()) - parts[spans.STEP] - parts[spans.WRITE]
-        parts[spans.STEP] = max(0.0, self._now() - self._begun - own)
-        return parts
-
-    def _counted_parts(self, track: spans.Track) -> dict[str, float]:
-        """Returns the seconds of each part as they are counted; 'step' is the rest."""
-        parts = dict(track.seconds)
-        parts[spans.DATA] = self.seconds()[DATA]
-        parts[OTHER] = self._delaying
-        parts[spans.WRITE] = spans.background_seconds()
-        return parts
+        now = time.monotonic()
+        parts = self._tree.parts(now)
+        own = parts | {DATA: self._data, spans.OTHER: self._delaying}
+        own[spans.STEP] += sum(parts.values()) - sum(own.values())
+        # It is beside the others.
+        own[spans.WRITE] = spans.tree(spans.BACKGROUND).parts(now)[spans.WRITE]
+        return own
 
     @contextlib.contextmanager
     def waiting(self, newest: Any) -> Iterator[None]:
@@ -196,54 +172,139 @@ class Clock:
           newest: a `jax.Array` computed by the most recently dispatched step; None
             before the first step of a run and after a roll-back, when nothing counts.
         """
-        outside = self._now() - spans.current_track().covered
+        begin = time.monotonic()
+        outside = self._tree.seconds(begin)[()]
+        is_idle_from_begin = False
+        becomes_idle = None
         if newest is None:
             self._was_idle = False
-            self._outside = outside
-            with spans.Span(spans.DATA):
-                yield
-            return
-        begin = self._now()
-        is_idle = newest.is_ready()
-        if is_idle:
-            self._delaying += outside - self._outside
+        else:
+            is_idle = newest.is_ready()
+            if is_idle:
+                self._delaying += outside - self._outside
+            is_idle_from_begin = self._was_idle and is_idle
+            is_measured = self._was_idle and self._last_wait > _SHORT_SECONDS
+            if is_measured and not is_idle:
+                becomes_idle = self._idle_watcher.submit(_time_when_ready, newest)
         self._outside = outside
-        is_idle_from_begin = self._was_idle and is_idle
-        becomes_idle = None
-        is_measured = self._was_idle and self._last_wait > _SHORT_SECONDS
-        if is_measured and not is_idle_from_begin:
-            becomes_idle = self._idle_watcher.submit(self._time_when_ready, newest)
-        with spans.Span(spans.DATA):
+        with spans.Span(DATA):
             yield
-        is_idle = newest.is_ready()
-        end = self._now()
-        if is_idle_from_begin:
-            self._move_to_data(end - begin)
-        elif is_idle and becomes_idle is not None:
-            self._move_to_data(max(end - becomes_idle.result(), 0.0))
-        self._was_idle = is_idle
+        if newest is None:
+            return
+        end = time.monotonic()
+        self._was_idle = newest.is_ready()
         self._last_wait = end - begin
+        if is_idle_from_begin:
+            self._data += end - begin
+        elif self._was_idle and becomes_idle is not None:
+            self._data += max(end - becomes_idle.result(), 0.0)
 
-    def _time_when_ready(self, newest: Any) -> float:
-        newest.block_until_ready()
-        return self._now()
 
-    def _enter(self, phase: str) -> str:
-        """Counts the time until now, and enters a phase; returns the previous one."""
-        now = self._now()
-        before, since, seconds = self._counted
-        seconds = seconds | {before: seconds[before] + now - since}
-        self._counted = _Counted(phase, now, seconds)
-        return before
+def _time_when_ready(newest: Any) -> float:
+    newest.block_until_ready()
+    return time.monotonic()
 
-    def _move_to_data(self, moved: float) -> None:
-        """Counts seconds of the present phase, not counted yet, as a wait for data."""
-        # `_enter` will also count them for the present phase, so they are subtracted
-        # from it in advance.
-        phase, since, seconds = self._counted
-        seconds = seconds | {phase: seconds[phase] - moved}
-        seconds[DATA] += moved
-        self._counted = _Counted(phase, since, seconds)
+
+class SpanFile:
+    """The file of a process's long spans, and of the shares of all parts of its time.
+
+    Perfetto reads it (https://ui.perfetto.dev, "Open trace file"):
+
+        WORKDIR/spans/process_0.json
+
+    It grows to a bounded size.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        index: int,
+        clock: Clock,
+        say: Callable[[str], None],
+    ):
+        """Prepares the file; writes nothing.
+
+        Args:
+          directory: the work directory.
+          index: the process's index.
+          clock: the process's clock.
+          say: prints a line.
+        """
+        self._path = directory / "spans" / f"process_{index}.json"
+        self._index = index
+        self._process = f"process {index} on {socket.gethostname()}"
+        self._clock = clock
+        self._say = say
+        self._has_failed = False
+        self._lock = threading.Lock()
+        # The numbers by which the file names threads.
+        self._threads: dict[str, int] = {}
+        self._shares_at = time.monotonic()
+        self._parts_before: dict[str, float] = {}
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Appends what is new to the file; may be called from any thread.
+
+        An earlier start of the run may have written to the file.
+
+        Args:
+          is_last: whether the run ends, so that the shares until now are written.
+        """
+        lines = []
+
+        def add(kind: str, name: str, at: float, **more: Any) -> None:
+            # An event of Chrome's trace format, whose times are microseconds.
+            at = round(1e6 * (at + _TO_TIME_OF_DAY))
+            event = {"ph": kind, "name": name, "ts": at, "pid": self._index, **more}
+            lines.append(json.dumps(event, separators=(",", ":")) + ",\n")
+
+        with self._lock:
+            while spans.LONG:
+                thread, name, begin, end = spans.LONG.popleft()
+                if thread not in self._threads:
+                    self._threads[thread] = len(self._threads)
+                    names = {"process_name": self._process, "thread_name": thread}
+                    for kind, named in names.items():
+                        number = self._threads[thread]
+                        add("M", kind, begin, tid=number, args={"name": named})
+                number = self._threads[thread]
+                add("X", name, begin, tid=number, dur=round(1e6 * (end - begin)))
+            now = time.monotonic()
+            seconds = now - self._shares_at
+            if seconds > 0 and (seconds >= _SHARES_SECONDS or is_last):
+                parts = self._clock.parts()
+                shares = {}
+                for name, before in self._parts_before.items():
+                    shares[name] = round(max(0.0, parts[name] - before) / seconds, 4)
+                if shares:
+                    add("C", "shares", now, args=shares)
+                self._parts_before = parts
+                self._shares_at = now
+            if lines:
+                self._append(lines)
+
+    def _append(self, lines: list[str]) -> None:
+        # Missing spans are no reason to end a run.
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab+") as file:
+                # Cuts off the end of a line that a killed process wrote in part.
+                size = file.tell()
+                file.seek(max(0, size - _MOST_OF_LINE))
+                tail = file.read()
+                size += tail.rfind(b"\n") + 1 - len(tail)
+                file.truncate(size)
+                # The format allows an array without its end.
+                start = "" if size else "[\n"
+                size += file.write((start + "".join(lines)).encode())
+            if size > _MOST_BYTES:
+                self._path.replace(self._path.with_suffix(".previous.json"))
+                # The next file has names of its own.
+                self._threads = {}
+        except OSError as e:
+            if not self._has_failed:
+                self._say(f"spans are lost: {self._path}: {e.strerror or e}")
+            self._has_failed = True
 
 
 _IMPORTED = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from xshard import hooks, loop
-from xshard.base import clock, formatting
+from xshard.base import formatting, spans
 from xshard.base.jax_internals import runtime
 from xshard.files import disk, workdir
 from xshard.pod import request as request_lib
@@ -54,7 +54,6 @@ class Tracer(hooks.Wing):
         self._folder = run.workdir.path / workdir.PROFILES
         self._say = run.terminal.say
         self._set_phase = run.set_phase
-        self._clock = run.clock
         self._members = run.members
         self._index = run.members.number
         self._channel = run.members.channel("the trace of steps", _WRITE_SECONDS)
@@ -143,7 +142,7 @@ class Tracer(hooks.Wing):
         """
         if self.is_busy:
             try:
-                with self._clock.phase(clock.TRACE):
+                with spans.Span(spans.TRACE):
                     self.before_step(step, state)
             except ProfileError as e:
                 self._say(f"the trace failed: {e}")
@@ -163,7 +162,7 @@ class Tracer(hooks.Wing):
     def finish(self, state: Any) -> None:
         """Ends a trace, if there is one, at the end of training."""
         try:
-            with self._clock.phase(clock.TRACE):
+            with spans.Span(spans.TRACE):
                 self.end(state)
         except ProfileError as e:
             self._say(f"the trace failed: {e}")

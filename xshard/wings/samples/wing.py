@@ -6,7 +6,7 @@ from typing import Any
 
 from xshard import experiment as experiment_lib
 from xshard import hooks, loop, samples
-from xshard.base import clock
+from xshard.base import spans
 from xshard.learners import validation
 from xshard.training import state as state_lib
 
@@ -59,7 +59,7 @@ class Samples(hooks.Wing):
         """Logs the samples of a state; returns them as text."""
         # None are shown of a state after a step in trouble.
         self._run.flush(state)
-        with self._run.clock.phase(clock.EVALUATION):
+        with spans.Span(spans.EVALUATION):
             named = self._named(functools.partial(self._run.predict, state))
             row = samples.row(self._where(), step, named)
         if named:
