@@ -52,7 +52,6 @@ def make_tracer(directory, said):
         terminal=types.SimpleNamespace(say=said.append),
         members=members.Members(),
         set_phase=lambda phase: None,
-        clock=None,
     )
     return tracer_lib.Tracer(run)
 
@@ -219,7 +218,7 @@ def test_the_file_of_a_request(tmp_path, content, steps):
     # The file goes when the trace begins, so that the next start finds it if this one
     # does not get that far.
     assert file.exists()
-    tracer.ask(1, one.steps)
+    tracer.receive(1, one)
     tracer.before_step(1, None)
     assert not file.exists()
     file.write_text("4")

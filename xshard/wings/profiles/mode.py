@@ -48,7 +48,8 @@ def run(
     state = current.resume_or_init().state
     start = int(state.step)
     current.terminal.say(f"steps {start + first + 1} to {start + end} will be traced")
-    tracer.ask(start + first + 1, end - first)
+    wanted = request.Request(request.PROFILE, "--profile_steps", steps=end - first)
+    tracer.receive(start + first + 1, wanted)
     values = None
     try:
         for step in range(start + 1, start + end + 1):

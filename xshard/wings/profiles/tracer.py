@@ -10,7 +10,7 @@ import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -49,19 +49,21 @@ class Tracer(hooks.Wing):
 
     def __init__(self, run: loop.Run):
         """Prepares traces; writes nothing."""
-        self._watch = run.watch
+        self._run = run
         self._file = run.workdir.path / workdir.PROFILE_FILE
         self._folder = run.workdir.path / workdir.PROFILES
         self._say = run.terminal.say
-        self._set_phase = run.set_phase
         self._members = run.members
         self._index = run.members.number
         self._channel = run.members.channel("the trace of steps", _WRITE_SECONDS)
+        # The folder that JAX writes into. The names of its files do not tell the
+        # processes of one host apart.
+        self._new_folder = self._folder / f".process_{self._index}.new"
         # The traced steps: from the first one until before the end. None: no trace is
         # asked for.
         self._steps: range | None = None
         self._is_tracing = False
-        self._annotation: Any = None
+        self._annotation = contextlib.ExitStack()
         # The last step that has been dispatched, and the number of dispatches.
         self._last = 0
         self._num_dispatches = 0
@@ -76,7 +78,7 @@ class Tracer(hooks.Wing):
 
     def opened(self) -> None:
         """Looks for the file PROFILE from now on, where the run is led."""
-        watch = self._watch
+        watch = self._run.watch
         if self._members.may_lead and watch is not None:
             watch.in_each_tick(lambda: self._look(watch.ask))
 
@@ -90,20 +92,17 @@ class Tracer(hooks.Wing):
                 info = os.fstat(file.fileno())
         except OSError:
             return
-        if (info.st_mtime_ns, info.st_ino) == self._answered:
+        found = (info.st_mtime_ns, info.st_ino)
+        if found == self._answered:
             return
-        if not content and not self._was_empty:
-            # A shell creates the file before the command writes into it.
-            self._was_empty = True
+        # A shell creates the file before the command writes into it.
+        self._was_empty = not content and not self._was_empty
+        if self._was_empty:
             return
-        self._was_empty = False
-        self._answered = (info.st_mtime_ns, info.st_ino)
-        text = content.decode(errors="replace").strip()
-        steps = STEPS
-        if text.isdecimal():
-            steps = int(text)
-        is_valid = text.isdecimal() or not text
-        if not is_valid or not 1 <= steps <= _MOST_STEPS:
+        self._answered = found
+        text = content.decode(errors="replace").strip() or str(STEPS)
+        steps = int(text) if text.isdecimal() else 0
+        if not 1 <= steps <= _MOST_STEPS:
             self._say(
                 f"{self._file} holds {text!r}: nothing is traced, and the file is "
                 "removed. Leave it empty, or give it the number of steps to trace, 1 "
@@ -140,12 +139,10 @@ class Tracer(hooks.Wing):
 
         A run does not end because of a trace that fails.
         """
-        if self.is_busy:
-            try:
-                with spans.Span(spans.TRACE):
-                    self.before_step(step, state)
-            except ProfileError as e:
-                self._say(f"the trace failed: {e}")
+        try:
+            self.before_step(step, state)
+        except ProfileError as e:
+            self._say(f"the trace failed: {e}")
         return state
 
     def fetch(self, chunk: step_lib.Chunk) -> None:
@@ -155,30 +152,19 @@ class Tracer(hooks.Wing):
             self._num_dispatches += 1
 
     def receive(self, step: int, request: request_lib.Request) -> None:
-        """Takes a request for a trace."""
-        if request.kind == request_lib.PROFILE:
-            self.ask(step, request.steps)
+        """Takes a request for a trace of some steps, on all processes.
+
+        It is ignored while a trace is under way.
+        """
+        if request.kind == request_lib.PROFILE and self._steps is None:
+            self._steps = range(step, step + request.steps)
 
     def finish(self, state: Any) -> None:
         """Ends a trace, if there is one, at the end of training."""
         try:
-            with spans.Span(spans.TRACE):
-                self.end(state)
+            self.end(state)
         except ProfileError as e:
             self._say(f"the trace failed: {e}")
-
-    @property
-    def is_busy(self) -> bool:
-        """Returns whether a trace is asked for, or under way."""
-        return self._steps is not None
-
-    def ask(self, first: int, steps: int) -> None:
-        """Asks for a trace of some steps, on all processes.
-
-        It is ignored while a trace is under way.
-        """
-        if self._steps is None:
-            self._steps = range(first, first + steps)
 
     def before_step(self, step: int, newest: Any) -> None:
         """Begins or ends a trace, if that is due.
@@ -192,14 +178,14 @@ class Tracer(hooks.Wing):
         """
         if self._steps is None:
             return
-        self._end_annotation()
+        self._annotation.close()
         if self._is_tracing and step >= self._steps.stop:
             self.end(newest)
         elif not self._is_tracing and step >= self._steps.start:
             self._begin(step, newest)
         if self._is_tracing:
-            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
-            self._annotation.__enter__()
+            annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._annotation.enter_context(annotation)
 
     def end(self, newest: Any) -> None:
         """Ends and writes the trace, if there is one, on all processes together.
@@ -212,63 +198,50 @@ class Tracer(hooks.Wing):
         Raises:
           ProfileError: on all processes, if one could not write its trace.
         """
-        steps = self._steps
-        if steps is None:
+        if self._steps is None:
             return
         if not self._is_tracing:
             self._forget()
             self._say("no step is left to trace: the run is at its end")
             return
-        jax.block_until_ready(newest)
-        self._set_phase("writing a trace")
-        folder = self._run_folder(steps.start)
-        nbytes = 0
-        problem = ""
-        try:
-            nbytes = self._write(folder)
-        except ProfileError as e:
-            problem = str(e)
-        written = self._channel.gather([nbytes, problem])
-        self._forget()
-        problems = [problem for _, problem in written if problem]
-        if len(problems) < len(written) and problems:
-            problems.append(f"the traces of the other processes are in {folder}")
+        first = self._steps.start
+        with spans.Span(spans.TRACE):
+            jax.block_until_ready(newest)
+            self._run.set_phase("writing a trace")
+            folder = self._run_folder(first)
+            sizes, problems = self._on_all(lambda: self._write(folder))
+            self._forget()
         if problems:
+            if len(problems) < len(sizes):
+                problems.append(f"the traces of the other processes are in {folder}")
             raise ProfileError("; ".join(problems))
-        total = sum(nbytes for nbytes, _ in written)
-        what = _named(steps.start, self._last) + self._in_dispatches(steps.start)
+        dispatches = ""
+        if self._num_dispatches != self._last + 1 - first:
+            times = "dispatch" if self._num_dispatches == 1 else "dispatches"
+            dispatches = f" in {self._num_dispatches} {times}"
+        processes = "1 process" if len(sizes) == 1 else f"{len(sizes)} processes"
         self._say(
-            f"traced {what} on {_processes(len(written))}: "
-            f"{formatting.scaled(total, 'B')} in {folder}\n"
+            f"traced {self._named(first)}{dispatches} on {processes}: "
+            f"{formatting.scaled(sum(sizes), 'B')} in {folder}\n"
             f"to view it: xprof --logdir {self._folder} (pip install xprof); or open "
             "the .trace.json.gz of a process in ui.perfetto.dev"
         )
-
-    def _in_dispatches(self, first: int) -> str:
-        """Says in how many dispatches the steps were made, if that is not one each."""
-        if self._num_dispatches == self._last + 1 - first:
-            return ""
-        times = "dispatch" if self._num_dispatches == 1 else "dispatches"
-        return f" in {self._num_dispatches} {times}"
 
     def close(self) -> None:
         """Ends a trace that an error or a roll-back interrupts, if there is one.
 
         It writes the trace of this process without waiting for the others.
         """
-        steps = self._steps
-        if steps is None:
-            return
-        folder = self._run_folder(steps.start)
-        try:
-            if self._is_tracing:
+        if self._steps is not None and self._is_tracing:
+            folder = self._run_folder(self._steps.start)
+            try:
                 self._write(folder)
                 self._say(
                     "the trace was cut short: it has "
-                    f"{_named(steps.start, self._last)}, in {folder}"
+                    f"{self._named(self._steps.start)}, in {folder}"
                 )
-        except ProfileError as e:
-            self._say(f"the trace is lost: {e}")
+            except ProfileError as e:
+                self._say(f"the trace is lost: {e}")
         self._forget()
 
     def _begin(self, step: int, newest: Any) -> None:
@@ -277,86 +250,95 @@ class Tracer(hooks.Wing):
         self._steps = range(step, step + len(self._steps))
         self._last = step
         self._num_dispatches = 0
-        # Waits for the earlier steps, so that the trace contains only the chosen ones.
-        jax.block_until_ready(newest)
-        if self._is_asked:
-            self._remove_file()
+        with spans.Span(spans.TRACE):
+            # Waits for the earlier steps, so that the trace contains only the chosen
+            # ones.
+            jax.block_until_ready(newest)
+            if self._is_asked:
+                self._remove_file()
+            _, problems = self._on_all(self._start)
+        if problems:
+            if self._is_tracing:
+                with contextlib.suppress(ProfileError):
+                    self._stop()
+            self._forget()
+            raise ProfileError("; ".join(problems))
+
+    def _on_all(self, action: Callable[[], int]) -> tuple[list[int], list[str]]:
+        """Does something on all processes; returns what each has returned, 0 where it
+        failed, and the problems.
+        """
+        returned = 0
         problem = ""
         try:
-            self._start()
-            self._is_tracing = True
+            returned = action()
         except ProfileError as e:
             problem = str(e)
-        problems = list(filter(None, self._channel.gather(problem)))
-        if not problems:
-            return
-        if self._is_tracing:
-            with contextlib.suppress(ProfileError):
-                self._stop()
-            self._remove_new()
-        self._forget()
-        raise ProfileError("; ".join(problems))
+        of_all = self._channel.gather([returned, problem])
+        return [number for number, _ in of_all], [text for _, text in of_all if text]
 
     def _forget(self) -> None:
         """Ends what belongs to one trace."""
-        self._end_annotation()
+        self._annotation.close()
         self._steps = None
         self._is_tracing = False
         self._is_asked = False
-
-    def _end_annotation(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__exit__(None, None, None)
-            self._annotation = None
+        self._remove_new()
 
     # The trace of this process.
 
-    def _start(self) -> None:
-        self._remove_new()
-        folder = self._folder
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Raises what fails as a ProfileError, with the number of this process."""
         try:
-            folder.mkdir(exist_ok=True)
-            free = shutil.disk_usage(folder).free
-        except OSError as e:
-            raise self._error(f"{folder} cannot be written: {e.strerror}") from e
-        if free < _ROOM_BYTES:
-            raise self._error(
-                f"{folder} has {formatting.scaled(free, 'B')} of free space; a trace "
-                f"may need {formatting.scaled(_ROOM_BYTES, 'B')}"
-            )
-        try:
-            jax.profiler.start_trace(str(self._new_folder()))
-        except RuntimeError as e:
-            # Another part of the program may be tracing.
-            raise self._error(str(e).splitlines()[0]) from e
+            yield
+        except (OSError, RuntimeError) as e:
+            if isinstance(e, OSError):
+                problem = f"{self._folder} could not be written: {e.strerror or e}"
+            else:
+                problem = str(e).splitlines()[0]
+            if self._channel.count > 1:
+                problem = f"process {self._index}: {problem}"
+            raise ProfileError(problem) from e
 
-    def _write(self, folder: pathlib.Path) -> int:
-        """Writes the trace into a folder; returns the size of its files in bytes."""
-        self._is_tracing = False
-        try:
-            self._stop()
-            return self._move_files(folder)
-        finally:
-            self._remove_new()
+    def _start(self) -> int:
+        self._remove_new()
+        with self._naming_errors():
+            self._folder.mkdir(exist_ok=True)
+            free = shutil.disk_usage(self._folder).free
+            if free < _ROOM_BYTES:
+                raise RuntimeError(
+                    f"{self._folder} has {formatting.scaled(free, 'B')} of free space; "
+                    f"a trace may need {formatting.scaled(_ROOM_BYTES, 'B')}"
+                )
+            # It fails if another part of the program is tracing.
+            jax.profiler.start_trace(str(self._new_folder))
+        self._is_tracing = True
+        return 0
 
     def _stop(self) -> None:
-        self._end_annotation()
-        try:
-            jax.profiler.stop_trace()
-        except (OSError, RuntimeError) as e:
-            runtime.forget_trace()
-            raise self._error(str(e).splitlines()[0]) from e
+        self._annotation.close()
+        with self._naming_errors():
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError):
+                runtime.forget_trace()
+                raise
 
-    def _move_files(self, folder: pathlib.Path) -> int:
-        """Moves JAX's files, which have the host's name, to those of this process."""
+    def _write(self, folder: pathlib.Path) -> int:
+        """Writes the trace into a folder; returns the size of its files in bytes.
+
+        JAX's files have the host's name, and get that of this process.
+        """
+        self._stop()
         nbytes = 0
-        try:
+        with self._naming_errors():
             folder.mkdir(parents=True, exist_ok=True)
             for kind in _KINDS:
-                paths = list(self._new_folder().glob(f"plugins/profile/*/*.{kind}"))
+                paths = list(self._new_folder.glob(f"plugins/profile/*/*.{kind}"))
                 # JAX does not report every trace that it could not write.
                 if not paths or not paths[0].stat().st_size:
-                    raise self._error(
+                    raise RuntimeError(
                         f"JAX wrote no trace into {folder}, or an empty one. Is the "
                         "disk full, or the folder not writable?"
                     )
@@ -364,48 +346,23 @@ class Tracer(hooks.Wing):
                 disk.sync(paths[0])
                 paths[0].replace(folder / f"process_{self._index}.{kind}")
             if self._members.leads and self._members.exchange is None:
-                self._remove_files_of_more_processes(folder)
-        except OSError as e:
-            raise self._error(
-                f"{folder} could not be written: {e.strerror or e}"
-            ) from e
+                # An earlier start of the run may have traced on more processes.
+                for path in folder.glob("process_*"):
+                    index = path.name.removeprefix("process_").partition(".")[0]
+                    if index.isdecimal() and int(index) >= self._channel.count:
+                        path.unlink()
         return nbytes
-
-    def _remove_files_of_more_processes(self, folder: pathlib.Path) -> None:
-        """Removes what an earlier start of the run traced on more processes."""
-        for path in folder.glob("process_*"):
-            index = path.name.removeprefix("process_").partition(".")[0]
-            if index.isdecimal() and int(index) >= self._channel.count:
-                path.unlink()
 
     def _run_folder(self, first: int) -> pathlib.Path:
         """Returns the folder of the steps that have been traced, from the first on."""
         name = f"steps_{first}_to_{self._last}"
         return self._folder / "plugins" / "profile" / name
 
-    def _new_folder(self) -> pathlib.Path:
-        """Returns the folder that JAX writes into.
-
-        The names of its files do not tell the processes of one host apart.
-        """
-        return self._folder / f".process_{self._index}.new"
-
     def _remove_new(self) -> None:
-        shutil.rmtree(self._new_folder(), ignore_errors=True)
+        shutil.rmtree(self._new_folder, ignore_errors=True)
 
-    def _error(self, text: str) -> ProfileError:
-        if self._channel.count > 1:
-            text = f"process {self._index}: {text}"
-        return ProfileError(text)
-
-
-def _named(first: int, last: int) -> str:
-    if first == last:
-        return f"step {first}"
-    return f"steps {first} to {last}"
-
-
-def _processes(count: int) -> str:
-    if count == 1:
-        return "1 process"
-    return f"{count} processes"
+    def _named(self, first: int) -> str:
+        """Names the traced steps, from the first on."""
+        if first == self._last:
+            return f"step {first}"
+        return f"steps {first} to {self._last}"
