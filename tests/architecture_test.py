@@ -405,7 +405,7 @@ BUDGETS = {
     "tokens of xshard/optimizers": 35_700,
     "tokens of xshard/pod": 26_000,
     "tokens of xshard/replay": 12_800,
-    "tokens of xshard/report": 10_500,
+    "tokens of xshard/report": 9_600,
     # A run leaves who asked for its end.
     "tokens of xshard/run": 17_800,
     "tokens of xshard/training": 10_500,

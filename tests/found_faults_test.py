@@ -84,7 +84,7 @@ from xshard.pod import (
     watchdog,
 )
 from xshard.replay import replayer
-from xshard.report import rows as report_rows
+from xshard.report import runs as report_runs
 from xshard.run import preflight, saving
 from xshard.training import state as state_lib
 from xshard.training import step as step_lib
@@ -2413,9 +2413,9 @@ def test_42_rows_of_earlier_versions_are_read(tmp_path):
     training, evaluations = rows_lib.by_step(path)
     assert {step: row["loss"] for step, row in training.items()} == {1: 1.0, 2: 0.5}
     assert evaluations == {1: {"step": 1, "eval/error": 2.0}}
-    read = report_rows.read(path)
-    assert read.training["loss"].index.tolist() == [1, 2]
-    assert read.evaluation["error"].values.tolist() == [[2.0]]
+    training, evaluation = report_runs.read_rows(path, [])
+    assert training["loss"].index.tolist() == [1, 2]
+    assert evaluation["error"].values.tolist() == [[2.0]]
 
 
 ROWS_ENDS = {

@@ -29,7 +29,7 @@ from xshard.checkpoint import format as format_lib
 from xshard.files import jsonfile, provenance, results, workdir
 from xshard.metrics import event_files, writers
 from xshard.metrics import rows as rows_lib
-from xshard.report import gallery, runs
+from xshard.report import page, runs
 
 
 def user_error(action):
@@ -288,7 +288,7 @@ SHOWN = {
 def test_damaged_samples_are_shown_safely(directory, content):
     (directory / "samples.jsonl").write_bytes(content + b"\n")
     for run in user_error(lambda: runs.read([str(directory)])) or []:
-        assert "<script" not in gallery.gallery([run])
+        assert "<script" not in page.gallery([run])
     rows = lambda: rows_lib.read(directory / "samples.jsonl")
     part = writers.Part(directory, 5, {}, rows, rows)
     event_files.EventFiles(directory / "tensorboard", part.everything).close()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import types
 
 import pytest
 
@@ -16,19 +17,9 @@ def now(monkeypatch):
     return timed.stand_in(monkeypatch)
 
 
-class Parts:
-    """A stand-in for a clock that tells the parts of the time."""
-
-    def __init__(self):
-        self.seconds = {}
-
-    def parts(self):
-        return dict(self.seconds)
-
-
-def make_file(directory, said=None, parts=None):
+def make_file(directory, said=None, parts=dict):
     say = said.append if said is not None else pytest.fail
-    return clock.SpanFile(directory, 1, parts or Parts(), say)
+    return clock.SpanFile(directory, 1, types.SimpleNamespace(parts=parts), say)
 
 
 def read(path):
@@ -73,11 +64,11 @@ def test_long_spans_of_all_threads_are_written(now, tmp_path):
 
 
 def test_the_shares_of_short_parts_are_written(now, tmp_path):
-    parts = Parts()
-    file = make_file(tmp_path, parts=parts)
+    parts = {}
+    file = make_file(tmp_path, parts=lambda: dict(parts))
     for second in range(25):
         now.now += 1
-        parts.seconds.update(step=0.75 * second, data=0.25 * second)
+        parts.update(step=0.75 * second, data=0.25 * second)
         file.flush()
     file.flush(is_last=True)
     first, last = read(tmp_path / "spans" / "process_1.json")

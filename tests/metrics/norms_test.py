@@ -16,7 +16,7 @@ from xshard.learners import state as learner_state
 from xshard.metrics import norms
 from xshard.metrics import rows as rows_lib
 from xshard.report import __main__ as report
-from xshard.report import norms as maps
+from xshard.report import runs
 
 
 def of_arrays(paths, groups=()):
@@ -72,7 +72,7 @@ def test_damaged_entries_are_left_out(tmp_path, damaged):
     row = {"step": 1, "norms": damaged}
     assert norms.by_name(row) == {"step": 1}
     write(tmp_path / "norms.jsonl", [row, row_of(2, ["w"]), {"step": 3}])
-    (shown,) = maps.read(tmp_path / "norms.jsonl", [])
+    (shown,) = runs.read_norms(tmp_path / "norms.jsonl", [])
     assert list(shown.values["ratio"]) == [2]
 
 
@@ -127,7 +127,7 @@ def test_the_writers_of_a_run(tmp_path, shared_programs):
 def test_a_map_has_few_columns_and_rows(tmp_path):
     paths = [f"block_{n}/{part}" for n in range(60) for part in ("w", "b")]
     write(tmp_path / "norms.jsonl", [row_of(step, paths) for step in range(1, 1001)])
-    (shown,) = maps.read(tmp_path / "norms.jsonl", [])
+    (shown,) = runs.read_norms(tmp_path / "norms.jsonl", [])
     gradient = shown.values["gradient"]
     assert 100 <= gradient.shape[1] <= 200 and gradient.columns[0] == 1
     # The norm of a module is that of its two arrays together.
@@ -137,12 +137,12 @@ def test_a_map_has_few_columns_and_rows(tmp_path):
     row = row_of(1, paths)
     row["norms"][""]["gradient"][1] = None
     write(tmp_path / "norms.jsonl", [row])
-    (shown,) = maps.read(tmp_path / "norms.jsonl", [])
+    (shown,) = runs.read_norms(tmp_path / "norms.jsonl", [])
     assert shown.values["gradient"][1].isna().tolist() == [True] + 59 * [False]
 
 
 def test_a_map_is_of_one_learner_and_group(tmp_path):
     two_groups = {name: of_arrays(["w"], groups=(2,)) for name in ("a", "b")}
     write(tmp_path / "norms.jsonl", [norms.row(5, two_groups)])
-    names = [shown.name for shown in maps.read(tmp_path / "norms.jsonl", [])]
+    names = [shown.name for shown in runs.read_norms(tmp_path / "norms.jsonl", [])]
     assert names == ["a, group 0", "a, group 1", "b, group 0", "b, group 1"]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.report import samples
 from xshard.pod import attempts
-from xshard.report import charts, figures, runs
+from xshard.report import charts, runs
 
 
 def read(tmp_path, *contents, **kwargs):
@@ -26,7 +26,7 @@ def read(tmp_path, *contents, **kwargs):
 def draw(some_runs, name):
     """Returns the traces and the layout of a chart."""
     (chart,) = [chart for chart in charts.charts(some_runs) if chart.name == name]
-    return checked(figures.figure(chart, some_runs))
+    return checked(charts.figure(chart, some_runs))
 
 
 def checked(figure):
@@ -137,13 +137,13 @@ def test_smoothing_changes_the_averages_and_never_the_rows(tmp_path):
     rows, average, cross = traces
     assert rows["y"] == values and rows["x"] == [1, 2, 3, 4]
     assert rows["legendgroup"] == average["legendgroup"] == cross["legendgroup"]
-    for w, smoothed in zip(figures.WEIGHTS, average["meta"], strict=True):
+    for w, smoothed in zip(charts.WEIGHTS, average["meta"], strict=True):
         # An average is the weighted sum of the values so far, divided by the sum of
         # their weights.
         expected = [1, (w + 3) / (w + 1), None, (w * w + 3 * w + 5) / (w * w + w + 1)]
         assert smoothed[2] is None
         assert smoothed[:2] + smoothed[3:] == pytest.approx(expected[:2] + expected[3:])
-    assert average["meta"][figures.FIRST_WEIGHT] == average["y"]
+    assert average["meta"][charts.FIRST_WEIGHT] == average["y"]
     traces, _ = draw(read(tmp_path / "more", samples.rows()), "loss_scale")
     assert not any("meta" in trace for trace in traces)
 
@@ -217,7 +217,7 @@ def test_no_peak_is_lost_where_rows_are_thinned():
 
 def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     some_runs = read(tmp_path, *[losses(1.0)] * 2, attempts=samples.ATTEMPTS)
-    traces, _ = checked(figures.bars(some_runs))
+    traces, _ = checked(charts.bars(some_runs))
     assert [trace["name"] for trace in traces] == [
         *attempts.TIME_CATEGORIES,
         attempts.DOWN,
@@ -227,7 +227,7 @@ def test_the_shares_of_the_time_add_up_to_one(tmp_path):
     assert traces[0]["x"][0] == pytest.approx(expected)
     totals = sum(np.array(trace["x"]) for trace in traces)
     assert totals == pytest.approx([1.0, 1.0])
-    assert figures.bars(read(tmp_path / "more", losses(1.0))) is None
+    assert charts.bars(read(tmp_path / "more", losses(1.0))) is None
 
 
 def test_names_are_escaped_for_plotly(tmp_path):
@@ -241,4 +241,4 @@ def test_names_are_escaped_for_plotly(tmp_path):
 
 
 def test_colors_are_all_different():
-    assert len({figures.color(number) for number in range(60)}) == 60
+    assert len({charts.color(number) for number in range(60)}) == 60

@@ -2,24 +2,37 @@
 no device is used.
 """
 
+import contextlib
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from xshard import checkpoint, errors
 from xshard import config as config_lib
 from xshard.base import formatting
 from xshard.files import disk, jsonfile, workdir
+from xshard.metrics import norms as norms_lib
+from xshard.metrics import rows as rows_lib
 from xshard.pod import attempts as attempts_lib
 from xshard.pod import status
-from xshard.report import norms as norms_lib
-from xshard.report import rows as rows_lib
 
+# The numbers under each name: a row for each step, ascending, and a column for each
+# group; nan if not finite.
+Columns = dict[str, pd.DataFrame]
 _CHECKPOINT_SECONDS = 30.0
 # The number of sample rows on a page; more would make it too large.
 _SAMPLES = 10
+# The most columns and rows of a map of norms; more could not be told apart.
+_MOST_STEPS = 200
+_MOST_ROWS = 80
+# What NumPy converts by itself, which is fast: there may be millions of numbers.
+_PLAIN = {float, int, types.NoneType}
 
 
 class Checkpoints(NamedTuple):
@@ -30,14 +43,28 @@ class Checkpoints(NamedTuple):
     problem: str = ""
 
 
+class NormMap(NamedTuple):
+    """The norms of a learner's parameters, in one group.
+
+    Attributes:
+      name: the learner and the group, if there are several; else empty.
+      values: for each quantity, first the ratio, a frame with a row for each path of a
+        parameter, or of a module if there are very many parameters, and a column for
+        each step, ascending; nan where it is not finite or not known.
+    """
+
+    name: str
+    values: dict[str, pd.DataFrame]
+
+
 class Run(NamedTuple):
     """One run.
 
     Attributes:
       path: its work directory.
       name: the shortest end of that path that no other run has.
-      evaluation_job: the columns of the evaluation job; `evaluation` has the run's own
-        evaluations.
+      evaluation: the columns of its own evaluations, without 'eval/'.
+      evaluation_job: those of the evaluation job.
       attempts: the attempts in order; empty for a run of a version that did not record
         them.
       state: 'done', 'running', 'stopped', 'failed', 'silent' or 'unknown'; `doing`
@@ -46,14 +73,15 @@ class Run(NamedTuple):
       samples: the newest rows of samples, in the format of `xshard.samples`, by
         ascending steps.
       norms: the norms of its parameters over the steps.
+      notes: notes on its files to show.
     """
 
     path: pathlib.Path
     name: str
     config: dict[str, Any]
-    training: rows_lib.Columns
-    evaluation: rows_lib.Columns
-    evaluation_job: rows_lib.Columns
+    training: Columns
+    evaluation: Columns
+    evaluation_job: Columns
     attempts: list[attempts_lib.Attempt]
     state: str
     doing: str
@@ -61,7 +89,7 @@ class Run(NamedTuple):
     results: dict[str, list[float]]
     checkpoints: Checkpoints
     samples: list[dict[str, Any]]
-    norms: list[norms_lib.NormMap]
+    norms: list[NormMap]
     notes: list[str]
 
 
@@ -80,61 +108,63 @@ def read(
     unique: dict[pathlib.Path, pathlib.Path] = {}
     for path in map(pathlib.Path, map(disk.expanded, paths)):
         unique.setdefault(path.resolve(), path.absolute())
-    directories = list(unique.values())
-    configs = []
+    configs = {}
     problems = []
-    for directory in directories:
+    for directory in unique.values():
         try:
-            configs.append(_config(directory))
+            configs[directory] = _config(directory)
         except (errors.UserError, OSError) as e:
             problems.append(str(e))
     if problems:
         raise errors.UserError("\n".join(problems))
     # An object store may not answer for a long time, so threads ask, all at once. They
     # are daemons, so that the program can exit without waiting for them.
-    listed: dict[str, Checkpoints] = {}
-    places = []
+    listed: dict[pathlib.Path, Checkpoints] = {}
     threads = []
-    for directory, config in zip(directories, configs, strict=True):
+    for directory, config in configs.items():
         elsewhere = config.get("checkpoint.directory")
-        places.append(str(elsewhere or directory / "checkpoints"))
+        place = str(elsewhere or directory / "checkpoints")
+        listed[directory] = Checkpoints(place)
         # A run that has not saved yet has no such directory, which is no error.
-        if elsewhere or pathlib.Path(places[-1]).is_dir():
-            arguments = (places[-1], listed)
+        if elsewhere or pathlib.Path(place).is_dir():
+            late = "the storage did not answer in time"
+            listed[directory] = Checkpoints(place, problem=late)
+            arguments = (directory, place, listed)
             threads.append(threading.Thread(target=_list, args=arguments, daemon=True))
             threads[-1].start()
-        else:
-            listed[places[-1]] = Checkpoints(places[-1])
     deadline = time.monotonic() + checkpoint_seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     runs = []
-    parts = zip(directories, _names(directories), configs, places, strict=True)
-    for directory, name, config, place in parts:
-        late = Checkpoints(place, problem="the storage did not answer in time")
-        runs.append(_run(directory, name, config, listed.get(place, late)))
+    names = _names(list(configs))
+    for name, (directory, config) in zip(names, configs.items(), strict=True):
+        runs.append(_run(directory, name, config, listed[directory]))
     return runs
 
 
-def _list(place: str, listed: dict[str, Checkpoints]) -> None:
-    """Lists the checkpoints at a place."""
+def _list(
+    directory: pathlib.Path, place: str, listed: dict[pathlib.Path, Checkpoints]
+) -> None:
+    """Lists the checkpoints of a run."""
     try:
         found = Checkpoints(place, checkpoint.read_catalog(place))
     except Exception as e:
         # No error here may prevent the rest of the page.
         found = Checkpoints(place, problem=str(e) or type(e).__name__)
-    listed[place] = found
+    listed[directory] = found
 
 
 def _run(
     path: pathlib.Path, name: str, config: dict[str, Any], checkpoints: Checkpoints
 ) -> Run:
-    rows = rows_lib.read(path / "metrics.jsonl")
-    evaluation_job = rows_lib.read(path / "eval" / "metrics.jsonl")
-    notes = [*rows.notes, *(f"eval/: {note}" for note in evaluation_job.notes)]
+    notes: list[str] = []
+    notes_of_job: list[str] = []
+    training, evaluation = read_rows(path / "metrics.jsonl", notes)
+    _, evaluation_job = read_rows(path / "eval" / "metrics.jsonl", notes_of_job)
+    notes += [f"eval/: {note}" for note in notes_of_job]
     results = _noted(notes, lambda: jsonfile.read_if_exists(path / workdir.RESULTS), {})
     processes = _noted(notes, lambda: status.read_if_exists(path), [])
-    columns = [*rows.training.values(), *rows.evaluation.values()]
+    columns = [*training.values(), *evaluation.values()]
     if not columns:
         notes.append("no metrics yet.")
     # Rows may be older than the status, and results may be from before the run was
@@ -145,39 +175,35 @@ def _run(
         steps = [results["step"]]
     step = max(steps, default=None)
     state, doing = _state(processes, results, step)
+    final = {}
+    if isinstance(results.get("eval"), dict):
+        for metric, value in results["eval"].items():
+            numbers = rows_lib.of_groups(value)
+            if numbers:
+                final[formatting.printable(metric)] = numbers
+    # The newest samples; if a step has two rows, the later one counts.
+    samples: dict[int, dict[str, Any]] = {}
+    for row in _rows(path / "samples.jsonl", notes):
+        samples[row["step"]] = row
+        if len(samples) > _SAMPLES:
+            del samples[min(samples)]
     return Run(
         path=path,
         name=name,
         config=config,
-        training=rows.training,
-        evaluation=rows.evaluation,
-        evaluation_job=evaluation_job.evaluation,
+        training=training,
+        evaluation=evaluation,
+        evaluation_job=evaluation_job,
         attempts=_noted(notes, lambda: attempts_lib.read(path), []),
         state=state,
         doing=doing,
         step=step,
-        results=rows_lib.numbers_of(results.get("eval")),
+        results=final,
         checkpoints=checkpoints,
-        samples=_newest_samples(path / "samples.jsonl", notes),
-        norms=norms_lib.read(path / "norms.jsonl", notes),
+        samples=[samples[step] for step in sorted(samples)],
+        norms=read_norms(path / "norms.jsonl", notes),
         notes=notes,
     )
-
-
-def _newest_samples(path: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Returns the newest rows of a file of samples, by ascending steps; each step once.
-
-    Args:
-      path: the file, which may be missing, and which a run may be writing.
-      notes: receives notes on the file to show.
-    """
-    rows: dict[int, dict[str, Any]] = {}
-    for row in rows_lib.of_file(path, notes):
-        # If a step has two rows, the later one counts.
-        rows[row["step"]] = row
-        if len(rows) > _SAMPLES:
-            del rows[min(rows)]
-    return [rows[step] for step in sorted(rows)]
 
 
 def _noted(notes: list[str], read: Callable[[], Any], otherwise: Any) -> Any:
@@ -234,9 +260,151 @@ def _state(
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
     """Returns the ends of the paths, just long enough to be distinct."""
-    longest = max((len(path.parts) for path in paths), default=0)
-    for length in range(1, longest + 1):
-        names = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]
-        if len(set(names)) == len(names):
+    length = 1
+    while len({path.parts[-length:] for path in paths}) < len(paths):
+        length += 1
+    ends = [str(pathlib.PurePath(*path.parts[-length:])) for path in paths]
+    return [formatting.printable(end) for end in ends]
+
+
+def read_rows(path: pathlib.Path, notes: list[str]) -> tuple[Columns, Columns]:
+    """Returns the columns of the training rows of a file, and of its evaluation rows.
+
+    Args:
+      path: the file, which a run may be writing; a missing file has no rows.
+      notes: receives notes on the file to show.
+    """
+    # By kind, name and step. If a step has two rows, the later one counts: the run has
+    # repeated the step.
+    values: dict[str, dict[str, dict[int, Any]]] = {
+        rows_lib.TRAIN: {},
+        rows_lib.EVALUATION: {},
+    }
+    for row in _rows(path, notes):
+        of_kind = values.get(rows_lib.kind(row))
+        if of_kind is not None:
+            step = row.pop("step")
+            for name, value in row.items():
+                of_kind.setdefault(name, {})[step] = value
+    training, evaluation = (
+        _columns(of_kind, path.name, notes) for of_kind in values.values()
+    )
+    return training, evaluation
+
+
+def _rows(path: pathlib.Path, notes: list[str]) -> Iterator[rows_lib.Row]:
+    """Yields the rows of a file. A file that cannot be read is a note, not an error."""
+    try:
+        yield from rows_lib.read(path, notes)
+    except errors.UserError as e:
+        notes.append(str(e))
+
+
+def _columns(values: dict[str, dict[int, Any]], file: str, notes: list[str]) -> Columns:
+    columns = {}
+    are_means = False
+    for name, by_step in rows_lib.numbers(dict(values)).items():
+        name = formatting.printable(name.removeprefix(rows_lib.OF_EVALUATION))
+        frame, is_mean = _frame(by_step)
+        are_means |= is_mean
+        lost = len(by_step) - len(frame)
+        if lost:
+            notes.append(
+                f"{file}: skipped {lost} value(s) of '{name}' that are not numbers."
+            )
+        if len(frame):
+            columns[name] = frame
+    if are_means:
+        notes.append(
+            f"{file}: the number of slices has changed, so their mean is shown."
+        )
+    return columns
+
+
+def _frame(by_step: dict[int, Any]) -> tuple[pd.DataFrame, bool]:
+    """Returns the numbers of values that have any, with a column for each group; and
+    whether they are means over groups, because the number of groups changes. Only that
+    of slices that train one model does.
+    """
+    if set(map(type, by_step.values())) <= _PLAIN:
+        # An integer may be too large for a float.
+        with contextlib.suppress(OverflowError):
+            return _finite(by_step), False
+    groups = {}
+    for step, value in by_step.items():
+        numbers = rows_lib.of_groups(value)
+        if numbers:
+            groups[step] = numbers
+    is_mean = len(set(map(len, groups.values()))) > 1
+    if is_mean:
+        groups = {step: [float(np.mean(x))] for step, x in groups.items()}
+    return _finite(groups), is_mean
+
+
+def _finite(by_step: dict[int, Any]) -> pd.DataFrame:
+    """Returns numbers by ascending steps, with nan for those that are not finite."""
+    array = np.array(list(by_step.values()), np.float64)
+    array[~np.isfinite(array)] = np.nan
+    return pd.DataFrame(array, index=list(by_step)).sort_index()
+
+
+def read_norms(path: pathlib.Path, notes: list[str]) -> list[NormMap]:
+    """Reads the maps from a run's norms.jsonl, which may be missing.
+
+    Args:
+      path: the file, which a run may be writing.
+      notes: receives notes on the file to show.
+    """
+    # Rows at about equal distances; if a step has two, the later one counts.
+    kept: dict[int, rows_lib.Row] = {}
+    stride = 1
+    for number, row in enumerate(_rows(path, notes)):
+        if norms_lib.is_row(row) and (number % stride == 0 or row["step"] in kept):
+            kept[row["step"]] = row
+        if len(kept) > _MOST_STEPS:
+            kept = {step: kept[step] for step in sorted(kept)[::2]}
+            stride *= 2
+    records = []
+    for step, row in kept.items():
+        for norms in norms_lib.parameters(row):
+            of_kinds = [norms.values[kind] for kind in norms_lib.KINDS]
+            for group, values in enumerate(zip(*of_kinds, strict=True)):
+                records.append((norms.learner, group, norms.path, step, *values))
+    names = ["learner", "group", "path", "step", *norms_lib.KINDS]
+    frame = pd.DataFrame(records, columns=names)
+    maps = []
+    for (learner, group), part in frame.groupby(["learner", "group"], sort=False):
+        words = []
+        if learner or frame["learner"].nunique() > 1:
+            words.append(learner)
+        if frame["group"].nunique() > 1:
+            words.append(f"group {group}")
+        maps.append(NormMap(formatting.printable(", ".join(words)), _values(part)))
+    return maps
+
+
+def _values(part: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Returns the norms by quantity, path and step.
+
+    Args:
+      part: the norms of one learner and group; a row for each path and step.
+    """
+    paths = part["path"].unique()
+    words = [path.split("/") for path in paths]
+    # A path is shown as a module that contains it, of as many words as leave at most
+    # `_MOST_ROWS` rows.
+    for length in range(max(map(len, words)), 0, -1):
+        names = [formatting.printable("/".join(path[:length])) for path in words]
+        if len(set(names)) <= _MOST_ROWS:
             break
-    return [formatting.printable(name) for name in names]
+    # The norm of a module is that of all its parameters together.
+    squares = part[list(norms_lib.KINDS)] ** 2
+    places = [part["path"].map(dict(zip(paths, names, strict=True))), part["step"]]
+    norms = squares.groupby(places, sort=False).sum(skipna=False) ** 0.5
+    values = {}
+    for kind in norms_lib.KINDS:
+        of_kind = norms[kind].unstack("step", sort=False)
+        values[kind] = of_kind.sort_index(axis="columns")
+    parameter = values["parameter"]
+    ratio = values["update"] / parameter.where(parameter > 0)
+    return {norms_lib.RATIO: ratio, **values}
