@@ -126,7 +126,7 @@ class Plan:
         for path, content in self.files.items():
             with _naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                disk.replace(path, content.encode(), durably=False)
+                disk.replace(path, content.encode())
 
     def run(self, *, replace: bool = False) -> int:
         """Writes the files and runs the commands up to the first that fails; returns
