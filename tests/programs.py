@@ -7,7 +7,6 @@ import functools
 
 import pytest
 
-from xshard.run import preflight
 from xshard.training import fingerprint, step
 from xshard.training import state as state_lib
 
@@ -34,9 +33,6 @@ def shared(besides=()):
     with pytest.MonkeyPatch.context() as patch:
         for module, name in _MAKERS:
             patch.setattr(module, name, _once(getattr(module, name), besides))
-        # A program that is traced once makes its rules once, so later runs would have
-        # none to look at.
-        patch.setattr(preflight, "_check_rules", lambda *args: None)
         yield
 
 

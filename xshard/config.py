@@ -108,8 +108,8 @@ class ReadConfig(ml_collections.FrozenConfigDict):
 def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
     """Lists the keys of a config that the experiment has not read, but should.
 
-    These are its own keys, and those of the loss scale and of the outer rule that are
-    set. A key from which another one takes its value counts as read.
+    These are its own keys, and those of the reduction, the loss scale and the outer
+    rule that are set. A key from which another one takes its value counts as read.
 
     Args:
       read: the copy of the config that the run reads.
@@ -122,7 +122,7 @@ def unread(read: ReadConfig, config: ml_collections.ConfigDict) -> list[str]:
     for key in KEYS:
         # A rule of the experiment's own may leave them unused.
         is_of_rule = key.name in ("outer.learning_rate", "outer.momentum")
-        is_of_rule |= key.name in _OF_LOSS_SCALE
+        is_of_rule |= key.name.startswith(("loss_scale.", "reduction."))
         if is_of_rule and values.get(key.name, key.default) != key.default:
             known.discard(key.name)
     names = []

@@ -135,6 +135,33 @@ def test_what_a_loss_scale_leaves_unused_is_named(tmp_path, capsys, kind):
     assert "loss_scale.kind" not in unread and "multiplier" not in unread
 
 
+class Bare(xshard.Experiment):
+    """Counts its steps, without a learner and a rule."""
+
+    def train_data(self):
+        return {"x": jnp.arange(32.0)}
+
+    def eval_data(self):
+        return self.train_data()
+
+    def init(self, key, batch):
+        return {"count": jnp.int32(0)}
+
+    def train_step(self, state, batch, key):
+        return {"count": state["count"] + 1}, {}
+
+    def eval_step(self, state, batch, key):
+        return {"error": batch["x"]}
+
+
+def test_a_run_without_a_rule_names_the_keys_of_rules(tmp_path, capsys):
+    config = make_config("tests.run.preflight_test.Bare", reduce_dtype="bfloat16")
+    config.steps = 1
+    assert loop.run(config.lock(), str(tmp_path), "") == 0
+    unread = capsys.readouterr().out.partition("no code has read")[2]
+    assert "reduction.reduce_dtype" in unread
+
+
 def test_a_key_that_reaches_a_rule_is_accepted(tmp_path):
     config = make_config("tests.toy.Wide", reduction="sum", reduce_dtype="bfloat16")
     loop.Run(config.lock(), str(tmp_path / "run"))

@@ -21,7 +21,6 @@ from xshard import errors
 from xshard.base import torus
 from xshard.learners import (
     adaptation,
-    composition,
     fp8,
     means,
     measures,
@@ -138,7 +137,7 @@ class Learner:
 
         Raises:
           UserError: for a network, an adaptation or an `aggregation_method` that is
-            none.
+            none, and for `gather_once` where nothing is gathered.
         """
         self._lora = lora
         self._network = networks.of(network, lora)
@@ -154,6 +153,11 @@ class Learner:
         self._policy = jmp.get_policy(config.precision)
         self._micro_batches = config.micro_batches
         self._gathers_once = config.gather_once
+        if config.gather_once and not config.reduction.shard_params:
+            raise errors.UserError(
+                "gather_once=True has no effect without reduction.shard_params=True: "
+                "set both, or neither."
+            )
         self._aggregation_method = gradients.method(config.aggregation_method)
         self._estimates = statistics.estimates(config)
         # Configs made before these keys existed lack them.
@@ -543,6 +547,10 @@ class Learner:
         opt = self._bound_optimizer({})
         run = run_context.current()
         outer_rules = base.rules_of_type(opt, outer.OuterOptimizer)
+        # Gradients pass through these types, of which float16 has a small range.
+        policy = self._policy
+        dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+        uses_half = jnp.float16 in map(jnp.dtype, dtypes)
         meta = state_lib.LearnerMeta(
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
             statistics_module=self._statistics_module(opt, params),
@@ -550,7 +558,7 @@ class Learner:
             outer_module=outer_rules[0].module_name if outer_rules else None,
             lora=self._lora,
             slots_from_params=_slots_from_params(opt, params),
-            has_unscaled_half=self._uses_half() and not inspection.scales_loss(opt),
+            has_unscaled_half=uses_half and not inspection.scales_loss(opt),
         )
         for rule in inspection.reducing(opt):
             if rule.shard_params:
@@ -562,12 +570,6 @@ class Learner:
                     meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
                 )
         return meta
-
-    def _uses_half(self) -> bool:
-        """Returns whether gradients pass through float16, which has a small range."""
-        policy = self._policy
-        dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-        return jnp.float16 in map(jnp.dtype, dtypes)
 
     def _statistics_module(self, opt: base.Optimizer, params: Any) -> str | None:
         """Returns the module that keeps the network's state for evaluation."""
@@ -596,9 +598,10 @@ class Learner:
         run = run_context.current()
         opt = validation.optimizer(self._make_optimizer)
         if not isinstance(opt, base.Optimizer):
-            opt = composition.rule_of(opt, self._config)
+            opt = inspection.compose(opt, self._config)
         where = validation.describe_method(self._make_optimizer)
         inspection.check_reduces(where, opt, run.mesh)
+        inspection.check_composed(where, opt, self._config)
         if self._skips_nonfinite:
             inspection.check_skips(opt)
             opt = inspection.SkipNonfinite(opt)

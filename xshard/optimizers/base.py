@@ -116,9 +116,6 @@ class Optimizer(hk.Module):
         # state that losses wrote since the last step, which a skipped step restores.
         self._loss_value: Any = None
         self._loss_writes: skips.Writes = skips.NO_WRITES
-        recorded = _RECORDED.get(None)
-        if recorded is not None:
-            recorded.append(self)
         # How a run's arrays lie on its replicas; None in a step of one's own.
         self._placement: layouts_lib.Placement | None = None
 
@@ -593,21 +590,6 @@ def all_rules(opt: Optimizer) -> list[Optimizer]:
 def rules_of_type(opt: Optimizer, kind: type[_Rule]) -> list[_Rule]:
     """Returns the rules of one class among `all_rules(opt)`, outermost first."""
     return [rule for rule in all_rules(opt) if isinstance(rule, kind)]
-
-
-# The list of `recording`, if it is active.
-_RECORDED: contextvars.ContextVar[list[Optimizer]] = contextvars.ContextVar("recorded")
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Optimizer]]:
-    """Yields a list that receives each rule that is made in its body."""
-    recorded: list[Optimizer] = []
-    token = _RECORDED.set(recorded)
-    try:
-        yield recorded
-    finally:
-        _RECORDED.reset(token)
 
 
 def _required_phases(rules: Sequence[Optimizer]) -> list[tuple[Optimizer, str]]:

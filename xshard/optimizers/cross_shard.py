@@ -87,7 +87,7 @@ class CrossShardOptimizer(base.OptimizerWrapper):
     def __init__(
         self,
         opt: Any,
-        reduction: str = Reduction.MEAN,
+        reduction: str = "mean",
         name: str = "CrossShardOptimizer",
         group_assignment: Sequence[Sequence[int]] | None = None,
         *,

@@ -1,15 +1,17 @@
 """A run's queries of its update rule, and its requirements on it."""
 
 import collections
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import optax
 
 from xshard import errors
-from xshard.base import mesh_axes
+from xshard.base import loss_scale_keys, mesh_axes
 from xshard.optimizers import (
     base,
     cross_shard,
@@ -29,6 +31,21 @@ GRADIENT = "gradient_of:"
 
 # The folder of `optax.inject_hyperparams` in its state.
 _HYPERPARAMETERS = "hyperparams"
+
+# The loss scales by the kind that `config.loss_scale` names.
+_LOSS_SCALES: dict[str, type[loss_scale.LossScale]] = {
+    loss_scale_keys.DYNAMIC: loss_scale.DynamicLossScale,
+    loss_scale_keys.FIXED: loss_scale.FixedLossScale,
+}
+
+# The keys of `config.reduction` that a rule keeps. The arithmetic is the run's.
+_REDUCTION_ARGUMENTS = (
+    "reduction",
+    "reduce_dtype",
+    "slice_dtype",
+    "shard_update",
+    "shard_params",
+)
 
 # The keys of `config.outer` that are arguments of an outer rule.
 _OUTER_ARGUMENTS = (
@@ -57,6 +74,69 @@ class SkipNonfinite(base.OptimizerWrapper):
     def get_name(self) -> str:
         """Returns the wrapped rule's name."""
         return self.opt.get_name()
+
+
+def compose(transformation: Any, config: ml_collections.ConfigDict) -> base.Optimizer:
+    """Returns the rule that a run makes of a plain optax transformation.
+
+    It is called inside `hk.transform_with_state`, as the constructors of rules are.
+
+    Args:
+      transformation: an optax transformation.
+      config: the run's config, of which `reduction` and `loss_scale` are read.
+
+    Raises:
+      ValueError: for an invalid value of either.
+    """
+    opt: base.Optimizer = optax_optimizer.OptaxOptimizer(transformation)
+    opt = cross_shard.CrossShardOptimizer(
+        opt, slice_axis_name=mesh_axes.SLICE, **config.reduction
+    )
+    kind = loss_scale_keys.kind(config)
+    if kind == loss_scale_keys.NONE:
+        return opt
+    scale = _LOSS_SCALES[kind](**loss_scale_keys.arguments(config))
+    return loss_scale.MixedPrecisionLossScaleOptimizer(opt, scale)
+
+
+def check_composed(
+    where: str, opt: base.Optimizer, config: ml_collections.ConfigDict
+) -> None:
+    """Raises UserError if a config's reduction or loss scale reaches no rule.
+
+    Whoever composes a rule by hand passes these values on. Without that, as in
+    `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks for would
+    happen.
+
+    Args:
+      where: what returned the rule, for messages.
+      opt: the rule.
+      config: the run's config.
+    """
+
+    def unreached(key: str, value: Any, passed_on: str, default: Any) -> Exception:
+        return errors.UserError(
+            f"config.{key}={value!r} reaches no rule of {where}, so nothing of it "
+            f"would happen: pass it on, as in {passed_on}; or return the plain optax "
+            f"transformation, which the run wraps; or leave it at {default!r}."
+        )
+
+    signature = inspect.signature(cross_shard.CrossShardOptimizer.__init__)
+    passed_on = "CrossShardOptimizer(rule, **self.config.reduction)"
+    for key in _REDUCTION_ARGUMENTS:
+        default = signature.parameters[key].default
+        value = config.reduction.get(key, default)
+        has_value = any(getattr(rule, key) == value for rule in reducing(opt))
+        if value != default and not has_value:
+            raise unreached(f"reduction.{key}", value, passed_on, default)
+    kind = loss_scale_keys.kind(config)
+    if kind == loss_scale_keys.NONE:
+        return
+    wanted = _LOSS_SCALES[kind]
+    rules = base.rules_of_type(opt, loss_scale.MixedPrecisionLossScaleOptimizer)
+    if not any(isinstance(rule.loss_scale, wanted) for rule in rules):
+        passed_on = f"MixedPrecisionLossScaleOptimizer(rule, {wanted.__name__}(...))"
+        raise unreached("loss_scale.kind", kind, passed_on, loss_scale_keys.NONE)
 
 
 def reducing(opt: base.Optimizer) -> list[cross_shard.CrossShardOptimizer]:

@@ -17,11 +17,11 @@ from xshard import config as config_lib
 from xshard import errors, logical
 from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
-from xshard.base import formatting, loss_scale_keys, mesh_axes
+from xshard.base import formatting, mesh_axes
 from xshard.data import batches
 from xshard.files import identity
-from xshard.learners import composition, statistics, validation
-from xshard.optimizers import base, cross_shard, layouts, trees
+from xshard.learners import statistics, validation
+from xshard.optimizers import layouts, trees
 from xshard.run import dispatch, replica_analysis, slices
 from xshard.training import replica_state, step
 from xshard.training import state as state_lib
@@ -123,9 +123,7 @@ def programs(
         # XLA partitions the step of such a run, so its program does not show what each
         # replica computes.
         analyzed_step = jax.jit(step.make_analyzed_step(experiment, mesh))
-    with base.recording() as rules:
-        traced_step = analyzed_step.trace(state, batch)
-    _check_rules(experiment, rules)
+    traced_step = analyzed_step.trace(state, batch)
     _check_statistics(experiment, state)
     slices.check_exchanges(experiment, state)
     replica_analysis.check_outputs(experiment, mesh, state, batch, traced_step)
@@ -243,7 +241,7 @@ def _options(
 ) -> dict[str, bool | str] | None:
     """Returns the options with which XLA compiles a training step."""
     device_kind = mesh.devices.flat[0].device_kind
-    if experiment.config.reduction.shard_params and device_kind in _AHEAD_ON:
+    if device_kind in _AHEAD_ON and experiment.config.reduction.shard_params:
         return _ONE_LAYER_AHEAD
     return None
 
@@ -440,65 +438,6 @@ def _note_of_whole_arrays(
     yield (
         f"note: of {total:,} parameters, {size:,} are updated whole on each replica, "
         f"since {count} replicas divide no free dimension of their arrays: {named}."
-    )
-
-
-def _check_rules(
-    experiment: experiment_lib.Experiment, rules: Sequence[base.Optimizer]
-) -> None:
-    """Checks that `config.reduction` and `config.loss_scale` reach a rule of the step.
-
-    An experiment that composes a rule by hand passes these values on. Where it does
-    not, as in `CrossShardOptimizer(optax.adam(1e-3))`, nothing of what the config asks
-    for would happen.
-
-    Args:
-      experiment: the experiment.
-      rules: the rules that the step was traced with.
-
-    Raises:
-      UserError: if no rule was made with one of the values.
-    """
-    config = experiment.config
-    if config.gather_once and not config.reduction.shard_params:
-        raise errors.UserError(
-            "gather_once=True has no effect without reduction.shard_params=True: set "
-            "both, or neither."
-        )
-    reducing = []
-    for rule in rules:
-        if isinstance(rule, cross_shard.CrossShardOptimizer):
-            reducing.append(rule)
-    passed_on = "CrossShardOptimizer(rule, **self.config.reduction)"
-    for key, default in config_lib.default().reduction.items():
-        value = config.reduction.get(key, default)
-        # No rule keeps the arithmetic, which is the run's.
-        if value == default or key == "arithmetic":
-            continue
-        if not any(getattr(rule, key) == value for rule in reducing):
-            raise _unreached(experiment, f"reduction.{key}", value, passed_on, default)
-    kind = loss_scale_keys.kind(config)
-    if kind == loss_scale_keys.NONE:
-        return
-    wanted = composition.LOSS_SCALES[kind]
-    scales = [getattr(rule, "loss_scale", None) for rule in rules]
-    if not any(isinstance(scale, wanted) for scale in scales):
-        passed_on = f"MixedPrecisionLossScaleOptimizer(rule, {wanted.__name__}(...))"
-        raise _unreached(experiment, "loss_scale.kind", kind, passed_on, "none")
-
-
-def _unreached(
-    experiment: experiment_lib.Experiment,
-    key: str,
-    value: Any,
-    passed_on: str,
-    default: Any,
-) -> errors.UserError:
-    return errors.UserError(
-        f"config.{key}={value!r} reaches no rule of "
-        f"{validation.describe_method(experiment.train_step)}, so nothing of it would "
-        f"happen: pass it on, as in {passed_on}; or return the plain optax "
-        f"transformation, which the run wraps; or leave it at {default!r}."
     )
 
 
