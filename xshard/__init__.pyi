@@ -8,7 +8,7 @@ from . import config as config
 from .callbacks import early_stopping
 from .errors import UserError
 from .experiment import Experiment, PerExample, PerReplica
-from .learners.float8 import fp8_dot_general
+from .learners.fp8 import fp8_dot_general
 from .learners.learner import Learner
 from .learners.lora import lora
 from .learners.remat import remat_policy
@@ -17,6 +17,7 @@ from .mesh import make_mesh
 from .optimizers.base import Optimizer, OptimizerWrapper
 from .optimizers.cross_shard import CrossShardOptimizer, Reduction
 from .optimizers.gradients import AggregationMethod, MicroBatches
+from .optimizers.layouts import StateSharding
 from .optimizers.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -26,10 +27,8 @@ from .optimizers.loss_scale import (
 from .optimizers.moving_average import MovingAverageOptimizer
 from .optimizers.optax import OptaxOptimizer
 from .optimizers.outer import OuterOptimizer
-from .optimizers.own_calls import per_replica
 from .optimizers.replica_calls import equal_on_replicas
-from .optimizers.replica_map import vmap_replicas
-from .optimizers.state_layouts import StateSharding
+from .optimizers.replica_map import per_replica, vmap_replicas
 from .samples import Histogram, Image
 from .supervised import Supervised
 from .trained import Trained, load

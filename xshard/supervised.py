@@ -16,8 +16,8 @@ from jax import lax
 from xshard import config as config_lib
 from xshard import errors, experiment, methods
 from xshard import mesh as mesh_lib
-from xshard.learners import adaptation, learner, validation
-from xshard.learners.state import LearnerState, Outcome
+from xshard.learners import learner, validation
+from xshard.learners.state import Adaptation, LearnerState, Outcome
 from xshard.optimizers import trees
 
 
@@ -140,7 +140,7 @@ class Supervised(experiment.Experiment):
         """
         return ""
 
-    def lora(self) -> adaptation.Adaptation | None:
+    def lora(self) -> Adaptation | None:
         """Returns a low-rank adaptation of the network, from `xshard.lora`.
 
         The parameters of the network are then frozen. By default there is none.

@@ -13,7 +13,7 @@ from jax import export, lax
 
 import xshard
 from xshard import errors
-from xshard.learners import float8
+from xshard.learners import fp8
 
 # Dimension numbers: of a matrix, of several summed dimensions in each order, of batches
 # in each order, and of vectors.
@@ -123,7 +123,7 @@ def test_it_stands_in_for_the_products_of_einsum():
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_largest_number_fits_and_uses_the_range(largest, format_):
     limit, _ = FORMATS[format_]
-    cast = float8._cast(jnp.float32([-largest, 0.0]), format_)
+    cast = fp8._cast(jnp.float32([-largest, 0.0]), format_)
     narrow = abs(float(cast.narrow[0].astype(jnp.float32)))
     assert limit / 2 * (1 - 2.0**-4) <= narrow <= limit
     assert math.log2(float(cast.inverse)).is_integer()
@@ -134,16 +134,16 @@ def test_each_exponent_has_a_scale_of_its_own(format_):
     limit, _ = FORMATS[format_]
     at = np.float32(1.75 * 2.0 ** np.arange(-101.0, 128.0))
     above = np.nextafter(at, np.float32(np.inf))
-    cast = jax.vmap(lambda x: float8._cast(x, format_))
+    cast = jax.vmap(lambda x: fp8._cast(x, format_))
     assert np.all(np.asarray(cast(at).narrow, np.float32) == limit)
     np.testing.assert_array_equal(cast(above).inverse, 2 * cast(at).inverse)
 
 
 @pytest.mark.parametrize("x", [0.0, 1e-42, 1e-38, jnp.inf, jnp.nan])
 def test_an_array_without_a_magnitude_has_a_scale_that_is_finite(x):
-    cast = float8._cast(jnp.full((2,), x, jnp.float32), "float8_e5m2")
+    cast = fp8._cast(jnp.full((2,), x, jnp.float32), "float8_e5m2")
     assert jnp.isfinite(cast.inverse) and cast.inverse > 0
-    empty = float8._cast(jnp.zeros((0,)), "float8_e5m2")
+    empty = fp8._cast(jnp.zeros((0,)), "float8_e5m2")
     assert jnp.isfinite(empty.inverse) and empty.inverse > 0
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import xshard
-from xshard.optimizers import base, state_layouts
+from xshard.optimizers import base, layouts
 
 REPLICAS = 8
 MESH_AXIS = "replica"
@@ -148,7 +148,7 @@ def vmapped(f: Any, in_specs: Any, out_specs: Any, replicas: int = REPLICAS) -> 
 
 def placed(state: Any, of_params: Any, replicas: int = REPLICAS) -> Any:
     """Returns the state of rules that shard their update, on the devices in shards."""
-    specs = state_layouts.StateSharding(state, of_params, replicas).specs
+    specs = layouts.StateSharding(state, of_params, replicas).specs
     place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh(replicas), spec))
     return jax.tree.map(place, state, specs)
 
@@ -175,7 +175,7 @@ def sharded(
         rules = hk.transform(lambda: base.all_rules(make_optimizer())).apply({}, None)
         of_state: Any = place(whole)
         if any(getattr(rule, "shard_update", False) for rule in rules):
-            sharding = state_layouts.StateSharding(s, params(), replicas)
+            sharding = layouts.StateSharding(s, params(), replicas)
             of_state = jax.tree.map(place, sharding.specs)
         shardings = place(whole), of_state, place(jax.P(MESH_AXIS)), place(whole)
         given = jax.device_put((p, s, x, jnp.asarray(n, jnp.int32)), shardings)

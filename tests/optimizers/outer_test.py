@@ -14,7 +14,7 @@ import pytest
 import xshard
 from tests.optimizers import harness
 from xshard.dryrun import collectives
-from xshard.optimizers import axes, integer_sums, outer
+from xshard.optimizers import axes, outer
 
 SLICES = 4
 EVERY = 3
@@ -307,9 +307,9 @@ def test_slices_are_equal_after_an_exchange_whatever_they_send(dtype):
 def test_codes_restore_what_they_can_hold():
     x = jnp.arange(-127, 128, dtype=jnp.float32)
     x = jnp.tile(x, 40).reshape(8, -1)
-    codes, scales = integer_sums.quantize(x)
+    codes, scales = outer.quantize(x)
     assert codes.size == -(-x.size // 256) * 256
-    restored = integer_sums.dequantize(codes, scales, x.shape)
+    restored = outer.dequantize(codes, scales, x.shape)
     np.testing.assert_array_equal(restored, x)
 
 
@@ -326,13 +326,13 @@ def test_the_exchange_sends_each_part_once_in_its_type(shard_update):
         found = [one for one in collectives.of(compiled) if one.is_conditional]
         # Replicas are neighbors, and slices are every second device.
         between = [one for one in found if one.groups == ((0, 2, 4, 6), (1, 3, 5, 7))]
-        numbers = blocks * integer_sums.BLOCK
+        numbers = blocks * outer.BLOCK
         if not shard_update:
             # Each replica sends a half, in whole blocks.
-            numbers = -(-blocks // 2) * integer_sums.BLOCK
+            numbers = -(-blocks // 2) * outer.BLOCK
         # An all-reduce gives the sum, and a gather what all slices sent.
         slices = 1 if dtype == "float32" else SLICES
-        scales = 4 * numbers / integer_sums.BLOCK if "int" in dtype else 0
+        scales = 4 * numbers / outer.BLOCK if "int" in dtype else 0
         sent = sum(one.bytes for one in between)
         assert sent == slices * (numbers * size + scales), (dtype, between)
         assert all(one.times == 1 for one in between)

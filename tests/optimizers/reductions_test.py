@@ -14,7 +14,7 @@ import pytest
 
 import xshard
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, integer_sums
+from xshard.optimizers import base, cross_shard, outer
 
 MESH = (2, 4)
 AXES = ("slice", "replica")
@@ -219,8 +219,8 @@ def test_a_global_clip_uses_the_sum_over_all_slices(shard_update):
 def test_int8_does_not_hide_nonfinite_values(bad):
     # XLA's maximum of a large array may lose NaN on the CPU.
     size = 1 << 14
-    codes, scales = jax.jit(integer_sums.quantize)(jnp.ones(size).at[300].set(bad))
-    restored = integer_sums.dequantize(codes, scales, (size,))
+    codes, scales = jax.jit(outer.quantize)(jnp.ones(size).at[300].set(bad))
+    restored = outer.dequantize(codes, scales, (size,))
     # Only the block of the bad element is not finite.
     np.testing.assert_array_equal(
         ~np.isfinite(restored), (np.arange(size) >= 256) & (np.arange(size) < 512)
@@ -228,9 +228,9 @@ def test_int8_does_not_hide_nonfinite_values(bad):
 
 
 def test_zeros_stay_zero_in_int8():
-    codes, scales = integer_sums.quantize(jnp.zeros((3, 5)))
+    codes, scales = outer.quantize(jnp.zeros((3, 5)))
     np.testing.assert_array_equal(
-        integer_sums.dequantize(codes, scales, (3, 5)), np.zeros((3, 5))
+        outer.dequantize(codes, scales, (3, 5)), np.zeros((3, 5))
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import xshard
 from tests.optimizers import harness
-from xshard.optimizers import base, cross_shard, loss_scale, state_layouts
+from xshard.optimizers import base, cross_shard, loss_scale
 from xshard.optimizers import layouts as layouts_lib
 from xshard.optimizers import optax as optax_optimizer
 
@@ -391,7 +391,7 @@ def compiled(transformation, params, replicas=4):
     )
     _, state = rule.init(None)
     place = lambda spec: jax.NamedSharding(harness.mesh(replicas), spec)
-    specs = state_layouts.StateSharding(state, params, replicas).specs
+    specs = layouts_lib.StateSharding(state, params, replicas).specs
     run = xshard.vmap_replicas(
         lambda state: rule.apply({}, state, None),
         harness.mesh(replicas),

@@ -10,7 +10,6 @@ from optax import contrib
 
 from tests.optimizers import harness
 from xshard.optimizers import (
-    back_off,
     base,
     cross_shard,
     loss_scale,
@@ -74,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=0.1
     ),
-    "back_off": lambda: back_off.with_back_off(optax.adam(0.1)),
+    "back_off": lambda: optax_optimizer.with_back_off(optax.adam(0.1)),
     "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "partition": lambda: optax.partition(
         {"w": optax.adam(0.1), "b": optax.sgd(0.1)},

@@ -20,7 +20,6 @@ import optax
 from xshard import errors
 from xshard.base import torus
 from xshard.learners import (
-    adaptation,
     fp8,
     means,
     measures,
@@ -39,7 +38,6 @@ from xshard.optimizers import (
     gradients,
     inspection,
     layouts,
-    marks,
     moving_average,
     outer,
     phases,
@@ -102,7 +100,7 @@ class Learner:
         clip_gradients: Callable[[Any], Any] | None = None,
         frozen: str = "",
         uncast: str = "",
-        lora: adaptation.Adaptation | None = None,
+        lora: state_lib.Adaptation | None = None,
     ):
         """Stores the network, the rule and the options of training.
 
@@ -359,7 +357,7 @@ class Learner:
             # were before. With one replica no collective shows that in the program, so
             # they are declared equal here.
             new = replica_calls.equal_on_replicas(
-                marks.marked(marks.UPDATED, new),
+                replica_calls.marked(replica_calls.UPDATED, new),
                 given=(state.params, state.global_step),
             )
         applied = new["global_step"] != state.global_step
@@ -546,6 +544,24 @@ class Learner:
         """
         opt = self._bound_optimizer({})
         run = run_context.current()
+        evaluated = _rules_with_evaluation_params(opt, params)
+        names = [rule.get_name() for rule in evaluated]
+        if len(names) > 1:
+            where = validation.describe_method(self._make_optimizer)
+            raise errors.UserError(
+                f"{where} returned rules that each have parameters of their own for "
+                f"evaluation: {' and '.join(names)}. Use one of them."
+            )
+        # The module that keeps the network's state for evaluation.
+        statistics_module = None
+        for rule in evaluated:
+            averages = isinstance(rule, moving_average.MovingAverageOptimizer)
+            if averages or self._estimates:
+                statistics_module = rule.module_name
+        slots = []
+        for rule in base.all_rules(opt):
+            for name in rule.slots_from_params(params):
+                slots.append((rule.module_name, name))
         outer_rules = base.rules_of_type(opt, outer.OuterOptimizer)
         # Gradients pass through these types, of which float16 has a small range.
         policy = self._policy
@@ -553,11 +569,11 @@ class Learner:
         uses_half = jnp.float16 in map(jnp.dtype, dtypes)
         meta = state_lib.LearnerMeta(
             shards_update=any(rule.shard_update for rule in inspection.reducing(opt)),
-            statistics_module=self._statistics_module(opt, params),
-            evaluation_rule=self._evaluation_rule(opt, params),
+            statistics_module=statistics_module,
+            evaluation_rule=names[0] if names else None,
             outer_module=outer_rules[0].module_name if outer_rules else None,
             lora=self._lora,
-            slots_from_params=_slots_from_params(opt, params),
+            slots_from_params=tuple(slots),
             has_unscaled_half=uses_half and not inspection.scales_loss(opt),
         )
         for rule in inspection.reducing(opt):
@@ -570,26 +586,6 @@ class Learner:
                     meta, param_layouts=param_layouts, reduce_dtype=rule.reduce_dtype
                 )
         return meta
-
-    def _statistics_module(self, opt: base.Optimizer, params: Any) -> str | None:
-        """Returns the module that keeps the network's state for evaluation."""
-        for rule in _rules_with_evaluation_params(opt, params):
-            averages = isinstance(rule, moving_average.MovingAverageOptimizer)
-            if averages or self._estimates:
-                return rule.module_name
-        return None
-
-    def _evaluation_rule(self, opt: base.Optimizer, params: Any) -> str | None:
-        """Returns the name of the rule that has other parameters for evaluation."""
-        rules = _rules_with_evaluation_params(opt, params)
-        names = [rule.get_name() for rule in rules]
-        if len(names) > 1:
-            where = validation.describe_method(self._make_optimizer)
-            raise errors.UserError(
-                f"{where} returned rules that each have parameters of their own for "
-                f"evaluation: {' and '.join(names)}. Use one of them."
-            )
-        return names[0] if names else None
 
     def _bound_optimizer(
         self, param_layouts: layouts.Layouts, update_key: jax.Array | None = None
@@ -816,15 +812,6 @@ def _rules_with_evaluation_params(
 ) -> list[base.Optimizer]:
     """Returns the rules that themselves define parameters for evaluation."""
     return [rule for rule in base.all_rules(opt) if rule.has_evaluation_params(params)]
-
-
-def _slots_from_params(opt: base.Optimizer, params: Any) -> tuple[tuple[str, str], ...]:
-    """Returns the module and name of each slot that begins as a parameter's copy."""
-    slots = []
-    for rule in base.all_rules(opt):
-        for name in rule.slots_from_params(params):
-            slots.append((rule.module_name, name))
-    return tuple(slots)
 
 
 def _with_wide_shards(state: state_lib.LearnerState) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from xshard import errors
 from xshard.base import arguments
-from xshard.learners import adaptation
+from xshard.learners import state as state_lib
 from xshard.optimizers import trees
 
 # The ends of the names of the two matrices that belong to an array. The first is drawn
@@ -71,7 +71,7 @@ def lora(rank: int, alpha: float, select: str, *, train: str = "") -> "Lora":
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora(adaptation.Adaptation):
+class Lora(state_lib.Adaptation):
     """A low-rank adaptation, as `lora` describes it."""
 
     rank: int

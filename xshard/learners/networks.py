@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xshard import errors
-from xshard.learners import adaptation, validation
+from xshard.learners import state as state_lib
+from xshard.learners import validation
 from xshard.optimizers import gathering, trees
 
 # The module of an array that has a name alone, as in Haiku.
@@ -58,7 +59,7 @@ class Network(abc.ABC):
         """
 
 
-def of(network: Any, lora: adaptation.Adaptation | None) -> Network:
+def of(network: Any, lora: state_lib.Adaptation | None) -> Network:
     """Returns the network of a `Learner`'s argument.
 
     Args:
@@ -68,7 +69,7 @@ def of(network: Any, lora: adaptation.Adaptation | None) -> Network:
     Raises:
       UserError: if it is neither, or `lora` is no adaptation.
     """
-    if lora is not None and not isinstance(lora, adaptation.Adaptation):
+    if lora is not None and not isinstance(lora, state_lib.Adaptation):
         raise errors.UserError(
             f"lora is {lora!r}: give the result of xshard.lora, or None."
         )
@@ -96,9 +97,7 @@ def of(network: Any, lora: adaptation.Adaptation | None) -> Network:
 class _Haiku(Network):
     """A Haiku function."""
 
-    def __init__(
-        self, function: Callable[..., Any], lora: adaptation.Adaptation | None
-    ):
+    def __init__(self, function: Callable[..., Any], lora: state_lib.Adaptation | None):
         self.function = function
         self._adapted = lora.around(function) if lora else function
         self._transformed = hk.transform_with_state(self._adapted)
@@ -154,7 +153,7 @@ class _Pair(Network):
         self,
         init: Callable[..., Any],
         apply: Callable[..., Any],
-        lora: adaptation.Adaptation | None,
+        lora: state_lib.Adaptation | None,
     ):
         self.function = apply
         self._init = init

@@ -1,13 +1,13 @@
 """The state of a learner, and the report of an update of it."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xshard.learners import adaptation
 from xshard.optimizers import layouts, trees
 
 # The verdicts on an update.
@@ -17,6 +17,48 @@ FINE = 0
 SKIPPED_AT_MIN_SCALE = 1
 # Applied with a loss or gradient that is not finite.
 NONFINITE = 2
+
+
+class Adaptation(abc.ABC):
+    """What a learner asks of an adaptation of its network, such as `xshard.lora`.
+
+    It is further parameters, which change how the network uses its own.
+    """
+
+    @property
+    @abc.abstractmethod
+    def factors(self) -> dict[str, float]:
+        """What else than parameters the adaptation follows from, as JSON values."""
+
+    @abc.abstractmethod
+    def extend(
+        self,
+        key: jax.Array,
+        params: Mapping[str, Mapping[str, jax.Array]],
+        requested: Mapping[str, tuple[int, ...]],
+    ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+        """Returns the first parameters of a network with those of the adaptation.
+
+        Args:
+          key: the random key.
+          params: the parameters of the network, a Haiku tree.
+          requested: the shape in which the network asks for each of them, by path.
+
+        Returns:
+          The parameters, and the shapes likewise.
+        """
+
+    @abc.abstractmethod
+    def around(self, network: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a Haiku function that is the network as it is adapted."""
+
+    @abc.abstractmethod
+    def merge(self, params: Any) -> Any:
+        """Returns the parameters with which the network alone is as it is adapted."""
+
+    @abc.abstractmethod
+    def trained(self, params: Any) -> list[str]:
+        """Returns the paths of the parameters to train, of those of `extend`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +97,7 @@ class LearnerMeta:
         default_factory=dict, compare=False
     )
     reduce_dtype: str = dataclasses.field(default="float32", compare=False)
-    lora: adaptation.Adaptation | None = None
+    lora: Adaptation | None = None
     has_unscaled_half: bool = dataclasses.field(default=False, compare=False)
     in_float8: tuple[str, ...] = ()
 

@@ -55,12 +55,19 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # An overriding method may call its loss itself.
         if args and callable(args[0]):
-            args = (_as_loss(args[0]), *args[1:])
+            # An overriding method may call its loss itself, which may keep state.
+            loss = args[0]
+
+            @functools.wraps(loss)
+            def as_loss(*args: Any, **kwargs: Any) -> Any:
+                with _loss_is_called():
+                    return loss(*args, **kwargs)
+
+            args = (as_loss, *args[1:])
         rules = all_rules(self)
         for rule in rules:
-            rule._keep_loss(None)
+            rule._loss_value = None
         with _refusing_state(method):
             returned = method(self, *args, **kwargs)
         value = returned[0]
@@ -68,7 +75,7 @@ def _calls_losses(method: Callable[..., Any]) -> Callable[..., Any]:
             value, _ = value
         for rule in rules:
             if rule._loss_value is None:
-                rule._keep_loss(value)
+                rule._loss_value = value
         return returned
 
     return hk.transparent(call)
@@ -112,8 +119,9 @@ class Optimizer(hk.Module):
         super().__init__(name=name)
         # What `compute_gradients` of this rule, or of one that holds it, leaves for
         # `apply_gradients`, which a user calls with nothing but gradients: the
-        # replica's own loss, unscaled, until a rule around this one reduces it; and the
-        # state that losses wrote since the last step, which a skipped step restores.
+        # replica's own loss, unscaled, until a rule around this one reduces it, or
+        # None; and the state that losses wrote since the last step, which a skipped
+        # step restores.
         self._loss_value: Any = None
         self._loss_writes: skips.Writes = skips.NO_WRITES
         # How a run's arrays lie on its replicas; None in a step of one's own.
@@ -453,10 +461,6 @@ class Optimizer(hk.Module):
         del params
         return None
 
-    def _keep_loss(self, value: Any) -> None:
-        """Keeps the loss of this step for this rule's own update; None for none."""
-        self._loss_value = value
-
     def restore_unless_applied(self, applied: Any) -> None:
         """Restores the state that losses wrote since the last step, if it is skipped.
 
@@ -634,17 +638,6 @@ def _loss_is_called() -> Iterator[None]:
         yield
     finally:
         _METHOD.reset(token)
-
-
-def _as_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function, which may keep Haiku state."""
-
-    @functools.wraps(loss)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _loss_is_called():
-            return loss(*args, **kwargs)
-
-    return call
 
 
 @contextlib.contextmanager

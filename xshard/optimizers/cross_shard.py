@@ -339,43 +339,37 @@ class CrossShardOptimizer(base.OptimizerWrapper):
         """
         for axis in self._mapped_axes():
             axes.check_varying(grads, axis)
-        has_slices = self._num_slices() > 1
-        if not has_slices and not keeps_shards:
-            return self._sum(grads)
+        slice_axis = self.slice_axis_name if self._num_slices() > 1 else None
+        if slice_axis is None and not keeps_shards:
+            if self._group_size() == 1:
+                return grads
+            psum = functools.partial(
+                lax.psum,
+                axis_name=self.axis_name,
+                axis_index_groups=self.group_assignment,
+            )
+            if self.reduce_dtype == "float32":
+                # One psum of the whole tree, so that XLA needs one collective for all
+                # gradients.
+                return psum(grads)
+            return jax.tree.map(
+                lambda x: shards.summed(psum, x, self.reduce_dtype), grads
+            )
 
         # Within a slice each replica receives its shard of the sums, and sends only
         # that to the other slices.
         partition = self._make_partition(grads)
         scatter = lambda layout, x: partition.scatter(layout, x, self.reduce_dtype)
         sums = partition.map(scatter, grads)
-        if has_slices:
-            sums = self._sum_over_slices(sums)
+        if slice_axis is not None:
+            psum = functools.partial(lax.psum, axis_name=slice_axis)
+            over_slices = lambda x: shards.summed(psum, x, self.slice_dtype)
+            sums = jax.tree.map(over_slices, sums)
         if keeps_shards:
             return sums
         gather = lambda layout, x: partition.gather(layout, x, self.reduce_dtype)
         # The program does not show that what is gathered in steps is equal.
         return replica_calls.equal_on_replicas(partition.map(gather, sums))
-
-    def _sum(self, grads: trees.Gradients) -> trees.Gradients:
-        """Returns the sums over the group, whole."""
-        if self._group_size() == 1:
-            return grads
-        psum = functools.partial(
-            lax.psum,
-            axis_name=self.axis_name,
-            axis_index_groups=self.group_assignment,
-        )
-        if self.reduce_dtype == "float32":
-            # One psum of the whole tree, so that XLA needs one collective for all
-            # gradients.
-            return psum(grads)
-        return jax.tree.map(lambda x: shards.summed(psum, x, self.reduce_dtype), grads)
-
-    def _sum_over_slices(self, sums: trees.Gradients) -> trees.Gradients:
-        """Returns the sums of shards over all slices."""
-        assert self.slice_axis_name is not None
-        psum = functools.partial(lax.psum, axis_name=self.slice_axis_name)
-        return jax.tree.map(lambda x: shards.summed(psum, x, self.slice_dtype), sums)
 
     def partition(self, params: trees.Params) -> shards.Partition | None:
         """Implements `Optimizer.partition`.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from xshard import errors
 from xshard.base import mesh_axes, primitives, torus
 from xshard.base.jax_internals import jaxprs
-from xshard.optimizers import gradients, marks, replica_calls, shards, trees, varying
+from xshard.optimizers import gradients, replica_calls, shards, trees, varying
 from xshard.optimizers import layouts as layouts_lib
 
 # The least number of elements in a shard, one row of a TPU memory tile. Gathering fewer
@@ -314,7 +314,7 @@ class Gatherer:
         is_cast = dtype is not None and jnp.issubdtype(shard.dtype, jnp.floating)
         sent_dtype = dtype if is_cast else shard.dtype
 
-        # `marks.GATHERED` is this function's name, by which an analysis of the
+        # `replica_calls.GATHERED` is this function's name, by which an analysis of the
         # program finds it.
         def gathered_parameter(
             shard: jax.Array, gathered: jax.Array | None
@@ -389,7 +389,7 @@ class Gatherer:
         def transfer(
             eqn: Any, inputs: list[varying.Variation]
         ) -> list[varying.Variation] | None:
-            if eqn.params.get("name") == marks.GATHERED:
+            if eqn.params.get("name") == replica_calls.GATHERED:
                 for label in inputs[0].labels:
                     if label.is_within:
                         early.add(label.path)

@@ -166,8 +166,7 @@ def value_and_grad(
     elif callable(loss):
         value, aux, grads = evaluate(loss, _weight(grad_loss))
     else:
-        weights = _weights(grad_loss, len(loss))
-        value, aux, grads = _add_up(evaluate, loss, weights, aggregation_method)
+        value, aux, grads = _add_up(evaluate, loss, grad_loss, aggregation_method)
     if hk.running_init():
         return value, aux, grads
     # A parameter that no loss depends on gets no gradient. With a gradient of zeros, a
@@ -179,10 +178,22 @@ def value_and_grad(
 def _add_up(
     evaluate: Callable[..., Any],
     losses: Sequence[Loss],
-    weights: Sequence[jax.Array | None],
+    grad_loss: Any,
     aggregation_method: int | None,
 ) -> tuple[Any, list[Any], dict[str, Any]]:
     """Returns the sums of several losses' values and gradients, and each aux."""
+    count = len(losses)
+    if not count:
+        raise ValueError(
+            "loss is an empty sequence; give at least one function of the parameters."
+        )
+    weights = grad_loss
+    if not isinstance(grad_loss, list | tuple):
+        weights = [grad_loss] * count
+    if len(weights) != count:
+        raise ValueError(
+            f"grad_loss has {len(weights)} entries for {count} losses; give one each."
+        )
     in_turn = aggregation_method == AggregationMethod.EXPERIMENTAL_ACCUMULATE_N
     # Pairs of a value and of gradients. In turn, there is only the sum so far.
     summands: list[Any] = []
@@ -191,7 +202,7 @@ def _add_up(
         # In turn, each loss waits for the sum so far, so that only one of them holds
         # activations at a time.
         wait_for = (summands,) if in_turn else ()
-        value, aux, grads = evaluate(loss, weight, wait_for=wait_for)
+        value, aux, grads = evaluate(loss, _weight(weight), wait_for=wait_for)
         auxes.append(aux)
         summands.append(_widen((value, grads)))
         if in_turn:
@@ -356,21 +367,6 @@ def _weighted_sum(value: jax.Array, weight: jax.Array | None) -> jax.Array:
     return jnp.sum(value * weight.astype(value.dtype))
 
 
-def _weights(grad_loss: Any, count: int) -> list[jax.Array | None]:
-    """Returns `grad_loss` for each of several losses."""
-    if not count:
-        raise ValueError(
-            "loss is an empty sequence; give at least one function of the parameters."
-        )
-    if not isinstance(grad_loss, list | tuple):
-        grad_loss = [grad_loss] * count
-    if len(grad_loss) != count:
-        raise ValueError(
-            f"grad_loss has {len(grad_loss)} entries for {count} losses; give one each."
-        )
-    return [_weight(weight) for weight in grad_loss]
-
-
 def _weight(grad_loss: Any) -> jax.Array | None:
     """Returns `grad_loss` for one loss, in float32 or wider."""
     if grad_loss is None:
@@ -393,6 +389,10 @@ def _scan(
             f"least 1; received {jax.tree.map(jnp.shape, loss.inputs)}."
         )
     ((count,),) = counts
+    divisor = None
+    if weight is not None and not weight.shape:
+        # The square of a large loss scale is not finite.
+        divisor = weight
     # The initial carry must vary over the same mapped axes as the gradients, so it is
     # selected from the parameters.
     never = jnp.zeros((), jnp.bool_)
@@ -402,7 +402,9 @@ def _scan(
         of_x = lambda params: loss.loss(params, x)
         value, aux, grads = evaluate(of_x, weight)
         if loss.measures is not None:
-            aux = (aux, _sq_norm(loss.measures, grads, weight))
+            # Without the loss's weight.
+            sq_norm = trees.sum_of_squares_if(loss.measures, grads, divisor)
+            aux = (aux, sq_norm.astype(jnp.float32))
         return _widen(grads), (trees.widen(value), aux)
 
     if adds_in_pairs:
@@ -416,16 +418,6 @@ def _scan(
         total, outputs = hk.scan(add, zeros, loss.inputs)
     values, aux = outputs
     return jnp.sum(values, axis=0), aux, total
-
-
-def _sq_norm(is_wanted: Any, grads: Any, weight: jax.Array | None) -> jax.Array:
-    """Returns the squared norm of gradients without a loss's scalar weight, or 0."""
-    divisor = None
-    if weight is not None and not weight.shape:
-        # The square of a large loss scale is not finite.
-        divisor = weight
-    sq_norm = trees.sum_of_squares_if(is_wanted, grads, divisor)
-    return sq_norm.astype(jnp.float32)
 
 
 def _sum_in_pairs(

@@ -181,3 +181,57 @@ def of_params(
         spec = mesh_axes.spec_of(path, sharding_rules)
         layouts[path] = layout(path, tuple(x.shape), count, spec)
     return layouts
+
+
+def of_slot(params: Layouts, name: str, shape: tuple[int, ...]) -> Layout | None:
+    """Returns how a slot lies in shards, where the update is; None if it is whole.
+
+    It lies as the parameter whose path ends its name, if it has that one's shape.
+
+    Args:
+      params: the layouts of the parameters.
+      name: the name of an array of a rule's state.
+      shape: its shape.
+    """
+    for path in trees.endings(name):
+        layout = params.get(path)
+        if layout is not None and shape == layout.shape:
+            return layout if layout.dim is not None else None
+    return None
+
+
+class StateSharding:
+    """The sharding of the state of rules with `shard_update=True`, for a custom
+    training step.
+
+    Attributes:
+      specs: the mesh axes that each array lies along, a tree of `jax.P` with the
+        state's structure, for the shardings of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        params: Any,
+        replicas: int,
+        axis_name: str = "replica",
+        *,
+        sharding_rules: mesh_axes.ShardingRules = (),
+    ):
+        """Decides how each array is sharded.
+
+        Args:
+          state: the rules' state, or its shapes, as `Optimizer.init` creates it.
+          params: the parameters, or their shapes.
+          replicas: the size of the mapped axis of replicas.
+          axis_name: the name of that axis.
+          sharding_rules: as for `CrossShardOptimizer`.
+        """
+        param_layouts = of_params(params, replicas, sharding_rules)
+        self.specs: dict[str, dict[str, jax.P]] = {}
+        for module, arrays in state.items():
+            self.specs[module] = {}
+            for name, x in arrays.items():
+                layout = of_slot(param_layouts, name, x.shape)
+                spec = jax.P() if layout is None else layout.spec(axis_name)
+                self.specs[module][name] = spec

@@ -1,10 +1,11 @@
 """The adapter that makes any optax transformation an `Optimizer`."""
 
 import collections
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
@@ -12,8 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from xshard import errors
-from xshard.optimizers import back_off, base, extra_arguments, trees
+from xshard.optimizers import base, trees
 from xshard.optimizers import slots as slots_lib
+
+# The name of the factor on a rule's updates in its state.
+_SCALE = "update_scale"
 
 _OPTAX = os.path.dirname(optax.__file__) + os.sep
 
@@ -83,12 +87,10 @@ class OptaxOptimizer(base.Optimizer):
             )
         super().__init__(name=name)
         if backs_off:
-            transformation = back_off.with_back_off(transformation)
+            transformation = with_back_off(transformation)
         self.transformation = transformation
         self.schedules = _check_schedules(schedules or {})
-        self._takes_loss = bool(
-            extra_arguments.accepted(self.transformation, {"value": None})
-        )
+        self._takes_loss = bool(_accepted(self.transformation, {"value": None}))
         self._backs_off = backs_off
         self._evaluation_params = evaluation_params
         # The paths of the slots, or None as long as no update has determined them.
@@ -153,7 +155,7 @@ class OptaxOptimizer(base.Optimizer):
     def _call_update(self, grads: Any, state: Any, params: Any, loss: Any) -> Any:
         """Returns the transformation's own update, given the loss if it takes that."""
         arguments = {} if loss is None else {"value": loss}
-        accepted = extra_arguments.accepted(self.transformation, arguments)
+        accepted = _accepted(self.transformation, arguments)
         return self.transformation.update(grads, state, params, **accepted)
 
     def _needs_loss(self, grads: Any, state: Any, params: Any) -> bool:
@@ -492,3 +494,103 @@ def _schedule_free_states(state: Any) -> list[Any]:
 
 def _is_schedule_free(node: Any) -> bool:
     return isinstance(node, optax.contrib.ScheduleFreeState)
+
+
+class BackOffState(NamedTuple):
+    """The factor on a rule's updates, 1 at first.
+
+    Each roll-back that passes over data multiplies it by
+    `roll_back.learning_rate_factor`.
+
+    Attributes:
+      hyperparams: `{'update_scale': factor}`, a float32 scalar. The name is that of the
+        state of `optax.inject_hyperparams`, so that a run logs the factor.
+    """
+
+    hyperparams: dict[str, jax.Array]
+
+
+def with_back_off(transformation: Any) -> optax.GradientTransformation:
+    """Returns a transformation that multiplies the updates of another by the factor.
+
+    Args:
+      transformation: an `optax.GradientTransformation`, or another object with its two
+        functions `init(params)` and `update(grads, state, params)`.
+
+    Returns:
+      A transformation whose state is a pair: that of `transformation`, and a
+      `BackOffState`.
+
+    >>> from xshard.optimizers import optax as rules
+    >>> rule = rules.with_back_off(optax.adam(1e-3))
+    >>> rule.init({'w': jnp.zeros(2)})[-1].hyperparams['update_scale'].item()
+    1.0
+    """
+
+    def init(params: Any) -> BackOffState:
+        del params
+        return BackOffState({_SCALE: jnp.ones([], jnp.float32)})
+
+    def update(
+        updates: Any, state: BackOffState, params: Any = None
+    ) -> tuple[Any, BackOffState]:
+        del params
+        scale = state.hyperparams[_SCALE]
+        scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)
+        return scaled, state
+
+    # optax.chain unpacks tuples, and `transformation` may be another object with these
+    # two methods.
+    first = _with_extra_arguments(transformation)
+    return optax.chain(first, optax.GradientTransformation(init, update))
+
+
+def is_back_off(name: str) -> bool:
+    """Returns whether the name of a rule's state array is that of the factor."""
+    return f"/{name}".endswith(f"/hyperparams/{_SCALE}")
+
+
+def _accepted(transformation: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Selects the arguments that the update of a transformation takes.
+
+    By optax's convention, the update of a `GradientTransformationExtraArgs` takes any
+    keyword argument, uses those that it knows, and passes all on to what it is made of.
+    So it is offered all that there is, whatever is nested in it.
+
+    Args:
+      transformation: an optax transformation, or another object with its two functions.
+      arguments: keyword arguments by name.
+    """
+    try:
+        parameters = inspect.signature(transformation.update).parameters
+    except ValueError:
+        # A function that is not written in Python may have no signature.
+        return {}
+    kinds = {parameter.kind for parameter in parameters.values()}
+    # What takes just any arguments is a wrapper of a function that may take none,
+    # unless it is declared.
+    is_wrapper = inspect.Parameter.VAR_POSITIONAL in kinds
+    is_declared = isinstance(transformation, optax.GradientTransformationExtraArgs)
+    if inspect.Parameter.VAR_KEYWORD in kinds and (is_declared or not is_wrapper):
+        return arguments
+    # optax.contrib.sam is declared to take any, and takes one that is its own.
+    return {name: x for name, x in arguments.items() if name in parameters}
+
+
+def _with_extra_arguments(transformation: Any) -> optax.GradientTransformation:
+    """Returns a transformation that `optax.chain` passes the same arguments to.
+
+    Args:
+      transformation: an optax transformation, or another object with its two functions.
+    """
+    init = transformation.init
+    if not _accepted(transformation, {"value": None}):
+        return optax.GradientTransformation(init, transformation.update)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **arguments: Any
+    ) -> tuple[Any, Any]:
+        taken = _accepted(transformation, arguments)
+        return transformation.update(updates, state, params, **taken)
+
+    return optax.GradientTransformationExtraArgs(init, update)

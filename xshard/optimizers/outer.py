@@ -8,9 +8,13 @@ steps.
 Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 Models", 2023, https://arxiv.org/abs/2311.08105; for fragments and delays, Douillard et
 al., "Streaming DiLoCo with overlapping communication", 2025,
-https://arxiv.org/abs/2501.18512.
+https://arxiv.org/abs/2501.18512; for int8, where each device keeps its rounding error
+and adds it to its next summand, so that errors do not add up, Seide et al., "1-Bit
+Stochastic Gradient Descent", Interspeech 2014 (error feedback), and Dettmers, "8-Bit
+Approximations for Parallelism in Deep Learning", 2016, https://arxiv.org/abs/1511.04561.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +30,6 @@ from xshard.optimizers import (
     axes,
     base,
     cross_shard,
-    integer_sums,
     replica_calls,
     shards,
     skips,
@@ -39,6 +42,9 @@ from xshard.optimizers import optax as optax_optimizer
 # what its slice sent.
 EXCHANGED = "exchanged"
 RESIDUAL = "residual"
+
+# The number of elements that share a scale. Each scale adds 4 bytes to a block.
+BLOCK = 256
 
 _STEPS = "steps"
 _INT8 = "int8"
@@ -464,13 +470,13 @@ class OuterOptimizer(base.OptimizerWrapper):
         count = 1
         if parts_axis is not None:
             count = axes.size(parts_axis)
-        blocks = count * integer_sums.BLOCK
+        blocks = count * BLOCK
         vector = jnp.pad(vector, (0, -size % blocks))
         message: tuple[jax.Array, ...] = (vector,)
         sent = vector
         if self.dtype == _INT8:
-            message = integer_sums.quantize(vector)
-            sent = integer_sums.dequantize(*message, vector.shape)
+            message = quantize(vector)
+            sent = dequantize(*message, vector.shape)
         elif self.dtype == "bfloat16":
             rounded = vector.astype(jnp.bfloat16)
             # As integers, since XLA for CPUs would send float32.
@@ -488,7 +494,7 @@ class OuterOptimizer(base.OptimizerWrapper):
             received = lax.all_gather(message, self.axis_name)
             if self.dtype == _INT8:
                 codes, scales = received
-                summands = integer_sums.values(codes, scales)
+                summands = _values(codes, scales)
             else:
                 (codes,) = received
                 summands = lax.bitcast_convert_type(codes, jnp.bfloat16)
@@ -607,7 +613,7 @@ def _join(arrays: Mapping[str, jax.Array]) -> jax.Array:
     """
     parts = []
     for x in arrays.values():
-        padding = -x.size % integer_sums.BLOCK
+        padding = -x.size % BLOCK
         parts.append(jnp.pad(jnp.ravel(x).astype(jnp.float32), (0, padding)))
     return jnp.concatenate(parts)
 
@@ -619,10 +625,61 @@ def _split(vector: jax.Array, like: Mapping[str, jax.Array]) -> dict[str, jax.Ar
     for path, x in like.items():
         part = vector[begin : begin + x.size]
         arrays[path] = part.reshape(x.shape).astype(x.dtype)
-        begin += x.size + -x.size % integer_sums.BLOCK
+        begin += x.size + -x.size % BLOCK
     return arrays
 
 
 def _finite(x: jax.Array) -> jax.Array:
     """Returns the array, with 0 for what is not finite and would spoil later sums."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds a float32 array to integers, in blocks that have a scale each.
+
+    Args:
+      x: the array, of any shape.
+
+    Returns:
+      The codes, int8 of shape (blocks, BLOCK), the last of them padded; and the scales,
+      float32 of shape (blocks, 1).
+    """
+    padding = -x.size % BLOCK
+    blocks = jnp.pad(jnp.ravel(x), (0, padding)).reshape(-1, BLOCK)
+    # NaN counts as infinity, since XLA's maximum of a large array may lose NaN on the
+    # CPU.
+    magnitudes = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks))
+    scales = jnp.max(magnitudes, axis=1, keepdims=True) / 127
+    # A block of zeros has the scale 0. Any other divisor gives its codes of 0.
+    divisors = jnp.where(scales == 0, jnp.ones_like(scales), scales)
+    codes = jnp.round(blocks / divisors)
+    # A block with a non-finite element has a non-finite scale, which makes the whole
+    # block non-finite for any codes.
+    codes = jnp.where(jnp.isfinite(codes), codes, jnp.ones_like(codes))
+    return codes.astype(jnp.int8), scales
+
+
+def _values(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns what codes stand for, float32 of shape (..., blocks, BLOCK).
+
+    Args:
+      codes: the codes of `quantize`, with any leading dimensions.
+      scales: its scales.
+    """
+    return codes.astype(jnp.float32) * scales
+
+
+def dequantize(
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """Restores a quantized array, up to rounding.
+
+    Args:
+      codes: the codes of `quantize`.
+      scales: its scales.
+      shape: the array's shape.
+    """
+    elements = jnp.ravel(_values(codes, scales))
+    # Without the padding of the last block.
+    elements = elements[: math.prod(shape)]
+    return elements.reshape(shape)

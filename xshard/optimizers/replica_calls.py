@@ -9,45 +9,29 @@ still belongs on each replica: the functions here pass it on to what maps them.
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from xshard.optimizers import marks
+# The names of calls that mark values in a traced program, by which an analysis of it
+# knows them: what is declared equal on all replicas, and what a learner's update
+# results in.
+EQUAL = "equal_on_replicas"
+UPDATED = "updated"
+
+# The name of the function that gathers a parameter held in shards.
+GATHERED = "gathered_parameter"
 
 # The spec of an array that lies along no mapped axis.
 GLOBAL = jax.P()
 
-
-class Replicas(Protocol):
-    """The replicas over which `vmap_replicas` maps the function being traced."""
-
-    def call_on_each(
-        self,
-        f: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        in_specs: Any,
-        out_specs: Any,
-    ) -> Any:
-        """Implements `on_each_replica`."""
-
-    def constrain(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """Implements `constrain`."""
-
-    def check_equal(
-        self, arrays: Mapping[str, Any], error: Callable[[str], Exception]
-    ) -> None:
-        """Implements `check_equal`."""
-
-
-# What maps the function being traced, or None. A user context, so that JAX's caches
-# never reuse the trace of a jitted function from one value for another.
+# What maps the function being traced, as `replica_map` makes it, or None. A user
+# context, so that JAX's caches never reuse the trace of a jitted function from one
+# value for another.
 _MAPPED_OVER = jax.make_user_context(None)
 
 
-def mapped_over(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
+def mapped_over(replicas: Any) -> contextlib.AbstractContextManager[None]:
     """Traces functions in its body as mapped over these replicas; None: over none."""
     return _MAPPED_OVER(replicas)
 
@@ -71,7 +55,7 @@ def on_each_replica(
     """Returns a function that each replica calls by itself where `vmap_replicas` maps
     the replicas; elsewhere it is as it was.
 
-    A user's code calls it as `own_calls.per_replica`, which may be differentiated.
+    A user's code calls it as `replica_map.per_replica`, which may be differentiated.
 
     Args:
       f: a function of arrays, which may use collectives over the mapped axes. What it
@@ -99,6 +83,23 @@ def on_each_replica(
     return call
 
 
+def marked(name: str, tree: Any, given: Any = ()) -> Any:
+    """Returns the same tree, as the result of a call that a program shows.
+
+    Args:
+      name: the name of the call.
+      tree: arrays.
+      given: further arrays, which the program shows as arguments of the call.
+    """
+
+    def mark(tree: Any, given: Any) -> Any:
+        del given
+        return tree
+
+    mark.__name__ = name
+    return jax.jit(mark)(tree, given)
+
+
 def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     """Returns the same tree, declared equal on all replicas of a group where the
     program does not show that it is.
@@ -115,7 +116,7 @@ def equal_on_replicas(tree: Any, *, given: Any = ()) -> Any:
     """
 
     def declare(tree: Any, given: Any) -> Any:
-        return marks.marked(marks.EQUAL, tree, given)
+        return marked(EQUAL, tree, given)
 
     # Each device keeps its replica's own copy, so that the fingerprints show a
     # declaration that is wrong.

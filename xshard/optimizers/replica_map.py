@@ -9,6 +9,8 @@ rule needs no code of its own to update arrays in shards.
 Some computation still belongs on each replica: XLA does not partition the gradient of a
 mapped convolution, and a sum should be scattered rather than made whole.
 `replica_calls.on_each_replica` asks for such parts to be called in a `jax.shard_map`.
+`per_replica` is that for a user's functions: these may be differentiated and mapped,
+and get what is no array as it is.
 """
 
 import contextlib
@@ -17,16 +19,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from xshard import errors
 from xshard import mesh as mesh_lib
 from xshard.base import mesh_axes
 from xshard.base.jax_internals import jaxprs
 from xshard.optimizers import replica_calls, varying
 
 _AxisNames = tuple[str, ...]
+# What becomes an array. A program may depend on any other value, such as a size.
+_ARRAYS = (jax.Array, np.ndarray, float, complex)
 
 
 class _Replicas(NamedTuple):
@@ -72,13 +79,13 @@ class _Replicas(NamedTuple):
         """Calls a function on each replica, as `replica_calls.on_each_replica`."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         leaves = [jnp.asarray(x) for x in leaves]
-        specs = leaf_specs(in_specs, args) + leaf_specs(replica_calls.GLOBAL, kwargs)
+        specs = _leaf_specs(in_specs, args) + _leaf_specs(replica_calls.GLOBAL, kwargs)
 
         def of_leaves(leaves: Sequence[Any]) -> Any:
             args, kwargs = jax.tree.unflatten(structure, leaves)
             return f(*args, **kwargs)
 
-        program, result_shapes = traced(of_leaves, leaves, specs=specs)
+        program, result_shapes = _traced(of_leaves, leaves, specs=specs)
         # What `f` closes over may be mapped, too, so it becomes an argument.
         constants = list(program.consts)
         result_specs = out_specs(result_shapes) if callable(out_specs) else out_specs
@@ -86,7 +93,7 @@ class _Replicas(NamedTuple):
             self,
             jaxprs.with_constants_as_arguments(program),
             in_specs=[replica_calls.GLOBAL] * len(constants) + specs,
-            out_specs=leaf_specs(result_specs, result_shapes),
+            out_specs=_leaf_specs(result_specs, result_shapes),
         )
         results = on_each(*constants, *leaves)
         return jax.tree.unflatten(jax.tree.structure(result_shapes), results)
@@ -179,7 +186,7 @@ def vmap_replicas(
 
     def on_all_replicas(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        specs = leaf_specs(in_specs, args)
+        specs = _leaf_specs(in_specs, args)
         divided = [
             _divide(replicas, spec, jnp.asarray(x))
             for spec, x in zip(specs, leaves, strict=True)
@@ -212,7 +219,7 @@ def vmap_replicas(
         with replica_calls.mapped_over(replicas), _explain_unmapped_collectives():
             program, result_shapes = trace(shapes)
         results = jaxprs.as_function(program)(*divided)
-        specs = leaf_specs(out_specs, result_shapes)
+        specs = _leaf_specs(out_specs, result_shapes)
         joined = [
             _join(replicas, spec, x) for spec, x in zip(specs, results, strict=True)
         ]
@@ -221,7 +228,7 @@ def vmap_replicas(
     return on_all_replicas
 
 
-def traced(
+def _traced(
     f: Callable[[Sequence[Any]], Any], arrays: Sequence[Any], *, specs: Sequence[jax.P]
 ) -> tuple[jaxprs.ClosedJaxpr, Any]:
     """Traces a function of one replica, where `vmap_replicas` maps them.
@@ -247,14 +254,6 @@ def traced(
         jax.sharding.use_abstract_mesh(replicas.mesh_of_replica),
     ):
         return trace(shapes)
-
-
-def same_replicas() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function whose contexts have the replicas that are mapped now.
-
-    JAX computes a gradient later than what it is the gradient of.
-    """
-    return functools.partial(replica_calls.mapped_over, replica_calls.current())
 
 
 class _ReplicaProgram:
@@ -440,11 +439,12 @@ class _ReplicaProgram:
             # A replica's part of a leading dimension is of size 1.
             local_args = []
             for axes, x in zip(arg_axes, args, strict=True):
-                local_args.append(_without_leading(len(axes), x))
+                local_args.append(x.reshape(x.shape[len(axes) :]) if axes else x)
             results = jaxprs.as_function(self._program)(*local_args[1:])
             mapped_results = []
             for axes, x in zip(result_axes, results, strict=True):
-                mapped_results.append(_with_leading(len(axes), x))
+                leading = (1,) * len(axes)
+                mapped_results.append(x.reshape(leading + x.shape) if axes else x)
             return mapped_results
 
         on_devices = jax.shard_map(
@@ -503,7 +503,7 @@ def _shape_of(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
-def leaf_specs(specs: Any, tree: Any) -> list[jax.P]:
+def _leaf_specs(specs: Any, tree: Any) -> list[jax.P]:
     """Returns the spec of each leaf of a tree, given a prefix of it."""
     return jax.tree.leaves(jax.tree.broadcast(specs, tree))
 
@@ -514,16 +514,6 @@ def _vmapped_dim(axis: str, spec: jax.P) -> int | None:
     `_divide` has made it the first; `_join` expects the results so.
     """
     return 0 if axis in mesh_axes.axes_of(spec) else None
-
-
-def _with_leading(count: int, x: jax.Array) -> jax.Array:
-    """Returns an array with a number of leading dimensions of size 1."""
-    return x.reshape((1,) * count + x.shape) if count else x
-
-
-def _without_leading(count: int, x: jax.Array) -> jax.Array:
-    """Inverts `_with_leading`."""
-    return x.reshape(x.shape[count:]) if count else x
 
 
 def _shard_shape(
@@ -596,3 +586,227 @@ def _join(replicas: _Replicas, spec: jax.P, x: Any) -> Any:
         count = math.prod(replicas.mesh.shape[axis] for axis in axes)
         shape.append(x.shape[dim] * count)
     return jnp.transpose(x, order).reshape(shape)
+
+
+def per_replica(
+    f: Callable[..., Any],
+    *,
+    in_specs: Any = replica_calls.GLOBAL,
+    out_specs: Any = replica_calls.GLOBAL,
+) -> Callable[..., Any]:
+    """Returns a function that each replica calls by itself where `vmap_replicas` maps
+    the replicas; elsewhere it is as it was.
+
+    A run maps its step so where the update is sharded. XLA then computes what
+    `train_step` does for all replicas of a device together. That is slower for some
+    computation: a convolution with weights of a replica's own, the gradient of a
+    convolution with respect to such weights, and a loop or a branch that depends on a
+    replica's own values, of which all replicas take as many rounds as the longest and
+    both sides. The loss of `Learner.update` is called on each replica already; wrap
+    other such code yourself.
+
+    The function may be differentiated in reverse mode, as by `jax.grad`, and mapped by
+    `jax.vmap`; what differentiates it twice, or in forward mode, belongs inside of it.
+    It may read Haiku's parameters and state, but draws
+    no keys and writes no state: give it the keys, and let it return what it computes.
+
+    Args:
+      f: a function of arrays, which may use collectives over the mapped axes. Arguments
+        that are no arrays, such as Python's bools and integers, it gets as they are;
+        other numbers of Python become arrays of a weak type. What it closes over may be
+        arrays, too.
+      in_specs: how global arguments lie along the mapped axes, a prefix of the
+        arguments' tree. The function gets its replica's shard of them. All others are a
+        replica's own, or whole. With such specs it cannot be differentiated from
+        outside.
+      out_specs: the same for results, a prefix of their tree, or a function from the
+        results' shapes to that.
+
+    Returns:
+      A function with the same arguments and results. What `f` makes equal on all
+      replicas is a global array.
+
+    Raises:
+      UserError: if the function draws a key of Haiku's or writes its state where the
+        replicas are mapped so, or if it is differentiated twice, or with specs.
+
+    >>> @xshard.per_replica
+    ... def step(x):
+    ...     return jax.lax.while_loop(lambda x: x[0] < 100, lambda x: 2 * x, x)
+    >>> devices = jax.devices()[:4]
+    >>> mesh, spec = jax.sharding.Mesh(devices, ('replica',)), jax.P('replica')
+    >>> step = xshard.vmap_replicas(step, mesh, in_specs=spec, out_specs=spec)
+    >>> print(jax.jit(step)(jnp.array([1., 3., 5., 7.])))
+    [128. 192. 160. 112.]
+    """
+    name = getattr(f, "__qualname__", repr(f))
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not replica_calls.is_current():
+            return f(*args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        are_arrays = [isinstance(x, _ARRAYS) for x in leaves]
+        all_specs = jax.tree.leaves(
+            (
+                jax.tree.broadcast(in_specs, args),
+                jax.tree.broadcast(replica_calls.GLOBAL, kwargs),
+            )
+        )
+        arrays = []
+        specs = []
+        for x, spec, is_array in zip(leaves, all_specs, are_arrays, strict=True):
+            if is_array:
+                arrays.append(jnp.asarray(x))
+                specs.append(spec)
+
+        def of_arrays(arrays: Sequence[jax.Array]) -> Any:
+            remaining = iter(arrays)
+            merged = []
+            for x, is_array in zip(leaves, are_arrays, strict=True):
+                merged.append(next(remaining) if is_array else x)
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            with _refusing_haiku(name):
+                return f(*args, **kwargs)
+
+        program, shapes = _traced(of_arrays, arrays, specs=specs)
+        constants = list(program.consts)
+        on_replica = jaxprs.as_function(jaxprs.with_constants_as_arguments(program))
+        specs_of_results = out_specs(shapes) if callable(out_specs) else out_specs
+        result_specs = _leaf_specs(specs_of_results, shapes)
+        operands = [*constants, *arrays]
+        if any(tuple(spec) for spec in [*specs, *result_specs]):
+            on_each = replica_calls.on_each_replica(
+                on_replica,
+                in_specs=tuple([replica_calls.GLOBAL] * len(constants) + specs),
+                out_specs=result_specs,
+            )
+            why = "with in_specs or out_specs, for arrays in shards"
+            results = _not_differentiated(on_each, name, why)(*operands)
+        else:
+            results = _differentiated(on_replica, operands, name)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _differentiated(
+    on_replica: Callable[..., list[Any]], operands: Sequence[jax.Array], name: str
+) -> list[Any]:
+    """Calls a function on each replica, so that each also computes its gradient.
+
+    JAX cannot differentiate what tells on each axis how a replica's call is mapped.
+    """
+    are_inexact = []
+    inexact: list[Any] = []
+    others: list[Any] = []
+    for x in operands:
+        is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        are_inexact.append(is_inexact)
+        (inexact if is_inexact else others).append(x)
+    # JAX computes a gradient later than what it is the gradient of.
+    replicas = replica_calls.current()
+    as_current = functools.partial(replica_calls.mapped_over, replicas)
+
+    def call(inexact: list[Any], others: list[Any]) -> list[Any]:
+        sources = {True: iter(inexact), False: iter(others)}
+        return on_replica(*[next(sources[bool(x)]) for x in are_inexact])
+
+    def with_pullback(inexact: list[Any], others: list[Any]) -> Any:
+        return jax.vjp(lambda inexact: call(inexact, others), inexact)
+
+    def pull_back(pullback: Any, cotangents: dict[int, Any], shapes: Any) -> Any:
+        full = []
+        for index, shape in enumerate(shapes):
+            if index in cotangents:
+                full.append(cotangents[index])
+            else:
+                # An integer has no cotangent.
+                full.append(np.zeros(shape, jax.dtypes.float0))
+        (result,) = pullback(full)
+        return result
+
+    def on_each(f: Callable[..., Any]) -> Callable[..., Any]:
+        called = replica_calls.on_each_replica(f)
+        return _not_differentiated(called, name, "twice")
+
+    @jax.custom_vjp
+    def differentiated(inexact: list[Any], others: list[Any]) -> list[Any]:
+        return replica_calls.on_each_replica(call)(inexact, others)
+
+    def forward(inexact: list[Any], others: list[Any]) -> Any:
+        with as_current():
+            return on_each(with_pullback)(inexact, others)
+
+    def backward(pullback: Any, cotangents: Any) -> Any:
+        given = {}
+        for index, x in enumerate(cotangents):
+            if x.dtype != jax.dtypes.float0:
+                given[index] = x
+        pull = functools.partial(pull_back, shapes=[x.shape for x in cotangents])
+        with as_current():
+            return on_each(pull)(pullback, given), None
+
+    differentiated.defvjp(forward, backward)
+    return differentiated(inexact, others)
+
+
+def _not_differentiated(
+    on_each: Callable[..., Any], name: str, why: str
+) -> Callable[..., Any]:
+    """Returns the function, which raises an error if it is differentiated.
+
+    Args:
+      on_each: the function, which is called on each replica.
+      name: the name of the user's function.
+      why: what of the differentiation is not possible.
+    """
+
+    def forward(*operands: Any) -> Any:
+        raise errors.UserError(
+            f"{name}, which per_replica calls on each replica by itself, cannot be "
+            f"differentiated {why}. Differentiate inside of it: "
+            "per_replica(jax.grad(f))."
+        )
+
+    function = jax.custom_vjp(on_each)
+    function.defvjp(forward, lambda *_: ())
+    return function
+
+
+@contextlib.contextmanager
+def _refusing_haiku(name: str) -> Iterator[None]:
+    """Raises UserError if its body draws a key of Haiku's, or writes its state.
+
+    They would belong to a program of their own, and be lost.
+    """
+    try:
+        keys = jax.tree.leaves(hk.maybe_get_rng_sequence_state())
+    except ValueError:
+        # Nothing is transformed here.
+        yield
+        return
+
+    def refuse(what: str) -> errors.UserError:
+        return errors.UserError(
+            f"{name}, which per_replica calls on each replica by itself, {what}: give "
+            "it as an argument what it needs, as f(hk.next_rng_key(), x), and let it "
+            "return what it computes, to write it outside."
+        )
+
+    def create(make: Any, shape: Any, dtype: Any, init: Any, context: Any) -> Any:
+        raise refuse(f"creates Haiku's {context.full_name!r}")
+
+    def write(set_value: Any, value: Any, context: Any) -> Any:
+        raise refuse(f"writes Haiku's state {context.full_name!r}")
+
+    # Haiku's own check refuses even to read.
+    with (
+        hk.config.context(check_jax_usage=False),
+        hk.custom_creator(create, state=True),
+        hk.custom_setter(write),
+    ):
+        yield
+    left = jax.tree.leaves(hk.maybe_get_rng_sequence_state())
+    if list(map(id, left)) != list(map(id, keys)):
+        raise refuse("draws a random key of Haiku's")

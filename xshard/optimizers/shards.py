@@ -201,21 +201,14 @@ def _groups_of_steps(sizes: Sequence[int], count: int) -> list[_Groups]:
     """
     if isinstance(sizes, Sequence) and not sizes:
         return [None]
-    if not _factorizes(sizes, count):
+    is_good = isinstance(sizes, Sequence)
+    is_good = is_good and all(isinstance(size, int) and size > 0 for size in sizes)
+    if not is_good or math.prod(sizes) != count:
         raise ValueError(
             "scatter_steps and gather_steps must be sizes whose product is the number "
             f"of replicas, {count}; received {sizes!r}."
         )
     return list(mesh_axes.step_groups(sizes))
-
-
-def _factorizes(sizes: Any, count: int) -> bool:
-    """Returns whether `sizes` are positive integers whose product is `count`."""
-    if not isinstance(sizes, Sequence):
-        return False
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return False
-    return math.prod(sizes) == count
 
 
 def _map_other_axes(

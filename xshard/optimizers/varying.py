@@ -20,7 +20,7 @@ import jax
 
 from xshard.base import mesh_axes, primitives
 from xshard.base.jax_internals import jaxprs
-from xshard.optimizers import marks, replica_calls
+from xshard.optimizers import replica_calls
 
 Axes = frozenset[str]
 
@@ -327,13 +327,13 @@ def of_equation(
         # The host may compute a different number on each replica.
         return [join(inputs) | Variation(axes)] * len(eqn.outvars)
     called = eqn.params.get("name")
-    if called == marks.EQUAL:
+    if called == replica_calls.EQUAL:
         # What is declared equal still differs by group, and as its given arrays do.
         given = inputs[len(eqn.outvars) :]
         of_replicas = axes - {mesh_axes.GROUP}
         declared = join(inputs).equal_along(of_replicas)
         return [declared | join(given)] * len(eqn.outvars)
-    if called == marks.GATHERED:
+    if called == replica_calls.GATHERED:
         # Each gather may be among some replicas only, but after all of its steps the
         # result is equal on all.
         gathered = join(inputs).equal_along([mesh_axes.REPLICA])

@@ -19,7 +19,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.base.jax_internals import jaxprs
 from xshard.learners import validation
-from xshard.optimizers import marks, trees, varying
+from xshard.optimizers import replica_calls, trees, varying
 from xshard.training import state as state_lib
 
 # Labels of the values of a program: that a value is a replica's own along an axis and
@@ -220,11 +220,11 @@ def _updated_values(
         eqn: Any, operands: list[varying.Variation]
     ) -> list[varying.Variation] | None:
         name = eqn.params.get("name")
-        if name == marks.UPDATED:
+        if name == replica_calls.UPDATED:
             names = jaxprs.argument_names(eqn)
             updated.extend(zip(names, operands, strict=True))
             return operands
-        if name == marks.EQUAL:
+        if name == replica_calls.EQUAL:
             # What is declared equal is not a replica's own.
             return [_without_own(x) for x in varying.of_equation(eqn, operands)]
         if eqn.primitive.name == "axis_index":

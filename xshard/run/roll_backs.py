@@ -25,7 +25,7 @@ from xshard.data import batches as batches_lib
 from xshard.files import jsonfile, workdir
 from xshard.learners.state import LearnerState
 from xshard.metrics import rows as rows_lib
-from xshard.optimizers import back_off
+from xshard.optimizers import optax as optax_optimizer
 from xshard.pod import host_collectives
 from xshard.training import state as state_lib
 
@@ -143,7 +143,7 @@ def with_update_scale(
     scale = entries[step - 1].update_scale
 
     def scaled(path: Any, x: jax.Array) -> jax.Array:
-        if not back_off.is_scale(path[-1].key):
+        if not optax_optimizer.is_back_off(path[-1].key):
             return x
         # Each process creates its own shards, because the array may extend over devices
         # of other processes.
@@ -266,6 +266,6 @@ def has_update_scale(target: state_lib.TrainState) -> bool:
     """Returns whether any learner has an update factor that a roll-back can lower."""
     for learner in state_lib.learners(target).values():
         for arrays in learner.opt_state.values():
-            if any(map(back_off.is_scale, arrays)):
+            if any(map(optax_optimizer.is_back_off, arrays)):
                 return True
     return False

@@ -35,7 +35,7 @@ from xshard.learners.state import (
     is_learner,
     layout_of_copies,
 )
-from xshard.optimizers import gathering, state_layouts, trees
+from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
 from xshard.training import group_randomness
 
@@ -541,13 +541,13 @@ def _opt_specs(
             params, mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
         )
 
-    def spec_of(layout: layouts_lib.Layout | None, spec: jax.P) -> jax.P:
+    def spec_of(path: Any, x: Any, by_rules: jax.P) -> jax.P:
+        layout = layouts_lib.of_slot(param_layouts, path[-1].key, x.shape)
         if layout is None:
-            return spec
+            return by_rules
         return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA, manual=manual))
 
-    layouts = state_layouts.of_state(param_layouts, opt_state)
-    return state_layouts.map_state(spec_of, layouts, by_rules)
+    return jax.tree_util.tree_map_with_path(spec_of, opt_state, by_rules)
 
 
 def _specs_by_rules(
