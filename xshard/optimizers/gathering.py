@@ -96,24 +96,6 @@ def layouts_of(
     return layouts
 
 
-def specs(
-    layouts: layouts_lib.Layouts, group_axes: Sequence[str], *, manual: bool
-) -> dict[str, jax.P]:
-    """Returns the specs of the parameters that are held in shards, by path.
-
-    Args:
-      layouts: the layouts that `layouts_of` returns.
-      group_axes: the axes of a leading dimension of groups.
-      manual: as for `Layout.spec`.
-    """
-    by_path = {}
-    for path, layout in layouts.items():
-        if layout.shards_param:
-            spec = layout.spec(mesh_axes.REPLICA, manual=manual)
-            by_path[path] = jax.P(*group_axes, *spec)
-    return by_path
-
-
 class Gatherer:
     """Gathers the parameters that replicas hold in shards."""
 
@@ -187,7 +169,10 @@ class Gatherer:
         Returns:
           The whole arrays, by path.
         """
-        sharded_specs = specs(self._layouts, (), manual=True)
+        sharded_specs = {}
+        for path, layout in self._layouts.items():
+            if layout.shards_param:
+                sharded_specs[path] = layout.spec(mesh_axes.REPLICA, manual=True)
         arrays = {
             path: x
             for path, x in trees.present(params).items()

@@ -125,6 +125,7 @@ def program(
 
     def fingerprints(state: state_lib.TrainState) -> Fingerprints:
         state = state_lib.on_devices(state)
+        specs = state_lib.specs(experiment, mesh, state)
 
         def on_replica(local_state: state_lib.TrainState) -> Fingerprints:
             due = is_due(local_state.step, every_steps)
@@ -136,7 +137,7 @@ def program(
         on_all = mesh_lib.on_replicas(
             on_replica,
             mesh,
-            in_specs=(state_lib.specs(experiment, mesh, state, manual=True),),
+            in_specs=(state_lib.on_replica(specs),),
             out_specs=jax.P(*mesh_lib.group_axes(mesh)),
         )
         return on_all(state)
@@ -220,7 +221,8 @@ def _places(
     each: bool,
 ) -> list[_Place]:
     """Returns the place of each leaf of a state."""
-    specs = jax.tree.leaves(state_lib.specs(experiment, mesh, state, manual=True))
+    state_specs = state_lib.on_replica(state_lib.specs(experiment, mesh, state))
+    specs = jax.tree.leaves(state_specs)
     kinds = jax.tree.leaves(jax.tree.broadcast(_kinds(state), state))
     places = []
     leaves = jax.tree_util.tree_leaves_with_path(state)

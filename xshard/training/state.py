@@ -35,8 +35,8 @@ from xshard.learners.state import (
     is_learner,
     layout_of_copies,
 )
-from xshard.optimizers import gathering, trees
 from xshard.optimizers import layouts as layouts_lib
+from xshard.optimizers import trees
 from xshard.training import group_randomness
 
 Batch = experiment_lib.Batch
@@ -424,130 +424,132 @@ def _is_marked(x: Any) -> bool:
 
 
 def specs(
-    experiment: experiment_lib.Experiment,
-    mesh: jax.sharding.Mesh,
-    state: TrainState,
-    *,
-    manual: bool = False,
-    whole_slots: bool = False,
-    whole_params: bool = False,
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
 ) -> TrainState:
-    """Returns the spec of each leaf.
+    """Returns the spec of each leaf as it is stored on the devices between steps.
+
+    `on_replica`, `with_whole_slots` and `whole` are views of it, for `jax.shard_map`.
 
     Args:
       experiment: the experiment.
       mesh: the run's mesh.
       state: the state, or its shapes.
-      manual: whether to leave out the axes that are left to XLA, as `jax.shard_map`
-        over the others requires.
-      whole_slots: whether to have each replica's slots whole.
-      whole_params: whether to have each replica's parameters whole, and the copies of
-        them.
     """
     group_axes = mesh_lib.group_axes(mesh)
-    sharding_rules = () if manual else experiment.sharding_rules()
-    by_rules = functools.partial(_specs_by_rules, mesh, sharding_rules)
-    layout_of_copy = layout_of_copies(learners(state).values())
-
-    def of_learner(learner: LearnerState) -> LearnerState:
-        params = by_rules(learner.params)
-        if not whole_params:
-            sharded = gathering.specs(
-                learner.meta.param_layouts, group_axes, manual=manual
-            )
-            params = trees.replace(params, sharded)
-        return learner.replace(
-            params=params,
-            net_state=by_rules(learner.net_state, slots=True),
-            opt_state=_opt_specs(
-                experiment, mesh, learner, manual=manual, whole_slots=whole_slots
-            ),
-            global_step=jax.P(*group_axes),
-            gradient_noise=jax.tree.map(
-                lambda _: jax.P(*group_axes), learner.gradient_noise
-            ),
-        )
+    by_rules = functools.partial(_specs_by_rules, mesh, experiment.sharding_rules())
 
     def of_node(path: Any, x: Any) -> Any:
         if is_learner(x):
-            return of_learner(x)
+            return x.replace(
+                params=by_rules(x.params),
+                net_state=by_rules(x.net_state, slots=True),
+                opt_state=by_rules(x.opt_state, slots=True),
+                global_step=jax.P(*group_axes),
+                gradient_noise=jax.tree.map(
+                    lambda _: jax.P(*group_axes), x.gradient_noise
+                ),
+            )
         if experiment_lib.is_marked(x):
             counts = isinstance(x, experiment_lib.PerReplica)
             spec_of = functools.partial(
                 logical.per_replica_spec, experiment.config, mesh, counts
             )
             return jax.tree.map(spec_of, x)
-        # An array beside the learners is equal on all replicas. It lies in shards if it
-        # is a copy of a parameter that does, such as a target network's.
+        # An array beside the learners is equal on all replicas.
         name = trees.path_name(path)
-        layout = layout_of_copy(name, x)
-        if layout is None or whole_params:
-            return by_rules({name: x}, slots=True)[name]
-        return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA, manual=manual))
+        return by_rules({name: x}, slots=True)[name]
 
     inner = jax.tree_util.tree_map_with_path(
         of_node, state.experiment, is_leaf=_is_marked
     )
+    layouts = sharded_layouts(state) | _slot_layouts(experiment, mesh, state)
+
+    def in_shards(path: Any, spec: jax.P) -> jax.P:
+        layout = layouts.get(trees.path_name(path))
+        if layout is None:
+            return spec
+        return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA))
+
+    inner = jax.tree_util.tree_map_with_path(in_shards, inner)
     return TrainState(step=jax.P(), experiment=inner, rng=jax.P())
 
 
-def mapped_specs(
-    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
-) -> TrainState:
+def on_replica(specs: TrainState) -> TrainState:
+    """Returns `specs` without the axes that are left to XLA: a replica has its shards.
+
+    Args:
+      specs: what the function of this name returns.
+    """
+    return _without(specs, (mesh_lib.MODEL,))
+
+
+def whole(specs: TrainState) -> TrainState:
     """Returns, for each leaf, the axes along which its values are of groups, of slices
     or of replicas.
 
     Shards, which lie along `replica` too, do not count: they are parts of global
-    arrays.
+    arrays, which a replica has whole.
+
+    Args:
+      specs: as for `on_replica`.
     """
-    manual_specs = specs(experiment, mesh, state, manual=True)
+    # What is a replica's own lies along all of `mesh_lib.REPLICAS` in one dimension.
+    return _without(specs, (mesh_lib.MODEL, mesh_lib.REPLICA))
 
-    def without_shards(x: Any) -> Any:
-        if experiment_lib.is_marked(x):
-            return x
-        return jax.P(*(None if axis == mesh_lib.REPLICA else axis for axis in x))
 
-    inner = jax.tree.map(
-        without_shards, manual_specs.experiment, is_leaf=experiment_lib.is_marked
+def with_whole_slots(specs: TrainState) -> TrainState:
+    """Returns `on_replica(specs)`, but each replica has the slots of rules whole.
+
+    Args:
+      specs: as for `on_replica`.
+    """
+    of_whole = learners(whole(specs))
+    return map_learners(
+        lambda name, learner: learner.replace(opt_state=of_whole[name].opt_state),
+        on_replica(specs),
     )
-    return dataclasses.replace(manual_specs, experiment=inner)
 
 
-def _opt_specs(
-    experiment: experiment_lib.Experiment,
-    mesh: mesh_lib.AnyMesh,
-    learner: LearnerState,
-    *,
-    manual: bool,
-    whole_slots: bool,
-) -> Any:
-    """Returns the specs of the state of a learner's rules.
+def _without(specs: TrainState, axes: tuple[str, ...]) -> TrainState:
+    """Returns specs without entries of some axes."""
+
+    def without(spec: jax.P) -> jax.P:
+        return jax.P(*(None if entry in axes else entry for entry in spec))
+
+    return jax.tree.map(without, specs)
+
+
+def _slot_layouts(
+    experiment: experiment_lib.Experiment, mesh: jax.sharding.Mesh, state: TrainState
+) -> dict[str, layouts_lib.Layout]:
+    """Returns the layouts of slots in shards, by path in the experiment's state.
 
     The arguments are those of `specs`.
     """
-    sharding_rules = () if manual else experiment.sharding_rules()
-    by_rules = _specs_by_rules(mesh, sharding_rules, learner.opt_state, slots=True)
-    if whole_slots or not learner.meta.shards_update:
-        return by_rules
-    group_axes = mesh_lib.group_axes(mesh)
-    skip = len(group_axes)
-    in_group = lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype)
-    params, opt_state = jax.tree.map(in_group, (learner.params, learner.opt_state))
-    # With parameters in shards, their slots lie as they do. Otherwise slots alone are
-    # in shards, each along the dimension that suits it best.
-    param_layouts = learner.meta.param_layouts
-    if not param_layouts:
-        param_layouts = layouts_lib.of_params(
-            params, mesh.shape[mesh_lib.REPLICA], experiment.sharding_rules()
-        )
-
-    def spec_of(path: Any, x: Any, by_rules: jax.P) -> jax.P:
-        layout = layouts_lib.of_slot(param_layouts, path[-1].key, x.shape)
-        if layout is None:
-            return by_rules
-        return jax.P(*group_axes, *layout.spec(mesh_lib.REPLICA, manual=manual))
-
-    return jax.tree_util.tree_map_with_path(spec_of, opt_state, by_rules)
+    skip = len(mesh_lib.group_axes(mesh))
+    layouts: dict[str, layouts_lib.Layout] = {}
+    for learner_name, learner in learners(state).items():
+        if not learner.meta.shards_update:
+            continue
+        # With parameters in shards, their slots lie as they do. Otherwise slots alone
+        # are in shards, each along the dimension that suits it best.
+        param_layouts = learner.meta.param_layouts
+        if not param_layouts:
+            param_layouts = layouts_lib.of_params(
+                jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape[skip:], x.dtype),
+                    learner.params,
+                ),
+                mesh.shape[mesh_lib.REPLICA],
+                experiment.sharding_rules(),
+            )
+        for module, arrays in learner.opt_state.items():
+            for name, x in arrays.items():
+                layout = layouts_lib.of_slot(param_layouts, name, x.shape[skip:])
+                if layout is not None:
+                    path = trees.join(learner_name, "opt_state", module, name)
+                    layouts[path] = layout
+    return layouts
 
 
 def _specs_by_rules(

@@ -164,12 +164,11 @@ def make_watched_step(
         replica_step = step_of_replica(experiment, mesh, state)
         # Mapped are only groups and what is a replica's own. Shards are parts of global
         # arrays, which lie on the devices as the state that the step is given does.
-        state_specs = state_lib.mapped_specs(experiment, mesh, state)
         on_replicas = replica_map.vmap_replicas(
             replica_step.function,
             mesh,
-            in_specs=(state_specs, jax.P(mesh_lib.BATCH)),
-            out_specs=replica_step.out_specs._replace(state=state_specs),
+            in_specs=replica_step.in_specs,
+            out_specs=replica_step.out_specs,
             axis_names=mesh_lib.BATCH,
         )
         stepped = on_replicas(state, batch)
@@ -327,9 +326,7 @@ def step_of_replica(
 
     # A replica computes its update with whole arrays. Where the update is sharded only
     # an analysis maps the step by these specs.
-    state_specs = state_lib.specs(
-        experiment, mesh, state, manual=True, whole_slots=True, whole_params=True
-    )
+    state_specs = state_lib.whole(state_lib.specs(experiment, mesh, state))
     per_group: Any = jax.P(*mesh_lib.group_axes(mesh))
     return logical.Mapped(
         local_step,
@@ -427,13 +424,15 @@ def evaluation_of_replica(
         of_each_group, of_all_groups = sums
         return {**of_each_group, **of_all_groups}
 
-    state_specs = state_lib.specs(
-        experiment, mesh, state, manual=True, whole_slots=True
-    )
+    state_specs = state_lib.specs(experiment, mesh, state)
     per_group = jax.P(*mesh_lib.group_axes(mesh))
     return logical.Mapped(
         local_eval,
-        in_specs=(state_specs, jax.P(mesh_lib.REPLICAS), jax.P()),
+        in_specs=(
+            state_lib.with_whole_slots(state_specs),
+            jax.P(mesh_lib.REPLICAS),
+            jax.P(),
+        ),
         out_specs=(per_group, jax.P()),
         finish=join,
     )
@@ -470,12 +469,10 @@ def make_predict(
                 outputs = jax.tree.map(lambda x: x[0], of_slices)
             return outputs
 
-        state_specs = state_lib.specs(
-            experiment, mesh, state, manual=True, whole_slots=True
-        )
+        state_specs = state_lib.specs(experiment, mesh, state)
         prediction = logical.Mapped(
             local_predict,
-            in_specs=(state_specs, jax.P(), jax.P()),
+            in_specs=(state_lib.with_whole_slots(state_specs), jax.P(), jax.P()),
             out_specs=jax.P(),
         )
         return prediction.on(mesh)(state, batch, keys)
@@ -509,13 +506,14 @@ def make_for_evaluation(
             same = state_lib.with_metas(whole, state_lib.metas(state))
             return _stored(same, grouped)
 
-        specs = state_lib.specs(experiment, mesh, state, manual=True, whole_slots=True)
-        # The method sees whole parameters, and so returns them, also where a replica
-        # holds only its shard of each.
-        whole = state_lib.specs(
-            experiment, mesh, state, manual=True, whole_slots=True, whole_params=True
+        specs = state_lib.specs(experiment, mesh, state)
+        mapped = logical.Mapped(
+            local_state,
+            in_specs=(state_lib.with_whole_slots(specs),),
+            # The method sees whole parameters, and so returns them, also where a
+            # replica holds only its shard of each.
+            out_specs=state_lib.whole(specs),
         )
-        mapped = logical.Mapped(local_state, in_specs=(specs,), out_specs=whole)
         return state_lib.with_metas(mapped.on(mesh)(state), evaluated_metas)
 
     return for_evaluation
