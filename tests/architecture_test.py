@@ -394,7 +394,7 @@ BUDGETS = {
     # The weights of others are converted here, in place of rules read from a file.
     "tokens of xshard/checkpoint": 31_200,
     "tokens of xshard/data": 11_400,
-    "tokens of xshard/dryrun": 10_500,
+    "tokens of xshard/dryrun": 9_700,
     "tokens of xshard/export": 2_900,
     "tokens of xshard/files": 13_700,
     "tokens of xshard/learners": 18_500,

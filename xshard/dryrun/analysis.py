@@ -155,7 +155,7 @@ def prepare(config: Any, topology: str) -> Prepared:
         "chips": mesh.devices.size,
         "mesh": dict(mesh.shape),
         "examples": experiment_lib.examples_per_step(config, mesh),
-        "exchange_every_steps": exchange_every_steps(config),
+        "exchange_every_steps": config.outer.every_steps if separate_slices else 0,
         "chip": dataclasses.asdict(chip),
         "memory": {
             "parameters": shard_bytes([learner.params for learner in learners]),
@@ -166,15 +166,6 @@ def prepare(config: Any, topology: str) -> Prepared:
         },
     }
     return Prepared(chip, mesh, experiment, state, batch, result)
-
-
-def exchange_every_steps(config: Any) -> int:
-    """Returns the number of steps between exchanges of slices that train apart; 0 if
-    they do not.
-    """
-    if not config_lib.separates_slices(config):
-        return 0
-    return int(config.outer.every_steps)
 
 
 def _check(config: Any) -> None:
@@ -249,7 +240,15 @@ def analyze(
         try:
             text = stage.program.as_text()
         except jax.errors.JaxRuntimeError as e:
-            raise _unreadable(e, result) from e
+            # The TPU compiler wrote it in a newer format than JAX supports.
+            raise UnreadableError(
+                f"The step compiles and fits on {result['topology']}, but jax "
+                f"{jax.__version__} cannot read the program that libtpu "
+                f"{_libtpu_version()} makes of it ({cli.message(e).splitlines()[0]}), "
+                "so its communication and computation are unknown. Install the libtpu "
+                "that this jax is made for: pip install '.[dryrun]'.",
+                result,
+            ) from e
         programs.append(hlo.parse(text or "", stage.times))
     found = []
     kernels = []
@@ -262,18 +261,13 @@ def analyze(
     ici = 0
     dcn = 0
     for row in rows:
-        amount: float = row["sent"]
-        if row["is_conditional"]:
-            amount /= every
+        amount = round(row["sent"] / every) if row["is_conditional"] else row["sent"]
         if row["between_slices"]:
-            dcn += round(amount)
+            dcn += amount
         else:
-            ici += round(amount)
+            ici += amount
     cost = costs.total(costs.of(program) for program in programs)
     limits = bounds(chip, cost, ici, dcn)
-    if cost.host_bytes:
-        # The rates of the bus between the chips and their host are not published.
-        limits.append(_bound("host", cost.host_bytes, None))
     bound = max(limits, key=lambda limit: limit["seconds"] or 0.0)
     seconds = bound["seconds"] or 0.0
     # For comparison only: XLA counts loops once, and vector memory as main memory.
@@ -335,21 +329,28 @@ def bounds(
       ici: the bytes that it sends to other chips of its slice.
       dcn: the bytes that it sends to other slices.
     """
-    return [
-        _bound("compute", cost.flops, chip.flops),
-        _bound("memory", cost.hbm_bytes, chip.hbm_rate),
-        _bound("ICI", ici, chip.ici_rate),
-        _bound("DCN", dcn, chip.dcn_rate),
-    ]
-
-
-def _bound(name: str, amount: int, rate: float | None) -> result_lib.Bound:
-    seconds = None
-    if not amount:
-        seconds = 0.0
-    elif rate:
-        seconds = amount / rate
-    return {"name": name, "amount": amount, "rate": rate, "seconds": seconds}
+    amounts = {
+        "compute": (cost.flops, chip.flops),
+        "memory": (cost.hbm_bytes, chip.hbm_rate),
+        "ICI": (ici, chip.ici_rate),
+        "DCN": (dcn, chip.dcn_rate),
+    }
+    if cost.host_bytes:
+        # The rates of the bus between the chips and their host are not published.
+        amounts["host"] = (cost.host_bytes, None)
+    limits = []
+    for name, (amount, rate) in amounts.items():
+        seconds = amount / rate if rate else None
+        if not amount:
+            seconds = 0.0
+        limit: result_lib.Bound = {
+            "name": name,
+            "amount": amount,
+            "rate": rate,
+            "seconds": seconds,
+        }
+        limits.append(limit)
+    return limits
 
 
 def shard_bytes(tree: Any) -> int:
@@ -381,22 +382,18 @@ def _compiler_error(
     e: Exception, result: result_lib.Result, state: Any
 ) -> errors.UserError:
     """Returns the error for a step that the compiler rejects."""
-    sizes = _OUT_OF_MEMORY.search(str(e))
-    if sizes:
-        needed = _parse_bytes(sizes[1], sizes[2])
-        available = _parse_bytes(sizes[3], sizes[4])
-        return _does_not_fit(needed, available, result, state)
+    found = _OUT_OF_MEMORY.search(str(e))
+    if found:
+        sizes = []
+        for number, unit in (found.group(1, 2), found.group(3, 4)):
+            sizes.append(int(float(number) * 1024 ** " KMGT".index(unit or " ")))
+        return _does_not_fit(sizes[0], sizes[1], result, state)
     return errors.UserError(
         f"libtpu {_libtpu_version()} cannot compile the step for {result['topology']}, "
         f"slices={result['slices']}: {cli.message(e).rstrip('.')}. Try another "
         "topology, other values of reduction.* or slices, or the libtpu that jax "
         f"{jax.__version__} is made for: pip install '.[dryrun]'."
     )
-
-
-def _parse_bytes(number: str, unit: str) -> int:
-    """Parses a size that the compiler prints, such as 15.75G."""
-    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 def _does_not_fit(
@@ -440,20 +437,6 @@ def _does_not_fit(
     )
     sizes = {"needed": needed, "available": available, "fits": False}
     return DoesNotFitError(message, {**result, "memory": {**memory, **sizes}})
-
-
-def _unreadable(e: Exception, result: result_lib.Result) -> UnreadableError:
-    """Returns the error for a program that the TPU compiler wrote in a newer format
-    than JAX supports.
-    """
-    return UnreadableError(
-        f"The step compiles and fits on {result['topology']}, but jax "
-        f"{jax.__version__} cannot read the program that libtpu {_libtpu_version()} "
-        f"makes of it ({cli.message(e).splitlines()[0]}), so its communication and "
-        "computation are unknown. Install the libtpu that this jax is made for: pip "
-        "install '.[dryrun]'.",
-        result,
-    )
 
 
 def _libtpu_version() -> str:

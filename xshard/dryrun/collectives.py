@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -105,44 +105,46 @@ def of(compiled: jax.stages.Compiled) -> list[Collective]:
 def in_program(program: hlo.Program) -> list[Collective]:
     """Returns the collectives of a parsed program."""
     times = program.times()
-    conditional = program.conditional()
+    always = program.times(takes_branches=False)
     found = []
     for name, computation in program.computations.items():
-        if not times[name]:
+        instructions = computation.instructions.values()
+        is_done = any(_DONE in instruction.attributes for instruction in instructions)
+        if not times[name] or is_done or name.startswith(_MEANWHILE):
             continue
-        for collective in _in_computation(name, computation):
-            found.append(
-                dataclasses.replace(
-                    collective,
-                    times=times[name],
-                    is_conditional=name in conditional,
-                )
+        for instruction in instructions:
+            kind = instruction.opcode.removesuffix("-start")
+            between = _BETWEEN.search(instruction.attributes)
+            groups: _Groups = ()
+            if kind == "recv" and between:
+                kind = between[1].lower().replace("_", "-")
+                if kind not in KINDS:
+                    kind = "collective-permute"
+                # The first array is the transfer's buffer; the others serve for
+                # synchronization.
+                arrays = instruction.arrays[:1]
+            elif kind in KINDS:
+                between = None
+                arrays = _results(instruction)
+                groups = _groups(instruction.attributes)
+                if name.startswith(_FUSED_SCATTER):
+                    kind = "reduce-scatter"
+                    arrays = computation.instructions[computation.root].arrays
+            else:
+                continue
+            collective = Collective(
+                kind=kind,
+                # Each dtype once, in the order of the arrays.
+                dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
+                arrays=len(arrays),
+                bytes=sum(array.bytes for array in arrays),
+                groups=groups,
+                times=times[name],
+                between_slices=between is not None,
+                is_conditional=not always[name],
             )
+            found.append(collective)
     return found
-
-
-def _in_computation(name: str, computation: hlo.Computation) -> Iterator[Collective]:
-    instructions = computation.instructions.values()
-    is_done = any(_DONE in instruction.attributes for instruction in instructions)
-    if is_done or name.startswith(_MEANWHILE):
-        return
-    for instruction in instructions:
-        kind = instruction.opcode.removesuffix("-start")
-        between = _BETWEEN.search(instruction.attributes)
-        if kind == "recv" and between:
-            kind = between[1].lower().replace("_", "-")
-            if kind not in KINDS:
-                kind = "collective-permute"
-            # The first array is the transfer's buffer; the others serve for
-            # synchronization.
-            collective = _collective(kind, instruction.arrays[:1], ())
-            yield dataclasses.replace(collective, between_slices=True)
-        elif kind in KINDS:
-            arrays = _results(instruction)
-            if name.startswith(_FUSED_SCATTER):
-                kind = "reduce-scatter"
-                arrays = computation.instructions[computation.root].arrays
-            yield _collective(kind, arrays, _groups(instruction.attributes))
 
 
 def _results(instruction: hlo.Instruction) -> list[hlo.Array]:
@@ -159,22 +161,17 @@ def _results(instruction: hlo.Instruction) -> list[hlo.Array]:
     return arrays
 
 
-def _collective(kind: str, arrays: Sequence[hlo.Array], groups: _Groups) -> Collective:
-    return Collective(
-        kind=kind,
-        # Each dtype once, in the order of the arrays.
-        dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
-        arrays=len(arrays),
-        bytes=sum(array.bytes for array in arrays),
-        groups=groups,
-    )
-
-
 def _groups(attributes: str) -> _Groups:
     """Parses the groups of a collective; empty if they are all devices."""
     iota = _IOTA.search(attributes)
     if iota:
-        return _groups_of_iota(*iota.groups())
+        # The numbers of an array in order, transposed.
+        count, size, shape, order = iota.groups()
+        dimensions = _integers(shape)
+        numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
+        if order:
+            numbers = numbers.transpose(_integers(order))
+        return tuple(map(tuple, numbers.reshape(int(count), int(size)).tolist()))
     mesh = _MESH.search(attributes)
     if mesh:
         return _groups_of_mesh(*mesh.groups())
@@ -184,18 +181,6 @@ def _groups(attributes: str) -> _Groups:
         for group in re.findall(r"\{([\d, ]+)\}", listed[1]):
             groups.append(_integers(group))
     return tuple(groups)
-
-
-def _groups_of_iota(count: str, size: str, shape: str, order: str | None) -> _Groups:
-    """Returns `count` groups of `size` devices, whose numbers are those of an array in
-    order, transposed.
-    """
-    dimensions = _integers(shape)
-    numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
-    if order:
-        numbers = numbers.transpose(_integers(order))
-    groups = numbers.reshape(int(count), int(size)).tolist()
-    return tuple(map(tuple, groups))
 
 
 def _groups_of_mesh(axes: str, over: str) -> _Groups:
@@ -325,25 +310,6 @@ def sent(mesh: jax.sharding.Mesh, collective: Collective) -> int:
     return (count - 1) * size // count
 
 
-def hops(mesh: jax.sharding.Mesh, collectives: Sequence[Collective]) -> list[int]:
-    """Returns the distances within the groups of collectives, as `distances` does.
-
-    Collectives between slices, and devices that are not TPUs, have none.
-    """
-    slices = _slices(mesh)
-    devices = list(mesh.devices[slices == slices.flat[0]].flat)
-    # Collectives with the same groups count once.
-    counted = set()
-    lengths = []
-    for collective in collectives:
-        groups = collective.groups
-        if collective.between_slices or groups in counted:
-            continue
-        counted.add(groups)
-        lengths += distances(devices, groups or [range(len(devices))])
-    return lengths
-
-
 def distances(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[int]:
     """Returns the distances between the members of groups, in links from chip to chip;
     neighbors have distance 1.
@@ -362,27 +328,20 @@ def distances(devices: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[i
     if any(device.platform != "tpu" for device in devices):
         return []
     places = np.array([device.coords for device in devices])
-    shape = tuple(places.max(axis=0) - places.min(axis=0) + 1)
-    # The length of each axis that is a ring; 0 for others.
-    rings = np.where(_are_rings(devices[0].device_kind, shape), shape, 0)
+    shape = places.max(axis=0) - places.min(axis=0) + 1
+    # The length of each axis that is a ring; 0 for others. Sources: for v4 and v5p
+    # https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and larger slices have full
+    # 3D torus"; for v5e and v6e https://jax-ml.github.io/scaling-book/tpus. A twisted
+    # torus closes its short axes with a shift along the long one. Coordinates do not
+    # show the shift, and no layout here relies on it.
+    are_rings = shape == _POD
+    if devices[0].device_kind in _WITH_CUBES:
+        are_rings = (shape % _CUBE == 0).all()
+    rings = np.where(are_rings, shape, 0)
     lengths = []
     for group in groups:
         lengths += _tree(places[list(group)], rings)
     return lengths
-
-
-def _are_rings(kind: str, shape: tuple[int, ...]) -> list[bool]:
-    """Returns whether each axis of a slice is a ring.
-
-    Sources: for v4 and v5p https://docs.cloud.google.com/tpu/docs/v5p, "All 4x4x4 and
-    larger slices have full 3D torus"; for v5e and v6e
-    https://jax-ml.github.io/scaling-book/tpus. A twisted torus closes its short axes
-    with a shift along the long one. Coordinates do not show the shift, and no layout
-    here relies on it.
-    """
-    if kind in _WITH_CUBES:
-        return [all(size % _CUBE == 0 for size in shape)] * len(shape)
-    return [size == _POD for size in shape]
 
 
 def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
@@ -399,19 +358,13 @@ def _tree(places: np.ndarray, rings: np.ndarray) -> list[int]:
         is_outside[last] = False
         # The place that joined the tree last may be closer to the remaining places than
         # the rest of the tree.
-        nearest = np.minimum(nearest, _links(places, places[last], rings))
+        # On a ring, the number of links to it is that in the shorter direction.
+        apart = np.abs(places - places[last])
+        around = np.where(rings > 0, rings - apart, apart)
+        nearest = np.minimum(nearest, np.minimum(apart, around).sum(axis=1))
         last = int(np.argmin(np.where(is_outside, nearest, far)))
         lengths.append(int(nearest[last]))
     return lengths
-
-
-def _links(places: np.ndarray, place: np.ndarray, rings: np.ndarray) -> np.ndarray:
-    """Returns the number of links from a place to each of `places`; on a ring, in the
-    shorter direction.
-    """
-    apart = np.abs(places - place)
-    around = np.where(rings > 0, rings - apart, apart)
-    return np.minimum(apart, around).sum(axis=1)
 
 
 def rows(
@@ -420,6 +373,8 @@ def rows(
     """Returns a row for each combination of kind, axes and dtypes; collectives in a
     loop count once per round.
     """
+    slices = _slices(mesh)
+    devices = list(mesh.devices[slices == slices.flat[0]].flat)
     alike = collections.defaultdict(list)
     for collective in collectives:
         over = _show_axes(mesh, collective)
@@ -444,7 +399,11 @@ def rows(
             num_arrays += times * collective.arrays
             num_bytes += times * collective.bytes
             sent_bytes += times * sent(mesh, collective)
-        lengths = hops(mesh, members)
+        # Groups that are alike count once.
+        lengths = []
+        if not between_slices:
+            for groups in dict.fromkeys(collective.groups for collective in members):
+                lengths += distances(devices, groups or [range(len(devices))])
         row: result_lib.Collective = {
             "kind": kind,
             "over": over,

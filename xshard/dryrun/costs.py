@@ -15,7 +15,7 @@ the scores is computed.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xshard.dryrun import hlo
 from xshard.dryrun import result as result_lib
@@ -84,13 +84,7 @@ def of(program: hlo.Program) -> Cost:
 
 def total(costs: Iterable[Cost]) -> Cost:
     """Returns the sum of some costs."""
-    costs = list(costs)
-    return Cost(
-        flops=sum(cost.flops for cost in costs),
-        hbm_bytes=sum(cost.hbm_bytes for cost in costs),
-        cycles=sum(cost.cycles for cost in costs),
-        host_bytes=sum(cost.host_bytes for cost in costs),
-    )
+    return Cost(*(sum(amounts) for amounts in zip(*costs, strict=True)))
 
 
 class _Counter:
@@ -123,23 +117,18 @@ class _Counter:
             return max(branches, default=Cost(), key=sum)
         if instruction.opcode in ("call", "async-start"):
             return total(map(self.computation, instruction.bodies))
-        operands = [self._producer(name, operand) for operand in instruction.operands]
+        instructions = self._program.computations[name].instructions
+        operands = [instructions.get(operand) for operand in instruction.operands]
         kernel = kernel_of(instruction, operands)
         if kernel is not None and kernel.flops is not None:
             return Cost(kernel.flops, kernel.hbm_bytes)
         estimated = _CYCLES.search(instruction.attributes)
         return Cost(
             flops=self._flops(name, instruction),
-            hbm_bytes=self._traffic(name, instruction),
+            hbm_bytes=self._traffic(name, instruction, operands),
             cycles=int(estimated[1]) if estimated else 0,
             host_bytes=instruction.host_bytes,
         )
-
-    def _producer(self, name: str, operand: str) -> hlo.Instruction | None:
-        """Returns the instruction that computes an operand; None if it is missing, as
-        in tests.
-        """
-        return self._program.computations[name].instructions.get(operand)
 
     def _flops(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the FLOPs of an instruction; of a fusion, those inside it."""
@@ -161,7 +150,12 @@ class _Counter:
             return _dot_flops(instruction, left)
         return _convolution_flops(instruction, left, right)
 
-    def _traffic(self, name: str, instruction: hlo.Instruction) -> int:
+    def _traffic(
+        self,
+        name: str,
+        instruction: hlo.Instruction,
+        operands: Sequence[hlo.Instruction | None],
+    ) -> int:
         """Counts the bytes that an instruction reads from and writes to main memory."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done"):
@@ -170,21 +164,31 @@ class _Counter:
             # The result of a start contains its operands, so it covers reads and
             # writes.
             return instruction.hbm_bytes
-        count = self._written(name, instruction)
-        for place in range(len(instruction.operands)):
-            count += self._read(name, instruction, place)
+        count = 0
+        if instruction.hbm_bytes:
+            count = self._computed(name, instruction)
+            if opcode == "fusion":
+                # The results of a fusion may be in different memories.
+                count = min(instruction.hbm_bytes, count)
+        for place, operand in enumerate(operands):
+            # An operand is missing in tests.
+            if operand is not None and operand.hbm_bytes:
+                size = operand.hbm_bytes
+                count += min(size, self._read(instruction, place, size))
         return count
 
-    def _read(self, name: str, instruction: hlo.Instruction, place: int) -> int:
-        """Counts the bytes that an instruction reads of the operand at this place."""
-        operand = self._producer(name, instruction.operands[place])
-        if operand is None or not operand.hbm_bytes:
+    def _read(self, instruction: hlo.Instruction, place: int, size: int) -> int:
+        """Counts the bytes that an instruction reads of the operand at this place, of
+        this size: only a slice, if it slices the operand.
+        """
+        if instruction.opcode == "fusion":
+            return sum(self._read_inside(body, place) for body in instruction.bodies)
+        if place == 0 and instruction.opcode in _SLICES:
+            return instruction.bytes
+        if place == 0 and instruction.opcode == "dynamic-update-slice":
+            # An in-place update touches only the updated part.
             return 0
-        size = operand.hbm_bytes
-        if instruction.opcode != "fusion":
-            return min(size, _read_of_operand(instruction, place, size))
-        read = sum(self._read_inside(body, place) for body in instruction.bodies)
-        return min(size, read)
+        return size
 
     def _read_inside(self, body: str, place: int) -> int:
         """Counts the bytes that a fused computation reads of the parameter at this
@@ -198,79 +202,40 @@ class _Counter:
     def _bytes_used(self, body: str, name: str, size: int) -> int:
         """Counts the bytes of a value of this size that its users read."""
         used = 0
-        for user in self._program.computations[body].users(name):
+        for user in self._program.computations[body].instructions.values():
             for place, operand in enumerate(user.operands):
                 if operand != name:
                     continue
                 if user.opcode == "bitcast":
                     used += self._bytes_used(body, user.name, size)
-                elif user.opcode == "fusion":
-                    for inner in user.bodies:
-                        used += self._read_inside(inner, place)
                 else:
-                    used += _read_of_operand(user, place, size)
+                    used += self._read(user, place, size)
         # Several users may read the same bytes.
         return min(size, used)
-
-    def _written(self, name: str, instruction: hlo.Instruction) -> int:
-        """Counts the bytes of a result that are written to main memory; for an in-place
-        update, only the update.
-        """
-        in_hbm = instruction.hbm_bytes
-        if not in_hbm:
-            return 0
-        computed = self._computed(name, instruction)
-        # The results of a fusion may be in different memories.
-        return min(in_hbm, computed) if instruction.opcode == "fusion" else computed
 
     def _computed(self, name: str, instruction: hlo.Instruction) -> int:
         """Counts the bytes of a result that are computed, in whatever memory; for an
         in-place update, only the update.
         """
         instructions = self._program.computations[name].instructions
-        while (
-            instruction.opcode == "bitcast"
-            and instruction.operands
-            and instruction.operands[0] in instructions
-        ):
-            instruction = instructions[instruction.operands[0]]
-        if instruction.opcode == "fusion":
-            return sum(self._computed_inside(body) for body in instruction.bodies)
-        if instruction.opcode == "dynamic-update-slice":
-            # Its operands are the array, the update and where it goes.
-            update = instructions.get(instruction.operands[1])
-            if update is not None:
-                return update.bytes
+        operands = [instructions.get(operand) for operand in instruction.operands]
+        opcode = instruction.opcode
+        if opcode == "fusion":
+            count = 0
+            for body in instruction.bodies:
+                computation = self._program.computations[body]
+                root = computation.instructions.get(computation.root)
+                if root is not None:
+                    count += self._computed(body, root)
+            return count
+        if opcode == "tuple":
+            return sum(self._computed(name, x) for x in operands if x is not None)
+        if opcode == "bitcast" and operands and operands[0] is not None:
+            return self._computed(name, operands[0])
+        # Its operands are the array, the update and where it goes.
+        if opcode == "dynamic-update-slice" and operands[1] is not None:
+            return operands[1].bytes
         return instruction.bytes
-
-    def _computed_inside(self, body: str) -> int:
-        """Counts the bytes of a fused computation's result that are computed, of all
-        elements of a tuple.
-        """
-        computation = self._program.computations[body]
-        root = computation.instructions.get(computation.root)
-        if root is None:
-            return 0
-        if root.opcode != "tuple":
-            return self._computed(body, root)
-        count = 0
-        for name in root.operands:
-            element = computation.instructions.get(name)
-            if element is not None:
-                count += self._computed(body, element)
-        return count
-
-
-def _read_of_operand(instruction: hlo.Instruction, place: int, size: int) -> int:
-    """Returns the bytes that an instruction reads of an operand of this size: only a
-    slice, if it slices the operand.
-    """
-    if place == 0 and instruction.opcode in _SLICES:
-        return instruction.bytes
-    if place == 0 and instruction.opcode == "dynamic-update-slice":
-        # An in-place update touches only the updated part.
-        return 0
-    return size
 
 
 def _dot_flops(instruction: hlo.Instruction, left: tuple[int, ...]) -> int:
@@ -297,10 +262,12 @@ def _convolution_flops(
     batch = shape[result.index("b")]
     features = shape[result.index("f")]
     products = batch * features * right[kernel.index("i")]
-    window = _window(instruction.attributes)
+    window = _WINDOW.search(instruction.attributes)
+    # For each attribute, such as 'stride', its values by dimension.
+    entries = dict(entry.split("=") for entry in window[1].split()) if window else {}
     in_space = sorted(label for label in result if label.isdigit())
     for place, label in enumerate(in_space):
-        values = {name: of_dimensions[place] for name, of_dimensions in window.items()}
+        values = {name: sizes.split("x")[place] for name, sizes in entries.items()}
         products *= flops.taps(
             left[inputs.index(label)],
             right[kernel.index(label)],
@@ -311,20 +278,6 @@ def _convolution_flops(
             spread=int(values.get("rhs_dilate", 1)),
         )
     return 2 * products
-
-
-def _window(attributes: str) -> dict[str, list[str]]:
-    """Parses a window: for each attribute, such as 'stride', its values by dimension;
-    empty if there is no window.
-    """
-    window = _WINDOW.search(attributes)
-    if not window:
-        return {}
-    values = {}
-    for entry in window[1].split():
-        name, _, sizes = entry.partition("=")
-        values[name] = sizes.split("x")
-    return values
 
 
 class Kernel(NamedTuple):
@@ -374,27 +327,20 @@ def kernels(program: hlo.Program) -> list[result_lib.Kernel]:
     """Returns the kernels of a program by name: how often each runs, and its total
     cost.
     """
-    rows: dict[str, result_lib.Kernel] = {}
+    rows: dict[str, Any] = {}
     for name, times in program.times().items():
-        if not times:
-            continue
         instructions = program.computations[name].instructions
         for instruction in instructions.values():
             operands = [instructions.get(operand) for operand in instruction.operands]
             kernel = kernel_of(instruction, operands)
-            if kernel is None:
+            if kernel is None or not times:
                 continue
-            row = rows.setdefault(
-                kernel.name,
-                {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0},
-            )
+            row = {"kernel": kernel.name, "count": 0, "flops": 0, "hbm_bytes": 0}
+            row = rows.setdefault(kernel.name, row)
             row["count"] += times
-            flops = row["flops"]
-            moved = row["hbm_bytes"]
-            if kernel.flops is None or flops is None or moved is None:
-                row["flops"] = None
-                row["hbm_bytes"] = None
-            else:
-                row["flops"] = flops + times * kernel.flops
-                row["hbm_bytes"] = moved + times * kernel.hbm_bytes
+            if kernel.flops is None:
+                row |= {"flops": None, "hbm_bytes": None}
+            elif row["flops"] is not None:
+                row["flops"] += times * kernel.flops
+                row["hbm_bytes"] += times * kernel.hbm_bytes
     return [rows[name] for name in sorted(rows)]

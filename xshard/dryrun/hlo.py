@@ -9,7 +9,6 @@ the parts that `xshard.dryrun.collectives` and `xshard.dryrun.costs` need.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 # The bits per element of HLO's dtypes. Types that are not listed, such as tokens, count
@@ -135,16 +134,6 @@ class Computation:
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
     root: str = ""
 
-    def add(self, instruction: Instruction, *, is_root: bool) -> None:
-        """Adds an instruction, which may be the result."""
-        self.instructions[instruction.name] = instruction
-        if is_root:
-            self.root = instruction.name
-
-    def users(self, name: str) -> Iterator[Instruction]:
-        """Returns the instructions that read the result of the instruction `name`."""
-        return (user for user in self.instructions.values() if name in user.operands)
-
 
 class Loop(NamedTuple):
     """A loop.
@@ -197,11 +186,14 @@ class Program:
             return Loop(body, int(known[1]))
         return Loop(body, self._rounds(name, instruction, condition, body))
 
-    def times(self) -> dict[str, int]:
+    def times(self, *, takes_branches: bool = True) -> dict[str, int]:
         """Counts how often each computation runs in a step.
 
-        Each branch of a conditional counts as taken, and a loop of unknown length as
-        one round.
+        A loop of unknown length counts as one round.
+
+        Args:
+          takes_branches: whether each branch of a conditional counts as taken; else
+            none does.
         """
         times = dict.fromkeys(self.computations, 0)
 
@@ -213,30 +205,12 @@ class Program:
                 loop = self.loop(name, instruction)
                 if loop is not None:
                     run(loop.body, count * loop.counted_rounds)
-                for called in instruction.bodies:
-                    run(called, count)
+                if takes_branches or instruction.opcode != "conditional":
+                    for called in instruction.bodies:
+                        run(called, count)
 
         run(self.entry, self.runs)
         return times
-
-    def conditional(self) -> set[str]:
-        """Returns the computations that run only in a branch of a conditional."""
-        always: set[str] = set()
-
-        def run(name: str) -> None:
-            if name not in self.computations or name in always:
-                return
-            always.add(name)
-            for instruction in self.computations[name].instructions.values():
-                loop = self.loop(name, instruction)
-                if loop is not None:
-                    run(loop.body)
-                if instruction.opcode != "conditional":
-                    for called in instruction.bodies:
-                        run(called)
-
-        run(self.entry)
-        return set(self.computations) - always
 
     def unknown_loops(self) -> int:
         """Returns the number of loops of unknown length."""
@@ -353,7 +327,9 @@ def parse(text: str, runs: int = 1) -> Program:
                 literal=literal,
                 attributes=rest[end:],
             )
-            current.add(parsed, is_root=bool(is_root))
+            current.instructions[name] = parsed
+            if is_root:
+                current.root = name
     return Program(computations, entry, runs)
 
 

@@ -119,37 +119,29 @@ def _exchanges(result: result_lib.Result) -> list[str]:
 
 
 def _collective_rows(result: result_lib.Result) -> list[dict[str, Any]]:
+    every = result.get("exchange_every_steps")
     rows = []
     for row in result["collectives"]:
+        times = f"{row['count']}"
+        if every and row["is_conditional"]:
+            times += f" in {every} steps"
+        longest = row["hops"]
+        hops = "" if longest is None else f"{longest}"
+        if longest != row["mean_hops"]:
+            hops += f" (mean {row['mean_hops']:.2g})"
         shown = {
             "kind": row["kind"],
             "over": row["over"],
             "network": "DCN" if row["between_slices"] else "ICI",
-            "hops": _show_hops(row),
+            "hops": hops,
             "types": row["types"],
-            "times": _show_times(row, result.get("exchange_every_steps")),
+            "times": times,
             "arrays": row["arrays"],
             "gives": size(row["bytes"]),
             "a chip sends": size(row["sent"]),
         }
         rows.append(shown)
     return rows
-
-
-def _show_times(row: result_lib.Collective, every: int | None) -> str:
-    if every and row["is_conditional"]:
-        return f"{row['count']} in {every} steps"
-    return f"{row['count']}"
-
-
-def _show_hops(row: result_lib.Collective) -> str:
-    longest = row["hops"]
-    mean = row["mean_hops"]
-    if longest is None:
-        return ""
-    if longest == mean:
-        return f"{longest}"
-    return f"{longest} (mean {mean:.2g})"
 
 
 def _kernels(result: result_lib.Result) -> list[str]:
