@@ -25,7 +25,7 @@ import pytest
 import tests
 from tests import programs
 from tests.site import sitecustomize as sitecustomize
-from xshard.checkpoint import metadata_files
+from xshard.checkpoint import format as format_lib
 from xshard.learners import learner
 from xshard.wings import installed
 
@@ -41,7 +41,7 @@ sys.dont_write_bytecode = False
 # sixth of the tests' time.
 gc.set_threshold(200_000, 50, 100)
 # Damage that a test causes does not heal, so the wait before a second read is left out.
-metadata_files.READ_AGAIN_SECONDS = (0.0, 0.0)
+format_lib.READ_AGAIN_SECONDS = (0.0, 0.0)
 
 # A process under nohup or in a shell's background ignores some signals, and all
 # processes that it starts inherit that. A test that sends such a signal would wait

@@ -15,7 +15,7 @@ from tests import rows, toy
 from tests.checkpoint import harness
 from xshard import checkpoint, errors, loop
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import array_reader, arrays, metadata_files
+from xshard.checkpoint import array_reader, arrays
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 from xshard.files import claim, disk, sources, workdir
@@ -392,7 +392,7 @@ def test_the_bytes_of_another_checkpoint_fail_verification(tmp_path, hidden, cap
 
 def stored_chunk(attempt):
     """Returns the bytes of the first layer's weights in a checkpoint."""
-    metas = metadata_files.read_array_metas(attempt)
+    metas = format_lib.read_array_metas(attempt)
     name = "params/mlp/~/linear_0/w"
     ((_, value),) = array_reader.read_arrays(attempt, {name: metas[name]})
     assert metas[name].chunk_shape == value.shape

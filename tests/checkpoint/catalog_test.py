@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.harness import make_manager, save
 from xshard import checkpoint
-from xshard.checkpoint import catalog, metadata_files
+from xshard.checkpoint import format as format_lib
 
 
 def test_the_catalog_lists_the_state_and_metrics_of_each_checkpoint(tmp_path):
@@ -49,14 +49,14 @@ def test_a_checkpoint_deleted_during_the_listing_is_absent_not_damaged(
     manager = make_manager(tmp_path, keep_last=3)
     for step in (1, 2):
         save(manager, step, {"w": jnp.ones(1)})
-    read_commit = metadata_files.read_commit
+    read_commit = format_lib.read_commit
 
     def delete_first(attempt):
         if attempt.step == 1:
             attempt.store.delete_folder(attempt.prefix)
         return read_commit(attempt)
 
-    monkeypatch.setattr(catalog.metadata_files, "read_commit", delete_first)
+    monkeypatch.setattr(format_lib, "read_commit", delete_first)
     assert [(e.step, e.state) for e in checkpoint.read_catalog(tmp_path).entries] == [
         (2, "complete")
     ]

@@ -17,7 +17,8 @@ import numpy as np
 import tests
 from tests import forks
 from xshard import checkpoint
-from xshard.checkpoint import array_reader, metadata_files, place
+from xshard.checkpoint import array_reader, place
+from xshard.checkpoint import format as format_lib
 
 # Seconds that no operation takes, even on busy cores: this limit only ends operations
 # that hang.
@@ -50,7 +51,7 @@ def make_tree(seed=0, shape=(4, 6)):
 def read_all(directory, step):
     """Returns the arrays of a checkpoint by path."""
     attempt = place.find(f"{directory}@{step}")
-    metas = metadata_files.read_array_metas(attempt)
+    metas = format_lib.read_array_metas(attempt)
     return dict(array_reader.read_arrays(attempt, metas))
 
 

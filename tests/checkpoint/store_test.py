@@ -246,14 +246,14 @@ def test_an_unreachable_store_is_not_reported_as_damage():
 import sys
 from tests.checkpoint import harness
 from xshard import checkpoint
-from xshard.checkpoint import format as format_lib, metadata_files, store
+from xshard.checkpoint import format as format_lib, store
 from xshard.files import buckets
 buckets.RETRIES.update(max_retries=2, initial_delay="1ms", max_delay="2ms")
 place = store.Store("gs://bucket/run")
 attempt = format_lib.SaveAttempt(place, 1, "01234567", frozenset({"COMMIT"}))
 try:
-    metadata_files.read_meta(attempt)
-except metadata_files.DamagedError:
+    format_lib.read_meta(attempt)
+except format_lib.DamagedError:
     print("damaged")
 except checkpoint.CheckpointError as e:
     print("error:", e)

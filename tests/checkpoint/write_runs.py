@@ -468,10 +468,11 @@ def _lines(path: pathlib.Path) -> list[bytes]:
 
 def _arrays(directory: pathlib.Path) -> dict[str, Any]:
     """Returns the arrays of the last checkpoint, by path."""
-    from xshard.checkpoint import array_reader, metadata_files, place
+    from xshard.checkpoint import array_reader, place
+    from xshard.checkpoint import format as format_lib
 
     attempt = place.find(f"{directory}@{STEPS}")
-    metas = metadata_files.read_array_metas(attempt)
+    metas = format_lib.read_array_metas(attempt)
     found = {}
     for path, array in array_reader.read_arrays(attempt, metas):
         # What is kept in written/ has other types in this form.

@@ -18,7 +18,7 @@ import re
 
 from tensorboard.backend.event_processing import event_accumulator
 
-from xshard.checkpoint import array_reader, metadata_files
+from xshard.checkpoint import array_reader
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
 
@@ -199,13 +199,13 @@ def _checkpoint(attempt):
     """Returns a digest of a checkpoint's arrays and position in the data, its metrics,
     and whether it is pinned.
     """
-    meta = metadata_files.read_meta(attempt)
+    meta = format_lib.read_meta(attempt)
     digest = hashlib.sha256(json.dumps(meta.data, sort_keys=True).encode())
     for name, value in array_reader.read_arrays(attempt, meta.arrays):
         digest.update(name.encode() + str(value.dtype).encode() + value.tobytes())
     return {
         "state": digest.hexdigest(),
-        "metrics": metadata_files.read_commit(attempt).metrics,
+        "metrics": format_lib.metrics_of(attempt, format_lib.read_commit(attempt)),
         "pinned": format_lib.PINNED in attempt.marks,
     }
 

@@ -16,7 +16,7 @@ from xshard import experiment as experiment_lib
 from xshard import mesh as mesh_lib
 from xshard.base import hashing
 from xshard.checkpoint import __main__ as tool
-from xshard.checkpoint import array_reader, metadata_files
+from xshard.checkpoint import array_reader
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import store as store_lib
@@ -258,7 +258,7 @@ def test_chunks_in_each_others_places_are_detected(tmp_path, capsys, groups):
     # that loses writes may return such chunks: an earlier checkpoint's, of the same
     # layout.
     attempt = format_lib.committed(store_lib.Store(tmp_path / "checkpoints"))[-1]
-    metas = metadata_files.read_array_metas(attempt)
+    metas = format_lib.read_array_metas(attempt)
     slots = {path: metas[path] for path in metas if path.endswith("linear_0/w")}
     assert len(slots) == 3
     chunks = []

@@ -43,7 +43,6 @@ from xshard.checkpoint import (
     array_reader,
     catalog,
     manager,
-    metadata_files,
     orbax,
     retention,
     writer,
@@ -183,8 +182,8 @@ def list_steps(store: store_lib.Store) -> Rows:
 def show(store: store_lib.Store, step: int | None) -> Rows:
     """Returns a row for each array, and one for each item of metadata."""
     attempt = format_lib.find(store, step)
-    commit, meta = metadata_files.retry_on_damage(
-        lambda: metadata_files.read_commit_meta(attempt)
+    commit, meta = format_lib.retry_on_damage(
+        lambda: format_lib.read_commit_meta(attempt)
     )
     scales = {}
     for path, array in meta.arrays.items():
@@ -336,7 +335,7 @@ def _attempts_of(store: store_lib.Store, step: int) -> list[format_lib.SaveAttem
 
 
 def _read_all(attempt: format_lib.SaveAttempt) -> Iterator[tuple[str, np.ndarray]]:
-    arrays = metadata_files.read_array_metas(attempt)
+    arrays = format_lib.read_array_metas(attempt)
     return array_reader.read_arrays(attempt, arrays)
 
 
@@ -346,7 +345,7 @@ def _damage(attempt: format_lib.SaveAttempt) -> str:
     """
 
     def read() -> str:
-        saved = metadata_files.read_meta(attempt).metadata.get("fingerprint")
+        saved = format_lib.read_meta(attempt).metadata.get("fingerprint")
         expected = _totals(saved)
         actual = _fingerprints(_read_all(attempt), len(expected))
         if expected and actual != expected:
@@ -354,12 +353,12 @@ def _damage(attempt: format_lib.SaveAttempt) -> str:
                 f"the fingerprint of its arrays is {', '.join(actual)}, but on the "
                 f"devices it was {', '.join(expected)}"
             )
-        metadata_files.added_metrics(attempt)
+        format_lib.added_metrics(attempt)
         return ""
 
     try:
-        return metadata_files.retry_on_damage(read)
-    except metadata_files.UnreadableError:
+        return format_lib.retry_on_damage(read)
+    except format_lib.UnreadableError:
         # A read error is not damage: the stored bytes may be whole.
         raise
     except format_lib.CheckpointError as e:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from xshard import errors
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.pod import host_collectives
 
@@ -196,14 +195,14 @@ def read(
       CheckpointError: on all processes, for an error that is not damage and persists.
     """
     damage = ""
-    for wait_seconds in (*metadata_files.READ_AGAIN_SECONDS, None):
+    for wait_seconds in (*format_lib.READ_AGAIN_SECONDS, None):
         content = None
         answer = {}
         try:
             content = read_once()
-        except metadata_files.DamagedError as e:
+        except format_lib.DamagedError as e:
             answer = {"damaged": str(e)}
-        except metadata_files.UnreadableError as e:
+        except format_lib.UnreadableError as e:
             answer = {"unreadable": str(e)}
         except Exception as e:
             # Any error must reach the channel, since the other processes wait there.

@@ -16,7 +16,6 @@ import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 
 # Tensorstore's status codes for content that is not what was written, and for missing
@@ -215,17 +214,15 @@ def _copy_overlap(
 
 def _classified(
     e: Exception, what: str
-) -> metadata_files.DamagedError | metadata_files.UnreadableError:
+) -> format_lib.DamagedError | format_lib.UnreadableError:
     """Returns a read error as damage (wrong or missing content) or as unreadable (an
     error of the disk).
     """
     if _is_damage(e):
-        return metadata_files.DamagedError(
+        return format_lib.DamagedError(
             f"{what} is not what was written: {store_lib.reason(e)}."
         )
-    return metadata_files.UnreadableError(
-        f"{what} cannot be read: {store_lib.reason(e)}."
-    )
+    return format_lib.UnreadableError(f"{what} cannot be read: {store_lib.reason(e)}.")
 
 
 def _is_damage(e: Exception) -> bool:

@@ -7,7 +7,7 @@ import os
 from typing import Any, NamedTuple
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files, retention
+from xshard.checkpoint import retention
 from xshard.checkpoint import store as store_lib
 
 
@@ -69,33 +69,24 @@ def read_catalog(folder: str | os.PathLike[str] | store_lib.Store) -> Catalog:
     store = folder if isinstance(folder, store_lib.Store) else store_lib.Store(folder)
     if store.path is not None and not store.path.is_dir():
         raise format_lib.CheckpointError(f"{store} is not a directory.")
-    listed = []
-    commits: dict[format_lib.SaveAttempt, format_lib.Commit] = {}
-    for attempt in format_lib.attempts(store):
-        if attempt.counts:
-            try:
-                commits[attempt] = _read_commit(attempt)
-            except _DeletedError:
-                continue
-            except metadata_files.DamagedError:
-                # It is listed without a COMMIT.
-                pass
-        listed.append(attempt)
-
-    meta = _newest_meta(list(commits))
-    ranks = {}
-    written_with = {}
-    if meta is not None:
-        ranks = _rank(commits, _retention_rule(meta))
-        written_with = meta.written_with
     entries = []
-    for attempt in listed:
-        entry = _entry(attempt, commits.get(attempt))
-        if attempt in ranks:
-            rank, metric = ranks[attempt]
-            entry = entry._replace(best=rank, best_metric=metric)
-        entries.append(entry)
-    return Catalog(entries, written_with)
+    newest = None
+    for attempt in format_lib.attempts(store):
+        entry = _entry(attempt)
+        if entry is not None:
+            entries.append(entry)
+            if entry.time is not None:
+                newest = attempt
+    meta = None
+    if newest is not None:
+        with contextlib.suppress(format_lib.DamagedError):
+            meta = format_lib.retry_on_damage(lambda: format_lib.read_meta(newest))
+    if meta is None:
+        return Catalog(entries, {})
+    keep = _retention_rule(meta)
+    if keep is not None:
+        _rank(entries, keep)
+    return Catalog(entries, meta.written_with)
 
 
 def newest_entry(store: store_lib.Store) -> Entry | None:
@@ -103,37 +94,14 @@ def newest_entry(store: store_lib.Store) -> Entry | None:
     other; None if there is none.
     """
     for attempt in reversed(format_lib.committed(store)):
-        with contextlib.suppress(_DeletedError, metadata_files.DamagedError):
-            return _entry(attempt, _read_commit(attempt))
+        entry = _entry(attempt)
+        if entry is not None and entry.time is not None:
+            return entry
     return None
 
 
-class _DeletedError(Exception):
-    """A run deleted the checkpoint after it was listed."""
-
-
-def _read_commit(attempt: format_lib.SaveAttempt) -> format_lib.Commit:
-    """Reads the COMMIT of an attempt that was listed as one that counts.
-
-    Raises:
-      DamagedError: if it is not what was written.
-      _DeletedError: if it no longer exists.
-    """
-    try:
-        return metadata_files.retry_on_damage(
-            lambda: metadata_files.read_commit(attempt)
-        )
-    except metadata_files.DamagedError as e:
-        # A missing COMMIT is damage to its reader, but a deletion removes COMMIT first.
-        if attempt.store.read(attempt.prefix + format_lib.COMMIT) is None:
-            raise _DeletedError from e
-        raise
-
-
-def _entry(attempt: format_lib.SaveAttempt, commit: format_lib.Commit | None) -> Entry:
-    """Describes an attempt; the commit is None if the attempt does not count, or is
-    damaged.
-    """
+def _entry(attempt: format_lib.SaveAttempt) -> Entry | None:
+    """Describes an attempt; None if a run deleted it after it was listed."""
     entry = Entry(
         step=attempt.step,
         state="damaged" if format_lib.COMMIT in attempt.marks else "incomplete",
@@ -145,49 +113,34 @@ def _entry(attempt: format_lib.SaveAttempt, commit: format_lib.Commit | None) ->
         best=None,
         best_metric="",
     )
-    if commit is None:
+    if not attempt.counts:
         return entry
+    try:
+        commit = format_lib.retry_on_damage(lambda: format_lib.read_commit(attempt))
+    except format_lib.DamagedError:
+        # A missing COMMIT is damage to its reader, but a deletion removes COMMIT first.
+        content = attempt.store.read(attempt.prefix + format_lib.COMMIT)
+        return None if content is None else entry
     return entry._replace(
         state="not finite" if commit.nonfinite else "complete",
         time=commit.time,
         nbytes=commit.bytes,
-        metrics=commit.metrics,
+        metrics=format_lib.metrics_of(attempt, commit),
     )
 
 
-def _newest_meta(attempts: list[format_lib.SaveAttempt]) -> format_lib.Meta | None:
-    """Reads the meta.json of the last of some attempts; returns None if there is none
-    or it is damaged.
-    """
-    if not attempts:
-        return None
-    try:
-        return metadata_files.retry_on_damage(
-            lambda: metadata_files.read_meta(attempts[-1])
-        )
-    except metadata_files.DamagedError:
-        return None
-
-
-def _rank(
-    commits: dict[format_lib.SaveAttempt, format_lib.Commit],
-    keep: retention.Keep | None,
-) -> dict[format_lib.SaveAttempt, tuple[int, str]]:
-    """Returns the rank of each of the best checkpoints, from 1, and the metric that
-    decides.
-    """
-    if keep is None:
-        return {}
+def _rank(entries: list[Entry], keep: retention.Keep) -> None:
+    """Ranks the best checkpoints, from 1."""
     # Of several attempts to save a step, the last counts.
-    attempts = {attempt.step: attempt for attempt in commits}
+    places = {
+        entry.step: i for i, entry in enumerate(entries) if entry.time is not None
+    }
     saved = []
-    for step, attempt in attempts.items():
-        metric = commits[attempt].metrics.get(keep.metric)
-        saved.append(retention.Saved(step, metric))
-    ranks = {}
+    for step, i in places.items():
+        saved.append(retention.Saved(step, entries[i].metrics.get(keep.metric)))
     for rank, step in enumerate(keep.best_steps(saved), 1):
-        ranks[attempts[step]] = (rank, keep.metric)
-    return ranks
+        i = places[step]
+        entries[i] = entries[i]._replace(best=rank, best_metric=keep.metric)
 
 
 def _retention_rule(meta: format_lib.Meta) -> retention.Keep | None:

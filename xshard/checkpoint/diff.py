@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.checkpoint import array_reader, metadata_files
+from xshard.checkpoint import array_reader
 from xshard.checkpoint import format as format_lib
 
 
@@ -32,8 +32,8 @@ def differing_arrays(
     Raises:
       DamagedError: at the first array that is not what was written.
     """
-    metas = metadata_files.read_array_metas(first)
-    other_metas = metadata_files.read_array_metas(second)
+    metas = format_lib.read_array_metas(first)
+    other_metas = format_lib.read_array_metas(second)
     in_both = {}
     for path in sorted(metas.keys() & other_metas.keys()):
         if metas[path].kind == other_metas[path].kind:

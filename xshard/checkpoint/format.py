@@ -27,6 +27,7 @@ meta.json and of the manifest, from which the trees hang, and its own. The run's
 metadata have the fingerprint of the state, which was computed on the devices.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -34,7 +35,8 @@ import math
 import pathlib
 import re
 import time
-from typing import Annotated, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 from xshard.base import arguments, formatting
 from xshard.checkpoint import arrays as arrays_lib
@@ -61,11 +63,23 @@ _MOST_STEPS = 1 << 63
 _SHOWN = 5
 # The last second of the year 9999, the largest date that Python can represent.
 _LAST_SECOND = 253402300799
+# The delays before a failed or damaged read is repeated: a network disk or an object
+# store may recover.
+READ_AGAIN_SECONDS = (0.2, 1.0)
 
 CheckpointError = store_lib.CheckpointError
+_T = TypeVar("_T")
 _Time = Annotated[
     float, jsonfile.Rule("a time", lambda seconds: 0 <= seconds <= _LAST_SECOND)
 ]
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint counts but does not hold what was written."""
+
+
+class UnreadableError(CheckpointError):
+    """The disk or the service failed to read a checkpoint, which may be whole."""
 
 
 class Changes(Protocol):
@@ -294,13 +308,6 @@ def is_removed(store: store_lib.Store, folder: str) -> bool:
     return store.read(REMOVED + folder) is not None
 
 
-def is_given_up(store: store_lib.Store, folder: str) -> bool:
-    """Returns whether the attempt of this name is known to be unusable: deleted by
-    hand, or marked as damaged.
-    """
-    return is_removed(store, folder) or store.read(f"{folder}/{DAMAGED}") is not None
-
-
 def read_owner(store: store_lib.Store) -> Owner | None:
     """Returns the run that owns the checkpoints in a store; None if no run does.
 
@@ -400,6 +407,106 @@ def parse_meta(content: bytes) -> Meta:
             f"has format version {version}; this code reads version {VERSION}."
         )
     return _parsed(value, Meta)
+
+
+def retry_on_damage(read: Callable[[], _T]) -> _T:
+    """Calls a read, again after damage, and returns its result.
+
+    Raises:
+      DamagedError: if every try finds damage.
+    """
+    for seconds in READ_AGAIN_SECONDS:
+        try:
+            return read()
+        except DamagedError:
+            time.sleep(seconds)
+    return read()
+
+
+def read_commit(attempt: SaveAttempt) -> Commit:
+    """Reads COMMIT, which has no metrics that were added later.
+
+    Raises:
+      DamagedError: if COMMIT is missing, not what was written, or of another attempt.
+      UnreadableError: if it cannot be read.
+    """
+    commit = _read(attempt, COMMIT, parse_commit)
+    # COMMIT of a copied folder is valid, but not for the folder's name.
+    if (commit.step, commit.attempt) != (attempt.step, attempt.nonce):
+        raise DamagedError(f"{attempt}/{COMMIT} belongs to another checkpoint.")
+    return commit
+
+
+def read_meta(attempt: SaveAttempt) -> Meta:
+    """Reads meta.json; raises the errors of `read_commit_meta`."""
+    _, meta = read_commit_meta(attempt)
+    return meta
+
+
+def read_array_metas(attempt: SaveAttempt) -> arrays_lib.ArrayMetas:
+    """Reads how each array of a checkpoint is stored, by path; raises the errors of
+    `read_commit_meta`.
+    """
+    return read_meta(attempt).arrays
+
+
+def read_commit_meta(attempt: SaveAttempt) -> tuple[Commit, Meta]:
+    """Reads COMMIT and meta.json, each once.
+
+    Raises:
+      DamagedError: if one of these files or the manifest is missing or not what was
+        written.
+      UnreadableError: if one cannot be read.
+      CheckpointError: if the checkpoint has an unknown format version.
+    """
+    commit = read_commit(attempt)
+
+    def unchanged(name: str, content: bytes) -> bytes:
+        if checksum(content) != commit.sha256.get(name):
+            raise ValueError("its checksum differs")
+        return content
+
+    # The manifest is the root of the database, whose nodes have checksums of their own.
+    # Without the checksum in COMMIT, the manifest of an earlier merge would pass.
+    _read(attempt, MANIFEST, lambda content: unchanged(MANIFEST, content))
+    meta = _read(attempt, META, lambda content: parse_meta(unchanged(META, content)))
+    return commit, meta
+
+
+def metrics_of(attempt: SaveAttempt, commit: Commit) -> dict[str, float]:
+    """Returns the metrics of a checkpoint, those that were added last."""
+    # The state does not depend on METRICS, so a damaged METRICS is treated as absent.
+    with contextlib.suppress(DamagedError):
+        return commit.metrics | retry_on_damage(lambda: added_metrics(attempt))
+    return commit.metrics
+
+
+def added_metrics(attempt: SaveAttempt) -> dict[str, float]:
+    """Reads METRICS; returns no metrics if there is no such file.
+
+    Raises:
+      DamagedError: if it is not what was written.
+      UnreadableError: if it cannot be read.
+    """
+    if METRICS not in attempt.marks:
+        return {}
+    return _read(attempt, METRICS, parse_metrics)
+
+
+def _read(attempt: SaveAttempt, name: str, parse: Callable[[bytes], _T]) -> _T:
+    """Reads a file of an attempt, and tells damage from errors of the disk."""
+    try:
+        content = attempt.store.read(attempt.prefix + name)
+    except CheckpointError as e:
+        raise UnreadableError(f"{attempt}/{name} cannot be read: {e}.") from e
+    if content is None:
+        raise DamagedError(f"{attempt}/{name} is missing.")
+    try:
+        return parse(content)
+    except CheckpointError as e:
+        raise CheckpointError(f"{attempt}/{name} {e}") from e
+    except ValueError as e:
+        raise DamagedError(f"{attempt}/{name} is not what was written: {e}.") from e
 
 
 def checksum(content: bytes) -> str:

@@ -1,6 +1,5 @@
 """Keeps and deletes the checkpoints of a folder."""
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,7 +9,7 @@ from xshard.checkpoint import deletions as deletions_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import listing as listing_lib
 from xshard.checkpoint import lock as lock_lib
-from xshard.checkpoint import metadata_files, retention, writer
+from xshard.checkpoint import retention, writer
 from xshard.checkpoint import store as store_lib
 
 
@@ -26,8 +25,6 @@ class Janitor:
         keep: retention.Keep,
         owner: format_lib.Owner | None,
         log: Callable[[str], None],
-        *,
-        checks_finite: bool,
     ):
         """Takes no lock yet.
 
@@ -36,14 +33,12 @@ class Janitor:
           keep: the retention rules.
           owner: the run, which is recorded as the folder's owner; None: it is not.
           log: called with what could not be deleted.
-          checks_finite: whether saves check that arrays are finite.
         """
         self._listing = listing
         self._store = listing.store
         self._keep = keep
         self._owner = owner
         self._log = log
-        self._checks_finite = checks_finite
         self._lock: lock_lib.Lock | None = None
         self._deletions = deletions_lib.Deletions()
         # Attempts that this process has begun to delete.
@@ -221,25 +216,26 @@ class Janitor:
 
     def _for_rules(self, attempt: format_lib.SaveAttempt) -> retention.Saved:
         """Describes a checkpoint for the retention rules."""
-        metric = None
-        saved_at = None
-        if self._keep.best or self._keep.hours:
-            # A damaged checkpoint has no metric. One that cannot be read raises, and
-            # then nothing is deleted: it may be the best.
-            with contextlib.suppress(metadata_files.DamagedError):
-                commit = metadata_files.read_commit(attempt)
-                metric = commit.metrics.get(self._keep.metric)
-                saved_at = commit.time
-        is_finite = not self._checks_finite or not self._listing.nonfinite_paths(
-            attempt
-        )
         # A link means that a person moved the checkpoint elsewhere, and only that
         # person may delete it.
         is_pinned = format_lib.PINNED in attempt.marks or attempt.is_link
+        # What takes the place of others is read again, since it must still be whole.
+        replaces = self._keep.best or self._keep.hours
+        read = format_lib.read_commit if replaces else self._listing.commit
+        # A damaged checkpoint has no metric. One that cannot be read raises, and then
+        # nothing is deleted: it may be the best.
+        try:
+            commit = read(attempt)
+        except format_lib.DamagedError:
+            return retention.Saved(attempt.step, pinned=is_pinned, finite=False)
+        metric = None
+        if self._keep.best:
+            metrics = format_lib.metrics_of(attempt, commit)
+            metric = metrics.get(self._keep.metric)
         return retention.Saved(
             step=attempt.step,
             metric=metric,
             pinned=is_pinned,
-            finite=is_finite,
-            time=saved_at,
+            finite=not commit.nonfinite,
+            time=commit.time,
         )

@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 
 
@@ -31,9 +30,9 @@ class Listing:
         # Attempts that this process found damaged, whether or not the store could be
         # marked.
         self._damaged: set[format_lib.SaveAttempt] = set()
-        # The nonfinite paths from COMMIT never change, so they are cached: an object
-        # store takes a request for each.
-        self._nonfinite: dict[format_lib.SaveAttempt, list[str]] = {}
+        # COMMIT never changes, so each is read once: an object store takes a request
+        # for each.
+        self._commits: dict[format_lib.SaveAttempt, format_lib.Commit] = {}
 
     def all_steps(self) -> list[int]:
         """Lists the steps with a checkpoint that counts, in ascending order."""
@@ -56,11 +55,7 @@ class Listing:
 
     def finite_steps(self) -> list[int]:
         """Lists the steps with no array known to be nonfinite, in ascending order."""
-        finite = []
-        for attempt in self.committed():
-            if not self.nonfinite_paths(attempt):
-                finite.append(attempt.step)
-        return finite
+        return [attempt.step for attempt in self.committed() if self.is_finite(attempt)]
 
     def newest_finite_step(self) -> int | None:
         """Returns the newest of `finite_steps`; None if there is none."""
@@ -75,7 +70,9 @@ class Listing:
 
         It was deleted by hand, or is damaged.
         """
-        return format_lib.is_given_up(self.store, folder)
+        if format_lib.is_removed(self.store, folder):
+            return True
+        return self.store.read(f"{folder}/{format_lib.DAMAGED}") is not None
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a step's arrays by path.
@@ -83,7 +80,7 @@ class Listing:
         Raises:
           CheckpointError: if the step cannot be read.
         """
-        metas = metadata_files.read_array_metas(format_lib.find(self.store, step))
+        metas = format_lib.read_array_metas(format_lib.find(self.store, step))
         return {path: meta.shape for path, meta in metas.items()}
 
     def metadata(self, step: int) -> dict[str, Any]:
@@ -92,7 +89,7 @@ class Listing:
         Raises:
           CheckpointError: if the step cannot be read.
         """
-        return metadata_files.read_meta(format_lib.find(self.store, step)).metadata
+        return format_lib.read_meta(format_lib.find(self.store, step)).metadata
 
     def nonfinite(self, step: int) -> list[str]:
         """Lists arrays of a step that should be finite and are not, by path.
@@ -106,12 +103,9 @@ class Listing:
         """
         newest, *_ = format_lib.choose(self.store, self.committed(), step)
         try:
-            commit = metadata_files.retry_on_damage(
-                lambda: metadata_files.read_commit(newest)
-            )
-        except metadata_files.DamagedError:
+            return self.commit(newest).nonfinite or []
+        except format_lib.DamagedError:
             return []
-        return commit.nonfinite or []
 
     def committed(self) -> list[format_lib.SaveAttempt]:
         """Lists the attempts that count, oldest step first."""
@@ -122,20 +116,21 @@ class Listing:
         """Returns whether an attempt counts and was not found damaged since."""
         return attempt.counts and attempt not in self._damaged
 
-    def nonfinite_paths(self, attempt: format_lib.SaveAttempt) -> list[str]:
-        """Lists the checked arrays of an attempt that are not finite, by path.
+    def commit(self, attempt: format_lib.SaveAttempt) -> format_lib.Commit:
+        """Returns COMMIT of an attempt; raises the errors of `format.read_commit`."""
+        if attempt not in self._commits:
+            self._commits[attempt] = format_lib.retry_on_damage(
+                lambda: format_lib.read_commit(attempt)
+            )
+        return self._commits[attempt]
 
-        The list is empty if the save checked none.
-        """
-        if attempt not in self._nonfinite:
-            try:
-                commit = metadata_files.read_commit(attempt)
-            except metadata_files.DamagedError as e:
-                # A run must not resume from a damaged checkpoint either, so it is
-                # treated as not finite.
-                return [str(e)]
-            self._nonfinite[attempt] = list(commit.nonfinite or [])
-        return self._nonfinite[attempt]
+    def is_finite(self, attempt: format_lib.SaveAttempt) -> bool:
+        """Returns whether no array of an attempt is known to be nonfinite."""
+        try:
+            return not self.commit(attempt).nonfinite
+        except format_lib.DamagedError:
+            # A run must not resume from a damaged checkpoint either.
+            return False
 
     def note_damaged(self, attempt: format_lib.SaveAttempt) -> None:
         """Stops an attempt from counting for this process."""

@@ -137,9 +137,7 @@ class Manager(listing_lib.Listing):
             self._writing = host_collectives.Channel(what, deadline_seconds)
         patterns = [finite] if isinstance(finite, str) else finite
         finite_arrays = finite_lib.Finite(patterns, refuse=refuse_nonfinite)
-        self._janitor = janitor_lib.Janitor(
-            self, keep, owner, log, checks_finite=bool(finite_arrays.patterns)
-        )
+        self._janitor = janitor_lib.Janitor(self, keep, owner, log)
         self._saver = saver_lib.Saver(
             channel=self._writing,
             listing=self,

@@ -12,7 +12,6 @@ import numpy as np
 import tensorstore as ts
 
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import jsonfile
 
@@ -58,7 +57,7 @@ def describe(attempt: format_lib.SaveAttempt) -> int:
     Returns:
       The number of arrays.
     """
-    arrays = metadata_files.read_array_metas(attempt)
+    arrays = format_lib.read_array_metas(attempt)
     tree = {}
     for path, meta in arrays.items():
         tree[str((path,))] = {

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from xshard.base import formatting
-from xshard.checkpoint import array_reader, metadata_files
+from xshard.checkpoint import array_reader
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
@@ -161,7 +161,7 @@ def restore(
       CheckpointError: if the checkpoint belongs to another run, or its structure,
         shapes or types differ from the target's.
     """
-    commit, meta = metadata_files.read_commit_meta(attempt)
+    commit, meta = format_lib.read_commit_meta(attempt)
     # RUN names the owner of the folder, but a person may have moved another run's
     # checkpoint there.
     if owner is not None and commit.run is not None and commit.run.id != owner.id:

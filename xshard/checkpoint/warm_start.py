@@ -17,8 +17,8 @@ from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import conversion as conversion_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import leaves as leaves_lib
-from xshard.checkpoint import metadata_files, reader
 from xshard.checkpoint import place as place_lib
+from xshard.checkpoint import reader
 from xshard.files import disk, tensors
 
 # The parameters of every network. With several networks, paths begin with the network's
@@ -273,7 +273,7 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
             f"--init_from={source.place} is neither."
         )
     attempt = place_lib.find(source.place)
-    meta = metadata_files.read_meta(attempt)
+    meta = format_lib.read_meta(attempt)
     metas = meta.arrays
     names = _renamed(source, attempt, metas, leaves)
     stand_ins = meaning.stand_ins(metas)

@@ -16,7 +16,6 @@ from xshard import errors
 from xshard.base import formatting
 from xshard.checkpoint import diff as diff_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import metadata_files
 from xshard.checkpoint import store as store_lib
 from xshard.files import identity, jsonfile, workdir
 from xshard.metrics import rows as rows_lib
@@ -305,7 +304,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> Comparison:
     results = []
     for name in differing(sorted((here.keys() | there.keys()) - {"run"}), here, there):
         results.append(f"{name}: {here.get(name)} | {there.get(name)}")
-    num_arrays = len(metadata_files.read_array_metas(end))
+    num_arrays = len(format_lib.read_array_metas(end))
     return Comparison(
         row=first_row(rows, rows_of(second)),
         array=array,
