@@ -76,7 +76,7 @@ def products(
         kind[path] = None
         return method(*args, **kwargs)
 
-    with hk.intercept_methods(_Interceptor(params, record)):
+    with hk.intercept_methods(_interceptor(params, record)):
         jax.eval_shape(apply)
     chosen = list(linear)
     if config.dots is not True:
@@ -125,42 +125,29 @@ def around(
         return _linear(module, *args, **options)
 
     def applied(*args: Any, **kwargs: Any) -> Any:
-        with hk.intercept_methods(_Interceptor(params, call)):
+        with hk.intercept_methods(_interceptor(params, call)):
             return apply(*args, **kwargs)
 
     return applied
 
 
-class _Interceptor:
-    """Calls a function in place of each product of a network.
+def _interceptor(
+    params: Mapping[str, Any], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns what calls a function in place of each product of a network.
 
-    Attributes:
+    Args:
       params: the network's parameters, which tell the whole paths of modules.
       call: a function of a product's path, the method that computes it, its arguments
         and the module.
+
+    Returns:
+      A function that `hk.intercept_methods` takes.
     """
+    # The paths of the modules that have been called, the newest last.
+    called: list[str] = []
 
-    def __init__(self, params: Mapping[str, Any], call: Callable[..., Any]):
-        self.params = params
-        self.call = call
-        # The paths of the modules that have been called, the newest last.
-        self._called: list[str] = []
-
-    def __call__(
-        self, method: Any, args: Any, kwargs: Any, context: hk.MethodContext
-    ) -> Any:
-        """Implements what `hk.intercept_methods` takes."""
-        module = context.module
-        # A module has no name before its constructor has run.
-        if context.method_name != "__call__":
-            return method(*args, **kwargs)
-        path = self._path(module.module_name)
-        if _is_product(module, kwargs):
-            return self.call(path, method, args, kwargs, module)
-        self._called.append(path)
-        return method(*args, **kwargs)
-
-    def _path(self, name: str) -> str:
+    def path_of(name: str) -> str:
         """Returns the path of a module in the whole network.
 
         Within a stack of layers, which is a network of its own to Haiku, a module's
@@ -168,12 +155,27 @@ class _Interceptor:
         called last: with it the parameters of the stack are some of the network's.
         """
         own = hk.get_params()
-        if own.keys() == self.params.keys():
+        if own.keys() == params.keys():
             return name
-        for outer in reversed(self._called):
-            if all(f"{outer}/{module}" in self.params for module in own):
+        for outer in reversed(called):
+            if all(f"{outer}/{module}" in params for module in own):
                 return f"{outer}/{name}"
         return name
+
+    def intercept(
+        method: Any, args: Any, kwargs: Any, context: hk.MethodContext
+    ) -> Any:
+        module = context.module
+        # A module has no name before its constructor has run.
+        if context.method_name != "__call__":
+            return method(*args, **kwargs)
+        path = path_of(module.module_name)
+        if _is_product(module, kwargs):
+            return call(path, method, args, kwargs, module)
+        called.append(path)
+        return method(*args, **kwargs)
+
+    return intercept
 
 
 def _is_product(module: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ the same noise, and an ensemble of them would count one model several times.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,18 @@ _RANDOM = "random"
 _PLAIN_KEY = "the numbers of a key"
 
 
-class Alike(NamedTuple):
-    """An array of a first state that is random and alike in all groups.
-
-    Attributes:
-      path: its path in the state.
-      is_key: whether it is a random key, or the plain numbers of one.
-      is_certain: whether the program shows that it is random. A constant of the code
-        with the shape and the type of a key's plain numbers may be those.
-    """
-
-    path: str
-    is_key: bool
-    is_certain: bool
-
-
-def find(create: Callable[[Any], Any], numbers: Any) -> list[Alike]:
+def find(create: Callable[[Any], Any], numbers: Any) -> list[tuple[str, bool, bool]]:
     """Finds the random arrays of a first state that do not depend on the group.
 
     Args:
       create: takes the groups' numbers to the state of all groups, in which arrays that
         differ by group have a leading dimension of groups.
       numbers: the number of each group.
+
+    Returns:
+      For each array its path in the state; whether it is a random key, or the plain
+      numbers of one; and whether the program shows that it is random. A constant of the
+      code with the shape and the type of a key's plain numbers may be those.
     """
     program, shapes = jax.make_jaxpr(create, return_shape=True)(numbers)
     inputs = [varying.NONE.add_labels(_OF_GROUP)]
@@ -56,7 +46,7 @@ def find(create: Callable[[Any], Any], numbers: Any) -> list[Alike]:
         is_key = _is_key(x) or (has_shape and _PLAIN_KEY in variation.labels)
         is_certain = is_key or _RANDOM in variation.labels
         if is_certain or has_shape:
-            found.append(Alike(trees.path_name(path), is_key, is_certain))
+            found.append((trees.path_name(path), is_key, is_certain))
     return found
 
 
