@@ -416,7 +416,7 @@ BUDGETS = {
     "tokens of a learner": 49_900,
     # A save checks its arguments and arrays by the functions that all others use. What
     # an array is stands in a file of its own, since the launcher imports no JAX.
-    "files of a checkpoint": 40,
+    "files of a checkpoint": 39,
     "tokens of a checkpoint": 33_200,
     "files of the loop": 165,
     "tokens of the loop": 191_600,

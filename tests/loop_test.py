@@ -22,7 +22,7 @@ from tests.checkpoint import harness as system
 from tests.optimizers import harness
 from xshard import checkpoint, loop
 from xshard.base import clock
-from xshard.checkpoint import writer
+from xshard.checkpoint import saver, writer
 from xshard.files import workdir
 from xshard.optimizers import trees
 from xshard.pod import request
@@ -261,10 +261,10 @@ def test_a_full_disk_stops_the_run_or_is_reported(
 
 
 def test_the_last_save_must_succeed_whatever_on_failure_is(tmp_path, monkeypatch):
-    def commit(attempt, *args):
+    def checksums(attempt):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "commit", commit)
+    monkeypatch.setattr(saver, "_checksums", checksums)
     config = with_checkpoint(make_config(), every_steps=100, on_failure="go_on")
     with pytest.raises(ValueError, match="Step 12 could not be saved"):
         loop.run(config, str(tmp_path), "")

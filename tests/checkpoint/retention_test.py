@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.harness import damage, save
 from xshard import checkpoint
-from xshard.checkpoint import finite, retention, writer
+from xshard.checkpoint import finite, janitor, retention, saver
 from xshard.checkpoint import format as format_lib
 
 STATE = {"a": jnp.ones(3)}
@@ -73,7 +73,7 @@ def test_hours_that_are_no_number_are_refused(hours):
 
 def test_a_manager_keeps_checkpoints_by_their_time(tmp_path, monkeypatch):
     now = [1e9]
-    monkeypatch.setattr(writer.time, "time", lambda: now[0])
+    monkeypatch.setattr(saver.time, "time", lambda: now[0])
     manager = checkpoint.Manager(tmp_path, checkpoint.Keep(1, hours=1))
     for step in range(1, 6):
         save(manager, step, STATE)
@@ -253,6 +253,6 @@ def test_an_attempt_stops_counting_before_its_files_are_deleted(tmp_path, monkey
 
     monkeypatch.setattr(type(manager.store), "delete_folder", delete_folder)
     (attempt,) = format_lib.attempts(manager.store)
-    writer.remove(attempt)
+    janitor.remove(attempt)
     assert seen == [[]] and not list(tmp_path.glob("step_*"))
     manager.close()

@@ -20,7 +20,7 @@ from tests.checkpoint.harness import FOREVER, environment, make_manager, make_tr
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import host_copy, ownership, progress, writer
+from xshard.checkpoint import host_copy, ownership, progress, saver, writer
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_a_failed_save_is_raised_and_is_not_the_latest_step(tmp_path, monkeypatc
     manager.wait()
     with monkeypatch.context() as patch:
         patch.setattr(
-            writer,
-            "commit",
+            saver,
+            "_checksums",
             lambda *args: (_ for _ in ()).throw(OSError(28, "No space")),
         )
         manager.save(2, tree, {})
@@ -147,7 +147,7 @@ def test_the_next_save_raises_a_failure_and_still_saves_its_own_step(
 ):
     manager, tree = make_manager(tmp_path), {"a": jnp.ones(3)}
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "merge", lambda *args: 1 / 0)
+        patch.setattr(saver, "_merge", lambda *args: 1 / 0)
         manager.save(1, tree, {})
         wait_until_ended(manager)
     with pytest.raises(checkpoint.CheckpointError, match="Step 1 could not be saved"):

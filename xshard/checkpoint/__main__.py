@@ -42,10 +42,10 @@ from xshard.base import formatting, hashing
 from xshard.checkpoint import (
     array_reader,
     catalog,
+    janitor,
     manager,
     orbax,
     retention,
-    writer,
 )
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import diff as diff_lib
@@ -277,7 +277,7 @@ def remove(store: store_lib.Store, step: int) -> Rows:
         # Raises the error that no such checkpoint exists.
         format_lib.find(store, step)
     for attempt in chosen:
-        writer.remove(attempt, by_hand=True)
+        janitor.remove(attempt, by_hand=True)
     return [{"deleted": step}]
 
 

@@ -1,16 +1,84 @@
-"""Keeps and deletes the checkpoints of a folder."""
+"""Keeps and deletes the checkpoints of a folder.
 
+Deletions have a thread of their own: no save, no step and no stop waits for a store
+that deletes slowly.
+"""
+
+import collections
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 from absl import logging
 
-from xshard.checkpoint import deletions as deletions_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import listing as listing_lib
 from xshard.checkpoint import lock as lock_lib
-from xshard.checkpoint import retention, writer
+from xshard.checkpoint import retention
 from xshard.checkpoint import store as store_lib
+
+# How long one may wait for the deletions under way, all waits together.
+_PATIENCE_SECONDS = 2.0
+
+
+class Deletions:
+    """Runs deletions one after the other.
+
+    Their thread exists only while there are any, and does not keep the process from
+    ending. What is left then, the next run in the store deletes.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._is_running = False
+        # The end of the patience with the present thread, from the first wait for it
+        # on.
+        self._patient_until: float | None = None
+
+    def add(self, action: Callable[[], None]) -> None:
+        """Adds a deletion, which must not raise.
+
+        One that is waiting already is not added again.
+        """
+        with self._changed:
+            if action not in self._waiting:
+                self._waiting.append(action)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(
+                    target=self._run, name="checkpoint deletions", daemon=True
+                ).start()
+
+    def wait(self) -> None:
+        """Waits until all deletions have ended, but only a moment.
+
+        Where deletions are slow, several waits take no longer than one.
+        """
+        with self._changed:
+            now = time.monotonic()
+            if not self._is_running:
+                return
+            if self._patient_until is None:
+                self._patient_until = now + _PATIENCE_SECONDS
+            remaining = max(self._patient_until - now, 0.0)
+            self._changed.wait_for(lambda: not self._is_running, timeout=remaining)
+
+    def cancel(self) -> None:
+        """Removes the deletions that have not begun."""
+        with self._changed:
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._is_running = False
+                    self._patient_until = None
+                    self._changed.notify_all()
+                    return
+                action = self._waiting.popleft()
+            action()
 
 
 class Janitor:
@@ -40,7 +108,7 @@ class Janitor:
         self._owner = owner
         self._log = log
         self._lock: lock_lib.Lock | None = None
-        self._deletions = deletions_lib.Deletions()
+        self._deletions = Deletions()
         # Attempts that this process has begun to delete.
         self._deleting: set[format_lib.SaveAttempt] = set()
 
@@ -55,7 +123,7 @@ class Janitor:
         if lock is None:
             lock = lock_lib.acquire(self._store, self._log)
             try:
-                writer.settle(self._store, lock)
+                _settle(self._store, lock)
             except BaseException:
                 lock.leave()
                 raise
@@ -92,7 +160,7 @@ class Janitor:
         try:
             lock = self.locked()
             lock.announce([attempt.folder])
-            writer.remove(attempt, changes=lock)
+            remove(attempt, changes=lock)
         except Exception as e:
             self._log(
                 f"{attempt} does not count, but could not be deleted: "
@@ -111,7 +179,7 @@ class Janitor:
         lock.announce(folders)
         for attempt in format_lib.attempts(self._store):
             if attempt.folder in folders and format_lib.COMMIT in attempt.marks:
-                writer.remove(attempt, changes=lock, by_hand=True)
+                remove(attempt, changes=lock, by_hand=True)
 
     def mark_damaged(self, attempt: format_lib.SaveAttempt, damage: str) -> None:
         """Stops a checkpoint from counting.
@@ -145,7 +213,7 @@ class Janitor:
         """Gives up the deletions that have not begun, and releases the lock."""
         self._deletions.cancel()
         # The lock on an object store is an object, so this is a deletion as well.
-        release = deletions_lib.Deletions()
+        release = Deletions()
         release.add(self._release)
         release.wait()
 
@@ -187,7 +255,7 @@ class Janitor:
             commit = self._store.read(attempt.prefix + format_lib.COMMIT)
             if commit is None or is_abandoned:
                 lock.check()
-                writer.remove(attempt, changes=lock)
+                remove(attempt, changes=lock)
 
     def _remove_old(self) -> None:
         """Deletes the checkpoints that no rule keeps.
@@ -206,7 +274,7 @@ class Janitor:
             for attempt in old:
                 self._deleting.add(attempt)
                 try:
-                    writer.remove(attempt, changes=lock)
+                    remove(attempt, changes=lock)
                 finally:
                     self._deleting.discard(attempt)
         except Exception as e:
@@ -239,3 +307,84 @@ class Janitor:
             finite=not commit.nonfinite,
             time=commit.time,
         )
+
+
+def remove(
+    attempt: format_lib.SaveAttempt,
+    *,
+    changes: format_lib.Changes | None = None,
+    by_hand: bool = False,
+) -> None:
+    """Deletes an attempt. It stops counting first, so that an interrupted deletion
+    leaves nothing to restore.
+
+    Args:
+      attempt: the attempt.
+      changes: the lock of the run that deletes, without which nothing is deleted;
+        None: a person does.
+      by_hand: whether to record the deletion in the store, which permits the run to
+        resume from an earlier step.
+
+    Raises:
+      CheckpointError: if the attempt's folder is a link, or cannot be deleted.
+    """
+    if attempt.is_link:
+        raise format_lib.CheckpointError(
+            f"{attempt} is a symbolic link, which a run never creates: delete it and "
+            "its target by hand."
+        )
+    if changes is None:
+        changes = attempt.store
+    if by_hand:
+        try:
+            format_lib.note_removed(attempt, changes)
+        except format_lib.CheckpointError as e:
+            # A run needs the note of its newest checkpoint only. A full disk, which has
+            # no room for a note, must let older ones be deleted.
+            there = format_lib.committed(attempt.store)
+            if all(other.step <= attempt.step for other in there):
+                raise format_lib.CheckpointError(
+                    f"{e}. The deletion of the newest checkpoint must be recorded: "
+                    "make room first, as by deleting an older one."
+                ) from e
+    # Without COMMIT the attempt does not count, however far the rest of the deletion
+    # gets. The sync keeps this order through a power loss.
+    changes.delete(attempt.prefix + format_lib.COMMIT)
+    attempt.store.sync_folder(attempt.prefix)
+    if format_lib.ABANDONED in attempt.marks and isinstance(
+        attempt.store, store_lib.Bucket
+    ):
+        # The mark stays: the run that was writing the attempt may wake up and create
+        # its COMMIT.
+        for name in attempt.store.names(attempt.prefix):
+            if name != attempt.prefix + format_lib.ABANDONED:
+                attempt.store.delete(name)
+    else:
+        attempt.store.delete_folder(attempt.prefix)
+
+
+def _settle(store: store_lib.Store, lock: lock_lib.Lock) -> None:
+    """Makes what the last holder of a store's lock does late do no harm.
+
+    This process has taken the lock over from it, and has not looked yet which
+    checkpoints count. See `xshard.checkpoint.lock`.
+
+    Args:
+      store: the store.
+      lock: its lock, which this process holds.
+    """
+    if lock.inherited is None:
+        return
+    for attempt in format_lib.attempts(store):
+        if attempt.folder in lock.inherited:
+            # A person may have pinned it since, and the deletion have failed.
+            if format_lib.PINNED not in attempt.marks:
+                remove(attempt, changes=lock)
+        # COMMIT is read by name, since a listing may lag behind.
+        elif store.read(attempt.prefix + format_lib.COMMIT) is None:
+            note = {"abandoned": time.strftime("%Y-%m-%d %H:%M:%S")}
+            if format_lib.ABANDONED not in attempt.marks:
+                store.create(
+                    attempt.prefix + format_lib.ABANDONED, format_lib.to_json(note)
+                )
+    lock.announce([])

@@ -1,18 +1,36 @@
-"""One attempt to save a step, which all processes make together."""
+"""One attempt to save a step, which all processes make together: each writes the chunks
+that it owns, and process 0 the rest, with COMMIT last.
 
+What makes an attempt durable and whole, in this order:
+
+1. Each process writes its chunks and syncs them (`writer.write_part`).
+2. Process 0 merges the databases, and verifies that the result has every key of every
+   array and no other.
+3. It writes meta.json, and reads the manifest and meta.json back for their checksums.
+4. It syncs all folders, and creates COMMIT, if absent. Before this the attempt does not
+   count, and a kill or a power loss leaves nothing but a folder that the next save
+   removes.
+"""
+
+import platform
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import tensorstore as ts
+
 from xshard.base import formatting
 from xshard.checkpoint import agreement, host_copy, ownership, writer
+from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import janitor as janitor_lib
 from xshard.checkpoint import listing as listing_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
+from xshard.files import provenance as provenance_lib
 from xshard.pod import host_collectives
 
 # Every process receives the reports of all others, so error texts are cut.
@@ -209,30 +227,53 @@ class Saver:
         lock = self._janitor.locked()
         try:
             # Merge: the chunks stay where they are, and one database refers to them.
+            # No chunk may be missing, whatever the processes reported.
             writers = [i for i, report in enumerate(reports) if report["keys"]]
-            merged = writer.merge(attempt, writers)
-
-            # Verify that no chunk is missing, whatever the processes reported.
-            num_keys = writer.verify(merged, plan.arrays)
+            num_keys = _merge(attempt, writers, plan.arrays)
 
             # Describe the arrays and the run.
-            data = [report["data"] for report in reports]
-            writer.describe(attempt, plan.arrays, request.metadata, data)
+            meta = format_lib.Meta(
+                version=format_lib.VERSION,
+                step=attempt.step,
+                arrays=plan.arrays,
+                metadata=request.metadata,
+                data=[report["data"] for report in reports],
+                written_with={
+                    "processes": len(reports),
+                    "devices": jax.device_count(),
+                    "python": platform.python_version(),
+                    **provenance_lib.library_versions(),
+                },
+            )
+            content = format_lib.serialize_meta(meta)
+            self._store.create(attempt.prefix + format_lib.META, content)
 
             # Commit. What the checkpoint relies on, such as logged rows, is durable
             # before COMMIT exists. The lock creates it: if another run has taken the
             # folder over, this checkpoint must not count.
             request.before_commit()
             lock.check()
-            writer.commit(
-                attempt,
-                num_keys,
-                nbytes,
-                request.metrics,
-                nonfinite if self._finite.patterns else None,
-                self._owner,
-                lock,
+            run = None
+            if self._owner is not None:
+                run = provenance_lib.Identity(self._owner.id, self._owner.fingerprint)
+            commit = format_lib.Commit(
+                step=attempt.step,
+                attempt=attempt.nonce,
+                keys=num_keys,
+                bytes=nbytes,
+                time=time.time(),
+                sha256=_checksums(attempt),
+                metrics=request.metrics,
+                nonfinite=nonfinite if self._finite.patterns else None,
+                run=run,
             )
+            # Every folder must be durable before COMMIT exists: a power loss must not
+            # leave COMMIT without its data.
+            self._store.sync(attempt.prefix)
+            # `create` is atomic and does not overwrite, so that COMMIT exists as a
+            # whole or not at all.
+            content = format_lib.serialize_commit(commit)
+            lock.create(attempt.prefix + format_lib.COMMIT, content)
         except lock_lib.LostError:
             # The attempt is for the run that has the lock now.
             raise
@@ -253,6 +294,54 @@ class Saver:
         )
         # Clean up, in a thread of its own: the next save need not wait for it.
         self._janitor.begin_to_remove_old()
+
+
+def _merge(
+    attempt: format_lib.SaveAttempt, processes: list[int], arrays: arrays_lib.ArrayMetas
+) -> int:
+    """Merges the databases of some processes into one that refers to their data in
+    place.
+
+    Returns:
+      The number of its keys.
+
+    Raises:
+      CheckpointError: if a key of the arrays is missing, or there is an unexpected one.
+    """
+    # Tensorstore copies entries by reference only between databases that share one
+    # context and are opened alike.
+    context = store_lib.make_context()
+    merged = attempt.store.database(attempt.prefix, context, is_written=True)
+    transaction = ts.Transaction(atomic=True)
+    for process in processes:
+        prefix = attempt.part(process)
+        part = attempt.store.database(prefix, context, is_written=True)
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    transaction.commit_async().result()
+
+    expected: set[bytes] = set()
+    for path, meta in arrays.items():
+        expected.update(key.encode() for key in meta.keys(path))
+    listed = set(merged.list().result())
+    if listed != expected:
+        raise store_lib.CheckpointError(
+            f"{len(expected - listed)} keys are missing and {len(listed - expected)} "
+            f"are unexpected, such as {sorted(listed ^ expected)[0].decode()}"
+        )
+    return len(expected)
+
+
+def _checksums(attempt: format_lib.SaveAttempt) -> dict[str, str]:
+    """Returns the checksums of what COMMIT vouches for, as the store returns it, not as
+    it was sent to it.
+    """
+    checksums = {}
+    for name in (format_lib.META, format_lib.MANIFEST):
+        content = attempt.store.read(attempt.prefix + name)
+        if content is None:
+            raise store_lib.CheckpointError(f"{attempt}/{name} is missing")
+        checksums[name] = format_lib.checksum(content)
+    return checksums
 
 
 def _failures(reports: list[dict[str, Any]]) -> list[str]:

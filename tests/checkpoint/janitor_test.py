@@ -9,22 +9,21 @@ import pytest
 
 from tests.checkpoint import harness
 from tests.launch import harness as launch_harness
-from xshard.checkpoint import deletions as deletions_lib
-from xshard.checkpoint import writer
+from xshard.checkpoint import janitor
 
 
 @pytest.fixture
 def slow(monkeypatch):
     """Lets deletions of checkpoints wait; returns the event that releases them."""
     release = threading.Event()
-    original = writer.remove
+    original = janitor.remove
 
     def remove(attempt, **options):
         release.wait()
         original(attempt, **options)
 
-    monkeypatch.setattr(writer, "remove", remove)
-    monkeypatch.setattr(deletions_lib, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(janitor, "remove", remove)
+    monkeypatch.setattr(janitor, "_PATIENCE_SECONDS", 0.01)
     yield release
     release.set()
 
@@ -55,14 +54,14 @@ def test_a_process_may_end_during_a_deletion():
     # Only a process that ends shows what becomes of the thread.
     program = """
 import threading
-from xshard.checkpoint import deletions
+from xshard.checkpoint import janitor
 begun = threading.Event()
 class Future:
     def done(self):
         begun.set()
         return False
 from xshard.checkpoint import store
-slow = deletions.Deletions()
+slow = janitor.Deletions()
 slow.add(lambda: store.Store("never written")._when_done(Future()))
 begun.wait()
 slow.wait()
@@ -77,7 +76,7 @@ print("ended")
 
 def test_a_deletion_that_waits_already_is_not_added_again():
     release, made = threading.Event(), []
-    deletions = deletions_lib.Deletions()
+    deletions = janitor.Deletions()
 
     def first():
         release.wait()
