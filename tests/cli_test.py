@@ -11,7 +11,7 @@ from xshard import cli, errors
 from xshard.base import user_code
 from xshard.files import disk
 from xshard.pod import exit_codes
-from xshard.run import states
+from xshard.run import checkpoints
 
 
 def fails(e):
@@ -274,5 +274,5 @@ def test_a_method_that_dataclasses_wrote_is_not_the_users_place():
     config = toy.get_config().checkpoint
     config.keep_last = 0
     with pytest.raises(errors.UserError, match="keep_last=0") as raised:
-        states.keep(config)
+        checkpoints.keep(config)
     assert user_code.location(raised.value) == ""

@@ -85,7 +85,7 @@ from xshard.pod import (
 )
 from xshard.replay import replayer
 from xshard.report import runs as report_runs
-from xshard.run import preflight, saving
+from xshard.run import checkpoints, preflight
 from xshard.training import state as state_lib
 from xshard.training import step as step_lib
 
@@ -3644,14 +3644,14 @@ def test_40_another_alpha_is_refused(tmp_path, monkeypatch):
 def test_40_a_checkpoint_of_an_earlier_version_is_taken_with_a_note(
     tmp_path, monkeypatch, capfd
 ):
-    original = saving.Checkpoints.__init__
+    original = checkpoints.Checkpoints.__init__
 
     def without(self, *args, **kwargs):
         original(self, *args, **kwargs)
         del self._metadata["lora"]
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving.Checkpoints, "__init__", without)
+        patched.setattr(checkpoints.Checkpoints, "__init__", without)
         assert _config_lora(tmp_path, "run") == 0
     capfd.readouterr()
     assert _config_lora(tmp_path, "run", steps=6) == 0

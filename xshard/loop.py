@@ -34,6 +34,7 @@ from xshard.pod import origin as origin_lib
 from xshard.pod import request as request_lib
 from xshard.pod import watchdog as watchdog_lib
 from xshard.run import (
+    checkpoints,
     dispatch,
     ending,
     evaluation,
@@ -43,7 +44,6 @@ from xshard.run import (
     replication,
     resuming,
     roll_backs,
-    saving,
 )
 from xshard.run import schedule as schedule_lib
 from xshard.training import state as state_lib
@@ -203,7 +203,7 @@ class Run:
 
     def _find_checkpoints(self) -> None:
         """Finds the checkpoints that the run resumes or begins from."""
-        self.checkpoints = saving.Checkpoints(
+        self.checkpoints = checkpoints.Checkpoints(
             experiment=self.experiment,
             mesh=self.mesh,
             directory=self.workdir,

@@ -17,7 +17,7 @@ from xshard.checkpoint import place as place_lib
 from xshard.files import jsonfile, workdir
 from xshard.learners import lora as lora_lib
 from xshard.learners import state as learner_state
-from xshard.run import evaluation, preflight, states
+from xshard.run import checkpoints, evaluation, preflight
 from xshard.training import replica_state
 from xshard.training import state as state_lib
 from xshard.training import step as step_lib
@@ -97,7 +97,7 @@ def load(
     mesh = _mesh(config, directory, devices)
     experiment = experiment_lib.of_config(config, run)
     example = experiment_lib.example(experiment)
-    saved = states.States(experiment, mesh, example, run)
+    saved = checkpoints.States(experiment, mesh, example, run)
     state = saved.restore_state(step, fits=True).state
     if merge_lora:
         if not has_lora(state):

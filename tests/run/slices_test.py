@@ -17,7 +17,7 @@ from xshard import loop
 from xshard import mesh as mesh_lib
 from xshard.export import files
 from xshard.replay import replayer
-from xshard.run import slices, states
+from xshard.run import checkpoints, slices
 
 EVERYTHING = {
     "dtype": "int8",
@@ -211,7 +211,7 @@ def test_a_reader_has_the_parameters_of_the_last_exchange_alone(tmp_path, capfd)
     # A job that evaluates each checkpoint says it once.
     example = xshard.experiment.example(run.experiment)
     mesh = trained.state.step.sharding.mesh
-    reader = states.States(run.experiment, mesh, example, run.workdir)
+    reader = checkpoints.States(run.experiment, mesh, example, run.workdir)
     for step in (3, 6):
         reader.restore_state(step, fits=True)
     assert capfd.readouterr().err.count("are read as 1") == 1

@@ -24,7 +24,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.metrics import writer as writer_lib
 from xshard.pod import exit_codes, host_collectives, request
 from xshard.pod import watchdog as watchdog_lib
-from xshard.run import ending, evaluation, preflight, saving, states
+from xshard.run import checkpoints, ending, evaluation, preflight
 
 FOLDER = "eval"
 # How often to look for a new checkpoint: on a disk, and in remote storage, where each
@@ -73,7 +73,7 @@ class ContinuousEvaluator:
         self._run = workdir.Workdir(directory)
         self._output = workdir.Workdir(self._run.path / FOLDER)
         example = experiment_lib.example(experiment)
-        self._states = states.States(experiment, mesh, example, self._run)
+        self._states = checkpoints.States(experiment, mesh, example, self._run)
         self._checkpoints = self._states.manager
         self._evaluation = evaluation.Evaluation(
             experiment, mesh, config.eval_batch_size
@@ -259,7 +259,7 @@ class ContinuousEvaluator:
         # The checkpoint gets the metrics before the row is written. After a kill in
         # between, the step has no row and is evaluated again.
         try:
-            self._checkpoints.add_metrics(step, saving.numbers(values))
+            self._checkpoints.add_metrics(step, checkpoints.numbers(values))
         except checkpoint.CheckpointError:
             if self._exists(step):
                 raise

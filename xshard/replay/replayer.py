@@ -21,7 +21,7 @@ from xshard.metrics import rows as rows_lib
 from xshard.optimizers import trees
 from xshard.pod import attempts, origin
 from xshard.replay import comparison
-from xshard.run import evaluation, preflight, resuming, roll_backs, states
+from xshard.run import checkpoints, evaluation, preflight, roll_backs
 from xshard.training import state as state_lib
 from xshard.training import step as step_lib
 
@@ -260,13 +260,13 @@ class Replayer:
         the data to its position.
         """
         example = self._batches.example
-        saved = states.States(self.experiment, self.mesh, example, self._workdir)
+        saved = checkpoints.States(self.experiment, self.mesh, example, self._workdir)
         manager = saved.manager
         for step in reversed(manager.all_steps()):
             if step > last:
                 continue
             try:
-                resuming.check_replicas(self.experiment, manager, saved.target, step)
+                saved.check_replicas(step)
                 restored = saved.restore_state(step)
             except checkpoint.CheckpointError:
                 # The checkpoint is damaged, or was deleted meanwhile. An earlier one

@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from xshard import checkpoint, errors
-from xshard import experiment as experiment_lib
-from xshard.base import formatting
 from xshard.files import identity as identity_lib
 from xshard.files import provenance as provenance_lib
 from xshard.files import workdir
 from xshard.pod import host_collectives
-from xshard.run import slices
-from xshard.training import replica_state
 from xshard.training import state as state_lib
 
 # The names of a point's values in the metadata of a checkpoint.
@@ -139,124 +135,3 @@ def _identify(
             "checkpoint.directory; --init_from starts a run with their parameters."
         )
     return ResumePlan(identity, changes, step_program=step_program)
-
-
-def check_newest(
-    manager: checkpoint.Manager, directory: workdir.Workdir, latest: int | None
-) -> int | None:
-    """Checks that a run resumes from the newest checkpoint that it has saved.
-
-    Process 0 calls it.
-
-    Args:
-      manager: the run's checkpoints.
-      directory: the run's work directory.
-      latest: the step of the newest checkpoint; None if there is none.
-
-    Returns:
-      The newest step that the run has saved; None if it has saved none.
-
-    Raises:
-      UserError: if that checkpoint is missing.
-    """
-    reached = directory.reached()
-    store = manager.store
-    if reached is None:
-        if latest is not None:
-            return None
-        damaged = manager.damaged_steps()
-        if not damaged:
-            return None
-        steps = ", ".join(map(str, damaged))
-        raise errors.UserError(
-            f"All checkpoints in {store} are damaged (steps {steps}): 'python -m "
-            "xshard.checkpoint heal' removes a mark that is wrong; "
-            f"{_or_begin_again(directory)}"
-        )
-    # An earlier checkpoint is acceptable only if the newest one is known to be damaged,
-    # deleted by hand, or given up by a roll-back. If it is missing for no known reason,
-    # perhaps a disk is not mounted; resuming would lose steps.
-    if latest is not None and (
-        latest >= reached.step or manager.is_given_up(reached.folder)
-    ):
-        return reached.step
-    newest = "no checkpoint is"
-    if latest is not None:
-        newest = f"step {latest} is the newest"
-    moved = ""
-    if reached.checkpoints != str(store):
-        moved = f" The checkpoint was in {reached.checkpoints}."
-    raise errors.UserError(
-        f"This run has reached step {reached.step}, but {newest} in {store}.{moved} "
-        f"Nothing was changed. Make {reached.folder} available again, for example by "
-        f"mounting its disk; {_or_begin_again(directory)}"
-    )
-
-
-def _or_begin_again(directory: workdir.Workdir) -> str:
-    run = directory.run_id()
-    return (
-        f"or give --restart_from_scratch={run}, which moves all of this run to "
-        f"{directory.path}/{workdir.SET_ASIDE}/{run} and begins a new one."
-    )
-
-
-def check_replicas(
-    experiment: experiment_lib.Experiment,
-    manager: checkpoint.Manager,
-    target: state_lib.TrainState,
-    step: int,
-) -> None:
-    """Checks that a checkpoint's per-replica state is of as many replicas as there are.
-
-    Process 0 calls it.
-
-    Args:
-      experiment: the run's experiment.
-      manager: the run's checkpoints.
-      target: the shapes of the run's state.
-      step: the step of the checkpoint.
-
-    Raises:
-      UserError: if it is of another number of replicas.
-    """
-    try:
-        stored = manager.shapes(step)
-    except checkpoint.CheckpointError:
-        # The restore reports a damaged checkpoint, and takes an older one.
-        return
-    if slices.differ(experiment, target, stored):
-        slices.check(target)
-        return
-    replica_state.check_count(target, target.step.sharding.mesh, stored)
-
-
-def check_finite(manager: checkpoint.Manager, step: int) -> None:
-    """Checks that a checkpoint is finite, since the run could only fail again.
-
-    All processes call it.
-
-    Raises:
-      UserError: on all processes, if it is not.
-    """
-    bad = manager.on_process_0(lambda: manager.nonfinite(step))
-    if not bad:
-        return
-    store = manager.store
-    newest = manager.on_process_0(manager.newest_finite_step)
-    if newest is None:
-        way = "No checkpoint there is finite: give a new --workdir."
-    else:
-        commands = []
-        for number in manager.on_process_0(manager.all_steps):
-            if number > newest:
-                commands.append(f"python -m xshard.checkpoint rm {store} {number}")
-        way = (
-            f"The newest finite checkpoint is step {newest}; to resume from it, delete "
-            f"those after it: {'; '.join(commands)}."
-        )
-    raise errors.UserError(
-        f"The checkpoint of step {step} in {store} is not finite "
-        f"({formatting.listed(bad)}), so the run would only fail again. {way} "
-        f"--config.on_nonfinite=warn resumes from step {step} all the same."
-    )

@@ -1,19 +1,24 @@
-"""The interface between the loop and its checkpoints: what a run saves, and what it
-resumes from.
+"""The checkpoints of a run: which ones are kept, what they hold, and how a run resumes
+from them.
 """
 
 import contextlib
+import dataclasses
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from xshard import checkpoint, errors
+from xshard import config as config_lib
 from xshard import experiment as experiment_lib
+from xshard import mesh as mesh_lib
 from xshard.base import formatting
 from xshard.data import batches as batches_lib
 from xshard.files import identity as identity_lib
@@ -25,11 +30,167 @@ from xshard.metrics import log as log_lib
 from xshard.metrics import rows as rows_lib
 from xshard.optimizers import moving_average, trees
 from xshard.pod import members as members_lib
-from xshard.run import adaptations, earlier_states, nonfinite, resuming, states
+from xshard.run import adaptations, earlier_states, nonfinite, resuming, slices
+from xshard.training import replica_state
 from xshard.training import state as state_lib
 
 
-class Checkpoints(states.States):
+class States:
+    """The states of a run in its checkpoints, kept as the run's config says.
+
+    All processes make the same calls.
+
+    Attributes:
+      manager: the checkpoints, as any program sees them.
+      target: the shapes, types and shardings of a state in a checkpoint.
+    """
+
+    def __init__(
+        self,
+        experiment: experiment_lib.Experiment,
+        mesh: jax.sharding.Mesh,
+        example: Any,
+        directory: workdir.Workdir,
+        owner: checkpoint.Owner | None = None,
+        committed: Callable[[checkpoint.Committed], None] = lambda committed: None,
+        members: members_lib.Members | None = None,
+    ):
+        """Opens the checkpoints; writes nothing.
+
+        Args:
+          experiment: the experiment, with the run's config.
+          mesh: the mesh on which states are placed.
+          example: one row of a batch; only its shapes and types matter.
+          directory: the run's work directory.
+          owner: the run that writes the checkpoints; None for a reader.
+          committed: called on process 0, from another thread, when a checkpoint is
+            committed.
+          members: the members of the run; by default the processes that JAX has joined.
+
+        Raises:
+          ValueError: if a value of the config is invalid.
+        """
+        config = experiment.config
+        options = config.checkpoint
+        rules = keep(options)
+        if config.on_nonfinite == config_lib.ROLL_BACK:
+            # A roll-back needs the newest scheduled checkpoint, which extra saves must
+            # not push out.
+            rules = dataclasses.replace(rules, newest_of=options.every_steps)
+        target = state_lib.abstract_state(experiment, mesh, config.seed, example)
+        self.manager = checkpoint.Manager(
+            options.directory or directory.checkpoints,
+            rules,
+            budget_bytes=int(options.budget_gb * 1e9),
+            finite=_finite_patterns(target, mesh),
+            refuse_nonfinite=must_be_finite(config),
+            owner=owner,
+            log=announce,
+            committed=committed,
+            members=members,
+        )
+        self.target = target
+        self._experiment = experiment
+        self._mesh = mesh
+        self._seed = config.seed
+        # The number of slices of the checkpoint that was read last.
+        self._slices_read = 0
+        self._has_said_adaptation = False
+
+    def init_state(self, example: Any) -> state_lib.TrainState:
+        """Creates a new state.
+
+        Args:
+          example: one row of a batch, equal on all processes.
+        """
+        return state_lib.init(self._experiment, self._mesh, self._seed, example)
+
+    def check_replicas(self, step: int) -> None:
+        """Checks that per-replica state of a checkpoint is of as many replicas as there
+        are.
+
+        It reads for itself: only process 0 needs to call it.
+
+        Args:
+          step: the step of the checkpoint.
+
+        Raises:
+          UserError: if it is of another number of replicas.
+        """
+        try:
+            stored = self.manager.shapes(step)
+        except checkpoint.CheckpointError:
+            # The restore reports a damaged checkpoint, and takes an older one.
+            return
+        if slices.differ(self._experiment, self.target, stored):
+            slices.check(self.target)
+            return
+        replica_state.check_count(self.target, self._mesh, stored)
+
+    def restore_state(
+        self, step: int | None = None, *, fits: bool = False
+    ) -> checkpoint.Restored:
+        """Reads a checkpoint.
+
+        Args:
+          step: the step to restore; the newest by default.
+          fits: whether per-replica state may have the checkpoint's number of replicas
+            instead of the mesh's.
+
+        Returns:
+          The checkpoint. Its state has no averages of networks' state if an earlier
+          version saved it, which kept none.
+
+        Raises:
+          CheckpointError: as `Manager.restore` does.
+          UserError: if the experiment now adapts the network in another way.
+        """
+        # Set once the checkpoint is known.
+        stored_shapes: dict[str, Any] = {}
+
+        def target(stored: replica_state.Shapes) -> state_lib.TrainState:
+            stored_shapes.clear()
+            stored_shapes.update(stored)
+            shapes = self.target
+            if fits:
+                shapes = replica_state.fit(shapes, self._mesh, stored)
+            return earlier_states.without_unsaved(shapes, stored)
+
+        compare_groups = None
+        if config_lib.separates_slices(self._experiment.config):
+            compare_groups = slices.compare_groups
+        restored = self.manager.restore(target, step, compare_groups=compare_groups)
+        where = f"the checkpoint of step {restored.step} in {self.manager.store}"
+        note = adaptations.check(restored.metadata, self.target, where)
+        if note and not self._has_said_adaptation:
+            # A reader of many checkpoints says it once.
+            self._has_said_adaptation = True
+            announce(note)
+        if earlier_states.lacks_statistics(restored.state, self.target):
+            announce(
+                f"step {restored.step} was saved without averages of the network's "
+                "state, by an earlier version: its averages of the parameters are "
+                "evaluated with the state of those that train"
+            )
+        if not slices.differ(self._experiment, self.target, stored_shapes):
+            return restored
+        before = checkpoint.num_groups(stored_shapes) or 1
+        now = mesh_lib.num_groups(self._mesh)
+        options = self._experiment.config.outer
+        if not fits:
+            announce(slices.describe(before, now, restored.step, options))
+        elif before != self._slices_read:
+            # A reader of many checkpoints says it once.
+            announce(slices.describe_read(before, now))
+            self._slices_read = before
+        # What was noted of the saved state does not hold of this one.
+        metadata = {**restored.metadata, "watched": None, "fingerprint": None}
+        return restored._replace(
+            state=slices.continued(restored.state), metadata=metadata
+        )
+
+
+class Checkpoints(States):
     """The checkpoints of a run, which it writes and resumes from."""
 
     def __init__(
@@ -69,7 +230,7 @@ class Checkpoints(states.States):
         }
         self._batches = batches
         self._tolerates_failure = config.checkpoint.on_failure == "go_on"
-        self._must_be_finite = states.must_be_finite(config)
+        self._must_be_finite = must_be_finite(config)
         self._notify = notify
         self._directory = directory
         self._run = run
@@ -113,11 +274,7 @@ class Checkpoints(states.States):
             latest = self.manager.on_process_0(self.manager.latest_step)
             self._check_newest(latest)
         if latest is not None:
-            self.manager.on_process_0(
-                lambda: resuming.check_replicas(
-                    self._experiment, self.manager, self.target, latest
-                )
-            )
+            self.manager.on_process_0(lambda: self.check_replicas(latest))
         elif source is not None:
             checkpoint.check_init(source, self.target, adaptations.meaning(self.target))
             if re.search(source.select, "step"):
@@ -187,21 +344,26 @@ class Checkpoints(states.States):
         latest = self.manager.agreed_latest_step()
         reached = self._check_newest(latest)
         if latest is None:
-            return resuming.Point(self._init_state(source))
+            state = self.init_state(self._batches.first_example())
+            if source is not None:
+                meaning = adaptations.meaning(state)
+                taken = checkpoint.init_from(source, state, meaning=meaning)
+                # Slots that were not taken, too, are copies of the new parameters.
+                state = _begin_copies(taken, state)
+            return resuming.Point(state)
         if source is not None:
-            states.announce(
+            announce(
                 f"--init_from={source.place} is for a new run; this run resumes from "
                 "its own checkpoint"
             )
 
-        if self._must_be_finite:
-            resuming.check_finite(self.manager, latest)
+        self._check_finite(latest)
         restored = self.restore_state()
-        if self._must_be_finite and restored.step != latest:
+        if restored.step != latest:
             # The newest one is damaged, so the one before it was restored.
-            resuming.check_finite(self.manager, restored.step)
+            self._check_finite(restored.step)
         if reached is not None and restored.step < reached:
-            states.announce(
+            announce(
                 f"goes back from step {reached} to {restored.step}: the later "
                 "checkpoints are damaged or deleted"
             )
@@ -212,24 +374,95 @@ class Checkpoints(states.States):
             state = _begin_copies(point.state, self.target)
             # Its fingerprints are of fewer arrays.
             point = point._replace(state=state, fingerprint=None)
-            states.announce(
+            announce(
                 f"averages of the network's state begin at step {restored.step}, with "
                 "its present values"
             )
         return point
 
     def _check_newest(self, latest: int | None) -> int | None:
-        return self.manager.on_process_0(
-            lambda: resuming.check_newest(self.manager, self._directory, latest)
+        """Checks that the run resumes from the newest checkpoint that it has saved.
+
+        Args:
+          latest: the step of the newest checkpoint; None if there is none.
+
+        Returns:
+          The newest step that the run has saved; None if it has saved none.
+
+        Raises:
+          UserError: on all processes, if that checkpoint is missing.
+        """
+        return self.manager.on_process_0(lambda: self._reached(latest))
+
+    def _reached(self, latest: int | None) -> int | None:
+        """Does on process 0 what `_check_newest` says."""
+        reached = self._directory.reached()
+        store = self.manager.store
+        run = self._directory.run_id()
+        begin_again = (
+            f"or give --restart_from_scratch={run}, which moves all of this run to "
+            f"{self._directory.path}/{workdir.SET_ASIDE}/{run} and begins a new one."
+        )
+        if reached is None:
+            damaged = self.manager.damaged_steps()
+            if latest is not None or not damaged:
+                return None
+            steps = ", ".join(map(str, damaged))
+            raise errors.UserError(
+                f"All checkpoints in {store} are damaged (steps {steps}): 'python -m "
+                "xshard.checkpoint heal' removes a mark that is wrong; "
+                f"{begin_again}"
+            )
+        # An earlier checkpoint is acceptable only if the newest one is known to be
+        # damaged, deleted by hand, or given up by a roll-back. If it is missing for no
+        # known reason, perhaps a disk is not mounted; resuming would lose steps.
+        if latest is not None and (
+            latest >= reached.step or self.manager.is_given_up(reached.folder)
+        ):
+            return reached.step
+        newest = "no checkpoint is"
+        if latest is not None:
+            newest = f"step {latest} is the newest"
+        moved = ""
+        if reached.checkpoints != str(store):
+            moved = f" The checkpoint was in {reached.checkpoints}."
+        raise errors.UserError(
+            f"This run has reached step {reached.step}, but {newest} in {store}."
+            f"{moved} Nothing was changed. Make {reached.folder} available again, for "
+            f"example by mounting its disk; {begin_again}"
         )
 
-    def _init_state(self, source: checkpoint.Source | None) -> state_lib.TrainState:
-        state = self.init_state(self._batches.first_example())
-        if source is None:
-            return state
-        taken = checkpoint.init_from(source, state, meaning=adaptations.meaning(state))
-        # Slots that were not taken, too, are copies of the new parameters.
-        return _begin_copies(taken, state)
+    def _check_finite(self, step: int) -> None:
+        """Checks that a checkpoint is finite, since the run could only fail again.
+
+        All processes call it. A run that only warns resumes from any.
+
+        Raises:
+          UserError: on all processes, if it is not.
+        """
+        if not self._must_be_finite:
+            return
+        bad = self.manager.on_process_0(lambda: self.manager.nonfinite(step))
+        if not bad:
+            return
+        store = self.manager.store
+        newest = self.manager.on_process_0(self.manager.newest_finite_step)
+        if newest is None:
+            way = "No checkpoint there is finite: give a new --workdir."
+        else:
+            commands = []
+            for number in self.manager.on_process_0(self.manager.all_steps):
+                if number > newest:
+                    commands.append(f"python -m xshard.checkpoint rm {store} {number}")
+            way = (
+                f"The newest finite checkpoint is step {newest}; to resume from it, "
+                f"delete those after it: {'; '.join(commands)}."
+            )
+        raise errors.UserError(
+            f"The checkpoint of step {step} in {store} is not finite "
+            f"({formatting.listed(bad)}), so the run would only fail again. {way} "
+            f"--config.on_nonfinite=warn resumes from step {step} all the same."
+        )
 
     def record_restored_step(self, begin: resuming.Point) -> None:
         """Records the restored step as the newest that the run has reached.
@@ -338,7 +571,7 @@ class Checkpoints(states.States):
         try:
             self._record_newest(committed.step, committed.folder)
         except (errors.UserError, OSError) as e:
-            states.announce(f"step {committed.step} is saved, but: {e}")
+            announce(f"step {committed.step} is saved, but: {e}")
         size = formatting.scaled(committed.nbytes, "B")
         message = (
             f"step {committed.step}: saved {size} in {committed.seconds:.2g} s, in "
@@ -369,7 +602,7 @@ class Checkpoints(states.States):
         must_end = isinstance(e, checkpoint.NonfiniteError | checkpoint.LostError)
         if not self._tolerates_failure or must_end:
             raise e
-        states.announce(
+        announce(
             f"NOT SAVED: {e} Training continues, because checkpoint.on_failure=go_on."
         )
 
@@ -400,6 +633,52 @@ class Checkpoints(states.States):
         return (
             f"The newest finite checkpoint is step {newest}, in {self.manager.store}."
         )
+
+
+def _finite_patterns(
+    target: state_lib.TrainState, mesh: jax.sharding.Mesh
+) -> tuple[str, str]:
+    """Returns patterns of the paths of all arrays that a run requires to be finite.
+
+    These are the parameters, the state of the networks, and the slots, but for slots
+    that are a single number. Such a slot may be infinite by design: the least loss so
+    far is, before the first. An experiment's own state may hold anything. Slots are
+    named last: they follow from what else is not finite, and are many.
+    """
+    scalar_ndim = len(mesh_lib.group_axes(mesh))
+    exempt = []
+    for path, leaf in checkpoint.flatten(target).items():
+        if leaf.ndim == scalar_ndim and re.search("(^|/)opt_state/", path):
+            exempt.append(re.escape(path))
+    either = "|".join(exempt)
+    # What the first one matches is no slot.
+    return checkpoint.BY_DEFAULT, f"^(?!({either})$)(.*/)?(net_state|opt_state)/"
+
+
+def must_be_finite(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a run refuses checkpoints of a state that is not finite."""
+    return config.on_nonfinite != config_lib.WARN
+
+
+def keep(options: ml_collections.ConfigDict) -> checkpoint.Keep:
+    """Returns the retention rules of `config.checkpoint`."""
+    return checkpoint.Keep(
+        last=options.keep_last,
+        every_steps=options.keep_every_steps,
+        best=options.keep_best,
+        metric=options.best_metric,
+        mode=options.best_mode,
+        hours=options.get("keep_hours", 0.0),
+    )
+
+
+def announce(message: str) -> None:
+    """Prints a line about checkpoints on stderr."""
+    # The line comes from another thread at any time, so it must not mix with the run's
+    # own output on stdout. An error of printing says nothing about the checkpoint, so
+    # it is ignored.
+    with contextlib.suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
