@@ -8,7 +8,7 @@ from .leaves import flatten
 from .listing import Listing
 from .lock import LostError
 from .manager import Manager, NonfiniteError
-from .reader import Groups, Restored
+from .reader import UNGROUPED, Groups, Restored, num_groups
 from .retention import Keep, Saved
 from .saver import Committed
 from .store import CheckpointError, Store
@@ -16,13 +16,11 @@ from .warm_start import (
     BY_DEFAULT,
     GROUPS,
     PARAMS,
-    UNGROUPED,
     Meaning,
     Offer,
     Source,
     check_init,
     init_from,
-    num_groups,
     renames,
     selected,
 )

@@ -478,7 +478,7 @@ class Manager(listing_lib.Listing):
         target: Any,
         step: int | None = None,
         *,
-        compare_groups: reader.CompareGroups | None = None,
+        any_groups: bool = False,
     ) -> reader.Restored:
         """Restores a checkpoint.
 
@@ -491,8 +491,9 @@ class Manager(listing_lib.Listing):
             arrays to the host's memory, a `ShapeDtypeStruct` without a sharding to the
             process's first device.
           step: the step; by default the newest checkpoint that is not damaged.
-          compare_groups: returns how the groups of the checkpoint become those of the
-            target; None: they must be equal, as any other dimension.
+          any_groups: whether the checkpoint may have another number of groups, whose
+            first becomes each group of the target. If not, they must be equal, as any
+            other dimension.
 
         Raises:
           CheckpointError: if there is no checkpoint, if all are damaged, or if the
@@ -511,7 +512,7 @@ class Manager(listing_lib.Listing):
                 self._owner,
                 self._budget_bytes,
                 self._log,
-                compare_groups,
+                any_groups=any_groups,
             )
             restored, damage = agreement.read(self._channel, attempt, read_once)
             if restored is not None:

@@ -3,6 +3,7 @@ reads only the shards of its own devices, and the whole of NumPy's arrays.
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from xshard.checkpoint import progress as progress_lib
 _PLACED_AT_ONCE = 64
 # The most arrays that a message names.
 _SHOWN = 5
+# The paths of arrays that never have a dimension of groups.
+UNGROUPED = ("step", "rng")
 
 
 class ArrayTarget(NamedTuple):
@@ -85,7 +88,7 @@ class Groups(NamedTuple):
     stored: int = 0
     wanted: int = 0
     chosen: int = 0
-    without: Sequence[str] = ()
+    without: Sequence[str] = UNGROUPED
 
     def differ(self, path: str) -> bool:
         """Returns whether a leaf has another leading dimension of groups in the state
@@ -111,10 +114,19 @@ class Groups(NamedTuple):
         return (self.stored, *of_one_group) if self.stored else of_one_group
 
 
-# Compares the shapes of a checkpoint's arrays, by path, with those of a target's.
-CompareGroups = Callable[
-    [Mapping[str, arrays_lib.Shape], Mapping[str, arrays_lib.Shape]], Groups
-]
+def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Returns the number of groups in a run's state, the first dimension of every array
+    but the step and the key; 0 if they have no such dimension.
+
+    Args:
+      shapes: the shapes of the state's arrays, by path.
+    """
+    for path, shape in shapes.items():
+        # A state may have several learners, each with a global_step. It is a scalar
+        # unless there are groups.
+        if path.rpartition("/")[2] == "global_step" and len(shape) == 1:
+            return int(shape[0])
+    return 0
 
 
 class Restored(NamedTuple):
@@ -126,6 +138,7 @@ class Restored(NamedTuple):
       data: the position in the data of each process that saved the checkpoint.
       step: the checkpoint's step.
       folder: the name of its folder in the store.
+      shapes: the shapes of its arrays, by path.
     """
 
     state: Any
@@ -133,6 +146,7 @@ class Restored(NamedTuple):
     data: list[Any]
     step: int
     folder: str
+    shapes: Mapping[str, arrays_lib.Shape] = types.MappingProxyType({})
 
 
 def restore(
@@ -141,7 +155,8 @@ def restore(
     owner: format_lib.Owner | None,
     budget_bytes: int,
     say: Callable[[str], None],
-    compare_groups: CompareGroups | None = None,
+    *,
+    any_groups: bool,
 ) -> Restored:
     """Reads a checkpoint of a run into the structure, types and shardings of `target`.
 
@@ -153,8 +168,8 @@ def restore(
       budget_bytes: the most bytes that may be read at a time, beyond the restored
         arrays themselves.
       say: called with progress messages.
-      compare_groups: returns how the groups of the checkpoint become those of the
-        target; None: they must be equal, as any other dimension.
+      any_groups: whether the checkpoint may have another number of groups, whose first
+        becomes each group of the target.
 
     Raises:
       DamagedError: if the checkpoint does not hold what was written.
@@ -178,8 +193,9 @@ def restore(
     leaves = leaves_lib.flatten(target)
     wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
     groups = Groups()
-    if compare_groups is not None:
-        groups = compare_groups(shapes, {path: x.shape for path, x in wanted.items()})
+    if any_groups:
+        shapes_here = {path: x.shape for path, x in wanted.items()}
+        groups = Groups(num_groups(shapes), num_groups(shapes_here))
     in_checkpoint = {}
     for path, meta_of_leaf in wanted.items():
         shape = groups.stored_shape(path, meta_of_leaf.shape)
@@ -215,6 +231,7 @@ def restore(
         data=meta.data,
         step=attempt.step,
         folder=attempt.folder,
+        shapes=shapes,
     )
 
 

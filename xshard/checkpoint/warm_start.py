@@ -33,8 +33,6 @@ BY_DEFAULT = f"{PARAMS}|{_NET_STATE}"
 _INJECTED = "(^|/)opt_state/(.*/)?hyperparams/[^/]+$"
 # The key of the number of groups in a file's metadata.
 GROUPS = "groups"
-# The paths of arrays that never have a dimension of groups.
-UNGROUPED = ("step", "rng")
 # The most paths that a message gives as examples.
 _SHOWN = 5
 _CONVERT = (
@@ -120,21 +118,6 @@ class Meaning(NamedTuple):
 _NO_MEANING = Meaning()
 
 
-def num_groups(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Returns the number of groups in a run's state, the first dimension of every array
-    but the step and the key; 0 if they have no such dimension.
-
-    Args:
-      shapes: the shapes of the state's arrays, by path.
-    """
-    for path, shape in shapes.items():
-        # A state may have several learners, each with a global_step. It is a scalar
-        # unless there are groups.
-        if path.rpartition("/")[2] == "global_step" and len(shape) == 1:
-            return int(shape[0])
-    return 0
-
-
 def renames(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Parses renamings such as 'old/prefix=new/prefix' into pairs; a text may contain
     several, separated by commas.
@@ -191,7 +174,7 @@ def init_from(
     targets, note = _targets(source, offer, leaves, meaning)
     values = offer.read(list(targets.values()), say)
     scalars = []
-    most = 1 if num_groups({path: x.shape for path, x in leaves.items()}) else 0
+    most = 1 if reader.num_groups({path: x.shape for path, x in leaves.items()}) else 0
     for path, value in zip(targets, values, strict=True):
         if value.ndim <= most and not re.search(BY_DEFAULT, path):
             taken = _local(value)
@@ -286,7 +269,7 @@ def _open(source: Source, leaves: Iterable[str], meaning: Meaning) -> Offer:
         where=attempt,
         names=names,
         metas={path: metas[name] for path, name in names.items()},
-        num_groups=num_groups({path: x.shape for path, x in metas.items()}),
+        num_groups=reader.num_groups({path: x.shape for path, x in metas.items()}),
         read=lambda targets, say: reader.read_arrays(attempt, targets, say),
         metadata=meta.metadata,
     )
@@ -438,9 +421,8 @@ def _targets(
         )
     groups = reader.Groups(
         stored=offer.num_groups,
-        wanted=num_groups({path: leaf.shape for path, leaf in leaves.items()}),
+        wanted=reader.num_groups({path: leaf.shape for path, leaf in leaves.items()}),
         chosen=source.group,
-        without=UNGROUPED,
     )
     targets = {}
     problems = []

@@ -145,21 +145,15 @@ class States:
           CheckpointError: as `Manager.restore` does.
           UserError: if the experiment now adapts the network in another way.
         """
-        # Set once the checkpoint is known.
-        stored_shapes: dict[str, Any] = {}
 
         def target(stored: replica_state.Shapes) -> state_lib.TrainState:
-            stored_shapes.clear()
-            stored_shapes.update(stored)
             shapes = self.target
             if fits:
                 shapes = replica_state.fit(shapes, self._mesh, stored)
             return earlier_states.without_unsaved(shapes, stored)
 
-        compare_groups = None
-        if config_lib.separates_slices(self._experiment.config):
-            compare_groups = slices.compare_groups
-        restored = self.manager.restore(target, step, compare_groups=compare_groups)
+        are_slices = config_lib.separates_slices(self._experiment.config)
+        restored = self.manager.restore(target, step, any_groups=are_slices)
         where = f"the checkpoint of step {restored.step} in {self.manager.store}"
         note = adaptations.check(restored.metadata, self.target, where)
         if note and not self._has_said_adaptation:
@@ -172,9 +166,9 @@ class States:
                 "state, by an earlier version: its averages of the parameters are "
                 "evaluated with the state of those that train"
             )
-        if not slices.differ(self._experiment, self.target, stored_shapes):
+        if not slices.differ(self._experiment, self.target, restored.shapes):
             return restored
-        before = checkpoint.num_groups(stored_shapes) or 1
+        before = checkpoint.num_groups(restored.shapes) or 1
         now = mesh_lib.num_groups(self._mesh)
         options = self._experiment.config.outer
         if not fits:

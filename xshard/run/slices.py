@@ -61,23 +61,6 @@ def exchanged_names(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def compare_groups(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> checkpoint.Groups:
-    """Returns how the slices of a checkpoint become those of a run: each is the first.
-
-    Args:
-      stored: the shapes of the checkpoint's arrays, by path.
-      wanted: the shapes of the run's arrays, by path.
-    """
-    return checkpoint.Groups(
-        stored=checkpoint.num_groups(stored),
-        wanted=checkpoint.num_groups(wanted),
-        chosen=0,
-        without=checkpoint.UNGROUPED,
-    )
-
-
 def check(target: state_lib.TrainState) -> None:
     """Raises UserError if a run has state that only its own slices can continue.
 
