@@ -32,7 +32,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,14 +65,22 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command; returns the exit code."""
     parser = _parser()
     options = parser.parse_args(argv)
-    rows = _run(options, parser)
+    name = options.command
+    function, arguments = _COMMANDS[name]
+    if "STEP" in arguments and options.STEP is None:
+        # Instead of a STEP, DIR may end with @STEP.
+        options.DIR, options.STEP = place_lib.split(options.DIR)
+        # The other commands change a checkpoint, so they take none by default.
+        if options.STEP is None and name not in ("show", "verify", "orbax"):
+            parser.error(f"{name} needs a step: {name} DIR STEP, or {name} DIR@STEP")
+    rows = function(*[getattr(options, argument) for argument in arguments])
     if options.json:
         print(jsonfile.dumps(rows, indent=1))
-    elif options.command == "ls" and not rows:
-        print(f"no checkpoints in {_open(options.store)}")
+    elif name == "ls" and not rows:
+        print(f"no checkpoints in {_open(options.DIR)}")
     else:
         print(formatting.table(rows))
-    if options.command in ("verify", "heal"):
+    if name in ("verify", "heal"):
         return int(any(not row["state"].startswith(_WHOLE) for row in rows))
     return 0
 
@@ -81,69 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     """Returns the parser, with a parser of its own for each command."""
     parser = cli.parser("checkpoint", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name: str) -> argparse.ArgumentParser:
+    for name, (_, arguments) in _COMMANDS.items():
         command = commands.add_parser(name)
         command.add_argument("--json", action="store_true")
-        return command
-
-    add("ls").add_argument("store", metavar="DIR")
-    for name in ("show", "verify", "pin", "unpin", "rm", "heal", "orbax"):
-        command = add(name)
-        command.add_argument("store", metavar="DIR")
-        # Instead of a STEP, DIR may end with @STEP.
-        command.add_argument("step", metavar="STEP", type=int, nargs="?")
-    command = add("diff")
-    command.add_argument("store", metavar="DIR")
-    command.add_argument("first", metavar="STEP")
-    command.add_argument("second", metavar="STEP", nargs="?")
-    command = add("import")
-    command.add_argument("source", metavar="ORBAX")
-    command.add_argument("store", metavar="DIR")
+        for argument in arguments:
+            command.add_argument(argument, **_FORMS.get(argument, {}))
     return parser
-
-
-def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Rows:
-    """Runs the command that was given, and returns the rows to print."""
-    match options.command:
-        case "ls":
-            return list_steps(_open(options.store))
-        case "import":
-            # An import creates the folder that it writes to, so it need not exist.
-            source = store_lib.Store(options.source)
-            return from_orbax(source, store_lib.Store(options.store))
-        case "diff" if options.second is None:
-            return diff(options.store, options.first)
-        case "diff":
-            directory = options.store
-            return diff(f"{directory}@{options.first}", f"{directory}@{options.second}")
-
-    directory = options.store
-    step = options.step
-    if step is None:
-        directory, step = place_lib.split(directory)
-    match options.command:
-        case "show":
-            return show(_open(directory), step)
-        case "verify":
-            return verify(_open(directory), step)
-        case "orbax":
-            return to_orbax(_open(directory), step)
-
-    # The other commands change a checkpoint, so they take none by default.
-    if step is None:
-        name = options.command
-        parser.error(f"{name} needs a step: {name} DIR STEP, or {name} DIR@STEP")
-    match options.command:
-        case "pin":
-            return pin(_open(directory), step)
-        case "unpin":
-            return unpin(_open(directory), step)
-        case "rm":
-            return remove(_open(directory), step)
-        case "heal":
-            return heal(_open(directory), step)
-    raise AssertionError(f"{options.command} has a parser and no function.")
 
 
 def _open(directory: str) -> store_lib.Store:
@@ -154,10 +105,10 @@ def _open(directory: str) -> store_lib.Store:
     return store
 
 
-def list_steps(store: store_lib.Store) -> Rows:
+def list_steps(directory: str) -> Rows:
     """Returns a row for each attempt."""
     rows: Rows = []
-    for entry in catalog.read_catalog(store).entries:
+    for entry in catalog.read_catalog(_open(directory)).entries:
         age: Any = ""
         if entry.time is not None:
             age = formatting.age(time.time() - entry.time)
@@ -179,9 +130,9 @@ def list_steps(store: store_lib.Store) -> Rows:
     return rows
 
 
-def show(store: store_lib.Store, step: int | None) -> Rows:
+def show(directory: str, step: int | None) -> Rows:
     """Returns a row for each array, and one for each item of metadata."""
-    attempt = format_lib.find(store, step)
+    attempt = format_lib.find(_open(directory), step)
     commit, meta = format_lib.retry_on_damage(
         lambda: format_lib.read_commit_meta(attempt)
     )
@@ -220,8 +171,9 @@ def _is_loss_scale(path: str, array: arrays_lib.ArrayMeta) -> bool:
     return path.endswith("current_loss_scale") and is_real and is_small
 
 
-def verify(store: store_lib.Store, step: int | None) -> Rows:
+def verify(directory: str, step: int | None) -> Rows:
     """Returns a row for each checkpoint, with its damage."""
+    store = _open(directory)
     rows: Rows = []
     # Checkpoints that are already marked as damaged are read, too.
     for attempt in format_lib.attempts(store):
@@ -239,11 +191,16 @@ def verify(store: store_lib.Store, step: int | None) -> Rows:
     return rows
 
 
-def diff(first: str, second: str) -> Rows:
-    """Returns a row for each array that differs between two places, as DIR@STEP."""
-    arrays = diff_lib.differing_arrays(place_lib.find(first), place_lib.find(second))
+def diff(directory: str, first: str, second: str | None) -> Rows:
+    """Returns a row for each array that differs, in any bit, between two steps of a
+    directory, or between two places as DIR@STEP.
+    """
+    places = [directory, first]
+    if second is not None:
+        places = [f"{directory}@{first}", f"{directory}@{second}"]
+    one, other = [place_lib.find(place) for place in places]
     rows: Rows = []
-    for path, left, right in arrays:
+    for path, left, right in diff_lib.differing_arrays(one, other):
         difference: Any = "only in one checkpoint, or of another shape or type"
         if left is not None and right is not None:
             wide = np.complex128 if left.dtype.kind == "c" else np.float64
@@ -253,22 +210,23 @@ def diff(first: str, second: str) -> Rows:
     return rows
 
 
-def pin(store: store_lib.Store, step: int) -> Rows:
+def pin(directory: str, step: int) -> Rows:
     """Pins a step, so that no retention rule deletes it."""
-    format_lib.pin(format_lib.find(store, step))
+    format_lib.pin(format_lib.find(_open(directory), step))
     return [{"pinned": step}]
 
 
-def unpin(store: store_lib.Store, step: int) -> Rows:
+def unpin(directory: str, step: int) -> Rows:
     """Unpins a step, so that the retention rules apply to it again."""
-    format_lib.unpin(format_lib.find(store, step))
+    format_lib.unpin(format_lib.find(_open(directory), step))
     return [{"unpinned": step}]
 
 
-def remove(store: store_lib.Store, step: int) -> Rows:
+def remove(directory: str, step: int) -> Rows:
     """Deletes a step, and the leftovers of an earlier deletion of it that was
     interrupted.
     """
+    store = _open(directory)
     chosen = []
     for attempt in _attempts_of(store, step):
         if attempt.counts or format_lib.is_removed(store, attempt.folder):
@@ -281,8 +239,9 @@ def remove(store: store_lib.Store, step: int) -> Rows:
     return [{"deleted": step}]
 
 
-def heal(store: store_lib.Store, step: int) -> Rows:
+def heal(directory: str, step: int) -> Rows:
     """Removes the DAMAGED marks from a step's checkpoints that are whole."""
+    store = _open(directory)
     there = _attempts_of(store, step)
     marked = []
     for attempt in there:
@@ -307,14 +266,17 @@ def heal(store: store_lib.Store, step: int) -> Rows:
     return rows
 
 
-def to_orbax(store: store_lib.Store, step: int | None) -> Rows:
+def to_orbax(directory: str, step: int | None) -> Rows:
     """Adds the file by which orbax opens a step."""
-    attempt = format_lib.find(store, step)
+    attempt = format_lib.find(_open(directory), step)
     return [{"orbax": str(attempt), "arrays": orbax.describe(attempt)}]
 
 
-def from_orbax(source: store_lib.Store, store: store_lib.Store) -> Rows:
+def from_orbax(orbax_directory: str, directory: str) -> Rows:
     """Converts an orbax checkpoint to a checkpoint of step 0."""
+    source = store_lib.Store(orbax_directory)
+    # It is created, so it need not exist.
+    store = store_lib.Store(directory)
     for attempt in format_lib.attempts(store):
         # What an interrupted import left has no COMMIT, and the save removes it.
         if format_lib.COMMIT in attempt.marks:
@@ -403,6 +365,25 @@ def _fingerprints(
             value = x if path in ("step", "rng") else x[group]
             of_group.append(hashing.of_arrays([(path, value)]))
     return [hashing.total(of_group) or "" for of_group in texts]
+
+
+# Each command's function, and the names of its arguments.
+_COMMANDS: dict[str, tuple[Callable[..., Rows], tuple[str, ...]]] = {
+    "ls": (list_steps, ("DIR",)),
+    "show": (show, ("DIR", "STEP")),
+    "verify": (verify, ("DIR", "STEP")),
+    "diff": (diff, ("DIR", "FIRST", "SECOND")),
+    "pin": (pin, ("DIR", "STEP")),
+    "unpin": (unpin, ("DIR", "STEP")),
+    "rm": (remove, ("DIR", "STEP")),
+    "heal": (heal, ("DIR", "STEP")),
+    "orbax": (to_orbax, ("DIR", "STEP")),
+    "import": (from_orbax, ("ORBAX", "DIR")),
+}
+_FORMS: dict[str, dict[str, Any]] = {
+    "STEP": {"type": int, "nargs": "?"},
+    "SECOND": {"nargs": "?"},
+}
 
 
 if __name__ == "__main__":
