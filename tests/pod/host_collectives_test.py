@@ -125,6 +125,10 @@ def test_a_single_process_compares_nothing():
     )
 
 
+def on_process_0(action):
+    return host_collectives.Channel("which run", 1.0).on_process_0(action)
+
+
 def raise_error(error):
     raise error
 
@@ -151,20 +155,20 @@ def test_the_result_of_process_0_is_that_of_all(monkeypatch, error, text):
     monkeypatch.setattr(host_collectives.Channel, "gather", gather)
     if error is None:
         action = lambda: [3, "ids"]
-        assert host_collectives.on_process_0("which run", action) == [3, "ids"]
+        assert on_process_0(action) == [3, "ids"]
     else:
         # Process 0 raises the error itself, whose traceback shows where it happened.
         with pytest.raises(type(error)) as raised:
-            host_collectives.on_process_0("which run", lambda: raise_error(error))
+            on_process_0(lambda: raise_error(error))
         assert raised.value is error
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     action = lambda: pytest.fail("not to be called")
     if error is None:
-        assert host_collectives.on_process_0("which run", action) == [3, "ids"]
+        assert on_process_0(action) == [3, "ids"]
     else:
         with pytest.raises(errors.UserError, match=text):
-            host_collectives.on_process_0("which run", action)
+            on_process_0(action)
 
 
 def test_a_single_process_receives_its_result_as_others_would():
-    assert host_collectives.on_process_0("which run", lambda: (3, "ids")) == [3, "ids"]
+    assert on_process_0(lambda: (3, "ids")) == [3, "ids"]

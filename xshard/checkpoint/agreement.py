@@ -53,13 +53,7 @@ def on_process_0(channel: host_collectives.Channel, action: Callable[[], Any]) -
             # store.
             raise store_lib.CheckpointError(store_lib.reason(e)) from e
 
-    try:
-        return channel.on_process_0(action_with_reasons)
-    except store_lib.CheckpointError:
-        raise
-    except errors.UserError as e:
-        # The error of process 0 arrives at the other processes as this type.
-        raise store_lib.CheckpointError(str(e)) from e
+    return channel.on_process_0(action_with_reasons, store_lib.CheckpointError)
 
 
 def choose(

@@ -131,7 +131,9 @@ class Saver:
         """
         # 1. Process 0 begins an attempt. Its folder is new, so that nothing is ever
         # overwritten.
-        nonce = self._on_process_0(lambda: self._begin_attempt(request.step))
+        nonce = agreement.on_process_0(
+            self._channel, lambda: self._begin_attempt(request.step)
+        )
         if not nonce:
             return []
         attempt = format_lib.SaveAttempt(self._store, request.step, nonce)
@@ -151,17 +153,18 @@ class Saver:
         nonfinite = self._nonfinite(reports)
         is_refused = bool(nonfinite) and self._finite.refuse
         if failures or is_refused:
-            self._on_process_0(lambda: self._janitor.remove_failed(attempt))
+            agreement.on_process_0(
+                self._channel, lambda: self._janitor.remove_failed(attempt)
+            )
             if failures:
                 raise store_lib.CheckpointError("; ".join(failures))
             return nonfinite
 
         # 4. Process 0 completes the checkpoint. All processes raise its error.
-        self._on_process_0(lambda: self._commit(attempt, request, plan, reports))
+        agreement.on_process_0(
+            self._channel, lambda: self._commit(attempt, request, plan, reports)
+        )
         return []
-
-    def _on_process_0(self, action: Callable[[], Any]) -> Any:
-        return agreement.on_process_0(self._channel, action)
 
     def _begin_attempt(self, step: int) -> str:
         """Deletes what failed attempts left, and names a new one; on process 0.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xshard import errors
 from xshard.base import spans
 from xshard.pod import exchange as exchange_lib
 from xshard.pod import host_collectives, members
@@ -208,7 +209,11 @@ class _Channel(host_collectives.Channel):
         # Nobody knows how many will be left.
         self.count = 2
 
-    def on_process_0(self, action: Callable[[], Any]) -> Any:
+    def on_process_0(
+        self,
+        action: Callable[[], Any],
+        kind: type[errors.UserError] = errors.UserError,
+    ) -> Any:
         """Runs an action on the leader, again on its successor if it is lost."""
         outcomes: list[Any] = []
         while not outcomes:
@@ -217,7 +222,7 @@ class _Channel(host_collectives.Channel):
             if self._members.leads or self._members.is_outside:
                 outcome, failure = host_collectives.attempted(action)
             outcomes = [each for each in self.gather(outcome) if each is not None]
-        return host_collectives.value_of(outcomes[0], failure)
+        return host_collectives.value_of(outcomes[0], failure, kind)
 
     def _gather_texts(self, text: str) -> list[str]:
         return self._members.gather(self._what, text)

@@ -74,18 +74,23 @@ class Channel:
         text = json.dumps(value)
         return [json.loads(each) for each in self._gather_texts(text)]
 
-    def on_process_0(self, action: Callable[[], Any]) -> Any:
+    def on_process_0(
+        self,
+        action: Callable[[], Any],
+        kind: type[errors.UserError] = errors.UserError,
+    ) -> Any:
         """Runs an action on process 0, and returns its result on all processes.
 
         Args:
           action: returns a short JSON value.
+          kind: the type of the error that the other processes raise.
 
         Returns:
           The result, as JSON has it.
 
         Raises:
-          UserError: on the other processes, with the message of whatever exception the
-            action raised; process 0 raises that exception itself.
+          UserError: of that type, on the other processes, with the message of whatever
+            exception the action raised; process 0 raises that exception itself.
           LostError: if a process does not come in time, or if the coordinator cannot be
             reached.
         """
@@ -93,7 +98,7 @@ class Channel:
         failure = None
         if self.index == 0:
             outcome, failure = attempted(action)
-        return value_of(self.gather(outcome)[0], failure)
+        return value_of(self.gather(outcome)[0], failure, kind)
 
     def _gather_texts(self, text: str) -> list[str]:
         if self.count == 1:
@@ -150,20 +155,25 @@ def attempted(
         return {"error": text}, e
 
 
-def value_of(outcome: Mapping[str, Any], failure: Exception | None) -> Any:
+def value_of(
+    outcome: Mapping[str, Any],
+    failure: Exception | None,
+    kind: type[errors.UserError],
+) -> Any:
     """Returns the result of an action that some process has run.
 
     Args:
       outcome: the outcome, as `attempted` returns it.
       failure: the error, if this process has run the action and it raised.
+      kind: the type of the error that is raised if another process has run it.
 
     Raises:
-      UserError: with the error's message, if another process has run it.
+      UserError: of that type, with the error's message, if another process has run it.
     """
     if failure is not None:
         raise failure
     if "error" in outcome:
-        raise errors.UserError(outcome["error"])
+        raise kind(outcome["error"])
     return outcome["value"]
 
 
@@ -221,24 +231,6 @@ class Board:
             time.sleep(_POLL_SECONDS)
             texts = self.read(topic)
         return [texts[i] for i in range(self._count)]
-
-
-def on_process_0(what: str, action: Callable[[], Any]) -> Any:
-    """Runs an action on process 0, and returns its result on all processes.
-
-    It is for a few calls, since each leaves its values with the coordinator. Whoever
-    calls it again and again creates a `Channel`.
-
-    Args:
-      what: the purpose, for the error message if a process does not come.
-      action: returns a short JSON value.
-
-    Raises:
-      UserError: on the other processes, with the message of whatever exception the
-        action raised; process 0 raises that exception itself.
-      LostError: if a process does not come within an hour.
-    """
-    return Channel(what, _WAIT_SECONDS).on_process_0(action)
 
 
 def check_equal_data(
