@@ -20,7 +20,7 @@ from tests.checkpoint.harness import FOREVER, environment, make_manager, make_tr
 from tests.optimizers import harness
 from xshard import checkpoint, mesh
 from xshard.checkpoint import arrays as arrays_lib
-from xshard.checkpoint import host_copy, ownership, progress, saver, writer
+from xshard.checkpoint import host_copy, leaves, progress, saver, writer
 
 
 @pytest.fixture
@@ -355,8 +355,8 @@ def test_only_the_chunk_is_copied_from_a_device_with_its_own_memory():
     # `start_copy` takes another path for arrays on CPU, so the function is called
     # directly.
     array = jnp.arange(24.0).reshape(4, 6)
-    whole = ownership.Chunk("a", (0, 0), 0, (0, 0), (4, 6))
-    part = ownership.Chunk("a", (1, 0), 0, (2, 0), (2, 6))
+    whole = leaves.Chunk("a", (0, 0), 0, (0, 0), (4, 6))
+    part = leaves.Chunk("a", (1, 0), 0, (2, 0), (2, 6))
     np.testing.assert_array_equal(host_copy.start_device_copy(array, whole)(), array)
     np.testing.assert_array_equal(host_copy.start_device_copy(array, part)(), array[2:])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from xshard.checkpoint import ownership
+from xshard.checkpoint import leaves as leaves_lib
 
 # The number of elements that are checked at a time, so that intermediate results stay
 # in the processor's cache.
@@ -31,9 +31,9 @@ class Finite:
 
     def note(
         self,
-        chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
+        chunks: Iterator[tuple[leaves_lib.Chunk, np.ndarray] | None],
         nonfinite: set[str],
-    ) -> Iterator[tuple[ownership.Chunk, np.ndarray] | None]:
+    ) -> Iterator[tuple[leaves_lib.Chunk, np.ndarray] | None]:
         """Passes chunks through, and notes the arrays that are not finite.
 
         Args:

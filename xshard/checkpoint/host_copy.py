@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from xshard.checkpoint import leaves as leaves_lib
-from xshard.checkpoint import ownership, progress
+from xshard.checkpoint import progress
 from xshard.checkpoint import store as store_lib
 
 # Waits until a copy is on the host, and returns it.
@@ -70,7 +70,7 @@ class HostCopy:
 
     def __init__(
         self,
-        plan: ownership.Plan,
+        plan: leaves_lib.Plan,
         budget_bytes: int,
         reporter: progress.ProgressReporter,
     ):
@@ -87,10 +87,10 @@ class HostCopy:
         self._may_write = threading.Event()
         # Chunks with their values; then None, or the error that ended the copy.
         self._queue: queue.SimpleQueue[
-            tuple[ownership.Chunk, np.ndarray] | BaseException | None
+            tuple[leaves_lib.Chunk, np.ndarray] | BaseException | None
         ] = queue.SimpleQueue()
 
-    def make(self, leaves: dict[str, Any]) -> None:
+    def make(self, leaves: dict[str, leaves_lib.Leaf]) -> None:
         """Copies arrays, which may be donated afterwards.
 
         Waits while the budget is used up.
@@ -109,7 +109,7 @@ class HostCopy:
         finally:
             self._may_write.set()
 
-    def chunks(self) -> Iterator[tuple[ownership.Chunk, np.ndarray] | None]:
+    def chunks(self) -> Iterator[tuple[leaves_lib.Chunk, np.ndarray] | None]:
         """Yields the chunks with their values, for the thread.
 
         Yields None when no chunk has arrived for a while.
@@ -143,11 +143,11 @@ class HostCopy:
         """
         self._budget.close()
 
-    def _copy(self, leaves: dict[str, Any]) -> None:
+    def _copy(self, leaves: dict[str, leaves_lib.Leaf]) -> None:
         shards: dict[str, list[Any]] = {}
         # Copies are begun before the first of them is waited for, so that the transfers
         # from the devices overlap.
-        copying: list[tuple[ownership.Chunk, _WaitForCopy]] = []
+        copying: list[tuple[leaves_lib.Chunk, _WaitForCopy]] = []
         for chunk in self._plan.chunks:
             nbytes = self._plan.arrays[chunk.path].chunk_bytes
             if copying and not self._budget.fits(nbytes):
@@ -158,17 +158,17 @@ class HostCopy:
                 self._may_write.set()
             self._budget.take(nbytes)
             if chunk.path not in shards:
-                shards[chunk.path] = _local_shards(leaves[chunk.path])
-            shard = shards[chunk.path][chunk.shard]
+                shards[chunk.path] = leaves[chunk.path].local_shards()
+            _, shard = shards[chunk.path][chunk.shard]
             copying.append((chunk, start_copy(shard, chunk)))
         self._enqueue(copying)
 
-    def _enqueue(self, copying: list[tuple[ownership.Chunk, _WaitForCopy]]) -> None:
+    def _enqueue(self, copying: list[tuple[leaves_lib.Chunk, _WaitForCopy]]) -> None:
         for chunk, wait_for_copy in copying:
             self._queue.put((chunk, wait_for_copy()))
 
 
-def start_copy(shard: Any, chunk: ownership.Chunk) -> _WaitForCopy:
+def start_copy(shard: Any, chunk: leaves_lib.Chunk) -> _WaitForCopy:
     """Begins to copy a chunk of a shard.
 
     Returns:
@@ -188,7 +188,7 @@ def start_copy(shard: Any, chunk: ownership.Chunk) -> _WaitForCopy:
     return start_device_copy(shard, chunk)
 
 
-def start_device_copy(shard: jax.Array, chunk: ownership.Chunk) -> _WaitForCopy:
+def start_device_copy(shard: jax.Array, chunk: leaves_lib.Chunk) -> _WaitForCopy:
     """Begins to copy a chunk of a shard from a device with its own memory."""
     if chunk.shape != shard.shape:
         # The slice is taken on the device, so that only this process's chunk is
@@ -196,10 +196,3 @@ def start_device_copy(shard: jax.Array, chunk: ownership.Chunk) -> _WaitForCopy:
         shard = jax.lax.dynamic_slice(shard, chunk.start, chunk.shape)
     shard.copy_to_host_async()
     return lambda: np.asarray(shard)
-
-
-def _local_shards(leaf: Any) -> list[Any]:
-    data, _ = leaves_lib.key_data(leaf)
-    if not isinstance(data, jax.Array):
-        return [np.asarray(data)]
-    return [shard.data for shard in data.addressable_shards]

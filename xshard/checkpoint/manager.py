@@ -23,7 +23,6 @@ from xshard.base import spans
 from xshard.checkpoint import (
     agreement,
     host_copy,
-    ownership,
     progress,
     reader,
     retention,
@@ -147,7 +146,7 @@ class Manager(listing_lib.Listing):
             committed=committed,
         )
         # The plan of the last save, and what it depends on.
-        self._plan: tuple[Any, ownership.Plan] | None = None
+        self._plan: tuple[Any, leaves_lib.Plan] | None = None
         self._saving: _Saving | None = None
         _MANAGERS.add(self)
 
@@ -253,10 +252,10 @@ class Manager(listing_lib.Listing):
         _check(f"metadata of step {step}", metadata or {}, dict[str, Any])
         _check(f"data of step {step}", data, Any)
         _check(f"metrics of step {step}", metrics or {}, dict[str, float])
-        leaves = leaves_lib.flatten(state)
+        leaves = leaves_lib.of(state)
         copies: dict[str, int] = {}
         if self._writing.count > 1:
-            copies = ownership.checksums(leaves)
+            copies = leaves_lib.checksums(leaves)
         request = saver_lib.Request(
             step=step,
             metadata=metadata or {},
@@ -298,7 +297,7 @@ class Manager(listing_lib.Listing):
         self,
         end: concurrent.futures.Future[list[str]],
         request: saver_lib.Request,
-        plan: ownership.Plan,
+        plan: leaves_lib.Plan,
         copy: host_copy.HostCopy,
     ) -> None:
         """Runs `Saver.write_and_commit`, and leaves its end to `_join_save`."""
@@ -313,7 +312,7 @@ class Manager(listing_lib.Listing):
             # for the budget must be released.
             copy.close()
 
-    def _plan_for(self, leaves: dict[str, Any]) -> ownership.Plan:
+    def _plan_for(self, leaves: dict[str, leaves_lib.Leaf]) -> leaves_lib.Plan:
         """Plans which process writes what.
 
         The plan is cached: it is the same for every save of a run, and slow to compute
@@ -321,10 +320,10 @@ class Manager(listing_lib.Listing):
         """
         key = []
         for path, leaf in leaves.items():
-            sharding = getattr(leaf, "sharding", None)
-            key.append((path, leaf.shape, leaf.dtype, sharding))
+            x = leaf.value
+            key.append((path, x.shape, x.dtype, getattr(x, "sharding", None)))
         if self._plan is None or self._plan[0] != key:
-            plan = ownership.plan(leaves, self._writing.index, self._writing.count)
+            plan = leaves_lib.plan(leaves, self._writing.index, self._writing.count)
             self._plan = (key, plan)
         return self._plan[1]
 

@@ -190,8 +190,8 @@ def restore(
     # entry for each replica that saved it.
     if callable(target):
         target = target(shapes)
-    leaves = leaves_lib.flatten(target)
-    wanted = {path: leaves_lib.describe(leaf) for path, leaf in leaves.items()}
+    leaves = leaves_lib.of(target)
+    wanted = {path: leaf.describe() for path, leaf in leaves.items()}
     groups = Groups()
     if any_groups:
         shapes_here = {path: x.shape for path, x in wanted.items()}
@@ -206,7 +206,8 @@ def restore(
     for path, leaf in leaves.items():
         dtype = arrays_lib.dtype_of(stored[path].dtype)
         is_narrowed = jax.dtypes.canonicalize_dtype(dtype) != dtype
-        if is_narrowed and sharding_of(leaf) is not None:
+        sharding = sharding_of(leaf.value)
+        if is_narrowed and sharding is not None:
             raise format_lib.CheckpointError(
                 f"'{path}' is {dtype}, which JAX holds only with jax_enable_x64: set "
                 "it, or give an array of NumPy in its place."
@@ -215,7 +216,7 @@ def restore(
             path=path,
             meta=stored[path],
             shape=wanted[path].shape,
-            sharding=sharding_of(leaf),
+            sharding=sharding,
             group=groups.group_of(path),
             repeat=groups.repeats(path),
         )
@@ -223,7 +224,7 @@ def restore(
     arrays: list[Any] = read_arrays(attempt, targets, say, budget_bytes)
     for i, leaf in enumerate(leaves.values()):
         # NumPy's numbers are no arrays.
-        if isinstance(leaf, np.generic):
+        if isinstance(leaf.value, np.generic):
             arrays[i] = arrays[i][()]
     return Restored(
         state=jax.tree.unflatten(jax.tree.structure(target), arrays),

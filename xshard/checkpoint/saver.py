@@ -22,11 +22,12 @@ import jax
 import tensorstore as ts
 
 from xshard.base import formatting
-from xshard.checkpoint import agreement, host_copy, ownership, writer
+from xshard.checkpoint import agreement, host_copy, writer
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import finite as finite_lib
 from xshard.checkpoint import format as format_lib
 from xshard.checkpoint import janitor as janitor_lib
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import listing as listing_lib
 from xshard.checkpoint import lock as lock_lib
 from xshard.checkpoint import store as store_lib
@@ -112,7 +113,7 @@ class Saver:
         self._on_committed = committed
 
     def write_and_commit(
-        self, request: Request, plan: ownership.Plan, copy: host_copy.HostCopy
+        self, request: Request, plan: leaves_lib.Plan, copy: host_copy.HostCopy
     ) -> list[str]:
         """Writes a step and makes it count, on all processes together.
 
@@ -181,7 +182,7 @@ class Saver:
     def _write_chunks(
         self,
         attempt: format_lib.SaveAttempt,
-        plan: ownership.Plan,
+        plan: leaves_lib.Plan,
         copy: host_copy.HostCopy,
     ) -> dict[str, Any]:
         """Writes the chunks that this process owns. It raises no error.
@@ -214,7 +215,7 @@ class Saver:
         self,
         attempt: format_lib.SaveAttempt,
         request: Request,
-        plan: ownership.Plan,
+        plan: leaves_lib.Plan,
         reports: list[dict[str, Any]],
     ) -> None:
         """Makes an attempt count that all processes have written; on process 0.

@@ -142,7 +142,7 @@ def check_init(source: Source, target: Any, meaning: Meaning = _NO_MEANING) -> N
         leaf is missing in the checkpoint or has another shape there, or what is taken
         would mean something else here.
     """
-    leaves = leaves_lib.flatten(target)
+    leaves = leaves_lib.of(target)
     _targets(source, _open(source, leaves, meaning), leaves, meaning)
 
 
@@ -169,23 +169,24 @@ def init_from(
     Raises:
       CheckpointError: for the reasons of `check_init`, or if the checkpoint is damaged.
     """
-    leaves = leaves_lib.flatten(state)
+    leaves = leaves_lib.of(state)
+    arrays = {path: leaf.value for path, leaf in leaves.items()}
     offer = _open(source, leaves, meaning)
     targets, note = _targets(source, offer, leaves, meaning)
     values = offer.read(list(targets.values()), say)
     scalars = []
-    most = 1 if reader.num_groups({path: x.shape for path, x in leaves.items()}) else 0
+    most = 1 if reader.num_groups({path: x.shape for path, x in arrays.items()}) else 0
     for path, value in zip(targets, values, strict=True):
         if value.ndim <= most and not re.search(BY_DEFAULT, path):
             taken = _local(value)
-            initial = _local(leaves[path])
+            initial = _local(arrays[path])
             if not np.array_equal(taken, initial):
                 scalars.append(f"{path} {taken} ({initial})")
         # Typed PRNG keys cannot be converted; `_problem` has checked that their types
         # are equal.
         if targets[path].meta.key_impl is None:
-            value = value.astype(leaves[path].dtype)
-        leaves[path] = value
+            value = value.astype(arrays[path].dtype)
+        arrays[path] = value
 
     offered = [*offer.metas, *offer.unsupported]
     unused = sorted(set(_selected(source, offered)) - leaves.keys())
@@ -208,7 +209,7 @@ def init_from(
         message += f"; {note}"
     say(message)
     structure = jax.tree.structure(state)
-    return jax.tree.unflatten(structure, list(leaves.values()))
+    return jax.tree.unflatten(structure, list(arrays.values()))
 
 
 def _local(x: Any) -> np.ndarray:
@@ -399,7 +400,10 @@ def _near(path: str, paths: Iterable[str]) -> str:
 
 
 def _targets(
-    source: Source, offer: Offer, leaves: dict[str, Any], meaning: Meaning
+    source: Source,
+    offer: Offer,
+    leaves: dict[str, leaves_lib.Leaf],
+    meaning: Meaning,
 ) -> tuple[dict[str, reader.ArrayTarget], str]:
     """Returns what to read for each selected path of the state, and the note of
     `meaning.check`.
@@ -421,7 +425,7 @@ def _targets(
         )
     groups = reader.Groups(
         stored=offer.num_groups,
-        wanted=reader.num_groups({path: leaf.shape for path, leaf in leaves.items()}),
+        wanted=reader.num_groups({path: x.data.shape for path, x in leaves.items()}),
         chosen=source.group,
     )
     targets = {}
@@ -433,7 +437,8 @@ def _targets(
         if path in from_config:
             continue
         stored = offer.metas.get(path)
-        problem = _problem(path, stored, leaves_lib.describe(leaves[path]), groups)
+        wanted = leaves[path].describe()
+        problem = _problem(path, stored, wanted, groups)
         if path in offer.unsupported:
             # Network state of such a type is not left at its initial values, either.
             kind = offer.unsupported[path]
@@ -441,8 +446,20 @@ def _targets(
             needs_conversion = True
             continue
         if stored is not None and not problem:
-            target = _target(path, stored, leaves[path], groups)
-            targets[path] = target._replace(path=offer.names[path])
+            group = groups.group_of(path)
+            if group is not None and not 0 <= group < groups.stored:
+                raise format_lib.CheckpointError(
+                    f"--init_group={group}: the checkpoint has groups 0 to "
+                    f"{groups.stored - 1}."
+                )
+            targets[path] = reader.ArrayTarget(
+                path=offer.names[path],
+                meta=stored,
+                shape=wanted.shape,
+                sharding=reader.sharding_of(leaves[path].value),
+                group=group,
+                repeat=groups.repeats(path),
+            )
         elif stored is None and meaning.may_lack and re.search(meaning.may_lack, path):
             continue
         # By default, network state that is missing or has another shape is left as the
@@ -469,26 +486,6 @@ def _targets(
             "paths, as in --init_rename=params/old=params/new."
         )
     return targets, note
-
-
-def _target(
-    path: str, meta: arrays_lib.ArrayMeta, leaf: Any, groups: reader.Groups
-) -> reader.ArrayTarget:
-    """Returns how to create a leaf of the state from the stored array."""
-    group = groups.group_of(path)
-    if group is not None and not 0 <= group < groups.stored:
-        raise format_lib.CheckpointError(
-            f"--init_group={group}: the checkpoint has groups 0 to {groups.stored - 1}."
-        )
-    data, _ = leaves_lib.key_data(leaf)
-    return reader.ArrayTarget(
-        path=path,
-        meta=meta,
-        shape=tuple(data.shape),
-        sharding=reader.sharding_of(leaf),
-        group=group,
-        repeat=groups.repeats(path),
-    )
 
 
 def _problem(

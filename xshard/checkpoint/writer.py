@@ -9,7 +9,7 @@ import tensorstore as ts
 
 from xshard.checkpoint import arrays as arrays_lib
 from xshard.checkpoint import format as format_lib
-from xshard.checkpoint import ownership
+from xshard.checkpoint import leaves as leaves_lib
 from xshard.checkpoint import store as store_lib
 
 # A transaction holds its data in memory until it is committed. These limit the size of
@@ -25,7 +25,7 @@ def write_part(
     attempt: format_lib.SaveAttempt,
     process: int,
     arrays: arrays_lib.ArrayMetas,
-    chunks: Iterator[tuple[ownership.Chunk, np.ndarray] | None],
+    chunks: Iterator[tuple[leaves_lib.Chunk, np.ndarray] | None],
     written: Callable[[int], None],
 ) -> int:
     """Writes the chunks that a process owns into its own database. Process 0 also
@@ -112,7 +112,7 @@ class _Batches:
         self._open.keys.write(key, content)
         self._open.num_keys += 1
 
-    def write_chunk(self, chunk: ownership.Chunk, value: np.ndarray) -> None:
+    def write_chunk(self, chunk: leaves_lib.Chunk, value: np.ndarray) -> None:
         """Writes a chunk, whose memory must not change until `written` is called."""
         meta = self._arrays[chunk.path]
         if not arrays_lib.is_large(chunk.path, meta):
